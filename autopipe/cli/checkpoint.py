@@ -308,6 +308,8 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
         output.note(
             f"{count} {plural(count, 'parameter')} of {model} keep their weights, the first is {matched.missing[0]!r}"
         )
+    if matched.kept:
+        output.note(f"no part of the module's state_dict, and keep their weights: {_listed(matched.kept)}")
     if matched.unused:
         output.note(
             f"{len(matched.unused)} {plural(len(matched.unused), 'tensor is', 'tensors are')} "

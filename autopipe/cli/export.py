@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from autopipe.cli.export_check import compare
+from autopipe.cli.export_check import compare, reject_changes
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
+from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.files import INLINE_LIMIT
 from autopipe.ir.output_files import replacing, scratch_folder
 from autopipe.ir.output_kinds import ONNX, OutputFile, check_data_file
@@ -162,13 +162,14 @@ def export_module(
     advance()
     compared = ""
     notes = [f"the file has no record of the state_dict's {each}" for each in made.left_out]
-    if made.changed:
-        _reject_changes(made.changed, check, notes)
     if check:
+        reject_changes(made.changed)
         with scratch_folder("export") as scratch:
             file = scratch / "model.onnx"
             program.save(file)
-            compared = compare(subject, file, notes)
+            compared = compare(subject, file, made.moved, notes)
+    elif made.changed:
+        notes.append(f"training does not change {', '.join(made.changed)}, which the forward of the module changes")
     advance()
     _write(program, path, force)
     parameters = subject.parameters()
@@ -180,19 +181,6 @@ def export_module(
         compared=compared,
         notes=tuple(notes),
     )
-
-
-def _reject_changes(changed: Sequence[str], check: bool, notes: list[str]) -> None:
-    """Raise VerificationError for buffers that the module's forward changes and the file does not; without the check,
-    add a note."""
-    buffers = f"{plural(len(changed), 'buffer')} {', '.join(changed)}"
-    if check:
-        raise VerificationError(
-            f"the forward of the module changes its {buffers}, which an ONNX file cannot",
-            "change buffers outside of the forward, put the part that changes them into eval(), or export with "
-            "check=False (--no-check) to keep their values",
-        )
-    notes.append(f"training does not change the {buffers}, which the forward of the module changes")
 
 
 def _write(program: torch.onnx.ONNXProgram, path: Path, force: bool) -> None:

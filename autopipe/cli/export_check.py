@@ -3,7 +3,7 @@ program computes on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,16 +38,24 @@ _ULPS: Final = 1.0
 _WITHOUT: Final = "export with check=False (--no-check) to write the file all the same"
 
 
-def compare(subject: Subject, file: Path, notes: list[str]) -> str:
+def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[str]) -> str:
     """Compare what the file computes of two examples with what the module computes.
 
-    Returns what was compared, "" if nothing was, and adds to `notes` what could not be compared. The dropouts of `file`
-    are taken out of it. Raises VerificationError, naming parameters and the likely cause, if results differ.
+    `moved` are the buffers that training with the file changes. Returns what was compared, "" if nothing was, and adds
+    to `notes` what could not be compared. The dropouts of `file` are taken out of it. Raises VerificationError, naming
+    parameters and the likely cause, if results differ.
     """
-    from autopipe.backends.torch.module_gradients import evaluate
+    from autopipe.backends.torch.module_gradients import evaluate, late_hooks
 
+    hooked = [subject.name_of(name) for name in late_hooks(subject.module)]
+    if hooked:
+        raise VerificationError(
+            f"hooks run after the backward of {_list(hooked)}, which an exported file has not",
+            f"remove them (register_post_accumulate_grad_hook), or {_WITHOUT}",
+        )
     examples = _examples(subject)
     expected = [evaluate(subject, each) for each in examples]
+    reject_changes([name for each in expected for name in each.changed if name not in moved])
     if not expected[0].is_finite:
         notes.append("the module's loss or gradients on the example are not finite: nothing was compared")
         return ""
@@ -59,6 +67,16 @@ def compare(subject: Subject, file: Path, notes: list[str]) -> str:
         return ""
     comparison = _Comparison(subject, file, examples, expected)
     return comparison.of_outputs() if expected[0].loss is None else comparison.of_gradients()
+
+
+def reject_changes(names: Sequence[str]) -> None:
+    """Raise VerificationError if there are tensors that the module's forward changes and the file does not."""
+    if names:
+        raise VerificationError(
+            f"the forward of the module changes {_list(list(dict.fromkeys(names)))}, which an ONNX file cannot",
+            "count in place (`steps += 1`), change other tensors outside of the forward, put the part into eval(), or "
+            f"{_WITHOUT}",
+        )
 
 
 def _examples(subject: Subject) -> list[tuple[torch.Tensor, ...]]:

@@ -50,6 +50,8 @@ class MatchedWeights:
     unused: tuple[str, ...]
     passed_over: tuple[str, ...]
     """Tensors of the file that no training needs: counters of batches, and second names of tied parameters."""
+    kept: tuple[str, ...] = ()
+    """Parameters that are no part of the module's `state_dict`, as those of its loss, and not in the file."""
 
 
 COUNTER: Final = "num_batches_tracked"
@@ -77,10 +79,12 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     found: dict[str, Numbers] = {}
     unread: dict[str, Value] = {}
     state = StateNames.of(source.metadata, initializers_of(source))
+    entered: set[str] | None = None
     if state is not None:
         entries = recorded_entries(stored, state, weights)
         held = table.initializers()
         unread = dict(unread_tensors(source))
+        entered = {graph_name(tensor, held) for tensor in state.names.values()}
         for tensor, numbers in entries.by_tensor.items():
             if tensor in unread:
                 found[tensor] = _as_unread(numbers, unread[tensor], weights)
@@ -94,6 +98,8 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     named_by_nodes = _named_by_nodes(source)
     found.update((name, each) for name, each in stored.items() if name in named_by_nodes and name not in found)
     required = [name for name, each in kept.items() if each.trainable or table.roles.is_statistic(name)]
+    kept_names = [name for name in required if entered is not None and name not in entered and name not in found]
+    required = [name for name in required if name not in kept_names]
     required += [name for name, value in unread.items() if value.dtype.is_floating]
     unused = [name for name in stored if name in needed and name not in found]
     passed_over = [name for name in unused if _is_passed_over(stored[name], table, found)]
@@ -102,6 +108,7 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
         missing=tuple(name.removeprefix(PREFIX) for name in required if name not in found),
         unused=tuple(name for name in unused if name not in passed_over),
         passed_over=tuple(passed_over),
+        kept=tuple(kept_names),
     )
 
 

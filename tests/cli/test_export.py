@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -180,15 +181,173 @@ class Remembering(nn.Module):
         pass
 
 
+class Changing(nn.Module):
+    """A layer beside a part whose forward changes `state`."""
+
+    state: torch.Tensor
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+        self.other = nn.Linear(WIDTH, CLASSES)
+        self.table = nn.Embedding(CLASSES, CLASSES, max_norm=0.5)
+        self.norm = nn.InstanceNorm1d(WIDTH, track_running_stats=True)
+        self.register_buffer("state", torch.ones(1))
+        self.register_buffer("count", torch.tensor(1))
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self, x)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def assign(module: Changing, x: torch.Tensor) -> None:
+    module.count = module.count + 1
+
+
+def count_floats(module: Changing, x: torch.Tensor) -> None:
+    module.state += 1
+
+
+def overwrite(module: Changing, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.state.copy_(x.mean().reshape(1))
+
+
+def average_parameters(module: Changing, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.other.weight.mul_(0.5).add_(module.layer.weight)
+
+
+def renormalise(module: Changing, x: torch.Tensor) -> None:
+    module.table(torch.tensor([1]))
+
+
+def normalise_instances(module: Changing, x: torch.Tensor) -> None:
+    module.norm(torch.stack([x, x * x, x + 1], -1))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (assign, "count"),
+        (count_floats, "state"),
+        (overwrite, "state"),
+        (average_parameters, r"other\.weight"),
+        (renormalise, r"table\.weight"),
+        (normalise_instances, r"norm\.running_mean"),
+    ],
+)
+def test_changes_in_the_forward_that_a_file_has_not_are_rejected(
+    change: Callable[[Any, torch.Tensor], None], name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = Changing(change)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(VerificationError, match=f"changes {name}"):
+        written_rows(module, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_parameters_in_one_memory_are_rejected(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    module[2].weight = nn.Parameter(module[0].weight.data.t())
+    with pytest.raises(ConfigurationError, match=r"'0\.weight' and '2\.weight' are different tensors in one memory"):
+        written_rows(module, tmp_path)
+    joined = torch.randn(WIDTH, 2 * WIDTH)
+    module[0].weight, module[2].weight = (nn.Parameter(part) for part in joined.chunk(2, 1))
+    written_rows(module, tmp_path)
+
+
+def test_a_cumulative_average_is_rejected(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None))
+    with pytest.raises(ConfigurationError, match=r"BatchNorm1d '1' has momentum=None"):
+        written_rows(module, tmp_path)
+    module[1].eval()
+    written_rows(module, tmp_path)
+
+
+def test_hooks_after_the_backward_are_rejected(tmp_path: Path) -> None:
+    module = nn.Linear(WIDTH, CLASSES)
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(VerificationError, match="hooks run after the backward of weight"):
+        written_rows(module, tmp_path)
+
+
+def test_data_of_an_activation_are_rejected(tmp_path: Path) -> None:
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.layer(2 * x).data  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigurationError, match=r"use detach\(\)"):
+        written_rows(Copying(), tmp_path)
+
+
+def test_a_file_that_torch_cannot_make_is_told_in_one_line(tmp_path: Path) -> None:
+    module = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ConfigurationError, match="No ONNX function found for <OpOverload"):
+        written_rows(module, tmp_path)
+
+
+class Scaled(nn.Module):
+    """A module with the names of its inputs and of a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Parameter(torch.ones(WIDTH))
+        self.labels = nn.Parameter(torch.zeros(WIDTH))
+        self.loss = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(x * self.input + self.labels)  # type: ignore[no-any-return]
+
+
+class Projected(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, CLASSES))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x @ self.weight, labels)
+
+
+def test_parameters_named_as_inputs_and_as_the_loss_keep_their_names(tmp_path: Path) -> None:
+    rows, labels = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES)
+    path = autopipe.export(Scaled(), rows, tmp_path / "model.onnx", loss=Projected(), labels=labels)
+    graph = read_model(path).graph
+    assert [each.name for each in graph.inputs] == ["input_", "labels_"]
+    names = {each.value.name for each in graph.parameters if each.trainable}
+    assert names == {"input", "labels", "loss.weight", "loss_.weight"}
+    with pytest.raises(ConfigurationError, match="the module has a tensor 'loss'"):
+        named = nn.Linear(WIDTH, CLASSES)
+        named.loss = nn.Parameter(torch.ones(1))
+        written_rows(named, tmp_path)
+
+
+def test_weights_of_a_module_leave_those_of_its_loss(command_line: CommandLine) -> None:
+    module, folder = Scaled(), command_line.folder
+    rows, labels = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES)
+    autopipe.export(module, rows, folder / "model.onnx", loss=Projected(), labels=labels)
+    safetensors.torch.save_file(Scaled().state_dict(), folder / "fresh.safetensors")
+    words = "checkpoint", "import", "fresh.safetensors", "--model", "model.onnx", "-o", "started.onnx"
+    assert "keep their weights: 'loss_.weight'" in command_line.done(*words).err
+
+
 def test_a_buffer_that_the_file_cannot_change_is_rejected(tmp_path: Path) -> None:
     _, labels = example()
     rows = torch.randn(SAMPLES, WIDTH)
     path = tmp_path / "model.onnx"
     module = Remembering()
-    with pytest.raises(VerificationError, match="changes its buffer seen"):
+    with pytest.raises(VerificationError, match="changes seen, which"):
         autopipe.export(module, rows, path, loss=F.cross_entropy, labels=labels)
     assert not path.exists() and not module.seen.any()
-    with pytest.warns(UserWarning, match="does not change the buffer seen"):
+    with pytest.warns(UserWarning, match="does not change seen, which"):
         autopipe.export(module, rows, path, loss=F.cross_entropy, labels=labels, check=False)
 
 

@@ -545,6 +545,99 @@ class Recommender(nn.Module):
         return self.network(torch.cat([rows.flatten(1), products], 1))
 
 
+class PackedProjections(nn.Module):
+    """Attention of three axes whose projections are one parameter, as a stack or one below the other."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.joined = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 3)
+        if not stacked:
+            self.joined = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / 3)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.joined if self.joined.dim() == 3 else self.joined.chunk(3)
+        q, k, v = x @ parts[0].t(), x @ parts[1].t(), x @ parts[2]
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).mean(1))
+
+
+class NamedAsOperators(nn.Module):
+    """Parameters with the names that traced operators, inputs and the batch axis have in a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        for name in ("mean", "mul", "tanh", "val_0", "batch", "matmul"):
+            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH) / 3))
+        self.add = nn.Linear(WIDTH, WIDTH)
+        self.loss = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(torch.tanh(x @ self.linear) * self.mul + self.mean * x.mean(1, keepdim=True)) * self.tanh
+        return self.loss(h + self.add(x) * self.val_0 + self.batch + self.matmul)
+
+
+class MomentumEncoder(nn.Module):
+    """A frozen encoder whose BatchNorm is in training, under `no_grad`; the trained one is called both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.key = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.key.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.key(x) + self.query(x.flip(1))
+        return self.head(self.query(x) - target)
+
+
+def repeated_block() -> nn.Module:
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+    return nn.Sequential(block, block, block, nn.Linear(WIDTH, CLASSES))
+
+
+class RoutedExperts(nn.Module):
+    """Stacked experts, of which each sample takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, CLASSES) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, expert = torch.softmax(self.router(x), -1).max(-1)
+        return torch.bmm(x[:, None], self.weights[expert])[:, 0] * share[:, None]
+
+
+class LowRank(nn.Module):
+    """A frozen layer, to whose weight a trained product is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, WIDTH) / 3)
+        self.up = nn.Parameter(torch.randn(WIDTH, 2) / 3)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.linear(x, self.layer.weight + self.up @ self.down, self.layer.bias))
+
+
+class SparseTable(nn.Module):
+    """An embedding with sparse gradients, whose padding is its last row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, padding_idx=-1, sparse=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens).mean(1))
+
+
 def mean_squared(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(found, labels)
 
@@ -558,6 +651,14 @@ ROUND_TRIPS: dict[str, RoundTrip] = {
     "PReLU": RoundTrip(leaky, vectors),
     "bilinear": RoundTrip(bilinear, vectors),
     "saved state": RoundTrip(SavedState, vectors),
+    "stacked projections": RoundTrip(lambda: PackedProjections(stacked=True), series),
+    "packed projections": RoundTrip(lambda: PackedProjections(stacked=False), series),
+    "named as operators": RoundTrip(NamedAsOperators, vectors),
+    "momentum encoder": RoundTrip(MomentumEncoder, vectors),
+    "repeated block": RoundTrip(repeated_block, vectors),
+    "routed experts": RoundTrip(RoutedExperts, vectors),
+    "low rank": RoundTrip(LowRank, vectors),
+    "sparse table": RoundTrip(SparseTable, text),
     "smoothed labels": RoundTrip(perceptron, vectors, nn.CrossEntropyLoss(label_smoothing=0.1)),
     "weight norm": RoundTrip(weight_normalised, vectors),
     "spectral norm": RoundTrip(spectrally_normalised, vectors),

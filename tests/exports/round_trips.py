@@ -74,7 +74,7 @@ def _require_same_shards(folder: Path, trained: dict[str, torch.Tensor]) -> None
     words = ["--max-shard-size", 256, "-o", folder / "shards.safetensors"]
     _run("checkpoint", "export", folder / "saved", *words)
     found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("shards-*.safetensors"):
+    for file in folder.glob("shards*.safetensors"):
         found |= load_file(file)
     if found.keys() != trained.keys() or not all(torch.equal(found[name], trained[name]) for name in trained):
         raise CommandFailure("the shards of checkpoint export differ from its file")

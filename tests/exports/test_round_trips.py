@@ -12,7 +12,7 @@ from tests.exports.round_trips import taken
 TOLERANCE = 1e-5
 CHOSEN = (
     "tied GPT", "frozen ResNet", "teacher and student", "straight-through", "weight norm", "padded BERT", "ViT",
-    "saved state",
+    "saved state", "momentum encoder", "named as operators", "stacked projections", "sparse table",
 )  # fmt: skip
 """Modules of the default run; `./test -m sweep` takes the others."""
 

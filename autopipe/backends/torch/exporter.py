@@ -11,15 +11,17 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 
-from autopipe.backends.torch.module_state import buffer_changes, record_state, tensors_of
+from autopipe.backends.torch.module_state import buffer_changes, overlapping, record_state, tensors_of
 from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
 from autopipe.ir.errors import ConfigurationError
 
@@ -47,19 +49,23 @@ class _WithLoss(nn.Module):
     def __init__(self, module: nn.Module, loss: Callable[..., torch.Tensor] | None, keywords: Sequence[str]) -> None:
         super().__init__()
         self.module = module
-        self.loss = loss
+        self._loss_name = _LOSS
+        while hasattr(module, self._loss_name):  # Parameters of the loss have names of their own.
+            self._loss_name += "_"
+        setattr(self, self._loss_name, loss)
         self._keywords = tuple(keywords)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         labels = None
-        if self.loss is not None:
+        loss = getattr(self, self._loss_name)
+        if loss is not None:
             labels = tensors[-1]
             tensors = tensors[:-1]
         count = len(tensors) - len(self._keywords)
         named = dict(zip(self._keywords, tensors[count:], strict=True))
         found = self.module(*tensors[:count], **named)
-        if self.loss is not None:
-            return self.loss(getattr(found, "logits", found), labels)
+        if loss is not None:
+            return loss(getattr(found, "logits", found), labels)
         # A model of `transformers` returns its loss if it is called with labels.
         return found if getattr(found, "loss", None) is None else found.loss
 
@@ -125,8 +131,42 @@ def subject_of(
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
     wrapped = _WithLoss(module, loss, list(named))
     wrapped.training = module.training
+    _require_exportable(wrapped)
+    held = {Subject.name_of(name) for name, _ in tensors_of(wrapped)}
     # A trace would make one input of two that are the same tensor, such as tokens that are their own labels.
-    return Subject(wrapped, tuple(names), tuple(each.detach().clone() for each in tensors))
+    return Subject(
+        module=wrapped,
+        names=tuple(_without_namesake(name, held) for name in names),
+        tensors=tuple(each.detach().clone() for each in tensors),
+    )
+
+
+def _without_namesake(name: str, held: Collection[str]) -> str:
+    """Return the name of an input, with underscores behind it if a parameter or buffer has its name."""
+    while name in held:
+        name += "_"
+    return name
+
+
+def _require_exportable(module: _WithLoss) -> None:
+    """Raise ConfigurationError, naming the part, for parts of a module that no ONNX file can hold."""
+    for name, _ in tensors_of(module):
+        if Subject.name_of(name) == _LOSS:
+            raise ConfigurationError(f"the module has a tensor {_LOSS!r}: the loss of the file has this name")
+    for first, second in overlapping(module):
+        names = f"{Subject.name_of(first)!r} and {Subject.name_of(second)!r}"
+        raise ConfigurationError(
+            f"{names} are different tensors in one memory: a file holds them apart",
+            "make one parameter of them (b.weight = a.weight), or copies (clone())",
+        )
+    for name, each in module.named_modules():
+        if not isinstance(each, _NormBase) or not each.training or not each.track_running_stats:
+            continue
+        if each.momentum is None and each.running_mean is not None:
+            raise ConfigurationError(
+                f"{type(each).__name__} {Subject.name_of(name)!r} has momentum=None: ONNX has no cumulative average",
+                "set a momentum such as 0.1, or put it into eval()",
+            )
 
 
 def loss_among(results: Sequence[object]) -> int | None:
@@ -147,7 +187,9 @@ class ExportedModule:
     program: torch.onnx.ONNXProgram
     """The model; `save` writes its file."""
     changed: tuple[str, ...]
-    """Buffers that the module's forward changes and the model does not."""
+    """Buffers and parameters that the module's forward changes and the model does not."""
+    moved: tuple[str, ...]
+    """Buffers that both change."""
     left_out: tuple[str, ...]
     """Entries of the module's `state_dict` that the file has no record of, each with the reason."""
 
@@ -175,7 +217,12 @@ def exported(subject: Subject) -> ExportedModule:
     counts = {subject.name_of(name): count for name, count in changes.counts.items()}
     state = subject.module.module.state_dict(keep_vars=True)
     left_out = record_state(program.model, state, subject.tensor_names(), counts)
-    return ExportedModule(program, tuple(map(subject.name_of, changes.others)), tuple(left_out))
+    return ExportedModule(
+        program=program,
+        changed=tuple(map(subject.name_of, changes.others)),
+        moved=tuple(map(subject.name_of, (*changes.statistics, *changes.counts))),
+        left_out=tuple(left_out),
+    )
 
 
 def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
@@ -185,14 +232,18 @@ def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
     for strict in (False, True):
         try:
             with InSupportedParts():
-                return torch.export.export(subject.module, subject.tensors, dynamic_shapes=shapes, strict=strict)
+                traced = torch.export.export(subject.module, subject.tensors, dynamic_shapes=shapes, strict=strict)
         except Exception as error:  # noqa: BLE001  (The user's own code runs in a trace.)
             first = first or _reason(error)
+            continue
+        if not any(isinstance(each, FakeTensor) for each in traced.constants.values()):
+            return traced
+        first = "it takes a value that the module computes for a constant, as of `.data` (use detach())"
     raise ConfigurationError(f"torch cannot trace the module: {first}", "torch.export.export says more")
 
 
-def _reason(error: Exception) -> str:
-    """Return what an error of a trace says first, and the first item of its list of reasons."""
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error of torch's, and the first item of its list of reasons."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -214,8 +265,11 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
         hint = f"pip install {error.name}, or autopipe with its extra 'export'"
         raise ConfigurationError(f"torch's exporter needs {error.name}", hint) from error
     except torch.onnx.errors.OnnxExporterError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigurationError(f"torch cannot export the module: {first}", "torch.onnx.export says more") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        message = f"torch cannot export the module: {_reason(cause)}"
+        raise ConfigurationError(message, "torch.onnx.export says more") from error
     assert program is not None
     return program
 
@@ -234,6 +288,8 @@ def _name_tensors(model: Any, subject: Subject) -> None:
             # The trace reads another of the names. The signature says both names, each of the other argument.
             value.name = known
             signature = _exchanged(signature, f"target='{name}'", f"target='{known}'")
+    wanted = {subject.name_of(value.name) for value in model.graph.initializers.values()}
+    _rename_results(model.graph, wanted)
     for value in list(model.graph.initializers.values()):
         value.name = subject.name_of(value.name)
     model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
@@ -269,6 +325,19 @@ def _name_batch(model: Any) -> None:
         for axis, extent in enumerate(value.shape or ()):
             if str(extent) == symbol:
                 value.shape[axis] = _BATCH
+
+
+def _rename_results(graph: Any, wanted: Collection[str]) -> None:
+    """Give results of nodes other names than those that parameters shall have: a parameter `mean` beside a mean."""
+    taken = {*wanted, *(value.name for value in graph.inputs), *(value.name for value in _results(graph))}
+    for value in _results(graph):
+        if value.name not in wanted:
+            continue
+        name = f"{value.name}_result"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        value.name = name
 
 
 def _results(graph: Any) -> Iterator[Any]:

@@ -38,6 +38,8 @@ class Evaluation:
     """Names of the custom `torch.autograd.Function`s through which the gradient flows."""
     dropped: tuple[float, ...]
     """Probabilities of the module's dropouts in training, in ascending order."""
+    changed: tuple[str, ...]
+    """Buffers that the forward has changed."""
 
     @property
     def is_finite(self) -> bool:
@@ -116,11 +118,17 @@ def evaluate(subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, u
 def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulps: float) -> Evaluation:
     own = dict(subject.module.named_parameters())
     held: dict[str, torch.Tensor] = {name: each.clone() for name, each in subject.module.named_buffers()}
+    after: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NothingDropped() as dropouts:
         torch.manual_seed(seed)
         read: Mapping[str, torch.Tensor] = {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
         trained = {name: each for name, each in read.items() if each.requires_grad}
-        found = torch.func.functional_call(subject.module, held | dict(read), tuple(tensors))
+        # Within the call, so that buffers that the forward has assigned are seen, too.
+        noting = subject.module.register_forward_hook(lambda module, *_: after.update(module.named_buffers()))
+        try:
+            found = torch.func.functional_call(subject.module, held | dict(read), tuple(tensors))
+        finally:
+            noting.remove()
         results = tuple(tensors_within(found))
         place = loss_among(results)
         gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
@@ -133,7 +141,17 @@ def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulp
         gradients={subject.name_of(name): None if each is None else _array(each) for name, each in pairs},
         functions=() if place is None else tuple(sorted(_custom_functions(results[place]))),
         dropped=tuple(sorted(dropouts.asked)),
+        changed=tuple(
+            subject.name_of(name)
+            for name, each in subject.module.named_buffers()
+            if name not in after or not _is_same(each.detach(), after[name].detach())
+        ),
     )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors are equal; a NaN equals a NaN."""
+    return one.shape == other.shape and bool(((one == other) | torch.isnan(one) & torch.isnan(other)).all())
 
 
 def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
@@ -146,7 +164,7 @@ def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    plain = tensor.detach().cpu()
+    plain = tensor.detach().cpu().to_dense()
     if plain.dtype in (torch.bfloat16, torch.float16):
         plain = plain.float()
     found: np.ndarray = plain.contiguous().numpy()
@@ -189,3 +207,8 @@ def parameter_hooks(module: nn.Module) -> list[str]:
     found = [name for name, each in module.named_parameters() if each._backward_hooks]
     hooked = (name for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
     return [*found, *(name or "the module" for name in hooked)]
+
+
+def late_hooks(module: nn.Module) -> list[str]:
+    """Return the names of the parameters whose hooks run after the backward, which `torch.autograd.grad` does not."""
+    return [name for name, each in module.named_parameters() if getattr(each, "_post_accumulate_grad_hooks", None)]

@@ -20,8 +20,10 @@ _STORED: Final = frozenset(
 )
 """Element types of tensors that are put into the file."""
 _STATISTICS: Final = (3, 4)
-"""Positions of the running statistics among the arguments of a traced batch normalization, and of the new ones among
-its results."""
+"""Positions of the running statistics among the arguments of a traced batch or instance normalization, and of the new
+ones among the results of a batch normalization."""
+_COUNTING: Final = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.detach.default})
+"""Traced operators between a counter and its new value: `detach` stands behind regions under `no_grad`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +32,46 @@ class BufferChanges:
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """Increments of counters that nothing reads, by the buffer's name."""
+    statistics: tuple[str, ...] = ()
+    """Running statistics of batch normalizations."""
     others: tuple[str, ...] = ()
-    """Buffers that change in a way that is no increment and no running statistic of a batch normalization."""
+    """Buffers and parameters that change in another way."""
 
 
 def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
-    """Return how the forward pass of a functional traced program changes buffers."""
+    """Return how the forward pass of a functional traced program changes buffers and parameters."""
     signature = traced.graph_signature
     results = {each.name: each for each in traced.graph.output_node().args[0] if isinstance(each, torch.fx.Node)}
     counts: dict[str, int] = {}
-    others: list[str] = []
+    statistics: list[str] = []
+    others = [*signature.parameters_to_mutate.values(), *_instance_statistics(traced)]
     for result, name in signature.buffers_to_mutate.items():
-        node = results[result]
-        count = _increment(node, signature.inputs_to_buffers, name)
+        count = _increment(results[result], signature.inputs_to_buffers, name)
         if count is not None:
             counts[name] = count
-        elif not _is_statistic(node, signature.inputs_to_buffers, name):
+        elif _is_statistic(results[result], signature.inputs_to_buffers, name):
+            statistics.append(name)
+        else:
             others.append(name)
-    return BufferChanges(counts, tuple(others))
+    return BufferChanges(counts, tuple(statistics), tuple(others))
+
+
+def _instance_statistics(traced: torch.export.ExportedProgram) -> Iterator[str]:
+    """Yield the running statistics of instance normalizations in training, whose changes no signature lists."""
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.instance_norm.default and node.args[5]:
+            for slot in _STATISTICS:
+                if isinstance(node.args[slot], torch.fx.Node):
+                    yield traced.graph_signature.inputs_to_buffers[node.args[slot].name]
 
 
 def _increment(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> int | None:
     """Return the sum of the integers that are added to a buffer of integers, None if something else happens to it or
     if something reads it."""
     total = 0
-    while node.op == "call_function" and node.target is torch.ops.aten.add.Tensor and len(node.users) == 1:
-        before, amount = node.args[:2]
+    while node.op == "call_function" and node.target in _COUNTING and len(node.users) == 1:
+        before = node.args[0]
+        amount = node.args[1] if len(node.args) > 1 else 0
         if not isinstance(before, torch.fx.Node) or type(amount) is not int or node.kwargs or amount < 0:
             return None
         total += amount
@@ -134,6 +150,41 @@ def _add_initializer(model: Any, name: str, tensor: torch.Tensor) -> None:
     content = TorchTensor(tensor.detach().cpu().contiguous(), name=name)
     value = onnx_ir.Value(name=name, shape=content.shape, type=onnx_ir.TensorType(content.dtype), const_value=content)
     model.graph.initializers[name] = value
+
+
+def overlapping(module: nn.Module) -> list[tuple[str, str]]:
+    """Return pairs of parameters and buffers that are different tensors and have elements of one memory in common. An
+    exported file holds them apart, so that a change of one would no longer change the other."""
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors_of(module):
+        if id(tensor) not in seen and tensor.numel() and tensor.layout is torch.strided:
+            seen.add(id(tensor))
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    found: list[tuple[str, str]] = []
+    for sharing in by_storage.values():
+        for place, (name, tensor) in enumerate(sharing):
+            found += [(name, other) for other, each in sharing[place + 1 :] if _overlap(tensor, each)]
+    return found
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have a byte in common."""
+    starts, stops = zip(*map(_bounds, (one, other)), strict=True)
+    if max(starts) >= min(stops):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    taken = torch.zeros(max(stops) // one.element_size(), dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the byte after the last one."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size()
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

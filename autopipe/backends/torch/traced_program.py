@@ -16,6 +16,8 @@ from autopipe.backends.torch import torch_interfaces
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
+_ATTENTION_AXES = 4
+"""Axes of a query that the exporter takes."""
 _PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 """Keys of a traced call's metadata that say where in the module the call stands."""
 
@@ -98,18 +100,22 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
             _detach_padding(program.graph, node, _padding_of(node))
     program.graph.lint()
     program.graph_module.recompile()
-    if any(_drops_in_attention(node) for node in program.graph.nodes):
-        program = program.run_decompositions({_ATTENTION: _attention_with_dropout})
+    if any(_needs_parts(node) for node in program.graph.nodes):
+        program = program.run_decompositions({_ATTENTION: _attention_of_parts})
     return program
 
 
-def _drops_in_attention(node: torch.fx.Node) -> bool:
+def _needs_parts(node: torch.fx.Node) -> bool:
+    """Return True if a node is an attention that the exporter cannot export as it is."""
     if node.target is not _ATTENTION:
         return False
-    return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    query = node.args[0]
+    assert isinstance(query, torch.fx.Node)
+    drops = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return bool(drops) or query.meta["val"].dim() != _ATTENTION_AXES
 
 
-def _attention_with_dropout(
+def _attention_of_parts(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -121,8 +127,8 @@ def _attention_with_dropout(
     enable_gqa: bool = False,
 ) -> Any:
     """Return `scaled_dot_product_attention` of the same arguments from its parts, or
-    NotImplemented, which keeps the call, if it drops nothing."""
-    if not dropout_p:
+    NotImplemented, which keeps the call, if the exporter can export it."""
+    if not dropout_p and query.dim() == _ATTENTION_AXES:
         return NotImplemented
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
@@ -134,7 +140,7 @@ def _attention_with_dropout(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return F.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
+    return F.dropout(torch.softmax(scores, -1), dropout_p, dropout_p > 0) @ value
 
 
 def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:
