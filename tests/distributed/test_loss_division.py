@@ -89,6 +89,13 @@ def test_micro_batches_add_up_the_totals_of_a_ratio(
         assert not np.isclose(found.loss, average.loss, rtol=1e-4)
 
 
+def test_totals_are_of_the_size_of_a_mean(tmp_path: Path) -> None:
+    """Gradients of a sum over all tokens of a batch are no numbers of float16."""
+    case = next(each for each in LOSSES if each.name == "mean over chosen, at least one")
+    division = make_plan(planned_request(exported(case, tmp_path), MICRO_BATCHES)).problem.loss_division
+    assert (division.weight, division.minimum) == (1 / SAMPLES, 1 / SAMPLES)
+
+
 @pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
 def test_other_losses_need_one_micro_batch(case: LossCase, pools: Pools, tmp_path: Path) -> None:
     model = exported(case, tmp_path)

@@ -10,7 +10,7 @@ from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.problem import AVERAGED, LossDivision, Mode
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
-from autopipe.passes.analysis.loss_ratio import Divisor, with_totals
+from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_totals
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend.dimensions import fixes_samples
 from autopipe.passes.frontend.loss import LOSSES, leaves_out
@@ -73,21 +73,28 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
         weight = form.samples / batching.batch_size if form.divisor and form.samples else 1.0
         return LossDivision(weight, exact)
     if form.ratio is not None and form.samples in (None, batching.batch_size):
-        weight = 1.0 if form.ratio.degree == 0 else 1.0 / batching.micro_batches
-        divisor = form.ratio.divisor or Divisor("")
-        return LossDivision(
-            weight,
-            exact,
-            divisible=False,
-            divided=model.loss,
-            added=divisor.added,
-            minimum=divisor.minimum,
-            root=form.ratio.root,
-        )
+        return _ratio_division(form.ratio, model, batching, exact)
     if form.samples == batching.micro_batch_size:
         # The file itself says which samples a loss is computed from.
         return LossDivision(None, exact=False, divisible=form.kind is LossKind.UNKNOWN)
     raise _not_divisible(form, model, batching)
+
+
+def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool) -> LossDivision:
+    """Return how totals of micro-batches make a loss.
+
+    Totals are weighted so that the divisor is of the size of 1, and gradients of the dividend of that of the loss:
+    float16 holds no larger ones.
+    """
+    divisor = ratio.divisor or Divisor("")
+    counted = summed_elements(model.graph, divisor.total) if ratio.degree == 0 else 1
+    weight = 1.0 / (batching.micro_batches * counted)
+    if ratio.divisor is None and ratio.degree == 0:
+        weight = 1.0
+    # Of means, what is added and the minimum are those of a mean already.
+    scale = weight if ratio.degree == 0 else 1.0
+    minimum = None if divisor.minimum is None else divisor.minimum * scale
+    return LossDivision(weight, exact, False, model.loss, added=divisor.added * scale, minimum=minimum, root=ratio.root)
 
 
 def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> bool:

@@ -68,6 +68,21 @@ def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | No
     return dataclasses.replace(building.added.graph(building.nodes), outputs=tuple(outputs)), total
 
 
+def summed_elements(graph: Graph, total: str) -> int:
+    """Return the number of elements that a total is the sum of; 1 if it is not known. `total` is as in `Divisor`."""
+    loss = next((each for each in graph.nodes if each.name == total and each.op in LOSSES), None)
+    if loss is not None:
+        return graph.type_of(loss.inputs[1]).elements
+    while (index := graph.producer(total)) is not None:
+        read = graph.nodes[index].inputs[:1]
+        if not read or not graph.has(read[0]):
+            break
+        total = read[0]
+        if graph.type_of(total).elements > 1:
+            return graph.type_of(total).elements
+    return 1
+
+
 class _Totals:
     """Nodes that are added to a graph, which compute N and D."""
 

@@ -30,7 +30,7 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
             hint="name an output of SoftmaxCrossEntropyLoss in loss.output, or give loss.cross_entropy",
         )
     if len(node.inputs) > 2:
-        hint = "a mean by weights divides by the weights of a batch: leave out loss.normalize, with --micro-batches 1"
+        hint = "leave out loss.normalize: the sum of the weights of a batch divides such a loss in micro-batches too"
         raise ConfigurationError(f"{_KEY}: tokens counts labels, and the loss {loss!r} weighs classes", hint)
     if not node.has("ignore_index"):
         return graph, loss
