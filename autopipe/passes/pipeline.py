@@ -447,7 +447,9 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
     model, size = read(request, runner), None
     if model.batch not in (None, batching.micro_batch_size):
         size = batching.micro_batch_size
-        model = read(request, runner, size, model.source)
+        first = model
+        model = read(request, runner, size, first.source)
+        _require_loss(first, model)
     division, divided = _loss_division(request, model, batching, runner)
     model = _in_totals(request, model, division, batching, runner)
     updates = request.optimizer, request.lr_scheduler, request.training
@@ -460,6 +462,16 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         runner.problems[key] = _problem(request, model, divided, runner.work[form], division)
     note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
     return replace(model, warnings=(*model.warnings, note)) if note else model, runner.problems[key]
+
+
+def _require_loss(first: Model, model: Model) -> None:
+    """Raise ModelError if the loss of a model that was read on fewer samples is no number on those of `model`."""
+    if first.mode is not Mode.TRAIN or model.loss == first.loss:
+        return
+    shape = list(model.graph.type_of(first.loss).shape) if model.graph.has(first.loss) else "unknown"
+    samples = f"{model.batch} {plural(model.batch or 0, 'sample')}"
+    message = f"on {samples} the loss {first.loss!r} is no number: its shape is {shape}"
+    raise ModelError(message, "reduce it to one number in the model, or use --mode infer", str(model.path))
 
 
 def _work(request: Request, model: Model) -> tuple[Work, ...]:

@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import ModelError
 from autopipe.passes.analysis.batch_forms import LossKind
 from autopipe.passes.analysis.loss_division import form_of
 from autopipe.passes.frontend import read_model
+from autopipe.passes.pipeline import Request, make_plan
+from autopipe.passes.placement.data_parallel import DataParallel
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.passes.frontend.building import floats, integers, model, node, saved
 from tests.passes.loss_cases import LOSSES, LossCase, batch, exported, loss_of
 
@@ -93,3 +97,17 @@ def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(t
     form = form_of(read_model(path, dims={"samples": 16}), lambda samples: read_model(path, batch=samples))
     assert form is not None
     assert form.kind is LossKind.MIXED
+
+
+def test_a_loss_that_is_a_number_on_one_sample_only_is_refused(tmp_path: Path) -> None:
+    """As torch's exporter writes the sum of a cross-entropy without reduction: without the sum."""
+    nodes = [node("MatMul", "x w", "y"), node("Squeeze", "y axis", "loss")]
+    path = saved(model(nodes, {"x": ["samples", 6]}, "loss", {"w": floats(6, 1), "axis": integers(1)}), tmp_path)
+    read = read_model(path, loss="loss")
+    form = form_of(read, lambda samples: read_model(path, batch=samples, opened=True))
+    assert form is not None
+    assert (form.kind, form.reason) == (LossKind.MIXED, "on 2 samples the loss 'loss' is no number, its shape is [2]")
+    cluster = build_cluster(cluster_preset("cpu-local"), 1)
+    request = Request(path, cluster, DataParallel(), OneForwardOneBackward(), batch_size=4, micro_batches=1)
+    with pytest.raises(ModelError, match=r"on 4 samples the loss 'loss' is no number: its shape is \[4\]"):
+        make_plan(request)

@@ -40,6 +40,10 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
     except (ConfigurationError, ModelError) as error:
         message = error.message if not error.where else f"{error.where}: {error.message}"
         return LossForm(LossKind.UNKNOWN, f"{_UNREADABLE}: {message}", fixed)
+    if first.loss != model.loss or second.loss != model.loss:
+        shape = list(first.graph.type_of(model.loss).shape) if first.graph.has(model.loss) else "another one"
+        sizes = f"{_SIZES[0]} {plural(_SIZES[0], 'sample')}"
+        return LossForm(LossKind.MIXED, f"on {sizes} the loss {model.loss!r} is no number, its shape is {shape}", fixed)
     return loss_form(first.graph, first.loss, second.graph, fixed)
 
 
