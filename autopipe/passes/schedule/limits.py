@@ -84,9 +84,19 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
     if not units:
         units = 1
         stages, prediction = _first_pipelines(stages, prediction, problem.micro_batches)
-    free = replace(prediction, stages=tuple(replace(each, split_s=0.0) for each in prediction.stages))
+    free = replace(prediction, stages=tuple(map(_freely_split, prediction.stages)))
     blocks = stage_blocks(stages, free, problem.train, _TICK_S, split=problem.train, up=False)
     return makespan_bound(blocks.graph, units) * _TICK_S + end_s
+
+
+def _freely_split(stage: StagePrediction) -> StagePrediction:
+    """Return the stage with halves of its backward that take no longer than the whole.
+
+    If the device waits for the host in both halves, they take longer together than a backward that is not split.
+    """
+    input_gradient_s = min(stage.input_gradient_s, stage.backward_s)
+    weight_gradient_s = min(stage.weight_gradient_s, stage.backward_s - input_gradient_s)
+    return replace(stage, input_gradient_s=input_gradient_s, weight_gradient_s=weight_gradient_s, split_s=0.0)
 
 
 def _first_pipelines(stages: StageGraph, prediction: Prediction, count: int) -> tuple[StageGraph, Prediction]:

@@ -1,4 +1,4 @@
-"""Lower bounds of placements with fewer micro-batches than pipelines."""
+"""Lower bounds: fewer micro-batches than pipelines, and halves of a backward that take longer than the whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.placement.tessel_shapes import TesselShapes
@@ -45,3 +45,16 @@ def test_one_micro_batch_runs_on_the_first_pipeline_alone() -> None:
     first = Placement(tuple(stage for stage in both.stages if stage.pipeline == 0))
     assert work_s(posed, both) == pytest.approx(work_s(posed, first), rel=1e-9)
     assert work_s(posed, both) > 0
+
+
+def test_halves_of_a_backward_that_wait_for_the_host_do_not_raise_the_bound() -> None:
+    """Each half waits, so both take 1.3 s together, and a backward that is not split takes 1 s."""
+    posed = of_micro_batches(4)
+    placement = Placement((Stage(tuple(range(len(posed.graph.nodes))), (0,), 8),))
+    predicted = predict(posed, placement)
+    (stage,) = predicted.stages
+    waiting = replace(stage, backward_s=1.0, input_gradient_s=0.6, weight_gradient_s=0.7)
+    prediction = replace(predicted, stages=(waiting,))
+    schedule = KForwardsKBackwards().run(posed, placement)
+    step_s = simulate(schedule, ((0,),), prediction).end
+    assert lower_bound(posed, placement, prediction) == pytest.approx(step_s)
