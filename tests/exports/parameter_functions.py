@@ -25,6 +25,8 @@ class Probe:
 
     shapes: tuple[tuple[int, ...], ...]
     function: Function
+    layer: bool = False
+    """True if the parameters are the weight and the bias of a module, which calls the function with its input first."""
 
 
 def _distances() -> Tensor:
@@ -32,6 +34,7 @@ def _distances() -> Tensor:
 
 
 SQUARE = ((WIDTH, WIDTH),)
+LAYER = (*SQUARE, (WIDTH,))
 PROBES = {
     "plain": Probe(SQUARE, lambda p: p),
     "transposed": Probe(SQUARE, lambda p: p.t()),
@@ -58,8 +61,46 @@ PROBES = {
     "product": Probe(((WIDTH, 3), (3, WIDTH)), lambda p, q: p @ q),
     "sum of two": Probe((*SQUARE, *SQUARE), lambda p, q: p + q),
     "joined": Probe(((2, WIDTH), (4, WIDTH)), lambda p, q: torch.cat([p, q])),
+    "joined columns": Probe(((WIDTH, 2), (WIDTH, 4)), lambda p, q: torch.cat([p, q], 1)),
+    "product of elements": Probe((*SQUARE, *SQUARE), lambda p, q: p * q),
+    "scaled rows": Probe((*SQUARE, (WIDTH,)), lambda p, q: p * q[:, None]),
+    "low rank": Probe(((WIDTH, 3), (WIDTH, 3)), lambda p, q: p @ q.t()),
+    "adapted": Probe((*SQUARE, (WIDTH, 2), (2, WIDTH)), lambda w, p, q: w + 0.5 * (p @ q)),
+    "rows of a multiple": Probe(SQUARE, lambda p: (2 * p)[torch.arange(WIDTH)]),
+    "rows of a multiple, some twice": Probe(SQUARE, lambda p: (2 * p)[torch.arange(WIDTH) // 2]),
+    "relative positions of a multiple": Probe(((2 * WIDTH - 1,),), lambda p: (2 * p)[_distances()]),
+    "cosines and sines": Probe(((WIDTH, 3),), lambda p: torch.cat([p.cos(), p.sin()], 1)),
+    "sines": Probe(SQUARE, torch.sin),
+    "straight through": Probe(SQUARE, lambda p: p + (torch.round(4 * p) / 4 - p).detach()),
+    "straight through of a multiple": Probe(SQUARE, lambda p: p + ((p / 0.3).round() * 0.3 - p).detach()),
+    "layer": Probe(LAYER, functional.linear, layer=True),
+    "product with a weight": Probe(LAYER, lambda x, w, b: x @ w + b, layer=True),
+    "product with a multiple": Probe(LAYER, lambda x, w, b: x @ (0.5 * w) + b, layer=True),
+    "scaled layer": Probe(LAYER, lambda x, w, b: functional.linear(x, 0.37 * w, b), layer=True),
+    "scaled layer without bias": Probe(SQUARE, lambda x, w: functional.linear(x, 0.37 * w), layer=True),
+    "negated layer": Probe(LAYER, lambda x, w, b: functional.linear(x, -w, b), layer=True),
+    "masked layer": Probe(
+        LAYER, lambda x, w, b: functional.linear(x, w * torch.tril(torch.ones(WIDTH, WIDTH)), b), layer=True
+    ),
+    "layer beside the identity": Probe(
+        LAYER, lambda x, w, b: functional.linear(x, w + torch.eye(WIDTH), b), layer=True
+    ),
+    "exponential layer": Probe(LAYER, lambda x, w, b: functional.linear(x, w.exp(), b), layer=True),
 }
 """By name."""
+
+
+class Layer(nn.Module):
+    """A module with a weight and perhaps a bias, whose result is a function of its input and of both."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        for name, shape in zip(("weight", "bias"), probe.shapes, strict=False):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.function = probe.function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.parameters())
 
 
 class Module(nn.Module):
@@ -67,16 +108,21 @@ class Module(nn.Module):
 
     def __init__(self, probe: Probe, beside: bool) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in probe.shapes)
+        self.layer = Layer(probe) if probe.layer else None
+        self.parts = nn.ParameterList([] if probe.layer else [nn.Parameter(torch.randn(each)) for each in probe.shapes])
         self.function = probe.function
         self.head = nn.Linear(WIDTH, 3)
         self.beside = beside
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = x @ self.function(*self.parts)
+        if self.layer is not None:
+            # Exporters write a layer of two-dimensional data as one operator, which reads the parameter itself.
+            hidden = self.layer(x[:, None]).squeeze(1)
+        else:
+            hidden = x @ self.function(*self.parts)
         if self.beside:
             # A product with data, which no exporter computes.
-            hidden = hidden + (x[:, :1, None] * self.parts[0]).sum((1, 2))[:, None]
+            hidden = hidden + (x[:, :1, None] * next(self.parameters())).sum((1, 2))[:, None]
         return ((self.head(torch.tanh(hidden)) - y) ** 2).mean()
 
 
@@ -91,7 +137,9 @@ class Case:
     @property
     def name(self) -> str:
         """A name for files and tests."""
-        return "-".join((self.probe.replace(" ", "_"), self.exporter, *(["beside"] if self.beside else [])))
+        return "-".join(
+            (self.probe.replace(",", "").replace(" ", "_"), self.exporter, *(["beside"] if self.beside else []))
+        )
 
 
 CASES = tuple(

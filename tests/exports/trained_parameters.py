@@ -64,6 +64,7 @@ EXPLAINED = (
     (REFUSED, "detr-torchscript-*", "not trained here: queries *"),
     (REFUSED, "detr-torchscript-*", "not trained here: *.multihead_attn.in_proj_bias *"),
     (REFUSED, "siglip-torchscript-trained", "not trained here: *.attention.in_proj_bias *"),
+    (REFUSED, "deepseek_v3-torchscript-*", "not trained here: *.mlp.gate.weight *"),
     (COMPUTED, "*-dynamo-*", "*.parametrizations.weight.original*"),
     (COMPUTED, "*-dynamo-*", "trained here only: mul (*)"),
     (TWICE, "rwkv-dynamo-fresh", "not trained here: *.time_mix_* (16)"),

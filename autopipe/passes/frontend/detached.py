@@ -1,13 +1,15 @@
 """Where torch stops gradients, as the metadata of its exporter say: `aten.detach` and what is left of it.
 
 Without optimization the file has an Identity for each `detach`, which `signature.is_detach` recognises. Optimization
-removes it; the traced calls that read the result still name it, as `%detach`.
+removes it; the traced calls that read the result still name it, as `%detach`. Files without metadata have no trace of
+a `detach`, except in a straight-through estimator `x + (q - x)`: it computes `q`, so that only a stopped gradient
+explains why it was written so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +62,20 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
             elif slots:
                 unknown.append(f"{node.op_type} {node.name!r}")
     return DetachedReads(frozenset(found), tuple(unknown))
+
+
+def straight_through(nodes: Sequence[onnx.NodeProto], name_of: Callable[[str], str]) -> DetachedReads:
+    """Return the operands `q - x` of the sums `x + (q - x)`; `name_of` returns one name for all names of a value."""
+    differences = {node.output[0]: node for node in nodes if node.op_type == "Sub" and not node.domain}
+    found: set[tuple[str, int]] = set()
+    for node in nodes:
+        if node.op_type != "Add" or node.domain:
+            continue
+        for slot, name in enumerate(node.input):
+            difference = differences.get(name)
+            if difference is not None and name_of(difference.input[1]) == name_of(node.input[1 - slot]):
+                found.add((node.output[0], slot))
+    return DetachedReads(frozenset(found))
 
 
 def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
 from autopipe.passes.frontend.derivations import Step, applied, derived, weighted_sum
 from autopipe.passes.frontend.elements import sliced_numbers
+from autopipe.passes.frontend.fold_numbers import FoldNumbers
 from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
 from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, arguments_of, target_of
@@ -39,6 +40,8 @@ ROWS = "/rows"
 """Suffix of the name of a parameter's rows that are looked up at fixed indices."""
 LOGARITHM = "/log"
 """Suffix of the name of a tensor's logarithm."""
+COMPUTED = "/computed"
+"""Suffix of the name of a tensor that the file holds under the name of a parameter that it is computed from."""
 LARGEST = 1 << 30
 """Maximum bytes of a copy that is compared."""
 MASKED = -10.0
@@ -52,10 +55,14 @@ REORDERING = TRANSPOSING | {
     "split", "split_with_sizes", "chunk", "getitem", "unbind", "narrow", "movedim", "swapaxes", "unfold",
 }  # fmt: skip
 """Traced operators that move elements or leave some out, each element at most once in the result."""
-INDEXING = frozenset({"arange", "iota"})
+INDEXING = frozenset({"arange", "iota", "zeros", "ones", "full"})
 """Traced operators that make indices: other operators besides them may compute indices, rather than elements."""
-SMOOTH = frozenset({"sigmoid", "tanh", "softmax", "silu", "gelu", "relu", "softplus", "exp", "sqrt", "rsqrt"})
-"""Traced operators that no index is computed with."""
+SHIFTING = frozenset({"add", "sub", "neg"})
+"""Traced operators that may compute indices of positions."""
+BOUNDING = frozenset({"abs", "clamp", "minimum", "maximum"})
+"""Traced operators that may compute indices of bounded distances."""
+BUCKETING = BOUNDING | {"mul", "div", "log", "lt", "gt", "where", "full_like", "zeros_like", "scalar_tensor_default"}
+"""Traced operators that compute which bucket of T5's relative positions a distance is in."""
 SUMMING = frozenset({"sum", "mean", "mul", "div", "neg"}) | SAME
 """Traced operators of a sum of elements with a constant factor."""
 NORMALIZING = re.compile(r"batch_norm|instance_norm")
@@ -71,6 +78,8 @@ ONNX's that reads the result."""
 GROUP_NORM = frozenset({"Shape", "Reshape", "InstanceNormalization", "Mul", "Add"})
 """Operators that torch's older exporter writes of a normalization of groups of channels."""
 RECURRENT = frozenset(GATES)
+RARE = 0.02
+"""Maximum fraction of elements that are 0 by chance in a matrix that no mask was applied to."""
 CHUNKED = 0.75
 """Maximum fraction of different elements in a table whose single elements were looked up."""
 
@@ -144,7 +153,9 @@ def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
     return logarithm
 
 
-def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str]) -> Unfolding:
+def unfolded(
+    parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str], numbers: FoldNumbers
+) -> Unfolding:
     """Return what the tensors `parameters` of a file are computed from. No parameter gets a name of `taken`."""
     if roles.stated is not None:
         return Unfolding()
@@ -153,7 +164,7 @@ def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, tak
     if roles.signature:
         found.signed()
     elif roles.from_torch:
-        found.lifted()
+        found.lifted(numbers)
     else:
         found.reduced(parameters)
     return found.result
@@ -223,14 +234,24 @@ class _Folds:
             folded = self._complemented(parameter, named)
             if folded is None:
                 folded = self._in_form(parameter)
+            operators = signature.operators(name) or {NUMBERED.sub("", name)}
             if folded is not None:
                 self.result.folded[name] = folded
-            elif not (self._is_moved(name) or not signature.operators(name)):
-                self.result.refused[name] = (name,)
+            elif not signature.folded[name] and not operators <= REORDERING | REPEATS:
+                self.result.refused[name] = ()
+            elif signature.operators(name) and not self._is_moved(name):
+                self._refuse_named(parameter, (name,))
             return
         normalized = self._normalized(name)
         if normalized:
-            self.result.refused[name] = (name, *normalized)
+            self._refuse_named(parameter, (name, *normalized))
+
+    def _refuse_named(self, tensor: Parameter, origins: tuple[str, ...]) -> None:
+        """Refuse a tensor that has the name of one of `origins`, and give it another name."""
+        name = tensor.value.name
+        self.result.refused[name] = origins
+        source = replace(tensor, value=replace(tensor.value, name=f"{name}{COMPUTED}"))
+        self.result.folded[name] = Folded(tensor.value, source, ())
 
     def _normalized(self, name: str) -> tuple[str, ...]:
         """Return the parameters of a normalization that the exporter folded into a weight; () if there is none."""
@@ -444,13 +465,32 @@ class _Folds:
             return False
         if operators <= REORDERING | SAME | REPEATS:
             return True
-        if operators.isdisjoint(LOOKUPS | {"gather"}) or not operators.isdisjoint(SMOOTH):
+        if operators.isdisjoint(LOOKUPS | {"gather"}) or signature.multiplied(name):
             return False
         is_indexed = not operators.isdisjoint(INDEXING) or any(
             each in signature.buffers for each in signature.folded.get(name, ())
         )
         is_last = bool(INTERNAL.fullmatch(name)) or NUMBERED.sub("", name) in REORDERING | SAME | REPEATS
-        return is_indexed and is_last and not signature.multiplied(name)
+        return is_indexed and is_last and self._computes_indices(name)
+
+    def _computes_indices(self, name: str) -> bool:
+        """Return True if the traced operators of a lookup that are no lookup compute its indices, rather than elements.
+
+        Sums are not told apart: to train p + 1 is to train p.
+        """
+        counted = self.roles.signature.counted(name)
+        others = counted.keys() - (REORDERING | SAME | REPEATS | INDEXING | SHIFTING)
+        if not others:
+            return True
+        if others <= BOUNDING:
+            array = self.numbers(self.parameters[name])
+            return array is not None and array.nbytes <= LARGEST_LOOK and not _is_bounded(array)
+        products = 1 + ("abs" in others), 2
+        return (
+            others <= BUCKETING
+            and others >= {"log", "minimum", "lt"}
+            and products == (counted.get("mul", 0), counted.get("div", 0))
+        )
 
     def _has_form(self, tensor: Parameter, origin: str) -> bool:
         """Record how a tensor is computed from a parameter that follows from it; return False if none does."""
@@ -462,12 +502,24 @@ class _Folds:
         if folded is None:
             return False
         source = folded.source
-        if operators <= {"exp", "neg"} | (SAME - {"view", "expand"}) and origin not in self.taken:
+        if self._is_plain_exponential(tensor, folded) and origin not in self.taken:
             assert isinstance(source, Parameter)
             self.taken.add(origin)
             source = replace(source, value=replace(source.value, name=origin))
         self.result.folded[tensor.value.name] = replace(folded, source=source)
         return True
+
+    def _is_plain_exponential(self, tensor: Parameter, folded: Folded) -> bool:
+        """Return True if a tensor is exp(p) or -exp(p), in the layout of the parameter p.
+
+        A name that the exporter made is that of an operator behind the exponential, which may change the layout.
+        """
+        name = tensor.value.name
+        counted = self.roles.signature.counted(name)
+        is_negated = folded.steps[-1].operator == "Neg"
+        if INTERNAL.fullmatch(name) or counted.get("exp") != 1 or counted.get("neg", 0) != int(is_negated):
+            return False
+        return counted.keys() <= {"exp", "neg"} | (SAME - {"view", "expand"})
 
     def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
         """Return how `copy`, told apart from another fold, is 1 minus a parameter: of several in a new model that hold
@@ -484,23 +536,29 @@ class _Folds:
                 return Folded(copy.value, base.value.name, steps)
         return None
 
-    def lifted(self) -> None:
+    def lifted(self, numbers: FoldNumbers) -> None:
         """Find what torch's older exporter folded. Its files have no metadata: names of nodes and data decide."""
         copies = dict(self._copies())
         modules = _module_nodes(self.roles.uses)
+        candidates: dict[str, str] = {}
+        for name, each in self.parameters.items():
+            weight = self._linear_weight(each, modules) if LIFTED.fullmatch(name) and name not in copies else ""
+            if weight:
+                candidates[name] = weight
+        linear = self._transposed_only(candidates, numbers)
         for name, each in self.parameters.items():
             if name in copies:
                 continue
-            weight = self._linear_weight(each, modules) if LIFTED.fullmatch(name) else ""
-            if weight:
+            if name in linear:
                 layout = _transposed(each.value.shape)
                 assert layout is not None
-                self._name(each, weight, layout)
+                self._name(each, linear[name], layout)
                 continue
             folded = self._in_form(each)
             if folded is None and LIFTED.fullmatch(name) and not self._is_recurrent(name):
                 folded = self._from_named(each)
-                if folded is None and not self._is_weight_of_module(each):
+                is_weight = name not in candidates and self._is_weight_of_module(each, numbers)
+                if folded is None and not is_weight:
                     if not self._is_unsqueezed(each):
                         self.result.refused[name] = ()
                     elif not self._is_of_layer(each, modules):
@@ -510,8 +568,47 @@ class _Folds:
         # What is computed from another tensor stands behind it.
         self.result.folded.update(copies)
 
+    def _transposed_only(self, candidates: Mapping[str, str], numbers: FoldNumbers) -> dict[str, str]:
+        """Return the tensors that are the weights `candidates` of linear layers, transposed and nothing else.
+
+        A module may also give a function of its weight to a linear layer, or multiply by one. Numbers of folded tensors
+        that say so of one tensor make all doubtful of which they say nothing.
+        """
+        found: dict[str, str] = {}
+        unknown: dict[str, str] = {}
+        is_other_found = False
+        for name, weight in candidates.items():
+            count = numbers.count(name)
+            tensor = self.parameters[name]
+            if weight in self.taken or self._is_masked_matrix(tensor) or self._adds_bias_last(tensor):
+                continue
+            if count == 1:
+                found[name] = weight
+            elif count is None:
+                unknown[name] = weight
+            else:
+                is_other_found = True
+        return found if is_other_found else found | unknown
+
+    def _adds_bias_last(self, tensor: Parameter) -> bool:
+        """Return True if the sum of a product with a tensor and a parameter has the product first: the exporter writes
+        the bias of a linear layer first."""
+        readers = self.roles.uses.readers
+        products = [node.output[0] for node, _ in self._calls_of(tensor.value.name)]
+        sums = [(node, slot) for name in products for node, slot in readers.get(name, ()) if node.op_type == "Add"]
+        return any(slot == 0 and node.input[1] in self.parameters for node, slot in sums)
+
+    def _is_masked_matrix(self, tensor: Parameter) -> bool:
+        """Return True if single elements of a matrix are 0, as a mask leaves them."""
+        array = self.numbers(tensor)
+        if array is None or tensor.value.bytes > LARGEST or is_uniform(array):
+            return False
+        zeros = array == 0
+        rows = np.logical_or(zeros.all(axis=1)[:, None], zeros.all(axis=0)[None])
+        return int((zeros & ~rows).sum()) > RARE * array.size
+
     def _linear_weight(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> str:
-        """Return the name of the weight of a linear layer that a tensor is, transposed; "" if it is none.
+        """Return the name of the weight of a linear layer that a tensor may be, transposed; "" if it is none.
 
         A linear layer is a module that consists of a MatMul, and of the Add of its bias if it has one.
         """
@@ -522,16 +619,15 @@ class _Folds:
             return ""
         # A module that is called again has a number behind its name.
         path = min((_path_of(node) for node, _ in readers), key=len)
-        name = f"{path}.weight"
         nodes = modules.get(path, [])
-        if not path or name in self.taken or len(nodes) > 2:
+        if not path or len(nodes) > 2:
             return ""
         for node in nodes:
             is_sum = node.op_type == "Add" and f"{path}.bias" in node.input
             is_product = any(node is each for each, _ in readers)
             if not is_sum and not is_product:
                 return ""
-        return name
+        return f"{path}.weight"
 
     def _calls_of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
         """Return the nodes that read a tensor, also under the names that an Identity gives it, and the operands."""
@@ -556,15 +652,27 @@ class _Folds:
                 return Folded(tensor.value, name, steps)
         return None
 
-    def _is_weight_of_module(self, tensor: Parameter) -> bool:
+    def _is_weight_of_module(self, tensor: Parameter, numbers: FoldNumbers) -> bool:
         """Return True if a tensor is read as the second factor of products within a submodule and has the data of a
-        weight, as the joint projections of an attention, or if it is a logarithm or a table that is resized."""
+        weight, as the joint projections of an attention, or if it is a logarithm or a table that is resized.
+
+        It is none if several operators were folded into it and it is the only folded tensor of the module, or if the
+        file also holds a matrix of the module: then it is computed from that one.
+        """
         readers = self._calls_of(tensor.value.name)
         slots = self.roles.uses.slots(tensor.value.name)
         if slots <= RESIZED or ("Exp", 0) in slots:
             return True
         if any((node.op_type, slot) != ("MatMul", 1) or not _path_of(node) for node, slot in readers):
             return False
+        path = min((_path_of(node) for node, _ in readers), key=len)
+        matrices = [name for name, each in self.parameters.items() if len(each.value.shape) > 1]
+        if any(name.rpartition(".")[0] == path for name in matrices):
+            return False
+        if (numbers.count(tensor.value.name) or 1) > 1:
+            others = [name for name in matrices if LIFTED.fullmatch(name) and name != tensor.value.name]
+            if not any(_path_of(node) == path for name in others for node, _ in self._calls_of(name)):
+                return False
         array = self.numbers(tensor)
         return array is None or is_uniform(array) or is_drawn(array)
 
@@ -773,6 +881,14 @@ class _Folds:
         return Folded(
             value, replace(parameter, value=replace(value, name=f"{value.name}{LOGARITHM}"), storage=storage), steps
         )
+
+
+def _is_bounded(array: np.ndarray) -> bool:
+    """Return True if the least or the greatest element is a short number, or none is negative, as a bound leaves it."""
+    ends = np.array([array.min(), array.max()])
+    if float(ends[0]) >= 0:
+        return True
+    return any(float(f"{float(end):.3g}") == np.float32(end) for end in ends)
 
 
 def _transposed(shape: tuple[int, ...]) -> Layout | None:

@@ -19,7 +19,7 @@ from autopipe.passes.frontend.cleanup import STOP_GRADIENT
 from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contrib.operators import spelled_out
 from autopipe.passes.frontend.control_flow import Known, Runs, resolved
-from autopipe.passes.frontend.detached import DetachedReads, detached_reads
+from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
 from autopipe.passes.frontend.dimensions import extent_of
 from autopipe.passes.frontend.elements import (
     NUMBERS,
@@ -214,7 +214,10 @@ def interpret(
             _folded(sweep, held)
         else:
             sweep.keep(held)
-    detached = detached_reads(source.nodes, weights.roles.signature)
+    if weights.roles.signature:
+        detached = detached_reads(source.nodes, weights.roles.signature)
+    else:
+        detached = straight_through(source.nodes, lambda name: sweep.aliases.get(name, name))
     weights.unknown_detached = detached.unknown
     for node in _ranges_early(source.nodes, bounds):
         read = _with_detached(sweep, node, detached)

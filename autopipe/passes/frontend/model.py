@@ -15,6 +15,7 @@ from autopipe.ir.graph import Graph, Node, Parameter, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import SCORES, Mode, Scores
+from autopipe.passes.frontend.cleanup import STOP_GRADIENT
 from autopipe.passes.frontend.contrib.attention import is_rewritten
 from autopipe.passes.frontend.contrib.operators import is_spelled
 from autopipe.passes.frontend.control_flow import nodes_within
@@ -380,6 +381,15 @@ def only_reached(graph: Graph, loss: str) -> Graph:
         for each in graph.parameters
     )
     return graph if kept == graph.parameters else replace(graph, parameters=kept)
+
+
+def behind_stops(graph: Graph) -> frozenset[str]:
+    """Return the values that results of StopGradient are computed from."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.op == STOP_GRADIENT or not found.isdisjoint(node.outputs):
+            found.update(name for name in node.inputs if name)
+    return frozenset(found)
 
 
 def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:

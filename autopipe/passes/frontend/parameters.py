@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -52,6 +53,8 @@ SCALES_OF_WEIGHTS = frozenset(
     | {("QMoE", slot) for slot in (3, 6, 9)}
 )
 """Operands that say what packed whole numbers mean."""
+MATRICES = frozenset({("MatMul", 1), ("Gemm", 1), ("Conv", 1)})
+"""Operands that are the matrix of a layer."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 """Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
@@ -149,6 +152,21 @@ class Roles:
             return Role(False, "a scalar", constant=True)
         return self._by_use(value, numbers, slots)
 
+    def _is_spectral_vector(self, name: str) -> bool:
+        """Return True if torch's spectral normalization keeps a vector under a name, next to the weight."""
+        base = re.fullmatch(r"(.+)_[uv]", name)
+        return base is not None and f"{base[1]}_orig" in self.uses.readers
+
+    def _are_frequencies(self, value: Value, numbers: Numbers) -> bool:
+        """Return True if a tensor that only sines and cosines depend on may be a series of frequencies, rather than a
+        parameter."""
+        wide = sum(extent > 1 for extent in value.shape)
+        if not self.from_torch or wide < 1:
+            return True
+        if LIFTED.fullmatch(value.name):
+            return wide < 2
+        return bool(self._table(value, numbers, named=False))
+
     def fills(self, name: str) -> bool:
         """True if the result of a ConstantOfShape node is a weight: read where operators take weights.
 
@@ -185,13 +203,20 @@ class Roles:
             return Role(False, "a scalar", constant=True)
         if name.rpartition(".")[2] in BUFFERS:
             return Role(False, "a buffer, by its name", doubtful=not self.from_torch)
-        if _is_angle(self.uses, name):
+        if self._is_spectral_vector(name):
+            return Role(False, "a buffer of spectral normalization, by its name")
+        is_angle = _is_angle(self.uses, name)
+        if is_angle and self._are_frequencies(value, numbers):
             return Role(False, "frequencies of sines and cosines")
         if any(operator in GATES and slot > 3 and (operator, slot) != ("LSTM", 7) for operator, slot in slots):
             return Role(False, "an initial state", constant=True)
         table = self._table(value, numbers, named=not lifted)
         if table:
-            return Role(False, table, constant=True)
+            # A weight may begin as the identity, but a fixed matrix looks the same.
+            is_weight = self.from_torch and not lifted and bool(slots) and slots <= MATRICES
+            return Role(is_weight, "by its use" if is_weight else table, doubtful=is_weight, constant=not is_weight)
+        if is_angle:
+            return Role(True, "by its use", doubtful=not lifted)
         if value.bytes <= LARGEST_LOOK and (array := numbers()) is not None and is_uniform(array):
             return self._uniform(value, slots, lifted)
         return Role(True, "by its use")

@@ -44,6 +44,7 @@ from autopipe.passes.frontend.loss import (
 )
 from autopipe.passes.frontend.model import (
     Model,
+    behind_stops,
     is_refused,
     only_reached,
     refusal,
@@ -174,10 +175,15 @@ def _read(
     if batch is not None and inputs.batch is not None:
         graph = rebatched(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
+    behind = behind_stops(graph)
+    # A tensor behind a StopGradient gets no gradient, but it still follows the parameters that it is computed from.
+    stale = {
+        name for each in graph.parameters if (name := each.value.name) in behind and is_refused(each, weights.found)
+    }
     if mode is Mode.TRAIN and scalar:
         stopped = stopped_parameters(graph, scalar)
         graph = only_reached(graph, scalar)
-    refused = frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found))
+    refused = frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found)) | stale
     graph = without_refused(graph, weights.found)
     recomputing = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
     other = None if recomputing is graph or (scores is None and not is_large(recomputing)) else recomputing

@@ -122,9 +122,9 @@ class Signature:
 
         info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
         info.metadata_props.add(key=KIND, value="PARAMETER")
+        # Without a fold of its own, the new tensor is a function of a parameter that has its values.
         folded = [each for each in (merged, *self.folded.get(merged, ())) if each not in self.parameters]
-        if merged in self.folded:
-            info.metadata_props.add(key=FOLDED, value=str(folded))
+        info.metadata_props.add(key=FOLDED, value=str(folded))
         return info
 
 

@@ -39,6 +39,7 @@ from autopipe.passes.frontend.elements import (
     stored_bytes,
     stored_numbers,
 )
+from autopipe.passes.frontend.fold_numbers import FoldNumbers
 from autopipe.passes.frontend.folding import Folded, Layout, unfolded
 from autopipe.passes.frontend.parameters import Chosen, Role, Roles, computed_role, quoted
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
@@ -128,7 +129,8 @@ class Weights:
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {name for node in self.source.nodes for name in (*node.input, *node.output)}
-        unfolding = unfolded(parameters, self.roles, self.source.path, taken)
+        numbers = FoldNumbers(self.source.nodes, found.keys(), len(graph.input))
+        unfolding = unfolded(parameters, self.roles, self.source.path, taken, numbers)
         self.layouts.update(unfolding.layouts)
         for name, origins in unfolding.refused.items():
             self.found[name] = computed_role(origins, legacy=not self.roles.signature)

@@ -305,3 +305,28 @@ def test_the_older_exporters_layers_that_add_axes_are_known(tmp_path: Path) -> N
     read = read_model(saved(torch_export(nodes, {"x": [2, 4, 3, 3]}, held), tmp_path))
     known = {each.value.name: (each.trained, each.doubtful) for each in read.tensors if "::" in each.value.name}
     assert known == {name: (True, False) for name in held if "::" in name}
+
+
+def test_a_function_that_has_the_data_of_its_parameter_is_not_the_parameter(tmp_path: Path) -> None:
+    """p / 2 + p.detach() / 2 is p, but the gradient is not; the exporter writes one tensor for both."""
+    nodes = [node("MatMul", "x p", "a"), node("Mul", "a p", "b"), node("ReduceMean", "b", "y", keepdims=0)]
+    calls = {"a": "%x, %add", "b": "%a, %p_p"}
+    proto = torch_export(nodes, {"x": [5, 5]}, {"p": floats(5, 5)}, ("p",), calls=calls, target="matmul")
+    read = read_model(saved(proto, tmp_path))
+    assert {each.value.name: each.trained for each in read.tensors} == {"p": True, "add": False}
+    assert [each.value.name for each in read.tensors if each.refused] == ["add"]
+
+
+def test_a_tensor_computed_under_the_name_of_a_parameter_gets_another(tmp_path: Path) -> None:
+    """Exporters fold a normalization into the weight of the layer before it, and keep the weight's name."""
+    nodes = [node("Gemm", "x c.weight c.bias", "a"), node("ReduceMean", "a", "y", keepdims=0)]
+    held = {"c.weight": floats(5, 5), "c.bias": floats(5)}
+    calls = {"a": "%gemm, %p_n_weight, %p_n_bias, %b_mean, %b_var"}
+    parameters = ("c.weight", "c.bias", "n.weight", "n.bias")
+    proto = torch_export(nodes, {"x": [5, 5]}, held, parameters, ("mean", "var"), calls=calls, target="batch_norm")
+    read = read_model(saved(proto, tmp_path))
+    found = {each.value.name: each.why for each in read.tensors if each.refused}
+    assert found.keys() == {"c.weight/computed", "c.bias/computed"}
+    assert found["c.weight/computed"].startswith("computed from 'c.weight', 'n.weight', 'n.bias'")
+    chosen = read_model(read.path, trainable=("c.*",))
+    assert {each.value.name: each.trainable for each in chosen.graph.parameters} == dict.fromkeys(found, True)

@@ -218,3 +218,43 @@ def test_a_pattern_that_matches_no_whole_name_is_refused_with_one_that_does(
             read_model(layers(tmp_path), **{key: (pattern,)})  # type: ignore[arg-type]
         message = f"model.{key}: {pattern!r} matches the whole name of no floating-point tensor"
         assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def from_torch(nodes: list[onnx.NodeProto], held: dict[str, np.ndarray], columns: int) -> onnx.ModelProto:
+    """A file of torch's older exporter, which does not say which tensors are parameters."""
+    proto = model(nodes, {"x": [4, columns]}, "y", held)
+    proto.producer_name = "pytorch"
+    return proto
+
+
+def test_matrices_in_a_sine_are_trained(tmp_path: Path) -> None:
+    """Layers of SIREN have no bias, or one that the file adds behind the product."""
+    nodes = [
+        node("MatMul", "x net.w", "a"), node("Sin", "a", "b"), node("MatMul", "b onnx::MatMul_9", "c"),
+        node("Sin", "c", "d"), node("Mul", "d rope.frequencies", "e"), node("Cos", "e", "y"),
+    ]  # fmt: skip
+    held = {"net.w": floats(5, 6), "onnx::MatMul_9": floats(6, 4, seed=1)}
+    held["rope.frequencies"] = (10.0 ** -np.arange(4)).astype(np.float32)
+    read = read_model(saved(from_torch(nodes, held, 5), tmp_path))
+    assert trained(read.graph)["net.w"]
+    told = {each.value.name: each.why for each in read.tensors}
+    assert told["net.w"] == "by its use"
+    assert told["rope.frequencies"] == "frequencies of sines and cosines"
+
+
+def test_a_weight_that_begins_as_the_identity_is_trained(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x rnn.w", "a"), node("Mul", "a keep", "y")]
+    held = {"rnn.w": np.eye(5, dtype=np.float32), "keep": np.eye(5, dtype=np.float32)[:1]}
+    read = read_model(saved(from_torch(nodes, held, 5), tmp_path))
+    found = {each.value.name: (each.trained, each.doubtful) for each in read.tensors}
+    assert found == {"rnn.w": (True, True), "keep": (False, False)}
+
+
+def test_the_vectors_of_spectral_normalization_are_not_trained(tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", "w_orig w_v", "a"), node("Mul", "a w_u", "b"), node("ReduceSum", "b", "norm"),
+        node("Div", "w_orig norm", "w"), node("MatMul", "x w", "y"),
+    ]  # fmt: skip
+    held = {"w_orig": floats(5, 5), "w_u": floats(5, seed=1), "w_v": floats(5, seed=2)}
+    read = read_model(saved(from_torch(nodes, held, 5), tmp_path))
+    assert {each.value.name: each.trained for each in read.tensors} == {"w_orig": True, "w_u": False, "w_v": False}
