@@ -13,6 +13,9 @@ from autopipe.passes.frontend import read_model
 from tests.cli.command_line import CommandLine
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
 
+MAXIMA = node("MaxPool", "i", "v y", kernel_shape=[2], strides=[2])
+"""Its indices count the elements of the whole batch."""
+UNPOOLING = node("MaxUnpool", "v p", "y", kernel_shape=[2], strides=[2])
 AXIS = {"axis": integers(0)}
 """An operand that names the samples' axis."""
 JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
@@ -42,6 +45,20 @@ JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         [node("Slice", "x last before axis step", "y")],
         {"last": integers(-1), "before": integers(-9), "axis": integers(0), "step": integers(-1)},
     ),
+    "padding behind the samples": ([node("Pad", "x pads", "y")], {"pads": integers(0, 0, 1, 0)}),
+    "a row before the samples": ([node("Concat", "row x", "y", axis=0)], {"row": floats(1, 6)}),
+    "samples behind samples": ([node("Neg", "x", "n"), node("Concat", "x n", "y", axis=0)], {}),
+    "samples twice": ([node("Tile", "x counts", "y")], {"counts": integers(2, 1)}),
+    "first sample replaced": (
+        [node("ScatterND", "x place row", "y")],
+        {"place": integers(0).reshape(1, 1), "row": floats(1, 6)},
+    ),
+    "element of the first sample replaced": (
+        [node("ScatterElements", "x place element", "y", axis=0)],
+        {"place": integers(0).reshape(1, 1), "element": floats(1, 1)},
+    ),
+    "second sample": ([node("GatherND", "x place", "y")], {"place": integers(1).reshape(1, 1)}),
+    "indices of maxima": ([node("Reshape", "x image", "i"), MAXIMA], {"image": integers(-1, 1, 6)}),
     "samples along axis 1": ([node("Transpose", "x", "t"), node("ArgMax", "t", "y", axis=1)], {}),
 }
 APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
@@ -55,6 +72,17 @@ APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         AXIS | {"w": floats(6)},
     ),
     "product": ([node("MatMul", "x w", "y")], {"w": floats(6, 2)}),
+    "padding of each sample": ([node("Pad", "x pads", "y")], {"pads": integers(0, 0, 0, 1)}),
+    "a column before each sample": ([node("Concat", "x x", "y", axis=1)], {}),
+    "nothing before the samples": ([node("Concat", "none x", "y", axis=0)], {"none": floats(0, 6)}),
+    "an element of each sample replaced": (
+        [node("ScatterND", "x places elements", "y")],
+        {"places": integers(0, 1, 1, 1, 2, 1).reshape(3, 2), "elements": floats(3)},
+    ),
+    "unpooling": (
+        [node("Reshape", "x image", "i"), node("MaxPool", "i", "v p", kernel_shape=[2], strides=[2]), UNPOOLING],
+        {"image": integers(-1, 1, 6)},
+    ),
 }
 
 
@@ -72,7 +100,7 @@ def test_samples_that_are_kept_apart_or_averaged(tmp_path: Path, name: str) -> N
     assert joining_node(read_model(_path(tmp_path, *APART[name]), batch=3).graph) is None
 
 
-@pytest.mark.parametrize("name", ["ArgMax", "CumSum", "deviation"])
+@pytest.mark.parametrize("name", ["ArgMax", "CumSum", "deviation", "indices of maxima", "first sample replaced"])
 def test_a_step_of_inference_evaluates_the_whole_batch(command_line: CommandLine, name: str) -> None:
     path = _path(command_line.folder, *JOINING[name])
     words = ("plan", path, "--gpus", 2, "--strategy", "pipedream", "-q", "--batch-size", 4)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from autopipe.ir.batch import BatchAxes, NodeSamples, batch_axes_of
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
@@ -23,6 +25,9 @@ _ORDERED: Final = frozenset({
     "ReverseSequence", "TopK",
 })  # fmt: skip
 """Operators that read all elements along an axis that they cannot split."""
+_PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
+"""Operators that place samples by numbers that are known. If samples cannot be followed into the result, micro-batches
+change it: padding stands behind each of them, for example."""
 _JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
 _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 """Operators whose result depends on the other samples only by how it is rounded."""
@@ -78,7 +83,36 @@ def _keeps_joined(graph: Graph, node: Node, samples: Sequence[NodeSamples], axes
         return True
     if node.op in _ORDERED and any(each.kind is AxisKind.WHOLE for each in samples):
         return True
-    return _takes_some(graph, node, axes)
+    return _takes_some(graph, node, axes) or _counts_samples(graph, node, axes)
+
+
+def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
+    """True if a node gives indices that count all elements of a batch, or places samples by numbers that are known."""
+    placed = node.inputs if node.op == "Concat" else node.inputs[:1]
+    if node.domain or axes.values.keys().isdisjoint(placed):
+        return False
+    if node.op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1]:
+        # MaxUnpool reads the indices of the same micro-batch.
+        readers = {each.op for each in graph.nodes if node.outputs[1] in each.inputs}
+        return node.outputs[1] in graph.outputs or bool(readers - {"MaxUnpool"})
+    if node.op not in _PLACING or _has_samples(node, axes):
+        return False
+    signature = signature_of(graph, node)
+    if node.op == "Concat":
+        return True
+    places = signature.constant(1)
+    if places is None:
+        return False
+    if node.op not in ("GatherND", "ScatterND"):
+        return True
+    return not _is_alike(places.reshape(-1, places.shape[-1]), signature.operand(0).shape[0])
+
+
+def _is_alike(places: np.ndarray, samples: int) -> bool:
+    """True if rows of indices, of which the first counts samples, name the same elements of each sample."""
+    first = places[:, 0] % samples
+    inside = [places[first == sample, 1:] for sample in range(samples)]
+    return all(np.array_equal(inside[0], each) for each in inside[1:])
 
 
 def _has_samples(node: Node, axes: BatchAxes) -> bool:

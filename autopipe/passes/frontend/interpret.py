@@ -465,6 +465,7 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
     if not domain and is_small and (decided := _settled(node.op_type, known)) is not None and types[0] is not None:
         sweep.hold(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
         return
+    operands = _without_empty(sweep, node, operands)
     if _changes_nothing(sweep, node, operands, types):
         _alias(sweep, node.output[0], operands[0])
         return
@@ -533,6 +534,14 @@ def _changes_nothing(
             steps = sweep.arrays.get(operands[4]) if len(operands) > 4 else None
             return len(operands) < 5 or (steps is not None and bool((steps > 0).all()))
     return False
+
+
+def _without_empty(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the operands, of a Concat those that add something to the result, such as a cache that is not empty."""
+    if node.op_type != "Concat" or node.domain not in ("", "ai.onnx"):
+        return operands
+    axis = next((each.i for each in node.attribute if each.name == "axis"), 0)
+    return tuple(name for name in operands if sweep.types[name].shape[axis]) or operands[:1]
 
 
 def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:

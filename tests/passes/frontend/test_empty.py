@@ -76,3 +76,20 @@ def test_a_recurrent_layer_needs_a_step(tmp_path: Path, operator: str, gates: in
     path = _path(tmp_path, (nodes, {"w": floats(1, 3 * gates, 6), "r": floats(1, 3 * gates, 3)}))
     with pytest.raises(ModelError, match=f"{operator} has a sequence of 0 steps"):
         read_model(path, dims={"P": 0}, batch=2)
+
+
+@pytest.mark.parametrize("operands", ["none x", "x none", "none x none"])
+def test_what_adds_nothing_is_not_concatenated(operands: str, tmp_path: Path) -> None:
+    """The result is the samples themselves, so that micro-batches give it."""
+    nodes = [node("Concat", operands, "c", axis=0), node("Relu", "c", "y")]
+    read = read_model(saved(model(nodes, {"x": [2, 6]}, "y", {"none": np.zeros((0, 6), np.float32)}), tmp_path))
+    assert [each.op for each in read.graph.nodes] == ["Relu"]
+
+
+def test_an_axis_without_elements_counts_if_another_one_is_concatenated(tmp_path: Path) -> None:
+    """Tensors of 2×0 and 3×0 elements are one of 5×0."""
+    nodes = [node("Concat", "first second", "c", axis=0), node("MatMul", "c w", "p"), node("Add", "p x", "y")]
+    held = {"first": floats(2, 0), "second": floats(3, 0), "w": floats(0, 4)}
+    path = saved(model(nodes, {"x": [5, 4]}, "y", held), tmp_path)
+    x = floats(5, 4)
+    np.testing.assert_array_equal(emitted(read_model(path, batch_axes={"x": None}), {"x": x})["y"], x)
