@@ -749,7 +749,7 @@ def reopen(request: Request, plan: Plan) -> PlanResult:
     devices, size = plan.schedule.devices, problem.cluster.size
     if plan.placement.devices > size or devices != size:
         raise ConfigurationError(f"the plan is for {devices} {plural(devices, 'device')}, its configuration for {size}")
-    if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
+    if max(max(stage.nodes, default=-1) for stage in plan.placement.stages) >= len(problem.graph.nodes):
         raise ConfigurationError(
             f"the plan places nodes that the graph of {len(problem.graph.nodes)} "
             f"{plural(len(problem.graph.nodes), 'node')} has not"

@@ -53,3 +53,12 @@ def test_a_program_without_work_writes_its_outputs(command_line: CommandLine, ve
     found = np.load("out.npz")
     assert onnx.load(path).graph.output[0].name in found
     np.testing.assert_array_equal(found["y"], x[:, :, ::-1])
+
+
+def test_a_graph_without_operators_is_launched(command_line: CommandLine) -> None:
+    """Its output is known while the file is read: no operator is left to place."""
+    saved(model([node("Shape", "x", "y")], {"x": [4, 3, 6]}, "y"), command_line.folder)
+    command_line.done("plan", "model.onnx", "--gpus", 1, "--strategy", "data_parallel", "-o", "p", "-q")
+    command_line.done("codegen", "p", "-q")
+    command_line.done("launch", "p/program", "--device", "cpu", "--outputs", "out.npz", "-q")
+    np.testing.assert_array_equal(np.load("out.npz")["y"], [[4, 3, 6]])
