@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from autopipe.backends.torch.module_state import buffer_changes, overlapping, record_state, tensors_of
+from autopipe.backends.torch.module_state import buffer_changes, first_names, overlapping, record_state, tensors_of
 from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
 from autopipe.ir.errors import ConfigurationError
 
@@ -215,12 +215,13 @@ def exported(subject: Subject) -> ExportedModule:
     assert program.exported_program is not None
     changes = buffer_changes(program.exported_program)
     counts = {subject.name_of(name): count for name, count in changes.counts.items()}
+    first = first_names(subject.module)
     state = subject.module.module.state_dict(keep_vars=True)
     left_out = record_state(program.model, state, subject.tensor_names(), counts)
     return ExportedModule(
         program=program,
-        changed=tuple(map(subject.name_of, changes.others)),
-        moved=tuple(map(subject.name_of, (*changes.statistics, *changes.counts))),
+        changed=tuple(subject.name_of(first[name]) for name in changes.others),
+        moved=tuple(subject.name_of(first[name]) for name in (*changes.statistics, *changes.counts)),
         left_out=tuple(left_out),
     )
 
@@ -277,12 +278,11 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
 def _name_tensors(model: Any, subject: Subject) -> None:
     """Give tensors of the file the module's names, and state in its metadata which parameters are not trained.
 
-    A parameter that the module has under several names has the first of them in the file.
+    A tensor that the module has under several names has the first of them in the file.
     """
-    first = {id(parameter): name for name, parameter in subject.module.named_parameters()}
+    first = first_names(subject.module)
     signature = model.graph.metadata_props.get(_SIGNATURE, "")
-    for name, parameter in subject.module.named_parameters(remove_duplicate=False):
-        known = first[id(parameter)]
+    for name, known in first.items():
         value = model.graph.initializers.get(name)
         if name != known and value is not None:
             # The trace reads another of the names. The signature says both names, each of the other argument.

@@ -193,3 +193,9 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
     )
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter and buffer of a module, by each of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(module)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopipe.backends.torch import torch_interfaces
@@ -91,6 +92,7 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     `padding_idx` of an embedding is only in a node's metadata. The exporter drops the probability of
     `scaled_dot_product_attention`.
     """
+    _remove_unread_buffers(program)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
@@ -103,6 +105,21 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     if any(_needs_parts(node) for node in program.graph.nodes):
         program = program.run_decompositions({_ATTENTION: _attention_of_parts})
     return program
+
+
+def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
+    """Remove the arguments of a traced program that are other names of buffers which it reads, in place: torch cannot
+    make a functional program of one that changes a buffer with several names."""
+    signature = program.graph_signature
+    by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    tensors = {**program.state_dict, **program.constants}
+    read = {id(tensors[target]) for argument, target in signature.inputs_to_buffers.items() if by_name[argument].users}
+    for spec in list(signature.input_specs):
+        node = by_name.get(getattr(spec.arg, "name", ""))
+        if spec.kind is not InputKind.BUFFER or node is None or node.users or id(tensors[str(spec.target)]) not in read:
+            continue
+        program.graph.erase_node(node)
+        signature.input_specs.remove(spec)
 
 
 def _needs_parts(node: torch.fx.Node) -> bool:
