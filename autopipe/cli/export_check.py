@@ -56,6 +56,12 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     examples = _examples(subject)
     expected = [evaluate(subject, each) for each in examples]
     reject_changes([name for each in expected for name in each.changed if name not in moved])
+    if expected[0].changed_again:
+        raise VerificationError(
+            f"the backward of the module runs a part of the forward again, which changes "
+            f"{_list(expected[0].changed_again)} twice in a step: the exported file changes them once",
+            f"export without checkpointing (a plan may recompute instead), or {_WITHOUT}",
+        )
     if not expected[0].is_finite:
         notes.append("the module's loss or gradients on the example are not finite: nothing was compared")
         return ""

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopipe
 from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
@@ -181,6 +182,16 @@ class Remembering(nn.Module):
         pass
 
 
+class Versioned(nn.Linear):
+    """A layer whose extra state is a tensor."""
+
+    def get_extra_state(self) -> object:
+        return torch.tensor([2, 1])
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
 class Changing(nn.Module):
     """A layer beside a part whose forward changes `state`."""
 
@@ -247,6 +258,24 @@ def test_changes_in_the_forward_that_a_file_has_not_are_rejected(
     with pytest.raises(VerificationError, match=f"changes {name}"):
         written_rows(module, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_a_forward_that_runs_again_must_change_nothing(tmp_path: Path) -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.part, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    module = Recomputed()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(VerificationError, match=r"changes part\.1\.running_mean, .* twice in a step"):
+        written_rows(module, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    module.part[1].eval()
+    written_rows(module, tmp_path)
 
 
 def test_parameters_in_one_memory_are_rejected(tmp_path: Path) -> None:
@@ -356,6 +385,12 @@ def test_an_entry_of_the_state_that_is_no_tensor_is_told(tmp_path: Path) -> None
     rows = torch.randn(SAMPLES, WIDTH)
     with pytest.warns(UserWarning, match=r"_extra_state \(a dict, no tensor\)"):
         autopipe.export(Remembering(False), rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels)
+
+
+def test_an_extra_state_that_is_a_tensor_is_stored(tmp_path: Path) -> None:
+    proto = onnx.load(written_rows(Versioned(WIDTH, CLASSES), tmp_path))
+    held = {each.name: onnx.numpy_helper.to_array(each) for each in proto.graph.initializer}
+    assert held["autopipe.state/_extra_state"].tolist() == [2, 1]
 
 
 def test_the_state_is_recorded_with_ties_and_counters(tmp_path: Path) -> None:

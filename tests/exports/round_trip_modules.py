@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 Batch = dict[str, torch.Tensor]
@@ -638,6 +639,30 @@ class SparseTable(nn.Module):
         return self.head(self.table(tokens).mean(1))
 
 
+class Detaching(nn.Module):
+    """Values that are detached in place, beside a part that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x).detach_() + self.layer(2 * x))
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    prune.random_unstructured(layer, "weight", 0.4)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+
+def soft_labels(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the weighted cross-entropy with smoothed probabilities, as of mixed samples."""
+    mixed = torch.softmax(2 * F.one_hot(labels, CLASSES).float(), -1)
+    return F.cross_entropy(found, mixed, weight=torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]), label_smoothing=0.2)
+
+
 def mean_squared(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(found, labels)
 
@@ -659,6 +684,10 @@ ROUND_TRIPS: dict[str, RoundTrip] = {
     "routed experts": RoundTrip(RoutedExperts, vectors),
     "low rank": RoundTrip(LowRank, vectors),
     "sparse table": RoundTrip(SparseTable, text),
+    "detached in place": RoundTrip(Detaching, vectors),
+    "pruned": RoundTrip(pruned, vectors),
+    "compiled": RoundTrip(lambda: torch.compile(perceptron(), backend="eager"), vectors),
+    "probabilities for labels": RoundTrip(perceptron, vectors, soft_labels),
     "smoothed labels": RoundTrip(perceptron, vectors, nn.CrossEntropyLoss(label_smoothing=0.1)),
     "weight norm": RoundTrip(weight_normalised, vectors),
     "spectral norm": RoundTrip(spectrally_normalised, vectors),

@@ -13,6 +13,7 @@ TOLERANCE = 1e-5
 CHOSEN = (
     "tied GPT", "frozen ResNet", "teacher and student", "straight-through", "weight norm", "padded BERT", "ViT",
     "saved state", "momentum encoder", "named as operators", "stacked projections", "sparse table",
+    "repeated block", "detached in place", "probabilities for labels",
 )  # fmt: skip
 """Modules of the default run; `./test -m sweep` takes the others."""
 

@@ -40,6 +40,8 @@ class Evaluation:
     """Probabilities of the module's dropouts in training, in ascending order."""
     changed: tuple[str, ...]
     """Buffers that the forward has changed."""
+    changed_again: tuple[str, ...]
+    """Buffers that the backward has changed, by running a part of the forward again."""
 
     @property
     def is_finite(self) -> bool:
@@ -119,6 +121,7 @@ def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulp
     own = dict(subject.module.named_parameters())
     held: dict[str, torch.Tensor] = {name: each.clone() for name, each in subject.module.named_buffers()}
     after: dict[str, torch.Tensor] = {}
+    before = {name: each.clone() for name, each in held.items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NothingDropped() as dropouts:
         torch.manual_seed(seed)
         read: Mapping[str, torch.Tensor] = {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
@@ -142,15 +145,24 @@ def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulp
         functions=() if place is None else tuple(sorted(_custom_functions(results[place]))),
         dropped=tuple(sorted(dropouts.asked)),
         changed=tuple(
-            subject.name_of(name)
-            for name, each in subject.module.named_buffers()
-            if name not in after or not _is_same(each.detach(), after[name].detach())
+            subject.name_of(name) for name in before if name not in after or not _is_same(before[name], after[name])
         ),
+        changed_again=tuple(map(subject.name_of, _restored(subject.module, before))),
     )
+
+
+def _restored(module: nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:
+    """Give the buffers of a module the values that they had before, and return the names of those that had others."""
+    changed = [name for name, each in module.named_buffers() if not _is_same(each, before[name])]
+    with torch.no_grad():
+        for name in changed:
+            module.get_buffer(name).copy_(before[name])
+    return changed
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors are equal; a NaN equals a NaN."""
+    one, other = one.detach(), other.detach()
     return one.shape == other.shape and bool(((one == other) | torch.isnan(one) & torch.isnan(other)).all())
 
 

@@ -19,6 +19,8 @@ _STORED: Final = frozenset(
     | {torch.uint8, torch.bool}
 )
 """Element types of tensors that are put into the file."""
+_EXTRA: Final = "_extra_state"
+"""Last part of the name of what a module's `get_extra_state` returns."""
 _STATISTICS: Final = (3, 4)
 """Positions of the running statistics among the arguments of a traced batch or instance normalization, and of the new
 ones among the results of a batch normalization."""
@@ -113,11 +115,11 @@ def record_state(
     increments: dict[str, int] = {}
     left_out: list[str] = []
     for name, tensor in state.items():
-        reason = _reason_to_leave_out(tensor, held)
+        reason = _reason_to_leave_out(name, tensor, held)
         if reason:
             left_out.append(f"{name} ({reason})")
             continue
-        known = held[id(tensor)]
+        known = held.get(id(tensor), [name])
         found = next((each for each in known if each in initializers), None)
         if found is None:
             found = f"{PREFIX}{known[0]}"
@@ -132,11 +134,11 @@ def record_state(
     return left_out
 
 
-def _reason_to_leave_out(entry: object, held: Mapping[int, Sequence[str]]) -> str:
+def _reason_to_leave_out(name: str, entry: object, held: Mapping[int, Sequence[str]]) -> str:
     """Return why an entry of a `state_dict` cannot be recorded; "" if it can."""
     if not isinstance(entry, torch.Tensor):
         return f"a {type(entry).__name__}, no tensor"
-    if id(entry) not in held:
+    if id(entry) not in held and name.rpartition(".")[2] != _EXTRA:
         return "computed by a hook of the module"
     if entry.dtype not in _STORED:
         return f"of type {str(entry.dtype).removeprefix('torch.')}"

@@ -26,14 +26,15 @@ _PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 class InSupportedParts(TorchFunctionMode):
     """Computes functions that the exporter would change from functions that it keeps.
 
-    It drops the smoothing of a cross-entropy's labels, and draws channels to drop by an operator that is no Dropout.
+    It drops the smoothing of a cross-entropy's labels, takes labels for integers that are probabilities of the classes,
+    and draws channels to drop by an operator that is no Dropout.
     """
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.cross_entropy and kwargs.get("label_smoothing"):
+        if function is F.cross_entropy and (kwargs.get("label_smoothing") or _has_probabilities(*args, **kwargs)):
             return _smoothed_cross_entropy(*args, **kwargs)
         if function in _CHANNEL_DROPOUTS and args[0].dim() == _CHANNEL_DROPOUTS[function]:
             return _dropped_channels(*args, **kwargs)
@@ -48,6 +49,11 @@ def _dropped_channels(x: torch.Tensor, p: float = 0.5, training: bool = True, in
     """Return `torch.nn.functional.dropout2d` of the same arguments: dropout of a factor per sample and channel."""
     factors = x.new_ones([*x.shape[:2], *([1] * (x.dim() - 2))])
     return x * F.dropout(factors, p, training)
+
+
+def _has_probabilities(logits: torch.Tensor, target: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """Return True if the labels of a cross-entropy are probabilities of the classes."""
+    return target.is_floating_point()
 
 
 def _smoothed_cross_entropy(
@@ -73,8 +79,14 @@ def _smoothed_cross_entropy(
     classes = logits.shape[axis]
     likelihoods = torch.log_softmax(logits, axis)
     if target.is_floating_point():  # Probabilities of the classes.
-        smoothed = target * (1 - label_smoothing) + label_smoothing / classes
-        return F.cross_entropy(logits, smoothed, weight, reduction=reduction)
+        smoothed = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+        if weight is not None:
+            smoothed = smoothed * weight.reshape([-1 if each == axis else 1 for each in range(logits.dim())])
+        losses = -(smoothed * likelihoods).sum(axis)
+        # The mean divides by the number of samples and places, whatever the weights are.
+        if reduction == "mean":
+            return losses.mean()
+        return losses.sum() if reduction == "sum" else losses
     if weight is None:
         spread = likelihoods.mean(axis, keepdim=True)
     else:
@@ -98,6 +110,8 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
             continue
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             _detach_results(program.graph, node)
+        elif node.target is _ATEN.detach_.default:
+            node.target = _ATEN.detach.default  # It would be lost with the other changes in place.
         elif node.target is _ATEN.embedding.default and _padding_of(node) >= 0:
             _detach_padding(program.graph, node, _padding_of(node))
     program.graph.lint()
