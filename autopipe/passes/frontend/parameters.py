@@ -101,6 +101,9 @@ def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
     return Role(True, why, refused=True)
 
 
+SIGNED = Role(True, "a parameter, as the signature says")
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Decides what each floating-point tensor of a file is."""
@@ -187,12 +190,15 @@ class Roles:
         if not self.signature.trains(name):
             return Role(False, "no parameter, as the signature says", constant=True)
         if self.frozen is not None and name in self.signature.parameters:
-            return Role(True, "a parameter, as the signature says")
+            return SIGNED
         if ("Gather", 0) in slots or name not in self.signature.parameters:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
                 return Role(False, table)  # An embedding that is not trained, which the signature does not say.
-        return Role(True, "a parameter, as the signature says")
+        if name in self.signature.parameters:
+            return SIGNED
+        origins = quoted(self.signature.origins(name))
+        return Role(True, f"elements of {origins}, in a layout that the file does not tell")
 
     def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
         name = value.name

@@ -41,7 +41,7 @@ from autopipe.passes.frontend.elements import (
 )
 from autopipe.passes.frontend.fold_numbers import FoldNumbers
 from autopipe.passes.frontend.folding import Folded, Layout, unfolded
-from autopipe.passes.frontend.parameters import Chosen, Role, Roles, computed_role, quoted
+from autopipe.passes.frontend.parameters import SIGNED, Chosen, Role, Roles, computed_role, quoted
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
 from autopipe.passes.frontend.tables import is_uniform
 from autopipe.passes.frontend.uses import GATES, Uses
@@ -211,7 +211,11 @@ class Weights:
         if isinstance(held, Folded):
             if isinstance(held.source, str):
                 return held
-            self.found[held.source.value.name] = self.found[name]
+            known = held.source.value.name
+            role = self.found[name]
+            # The layout of what has the module's name is known.
+            is_whole = role.trained and not role.refused and known in self.roles.signature.parameters
+            self.found[known] = SIGNED if is_whole else role
             parameter = self._as_chosen(held.source.value.name, held.source, name)
             assert isinstance(parameter, Parameter)
             return replace(held, source=parameter)

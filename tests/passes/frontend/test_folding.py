@@ -160,6 +160,19 @@ def test_scalars_folded_from_one_parameter_are_trained_as_they_are(tmp_path: Pat
     assert_close(run_read(read, feeds), run(tmp_path / "model.onnx", feeds))
 
 
+def test_elements_of_a_parameter_are_told_from_the_parameter(tmp_path: Path) -> None:
+    """The file does not tell in which order the parameter has the elements."""
+    held = {"index": np.tile(floats(3)[None], (2, 1)), "w": floats(3)}
+    nodes = [node("Add", "x index", "a"), node("Mul", "a w", "y")]
+    folded = {"index": ["p", "index", "arange"]}
+    proto = torch_export(nodes, {"x": [2, 3]}, held, ("p", "w"), folded=folded)
+    (other,) = {each.value.name for each in read_model(saved(proto, tmp_path)).graph.parameters} - {"w"}
+    assert other != "p"
+    assert {each.value.name: each.why for each in read_model(saved(proto, tmp_path)).tensors} == {
+        other: "elements of 'p', in a layout that the file does not tell", "w": "a parameter, as the signature says",
+    }  # fmt: skip
+
+
 def test_equal_scalars_folded_from_one_parameter_may_be_two(tmp_path: Path) -> None:
     """Nothing in the file says whether they are one element, or two elements of a new vector."""
     held = {"select": np.float32(0.75).reshape(()), "select_1": np.float32(0.75).reshape((1,))}
