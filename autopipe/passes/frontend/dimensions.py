@@ -345,7 +345,21 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
         needed = sorted({symbol for each in opened.values() for symbol in each} or places.keys())
         flags = " ".join(f"--dim {shlex.quote(each + '=EXTENT')}" for each in needed)
         plural, verb = ("s", "are") if len(told) > 1 else ("", "is")
-        raise ConfigurationError(f"dimension{plural} {', '.join(told)} {verb} symbolic", hint=f"add {flags}")
+        hint = f"add {flags}"
+        if elsewhere := " ".join(f"--batch-axis {shlex.quote(each)}" for each in _samples_elsewhere(shapes, symbols)):
+            hint += f", or {elsewhere} if that axis counts samples"
+        raise ConfigurationError(f"dimension{plural} {', '.join(told)} {verb} symbolic", hint=hint)
+
+
+def _samples_elsewhere(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]) -> list[str]:
+    """Return `INPUT=AXIS` for each input whose first axis is fixed and one other axis is not: recurrent states and
+    sequences before samples."""
+    found = []
+    for name, shape in shapes.items():
+        free = [axis for axis, each in enumerate(shape) if isinstance(each, str) and _extent(each, symbols) is None]
+        if len(free) == 1 and free != [0] and not isinstance(shape[0], str):
+            found.append(f"{name}={free[0]}")
+    return found
 
 
 def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:

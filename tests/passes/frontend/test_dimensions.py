@@ -59,6 +59,15 @@ def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None
         read_model(path, dims={"seq": -1})
 
 
+def test_an_axis_that_may_count_samples_behind_a_fixed_one_is_named(tmp_path: Path) -> None:
+    """Sequences before samples, and the state of a recurrent layer."""
+    path = chain(tmp_path, {"a": [5, "N", 3], "b": [2, None, 3], "c": [2, 3]})
+    with pytest.raises(ConfigurationError) as caught:
+        read_model(path)
+    flags = "--batch-axis a=1 --batch-axis b=1"
+    assert caught.value.hint == f"add --dim N=EXTENT --dim b:1=EXTENT, or {flags} if that axis counts samples"
+
+
 def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
     path = chain(tmp_path, {"a": ["batch", "seq", 3], "b": ["batch", None, "2*w + 1"]})
     with pytest.raises(ConfigurationError, match=r"dimensions 'seq' .*, 'b:1' .*, .* are symbolic") as caught:
