@@ -459,6 +459,50 @@ def test_dropout_of_attention_and_an_input_that_is_given_twice_are_kept(tmp_path
     assert [each.op for each in read.graph.nodes].count("Dropout") == 2
 
 
+class DroppingInPlace(nn.Module):
+    """Dropouts whose operands are read before and after."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.layer(x).unsqueeze(-1))
+        before = torch.tanh(h)
+        self.drop(h)
+        return (before + torch.sigmoid(h)).flatten(1)
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.25, inplace=True), nn.Dropout1d(0.25, inplace=True)])
+def test_what_is_read_after_a_dropout_in_place_is_dropped(drop: nn.Module, tmp_path: Path) -> None:
+    graph = read_model(written_rows(DroppingInPlace(drop), tmp_path)).graph
+    following = {name: node for node in graph.nodes for name in node.inputs}
+    (dropout,) = [node for node in graph.nodes if node.op == "Dropout"]
+    (tanh,) = [node for node in graph.nodes if node.op == "Tanh"]
+    reader = following[dropout.outputs[0]]
+    if reader.op == "Mul":  # By a factor per channel.
+        reader = following[reader.outputs[0]]
+    assert reader.op == "Sigmoid"
+    assert tanh.inputs[0] not in reader.inputs
+
+
+def test_a_dropout_under_no_grad_has_no_gradient(tmp_path: Path) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.drop = nn.Dropout(0.25)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            with torch.no_grad():
+                gate = self.drop(h)
+            return h + gate  # type: ignore[no-any-return]
+
+    assert "StopGradient" in [each.op for each in read_model(written_rows(Gated(), tmp_path)).graph.nodes]
+
+
 class Drawing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -61,14 +61,19 @@ class _NothingDropped(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         name = getattr(function, "__name__", "")
+        asked = len(self.asked)
         if name in _RECURRENT:
-            return function(*self._without_probability(args), **given)
-        if "dropout" in name and inspect.isbuiltin(function):  # (input, probability, train)
+            args = self._without_probability(args)
+        elif "dropout" in name and inspect.isbuiltin(function):  # (input, probability, train)
             self._note(args[1], args[2])
-            return function(args[0], 0.0, False)
-        if "dropout" in name or name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+            args = (args[0], 0.0, False)
+            given = {}
+        elif "dropout" in name or name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
             args, given = self._with_zero(function, args, given)
-        return function(*args, **given)
+        found = function(*args, **given)
+        if len(self.asked) > asked and isinstance(found, torch.Tensor) and not torch.is_grad_enabled():
+            return found.detach()  # With probability 0 it may be the operand itself, which has a gradient.
+        return found
 
     def _without_probability(self, args: Sequence[Any]) -> list[Any]:
         """Return the arguments of a recurrent layer, whose probability is the only floating-point one."""

@@ -26,8 +26,8 @@ _PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 class InSupportedParts(TorchFunctionMode):
     """Computes functions that the exporter would change from functions that it keeps.
 
-    It drops the smoothing of a cross-entropy's labels, takes labels for integers that are probabilities of the classes,
-    and draws channels to drop by an operator that is no Dropout.
+    The exporter drops the smoothing of a cross-entropy's labels, takes probabilities of the classes for integer labels,
+    exports no dropout that is in place, and draws channels to drop by an operator that is no Dropout.
     """
 
     def __torch_function__(
@@ -36,6 +36,8 @@ class InSupportedParts(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.cross_entropy and (kwargs.get("label_smoothing") or _has_probabilities(*args, **kwargs)):
             return _smoothed_cross_entropy(*args, **kwargs)
+        if function is F.dropout and _is_in_place(*args, **kwargs):
+            return args[0].copy_(F.dropout(*args[:3], **{**kwargs, "inplace": False}))
         if function in _CHANNEL_DROPOUTS and args[0].dim() == _CHANNEL_DROPOUTS[function]:
             return _dropped_channels(*args, **kwargs)
         return function(*args, **kwargs)
@@ -48,7 +50,13 @@ _CHANNEL_DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
 def _dropped_channels(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Return `torch.nn.functional.dropout2d` of the same arguments: dropout of a factor per sample and channel."""
     factors = x.new_ones([*x.shape[:2], *([1] * (x.dim() - 2))])
-    return x * F.dropout(factors, p, training)
+    found = x * F.dropout(factors, p, training)
+    return x.copy_(found) if inplace else found
+
+
+def _is_in_place(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Return True if a dropout writes into its operand."""
+    return inplace and training
 
 
 def _has_probabilities(logits: torch.Tensor, target: torch.Tensor, *_: Any, **__: Any) -> bool:
