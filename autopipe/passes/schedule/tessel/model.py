@@ -92,7 +92,48 @@ def unit_bound(graph: BlockGraph) -> int:
 
 
 def makespan_bound(graph: BlockGraph, units: int) -> int:
-    """Lower bound on the makespan of `units` units: one unit's longest way, and each device's load between its ends."""
+    """Return a lower bound on the makespan of `units` units.
+
+    It is the maximum of `_load_bound` and, if some blocks are wide, of
+
+        units · W + _load_bound(narrow blocks)
+
+    D: the devices of the block with the most devices. Wide blocks run on all of D, W is their time in one unit, and
+    narrow blocks run on a part of D. While a wide block runs, no narrow block does: without these intervals, a schedule
+    is one of the narrow blocks alone, in which blocks that wait for each other through other blocks keep their order.
+    """
+    found = _load_bound(graph, units)
+    widest = set(max(graph.blocks, key=lambda block: len(block.devices)).devices)
+    wide = [index for index, block in enumerate(graph.blocks) if widest.issubset(block.devices)]
+    narrow = _narrow_blocks(graph, widest)
+    if narrow is None:
+        return found
+    return max(found, units * sum(graph.blocks[index].time for index in wide) + _load_bound(narrow, units))
+
+
+def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
+    """Return the blocks on a part of the devices `widest`, without delays and memory; None if there are none."""
+    narrow = [
+        index
+        for index, block in enumerate(graph.blocks)
+        if not widest.isdisjoint(block.devices) and not widest.issubset(block.devices)
+    ]
+    if not narrow:
+        return None
+    renumbered = {index: position for position, index in enumerate(narrow)}
+    before: dict[int, set[int]] = {}  # Of each block, the nearest narrow blocks that it waits for.
+    for index in graph.order:
+        waits = ({other} if other in renumbered else before[other] for other in graph.blocks[index].after)
+        before[index] = set[int]().union(*waits)
+    blocks = (
+        replace(graph.blocks[index], memory=0, after=tuple(renumbered[other] for other in before[index]), delays=())
+        for index in narrow
+    )
+    return replace(graph, blocks=tuple(blocks), memory=(None,) * graph.devices)
+
+
+def _load_bound(graph: BlockGraph, units: int) -> int:
+    """Return the maximum of one unit's critical path and each device's load between its ends."""
     first, last = heads(graph), tails(graph)
     found = unit_bound(graph)
     for members, load in zip(graph.members, graph.loads, strict=True):

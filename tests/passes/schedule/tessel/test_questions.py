@@ -69,6 +69,35 @@ def test_all_units_at_once_equal_the_best_of_all_orders(graph: BlockGraph, units
         assert makespan_bound(graph, units) <= best
 
 
+@settings(max_examples=100, deadline=None)
+@given(block_graphs(blocks=4, devices=3, times=(1, 6), rooms=False), strategies.integers(1, 2))
+def test_no_order_is_shorter_than_the_bound(graph: BlockGraph, units: int) -> None:
+    """Some blocks run on all devices, some on a part, some beside the blocks with the most devices."""
+    best = least_makespan(graph, units)
+    assert best is not None
+    assert makespan_bound(graph, units) <= best
+
+
+@pytest.mark.parametrize("units", [1, 4, 32])
+@pytest.mark.parametrize(("name", "load"), [("m", 6), ("nn", 8)])
+def test_blocks_on_all_devices_do_not_fill_the_gaps_of_others(name: str, load: int, units: int) -> None:
+    """Between blocks on all devices there is a chain that takes 12 to reach its last device and come back.
+
+    The schedule meets the bound, so that no smaller number of units is searched to be repeated.
+    """
+    graph = shape(name, 4, True, 6)
+    assert makespan_bound(graph, units) == units * load + 12
+    assert search(graph, units).makespan == units * load + 12
+
+
+def test_delays_do_not_count_beside_blocks_on_all_devices() -> None:
+    """A wide block runs while the second narrow block waits for the first one's result, so nothing is idle."""
+    first = Block("a", (0,), 2)
+    second = Block("b", (1,), 2, 0, (0,), (3,))
+    graph = BlockGraph(2, (first, second, Block("wide", (0, 1), 3)), (None, None))
+    assert makespan_bound(graph, 1) == least_makespan(graph, 1) == 7
+
+
 @settings(max_examples=60)
 @given(block_graphs(blocks=12, devices=4, times=(5, 50)))
 def test_constructed_steady_states_keep_all_rules(graph: BlockGraph) -> None:
