@@ -198,7 +198,8 @@ class Roles:
         if name in self.signature.parameters:
             return SIGNED
         origins = quoted(self.signature.origins(name))
-        return Role(True, f"elements of {origins}, in a layout that the file does not tell")
+        sign = ", perhaps negated" if "neg" in self.signature.operators(name) else ""
+        return Role(True, f"elements of {origins}{sign}, in a layout that the file does not tell")
 
     def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
         name = value.name

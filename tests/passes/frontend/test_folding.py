@@ -173,6 +173,17 @@ def test_elements_of_a_parameter_are_told_from_the_parameter(tmp_path: Path) -> 
     }  # fmt: skip
 
 
+def test_elements_of_a_parameter_may_be_negated(tmp_path: Path) -> None:
+    """The logarithm of exp(-s) is -s."""
+    held = {"select": np.float32(0.75).reshape(()), "select_1": np.float32(1.5).reshape(())}
+    folded = {name: ["s", "neg", "exp", name] for name in held}
+    nodes = [node("Mul", "x select", "h"), node("Mul", "h select_1", "y")]
+    read = read_model(saved(torch_export(nodes, {"x": [4, 5]}, held, ("s",), folded=folded), tmp_path))
+    assert {each.why for each in read.tensors} == {
+        "elements of 's', perhaps negated, in a layout that the file does not tell"
+    }
+
+
 def test_equal_scalars_folded_from_one_parameter_may_be_two(tmp_path: Path) -> None:
     """Nothing in the file says whether they are one element, or two elements of a new vector."""
     held = {"select": np.float32(0.75).reshape(()), "select_1": np.float32(0.75).reshape((1,))}
