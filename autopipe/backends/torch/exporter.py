@@ -18,10 +18,9 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from autopipe.backends.torch.module_state import buffer_changes, first_names, overlapping, record_state, tensors_of
+from autopipe.backends.torch.torch_interfaces import FakeTensor, NormBase
 from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
 from autopipe.ir.errors import ConfigurationError
 
@@ -160,7 +159,7 @@ def _require_exportable(module: _WithLoss) -> None:
             "make one parameter of them (b.weight = a.weight), or copies (clone())",
         )
     for name, each in module.named_modules():
-        if not isinstance(each, _NormBase) or not each.training or not each.track_running_stats:
+        if not isinstance(each, NormBase) or not each.training or not each.track_running_stats:
             continue
         if each.momentum is None and each.running_mean is not None:
             raise ConfigurationError(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
+        FakeTensor,
         FakeTensorMode,
     )
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDesc
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDescGenerator as NodeDescGenerator
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as RendezvousState
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,9 +44,11 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeStore",
+    "FakeTensor",
     "FakeTensorMode",
     "NodeDesc",
     "NodeDescGenerator",
+    "NormBase",
     "PrefixStore",
     "RendezvousState",
     "Store",
@@ -63,9 +67,11 @@ _PLACES = {
     "DataDependentOutputException": ("torch._subclasses.fake_tensor", "DataDependentOutputException"),
     "DynamicOutputShapeException": ("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "NodeDesc": (_RENDEZVOUS, "_NodeDesc"),
     "NodeDescGenerator": (_RENDEZVOUS, "_NodeDescGenerator"),
+    "NormBase": ("torch.nn.modules.batchnorm", "_NormBase"),
     "PrefixStore": ("torch._C._distributed_c10d", "PrefixStore"),
     "RendezvousState": (_RENDEZVOUS, "_RendezvousState"),
     "Store": ("torch._C._distributed_c10d", "Store"),

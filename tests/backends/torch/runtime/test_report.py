@@ -16,6 +16,7 @@ from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.problem import AVERAGED
 from autopipe.ir.training import Training
 from tests.backends.torch.runtime.stand_in_cuda import Device
 
@@ -50,6 +51,7 @@ def rank(tmp_path: Path, device: Device) -> Any:
         clock=Clock(torch.device("cpu")),
         manifest=SimpleNamespace(
             training=Training(),
+            loss_division=AVERAGED,
             parameters=(),
             batch_size=4,
             predicted_bubble=0.0,
@@ -121,9 +123,9 @@ def test_times_of_profiled_steps_are_left_with_their_waits(rank: Any, device: De
 
 def test_rates_norm_and_use_of_the_devices(rank: Any, device: Device) -> None:
     rank.train = True
-    rank.manifest = SimpleNamespace(
-        training=Training(), batch_size=4, predicted_bubble=0.0, tokens_per_sample=8, model_flops=1e12, peak_flops=8e12
-    )
+    rank.manifest.tokens_per_sample = 8
+    rank.manifest.model_flops = 1e12
+    rank.manifest.peak_flops = 8e12
     rank.learning_rate = 0.25
     rank.grad_norm = torch.tensor(3.0)
     rank.stages = {4: stage(2.0)}
