@@ -22,13 +22,13 @@ from tests.passes.frontend.reference import parameter_array
 STEPS = 2
 SEVERAL = {
     "product", "sum of two", "joined", "joined columns", "product of elements", "scaled rows", "low rank", "adapted",
+}  # fmt: skip
+"""Functions of several parameters, which are found if the file holds all of them and its metadata name them."""
+UNKNOWN = {
+    "softmax", "normalized", "symmetric", "rows of a multiple, some twice", "straight through of a multiple",
     "layer beside the identity",
 }  # fmt: skip
-"""Functions of several tensors."""
-UNKNOWN = SEVERAL | {
-    "softmax", "normalized", "symmetric", "rows of a multiple, some twice", "straight through of a multiple",
-}  # fmt: skip
-"""Functions that are not found even if the file holds a parameter of theirs."""
+"""Functions that are not found even if the file holds their parameter."""
 FOLDED_BY_DYNAMO = {"cosines and sines", "straight through", "relative positions of a multiple"}
 """Functions that are not found, either, but that torch's older exporter keeps at least in part."""
 KEPT = {
@@ -44,7 +44,7 @@ REFUSED = {
     ("dynamo", False): frozenset(PROBES) - MOVED - LOOKUPS - LAYERS,
     ("dynamo", True): frozenset(UNKNOWN | FOLDED_BY_DYNAMO),
     ("torchscript", False): frozenset(PROBES) - {"plain", "flipped"} - LOOKUPS - KEPT - LAYERS,
-    ("torchscript", True): frozenset(UNKNOWN - KEPT),
+    ("torchscript", True): frozenset((UNKNOWN | SEVERAL) - KEPT),
 }
 """By exporter, and whether the module also uses the parameter itself: the functions whose parameter is not known."""
 

@@ -1,4 +1,4 @@
-"""Small modules that use a parameter through a function, alone or beside the parameter itself, in torch's exports."""
+"""Small modules that use parameters through a function, alone or beside the parameters, in torch's exports."""
 
 from __future__ import annotations
 
@@ -121,14 +121,15 @@ class Module(nn.Module):
         else:
             hidden = x @ self.function(*self.parts)
         if self.beside:
-            # A product with data, which no exporter computes.
-            hidden = hidden + (x[:, :1, None] * next(self.parameters())).sum((1, 2))[:, None]
+            for part in self.parts if self.layer is None else self.layer.parameters():
+                # A product with data, which no exporter computes.
+                hidden = hidden + (x[:, :1] * part.reshape(1, -1)).sum(1)[:, None]
         return ((self.head(torch.tanh(hidden)) - y) ** 2).mean()
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A probe through one exporter, alone or with the parameter itself `beside` it."""
+    """A probe through one exporter, alone or with the parameters themselves `beside` it."""
 
     probe: str
     exporter: str

@@ -64,10 +64,16 @@ class Step:
     """The other operand: Gather's indices, what Add adds, Mul multiplies by, Sub takes the tensor from."""
     other: str = ""
     """Name of the parameter that is the other operand in place of `operand`."""
+    moves: tuple[Step, ...] = ()
+    """Changes of layout of the parameter `other` before it is an operand."""
+    axis: int = 0
+    """Concat's axis."""
 
     def apply(self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
         """Return the result; `others` has the parameters that are other operands, by name."""
-        other: Any = self.operand if others is None or not self.other else others[self.other]
+        other: Any = self.operand
+        if others is not None and self.other:
+            other = applied(self.moves, others[self.other])
         match self.operator:
             case "Transpose":
                 return array.transpose(self.perm)
@@ -85,6 +91,14 @@ class Step:
                 return np.asarray(array * other)
             case "Sub":
                 return np.asarray(other - array)
+            case "Div":
+                return np.asarray(array / other)
+            case "MatMul":
+                return np.asarray(array @ other)
+            case "ReduceSum":
+                return np.asarray(array.sum())
+            case "Concat":
+                return np.concatenate((array, other), self.axis)
             case "Pow":
                 return np.asarray(np.power(array, other))
         return np.asarray(FUNCTIONS[self.operator](array).astype(array.dtype))

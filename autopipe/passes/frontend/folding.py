@@ -25,6 +25,7 @@ from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
 from autopipe.passes.frontend.derivations import Step, applied, derived, weighted_sum
 from autopipe.passes.frontend.elements import sliced_numbers
 from autopipe.passes.frontend.fold_numbers import FoldNumbers
+from autopipe.passes.frontend.joint_derivations import Derivation, jointly_derived, sum_of_squares
 from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
 from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, arguments_of, target_of
@@ -216,11 +217,12 @@ class _Folds:
             if self._is_recurrent(name):
                 continue
             if len(origins) > 1:
-                self.result.refused[name] = origins
+                self._derive_jointly(each, origins, named)
             elif "detach" in signature.operators(name):
                 self._detached(each, named)
             elif origins[0] in named:
-                self._derive(named[origins[0]], each, origins)
+                if each.value.elements > 1 or not self._derive_decay(each, origins, named):
+                    self._derive(named[origins[0]], each, origins)
             else:
                 groups.setdefault(origins[0], []).append(each)
         for origin, tensors in groups.items():
@@ -291,6 +293,47 @@ class _Folds:
             self.result.detached[name] = (origin,)
         else:
             self.result.refused[name] = (origin,)
+
+    def _derive_jointly(self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]) -> None:
+        """Record how `tensor` follows from several parameters, if the file holds all of them, or that it is not
+        known."""
+        name = tensor.value.name
+        if tensor.value.elements == 1 and self._derive_decay(tensor, origins, named):
+            return
+        found: Derivation | None = None
+        if "detach" not in self.roles.signature.operators(name) and all(each in named for each in origins):
+            found = self._jointly(tensor, [named[each] for each in origins])
+        if found is None:
+            self.result.refused[name] = origins
+        else:
+            self.result.folded[name] = Folded(tensor.value, *found)
+
+    def _derive_decay(self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]) -> bool:
+        """Record that a scalar is a constant times the sum of the squares of parameters, as a weight decay in the loss;
+        return False if it is not, or if the traced operators are not those of such a sum."""
+        operators = self.roles.signature.operators(tensor.value.name)
+        is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
+        result = self.numbers(tensor)
+        if not is_sum or result is None or not all(each in named for each in origins):
+            return False
+        arrays = {each: array for each in origins if (array := self.numbers(named[each])) is not None}
+        if len(arrays) < len(origins) or tensor.value.dtype is not DType.FLOAT32:
+            return False
+        steps = sum_of_squares(arrays, result)
+        if steps is None:
+            return False
+        self.result.folded[tensor.value.name] = Folded(tensor.value, origins[0], steps)
+        return True
+
+    def _jointly(self, tensor: Parameter, bases: list[Parameter]) -> Derivation | None:
+        """Return how `tensor` follows from all of `bases`, by their data."""
+        if any(each.value.dtype is not DType.FLOAT32 or each.value.bytes > LARGEST_LOOK for each in (tensor, *bases)):
+            return None
+        result = self.numbers(tensor)
+        arrays = {each.value.name: array for each in bases if (array := self.numbers(each)) is not None}
+        if result is None or len(arrays) < len(bases) or any(is_uniform(each) for each in arrays.values()):
+            return None
+        return jointly_derived(arrays, result)
 
     def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
         """Record how `tensor` follows from `base`, another tensor of the file, or that it is not known."""

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
+from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
 from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contrib.operators import spelled_out
 from autopipe.passes.frontend.control_flow import Known, Runs, resolved
+from autopipe.passes.frontend.derivations import Step
 from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
 from autopipe.passes.frontend.dimensions import extent_of
 from autopipe.passes.frontend.elements import (
@@ -263,19 +264,34 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
         result = name if number == len(folded.steps) else f"{name}/{number}"
         operands: tuple[str, ...] = (operand,)
         if step.other:
-            operands = (operand, step.other)
-        elif step.operator in STEP_OPERANDS:
-            held = f"{result}/{STEP_OPERANDS[step.operator]}"
-            array = np.asarray(step.shape, np.int64) if step.operand is None else step.operand
-            sweep.hold(held, array, DType.INT64 if array.dtype == np.int64 else dtype)
-            operands = (held, operand) if step.operator == "Sub" else (operand, held)
-        sweep.types[result] = Value(result, dtype, step.shape)
-        attributes = (("perm", step.perm),) if step.operator == "Transpose" else ()
-        title = f"{result}/{step.operator.lower()}"
-        sweep.names.add(title)
-        domain = "autopipe" if step.operator == STOP_GRADIENT else ""
-        sweep.nodes.append(Node(title, step.operator, operands, (result,), attributes, domain))
+            other = sweep.aliases.get(step.other, step.other)
+            for place, move in enumerate(step.moves, 1):
+                other = _step(sweep, move, (other,), f"{result}/other{place}", dtype)
+            operands = (other, operand) if step.operator == "Sub" else (operand, other)
+        _step(sweep, step, operands, result, dtype)
         operand = result
+
+
+def _step(sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType) -> str:
+    """Add the node of one step, which also reads the constant that the step holds; return its result."""
+    if not step.other and step.operator in STEP_OPERANDS:
+        held = f"{result}/{STEP_OPERANDS[step.operator]}"
+        array = np.asarray(step.shape, np.int64) if step.operand is None else step.operand
+        sweep.hold(held, array, DType.INT64 if array.dtype == np.int64 else dtype)
+        operands = (held, *operands) if step.operator == "Sub" else (*operands, held)
+    sweep.types[result] = Value(result, dtype, step.shape)
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+    if step.operator == "Transpose":
+        attributes = (("perm", step.perm),)
+    elif step.operator == "Concat":
+        attributes = (("axis", step.axis),)
+    elif step.operator == "ReduceSum":
+        attributes = (("keepdims", 0),)
+    title = f"{result}/{step.operator.lower()}"
+    sweep.names.add(title)
+    domain = "autopipe" if step.operator == STOP_GRADIENT else ""
+    sweep.nodes.append(Node(title, step.operator, operands, (result,), attributes, domain))
+    return result
 
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from autopipe.passes.frontend import Model, read_model
-from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
+from tests.passes.frontend.building import BOOL, INT64, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
 
 
@@ -210,6 +210,19 @@ def test_a_choice_between_scores_and_a_hiding_number(causal: bool, tmp_path: Pat
     read = read_and_compare(model(nodes, shapes, "y", held), tmp_path)
     assert operators(read) == (["Attention"] if causal else ["Where", "Attention"])
     assert read.graph.nodes[-1].integer("is_causal") == causal
+
+
+@pytest.mark.parametrize(("queries", "low", "is_fused"), [(1, -1e9, True), (5, -1e9, False), (5, -np.inf, True)])
+def test_a_choice_that_may_hide_all_keys_of_a_query(queries: int, low: float, is_fused: bool, tmp_path: Path) -> None:
+    """DeBERTa hides all keys from padding: the same number stands in the place of all scores, which have no gradient;
+    they would have one if the number were added to them. A softmax of infinities alone is no number in either form."""
+    nodes = [
+        node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "scores"),
+        node("Where", "shown scores low", "masked"), node("Softmax", "masked", "p"), node("MatMul", "p v", "y"),
+    ]  # fmt: skip
+    shapes = {"q": [2, 4, 5, 8], "k": [2, 4, 5, 8], "v": [2, 4, 5, 8], "shown": (BOOL, [2, 1, queries, 5])}
+    read = read_model(saved(model(nodes, shapes, "y", {"low": scalar(low)}), tmp_path))
+    assert ("Attention" in operators(read)) == is_fused
 
 
 def test_a_softmax_over_queries_is_no_attention(tmp_path: Path) -> None:

@@ -104,6 +104,20 @@ def _swaps(transpose: Node) -> bool:
     return len(perm) > 2 and perm == (*range(len(perm) - 2), len(perm) - 1, len(perm) - 2)
 
 
+def _may_hide_rows(view: View, mask: Mask) -> bool:
+    """Return True if data may hide every key from one query by a number in place of the scores: then no gradient flows
+    to the scores of that query, whereas it flows through a mask that is added.
+
+    A mask that all queries share hides every key only in a sample without content.
+    """
+    if mask.low is None or math.isinf(mask.low) or view.known.array(mask.name) is not None:
+        return False
+    name = mask.name
+    while (node := view.made_by(name, "Not", "Cast", "Expand")) is not None:
+        name = node.inputs[0]
+    return view.shape(name)[-2:-1] not in ((), (1,))
+
+
 class _Writer:
     """The nodes of one attention: `Attention` on four dimensions, and what its operands are made of."""
 
@@ -113,6 +127,8 @@ class _Writer:
     def written(self, scores: Scores, value: str, turned: bool, sinks: str) -> tuple[Node, ...] | None:
         view = self.view
         masks = [(mask, shown) for mask in scores.masks if (shown := kind_of_mask(view, mask)) != "blank"]
+        if any(shown == "other" and _may_hide_rows(view, mask) for mask, shown in masks):
+            return None
         causal = masks[0][1] if len(masks) == 1 and masks[0][1] not in ("some", "other") else ""
         value = self.turned(value, "value") if turned else value
         key, key_scale = self.keys(scores.transposed, value)
