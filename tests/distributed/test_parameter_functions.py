@@ -44,7 +44,7 @@ REFUSED = {
     ("dynamo", False): frozenset(PROBES) - MOVED - LOOKUPS - LAYERS,
     ("dynamo", True): frozenset(UNKNOWN | FOLDED_BY_DYNAMO),
     ("torchscript", False): frozenset(PROBES) - {"plain", "flipped"} - LOOKUPS - KEPT - LAYERS,
-    ("torchscript", True): frozenset((UNKNOWN | SEVERAL) - KEPT),
+    ("torchscript", True): frozenset((UNKNOWN | SEVERAL) - KEPT - {"low rank"}),
 }
 """By exporter, and whether the module also uses the parameter itself: the functions whose parameter is not known."""
 

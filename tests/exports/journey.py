@@ -31,7 +31,6 @@ MOST = {
 NORMALIZED = "batch normalization is folded into the weights before it: each is a function of several parameters"
 SHIFTED = "the scales of the normalizations are 1 + a parameter"
 JOINED = "tables of relative positions are joined from several parameters"
-PARTS = "biases of an attention are parts of one parameter, and no metadata say so"
 FOLDED = {
     "resnet-torchscript-static-loss": NORMALIZED,
     "resnet-torchscript-dynamic-loss": NORMALIZED,
@@ -45,8 +44,7 @@ FOLDED = {
     "recurrent_gemma-torchscript-static-loss": SHIFTED,
     "gemma3_vision-dynamo-static-loss": SHIFTED,
     "beit-dynamo-static-loss": JOINED,
-    "siglip-torchscript-static-loss": PARTS,
-    "detr-torchscript-static-loss": PARTS,
+    "detr-torchscript-static-loss": "queries are expanded, and no metadata say from which axes",
     "wav2vec2-dynamo-static-loss": "a weight is a direction times a length",
     "style-dynamo-static-loss": "the first image is a normalized parameter",
     "pvt-dynamo-static-loss": "tables of positions are resized and joined",

@@ -123,7 +123,7 @@ class Module(nn.Module):
         if self.beside:
             for part in self.parts if self.layer is None else self.layer.parameters():
                 # A product with data, which no exporter computes.
-                hidden = hidden + (x[:, :1] * part.reshape(1, -1)).sum(1)[:, None]
+                hidden = hidden + (x[:, :1].reshape(-1, *[1] * part.dim()) * part).flatten(1).sum(1)[:, None]
         return ((self.head(torch.tanh(hidden)) - y) ** 2).mean()
 
 

@@ -62,8 +62,6 @@ EXPLAINED = (
     (REFUSED, "detr-*", "not trained here: columns *"),
     (REFUSED, "detr-*", "not trained here: rows *"),
     (REFUSED, "detr-torchscript-*", "not trained here: queries *"),
-    (REFUSED, "detr-torchscript-*", "not trained here: *.multihead_attn.in_proj_bias *"),
-    (REFUSED, "siglip-torchscript-trained", "not trained here: *.attention.in_proj_bias *"),
     (REFUSED, "deepseek_v3-torchscript-*", "not trained here: *.mlp.gate.weight *"),
     (COMPUTED, "*-dynamo-*", "*.parametrizations.weight.original*"),
     (COMPUTED, "*-dynamo-*", "trained here only: mul (*)"),

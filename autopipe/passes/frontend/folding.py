@@ -704,7 +704,7 @@ class _Folds:
         """
         readers = self._calls_of(tensor.value.name)
         slots = self.roles.uses.slots(tensor.value.name)
-        if slots <= RESIZED or ("Exp", 0) in slots:
+        if slots <= RESIZED or ("Exp", 0) in slots or self._is_bias_of_attention(tensor):
             return True
         if any((node.op_type, slot) != ("MatMul", 1) or not _path_of(node) for node, slot in readers):
             return False
@@ -718,6 +718,28 @@ class _Folds:
                 return False
         array = self.numbers(tensor)
         return array is None or is_uniform(array) or is_drawn(array)
+
+    def _is_bias_of_attention(self, tensor: Parameter) -> bool:
+        """Return True if a tensor is one of the two parts of `in_proj_bias` in an `nn.MultiheadAttention` whose queries
+        are other values than its keys: the first third, or the other two."""
+        readers = self._calls_of(tensor.value.name)
+        if len(tensor.value.shape) != 1 or len(readers) != 1 or readers[0][0].op_type != "Add" or readers[0][1]:
+            return False
+        path = _path_of(readers[0][0])
+        output = self.parameters.get(f"{path}.out_proj.bias")
+        if output is None:
+            return False
+        shapes = [
+            each.value.shape
+            for name, each in self.parameters.items()
+            if LIFTED.fullmatch(name) and [_path_of(node) for node, _ in self._calls_of(name)] == [path]
+        ]
+        width = output.value.elements
+        parts = [(width,), (2 * width,)]
+        return (
+            sorted(each for each in shapes if len(each) == 1) == parts
+            and sorted(each[1:] for each in shapes if len(each) == 2) == parts
+        )
 
     def _is_unsqueezed(self, tensor: Parameter) -> bool:
         """Return True if modules read a tensor with an axis of one element that was probably only added: without it,
