@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopipe
+from autopipe.backends.torch.exporter import subject_of
+from autopipe.backends.torch.module_gradients import evaluate
 from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.scopes import layers_of
@@ -276,6 +278,19 @@ def test_a_forward_that_runs_again_must_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     module.part[1].eval()
     written_rows(module, tmp_path)
+
+
+def test_a_module_with_a_part_under_several_names_stays_as_it_is(tmp_path: Path) -> None:
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+    module = nn.Sequential(block, block, nn.Linear(WIDTH, CLASSES))
+    before = {name: (tensor, tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()}
+    written_rows(module, tmp_path)
+    subject = subject_of(module, torch.randn(SAMPLES, WIDTH), F.cross_entropy, torch.arange(SAMPLES))
+    moved = evaluate(subject, subject.tensors, ulps=1e4).gradients["0.0.weight"]
+    kept = evaluate(subject, subject.tensors).gradients["0.0.weight"]
+    assert moved is not None and kept is not None and not (moved == kept).all()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0] and torch.equal(tensor, before[name][1])
 
 
 def test_parameters_in_one_memory_are_rejected(tmp_path: Path) -> None:

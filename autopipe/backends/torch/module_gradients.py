@@ -6,7 +6,8 @@ Nothing of the module changes: buffers are copies, gradients are returned, rando
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -123,25 +124,24 @@ def evaluate(subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, u
 
 
 def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulps: float) -> Evaluation:
-    own = dict(subject.module.named_parameters())
-    held: dict[str, torch.Tensor] = {name: each.clone() for name, each in subject.module.named_buffers()}
-    after: dict[str, torch.Tensor] = {}
-    before = {name: each.clone() for name, each in held.items()}
+    module = subject.module
+    own = dict(module.named_parameters())
+    before = dict(module.named_buffers())
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NothingDropped() as dropouts:
         torch.manual_seed(seed)
         read: Mapping[str, torch.Tensor] = {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
         trained = {name: each for name, each in read.items() if each.requires_grad}
-        # Within the call, so that buffers that the forward has assigned are seen, too.
-        noting = subject.module.register_forward_hook(lambda module, *_: after.update(module.named_buffers()))
-        try:
-            found = torch.func.functional_call(subject.module, held | dict(read), tuple(tensors))
-        finally:
-            noting.remove()
-        results = tuple(tensors_within(found))
-        place = loss_among(results)
-        gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
-        if place is not None and results[place].requires_grad and trained:
-            gradients = torch.autograd.grad(results[place], list(trained.values()), allow_unused=True)
+        replaced = {id(own[name]): each for name, each in read.items()}
+        replaced |= {id(each): each.clone() for each in before.values()}
+        with _replaced(module, replaced):
+            results = tuple(tensors_within(module(*tensors)))
+            after = {name: each.detach().clone() for name, each in module.named_buffers()}
+            place = loss_among(results)
+            gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
+            if place is not None and results[place].requires_grad and trained:
+                # Checkpointed parts of the forward run again here.
+                gradients = torch.autograd.grad(results[place], list(trained.values()), allow_unused=True)
+            again = dict(module.named_buffers())
     pairs = zip(trained, gradients, strict=True)
     return Evaluation(
         results=tuple(_array(each) for each in results),
@@ -149,20 +149,34 @@ def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulp
         gradients={subject.name_of(name): None if each is None else _array(each) for name, each in pairs},
         functions=() if place is None else tuple(sorted(_custom_functions(results[place]))),
         dropped=tuple(sorted(dropouts.asked)),
-        changed=tuple(
-            subject.name_of(name) for name in before if name not in after or not _is_same(before[name], after[name])
-        ),
-        changed_again=tuple(map(subject.name_of, _restored(subject.module, before))),
+        changed=tuple(map(subject.name_of, _differing(before, after))),
+        changed_again=tuple(map(subject.name_of, _differing(after, again))),
     )
 
 
-def _restored(module: nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give the buffers of a module the values that they had before, and return the names of those that had others."""
-    changed = [name for name, each in module.named_buffers() if not _is_same(each, before[name])]
-    with torch.no_grad():
-        for name in changed:
-            module.get_buffer(name).copy_(before[name])
-    return changed
+@contextmanager
+def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Let a module read other tensors in place of its parameters and buffers, by the `id` of these.
+
+    `torch.func.functional_call` does not give a module its own tensors back that has a submodule under several names.
+    """
+    tables: list[dict[str, Any]] = []
+    for each in module.modules():
+        tables += [each._parameters, each._buffers]
+    own = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: tensors.get(id(tensor), tensor) for name, tensor in table.items()})
+        yield
+    finally:
+        for table, held in zip(tables, own, strict=True):
+            table.clear()
+            table.update(held)
+
+
+def _differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors that are not equal."""
+    return [name for name, each in before.items() if name not in after or not _is_same(each, after[name])]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
