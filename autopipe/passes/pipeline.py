@@ -31,7 +31,7 @@ from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.batch_forms import LossForm, LossKind
+from autopipe.passes.analysis.batch_forms import LossForm, LossKind, mixed_output
 from autopipe.passes.analysis.joined_samples import joining_node
 from autopipe.passes.analysis.loss_division import divided_loss, form_of, in_totals, note_on, trained_loss
 from autopipe.passes.analysis.micro_batches import check_portions
@@ -129,6 +129,8 @@ class Runner:
         """Costs of the nodes of each model, by how its losses have their scores, and by the loss that is divided."""
         self.loss_forms: dict[str, LossForm | None] = {}
         """How the loss, by name, depends on the losses of parts of a batch."""
+        self.mixed_output: str | None = None
+        """Why micro-batches may change an output of inference, "" if they do not; None if it was not looked for."""
         self.problems: dict[Hashable, Problem] = {}
         """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
         self.failures = 0  # Candidates that ended with a mistake of ours.
@@ -460,8 +462,25 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         if form not in runner.work:
             runner.work[form] = runner.run("cost", lambda: _work(request, model))
         runner.problems[key] = _problem(request, model, divided, runner.work[form], division)
-    note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
+    if model.mode is not Mode.TRAIN:
+        note = _note_on_outputs(request, model, batching, runner)
+    else:
+        note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
     return replace(model, warnings=(*model.warnings, note)) if note else model, runner.problems[key]
+
+
+def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
+    """Return a warning if micro-batches may change an output of inference and no other warning says so, else ""."""
+    if model.batch is None or (batching.micro_batches == 1 and not batching.sizes):
+        return ""
+    if runner.mixed_output is None:
+        several = model.graph if model.batch > 1 else _several_samples(request, runner, model)
+        runner.mixed_output = mixed_output(several)
+    reason = runner.mixed_output
+    named = reason.split("'")[1:2]
+    if not reason or any(f"{each!r}" in text for text in model.warnings for each in named):
+        return ""
+    return f"{reason}: micro-batches may change outputs (--micro-batches 1 does not)"
 
 
 def _require_loss(first: Model, model: Model) -> None:

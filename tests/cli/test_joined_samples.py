@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 from autopipe.passes.analysis.joined_samples import joining_node
 from autopipe.passes.frontend import read_model
 from tests.cli.command_line import CommandLine
-from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
+from tests.passes.frontend.building import FLOAT, INT64, floats, integers, model, node, saved
 
 MAXIMA = node("MaxPool", "i", "v y", kernel_shape=[2], strides=[2])
 """Its indices count the elements of the whole batch."""
@@ -86,6 +87,31 @@ APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
 }
 
 
+COUNTED = [
+    node("Shape", "x", "rows", start=0, end=1),
+    node("Squeeze", "rows", "count"),
+    node("Range", "zero count one", "places"),
+    node("Cast", "places", "numbers", to=FLOAT),
+    node("Unsqueeze", "numbers axis", "column"),
+    node("Add", "x column", "y"),
+]
+DIVIDED: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
+    "convolution over samples": (
+        [
+            node("Transpose", "x", "t"),
+            node("Unsqueeze", "t axis", "u"),
+            node("Conv", "u w", "c", pads=[1, 1]),
+            node("Squeeze", "c axis", "s"),
+            node("Transpose", "s", "y"),
+        ],
+        {"axis": integers(1), "w": floats(1, 1, 3)},
+    ),
+    "samples by number": (COUNTED, {"zero": np.array(0), "one": np.array(1), "axis": integers(1)}),
+    "difference from a mean": ([node("ReduceMean", "x axis", "m"), node("Sub", "x m", "y")], AXIS),
+}
+"""Models of which micro-batches change the output, and of which the analysis of single nodes does not tell it."""
+
+
 def _path(folder: Path, nodes: list[onnx.NodeProto], held: dict[str, np.ndarray]) -> Path:
     return saved(model(nodes, {"x": ["samples", 6]}, "y", held), folder)
 
@@ -108,6 +134,27 @@ def test_a_step_of_inference_evaluates_the_whole_batch(command_line: CommandLine
     command_line.done(*words, "-o", "p")
     command_line.done("codegen", "p", "-q")
     command_line.done("verify", "p/program", "--device", "cpu", "-q")
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_an_output_that_micro_batches_change_is_told(command_line: CommandLine, name: str) -> None:
+    path = _path(command_line.folder, *DIVIDED[name])
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+    (whole,), *parts = (session.run(None, {"x": part}) for part in (x, x[:4], x[4:]))
+    together = np.concatenate([part for (part,) in parts])
+    assert together.shape != whole.shape or not np.allclose(together, whole)
+    words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8)
+    told = command_line.done(*words, "--micro-batches", 2, "-o", "p").err
+    assert "micro-batches may change outputs" in told or "micro-batches change what is computed" in told
+    assert "micro-batches may" not in command_line.done(*words, "--micro-batches", 1, "-o", "q").err
+
+
+@pytest.mark.parametrize("name", APART)
+def test_an_output_that_micro_batches_do_not_change_is_not_told_of(command_line: CommandLine, name: str) -> None:
+    path = _path(command_line.folder, *APART[name])
+    words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8)
+    assert "micro-batches" not in command_line.done(*words, "--micro-batches", 2, "-o", "p").err
 
 
 def test_the_search_evaluates_the_whole_batch(command_line: CommandLine) -> None:

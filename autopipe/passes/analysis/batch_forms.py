@@ -169,6 +169,9 @@ _SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsquee
 """Operators that give the numbers of an operand another type or shape."""
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
 _DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
+_DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
+"""Operators of inference of which the forms doubt what is known: they look samples up, or depend on the others only by
+how they round."""
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
 """Operators that write one value again and again along a new axis."""
 
@@ -194,6 +197,22 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
         return LossForm(LossKind.MEAN, samples=fixed)
     # A baked divisor counts if the batch is the file's multiple: a sum over other samples has another divisor.
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
+
+
+def mixed_output(graph: Graph) -> str:
+    """Return why an output of a graph on at least 2 samples may depend on how a batch is divided, "" if none may.
+
+    Means over samples are averaged. `joined_samples` decides about `_DECIDED`.
+    """
+    forms = _Forms(graph, None, None)
+    for name in graph.outputs:
+        reason = forms.of(name).reason
+        operator = reason.split(" ")[0]
+        # Indices of maxima count through the batch; a window over samples loses them.
+        is_index = operator == "MaxPool" and reason.endswith("together")
+        if reason and operator not in _DECIDED and not is_index:
+            return reason
+    return ""
 
 
 class _Forms:

@@ -223,8 +223,8 @@ class Model:
     unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """Titles of nodes of which the file says that an operand is detached, but not which one."""
     unrecorded: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """What a torch module may use to stop gradients and the file does not tell: if the module uses one of them, the
-    graph trains more than the module does."""
+    """Ways to stop gradients that a torch module may use and the file does not tell: if the module uses one of them,
+    the graph trains more than the module does."""
     other: Graph | None = field(default=None, repr=False, compare=False)
     """The same graph with the other one of `scores`; None if there is none to consider."""
     loss_choices: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ BESIDE = (("Exp", 0), ("Resize", 0))
 STATED = "autopipe.parameters"
 """Key of a file's metadata: a JSON list of the names of all tensors that are trained."""
 UNRECORDED = ("no_grad", "requires_grad=False")
-"""What no exporter of torch's records of a module's gradients."""
+"""Facts of a module's gradients that no exporter of torch's records."""
 FROZEN = "autopipe.frozen"
 """Key of a file's metadata: a JSON list of the names of the parameters that are not trained. `autopipe export` lists
 those whose `requires_grad` is False."""
@@ -126,7 +126,7 @@ class Roles:
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
-        """What torch offers to keep gradients from flowing and a file of its exporters does not record."""
+        """Ways of torch to keep gradients from flowing that a file of its exporters does not record."""
         if not self.from_torch or self.stated is not None or self.frozen is not None:
             return ()
         return UNRECORDED if self.signature else ("detach", "padding_idx", *UNRECORDED)
