@@ -118,6 +118,8 @@ def check(runs: Runs, first: Plan, *later: Plan) -> None:
     assert runs.final(f"half-{first}") == runs.final("undisturbed")
     for plan in later:
         np.testing.assert_allclose(runs.go_on(plan, "half"), alone[HALF:], rtol=TOLERANCE, err_msg=str(plan))
+        saved = read_checkpoint(checkpoint_path(runs.folder / f"half-{plan}", STEPS))
+        assert saved.forwards == HALF * (first.micro_batches + plan.micro_batches)
     assert len(set(alone)) == STEPS
 
 
