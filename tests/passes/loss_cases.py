@@ -77,6 +77,10 @@ def _class_balanced(scores: Tensor, labels: Tensor) -> Tensor:
     return (loss / counts[labels]).mean()
 
 
+def _entropy(probabilities: Tensor) -> Tensor:
+    return -(probabilities * probabilities.log()).sum()
+
+
 def _squares(scores: Tensor, targets: Tensor) -> Tensor:
     return (scores - targets) ** 2
 
@@ -170,6 +174,18 @@ LOSSES = (
     LossCase("mean by weights of the network", MIXED, lambda z, y, t, w: (
         (_squares(z, t).mean(1) * z[:, 0].exp()).sum() / z[:, 0].exp().sum()
     )),
+    LossCase("mixed with the next sample", MIXED, lambda z, y, t, w: (
+        0.7 * F.cross_entropy(z, y) + 0.3 * F.cross_entropy(z, torch.roll(y, 1, 0))
+    )),
+    LossCase("entropy of the mean prediction", MIXED, lambda z, y, t, w: _entropy(F.softmax(z, 1).mean(0))),
+    LossCase("balance of experts", MIXED, lambda z, y, t, w: (
+        F.cross_entropy(z, y) + (F.softmax(z, 1).mean(0) * F.softmax(4 * z, 1).mean(0)).sum()
+    )),
+    LossCase("distance of Gram matrices", MIXED, lambda z, y, t, w: ((z.t() @ z - t.t() @ t) ** 2).sum()),
+    LossCase("sum of Gram matrices", SUM, lambda z, y, t, w: (z.t() @ z - t.t() @ t).sum()),
+    LossCase("sorted distances", MIXED, lambda z, y, t, w: (z.sort(0).values - t.sort(0).values).abs().mean()),
+    LossCase("scaled by the largest", MIXED, lambda z, y, t, w: (_squares(z, t) / _squares(z, t).max()).mean()),
+    LossCase("distances of all pairs", MIXED, lambda z, y, t, w: ((z[:, None] - z[None]) ** 2).mean()),
     LossCase("cosine", MEAN, lambda z, y, t, w: (1 - F.cosine_similarity(z, t)).mean()),
 )  # fmt: skip
 
