@@ -21,6 +21,8 @@ from autopipe.passes.export import Numbers, stored_tensor
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 """End of the name of the index of a sharded set."""
+_METADATA: Final = "__metadata__"
+"""Member of a header that is no tensor."""
 _TYPES: Final = {tag: dtype for dtype, tag in TAGS.items()}
 _MOST_HEADER: Final = 100_000_000
 """Maximum bytes of a header, as the format bounds it."""
@@ -84,7 +86,7 @@ def _read_file(path: Path) -> dict[str, Numbers]:
 
 def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[str, Numbers]]:
     for name, entry in entries.items():
-        if name == "__metadata__":
+        if name == _METADATA:
             continue
         if entry["dtype"] not in _TYPES:
             raise ValueError(f"{name!r} has type {entry['dtype']!r}")
@@ -139,6 +141,8 @@ def write_safetensors(
     for value in (each.value for each in tensors):
         if value.dtype not in TAGS:
             raise ConfigurationError(f"{value.name!r} is {value.dtype.value}, which safetensors does not know")
+        if value.name == _METADATA:
+            raise ConfigurationError(f"safetensors has no tensor of the name {_METADATA!r}")
     groups = shards_of(tensors, most)
     paths = safetensors_paths(target, len(groups))
     total = sum(each.value.bytes for each in tensors)

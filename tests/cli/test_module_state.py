@@ -171,6 +171,13 @@ def test_a_record_that_does_not_fit_is_an_error(case: str, tmp_path: Path, capsy
     assert message in capsys.readouterr().err
 
 
+def test_a_name_that_safetensors_reserves_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path, {"names": {"__metadata__": "w"}, "counts": {}})
+    write_checkpoint(tmp_path / "saved", path, 3, WEIGHT, 12)
+    error = refused(capsys, 2, "export", tmp_path / "saved", "-o", tmp_path / "out.safetensors")
+    assert "'__metadata__'" in error
+
+
 def test_a_tensor_that_is_only_saved_must_fill_its_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path, {"names": NAMES, "counts": {}})
     proto = onnx.load(path)
