@@ -9,6 +9,7 @@ explains why it was written so.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,7 +60,9 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
                 found.update(
                     (node.output[0], slot) for slot, each in pairs if DETACHED.fullmatch(each) and each not in written
                 )
-            elif slots:
+            elif Counter(node.input[slot] for slot in slots) - Counter(arguments):
+                # The optimization drops arguments such as the empty tensor of a concatenation. The others are known if
+                # each has its name in the call.
                 unknown.append(f"{node.op_type} {node.name!r}")
     return DetachedReads(frozenset(found), tuple(unknown))
 

@@ -11,6 +11,8 @@ import pytest
 from autopipe.ir.errors import ModelError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.detached import DetachedReads, detached_reads
+from autopipe.passes.frontend.signature import Signature
 from tests.passes.frontend.building import INT64, floats, model, node, saved
 
 CALL = "pkg.torch.onnx.fx_node"
@@ -50,6 +52,17 @@ def test_a_detach_that_stops_nothing_is_removed(mode: Mode, tmp_path: Path) -> N
     nodes = [node("MatMul", "x w", "h"), detach(source, "stopped"), node("Add", "stopped h", "y")]
     read = read_model(saved(with_loss(nodes, "y"), tmp_path), mode=mode)
     assert "StopGradient" not in [each.op for each in read.graph.nodes]
+
+
+@pytest.mark.parametrize(("operator", "operands", "known"), [("Identity", "h", True), ("Mul", "h h", False)])
+def test_a_dropped_argument_leaves_the_others_known_by_their_names(operator: str, operands: str, known: bool) -> None:
+    """The optimization drops the empty tensor of a concatenation; two operands of one name may both be the value."""
+    last = node(operator, operands, "y")
+    text = "%y : [num_users=1] = call_function[target=torch.ops.aten.cat.default](args = ([%detach_, %h, %empty],))"
+    last.metadata_props.add(key=CALL, value=text)
+    unknown = () if known else (f"Mul {last.name!r}",)
+    found = detached_reads([node("MatMul", "x w", "h"), last], Signature())
+    assert found == DetachedReads(frozenset(), unknown)
 
 
 def lookup(arguments: str) -> onnx.ModelProto:
