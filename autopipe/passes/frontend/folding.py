@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
-from autopipe.passes.frontend.derivations import Step, applied, derived, weighted_sum
+from autopipe.passes.frontend.derivations import MOVES, Step, applied, derived, weighted_sum
 from autopipe.passes.frontend.elements import sliced_numbers
 from autopipe.passes.frontend.fold_numbers import FoldNumbers
 from autopipe.passes.frontend.joint_derivations import Derivation, jointly_derived, sum_of_squares
@@ -628,7 +628,8 @@ class _Folds:
             if count == 1:
                 found[name] = weight
             elif count is None:
-                unknown[name] = weight
+                if not self._follows_from_named(tensor):
+                    unknown[name] = weight
             else:
                 is_other_found = True
         return found if is_other_found else found | unknown
@@ -640,6 +641,16 @@ class _Folds:
         products = [node.output[0] for node, _ in self._calls_of(tensor.value.name)]
         sums = [(node, slot) for name in products for node, slot in readers.get(name, ()) if node.op_type == "Add"]
         return any(slot == 0 and node.input[1] in self.parameters for node, slot in sums)
+
+    def _follows_from_named(self, tensor: Parameter) -> bool:
+        """Return True if a tensor is computed from a parameter of as many elements that the file holds under the
+        module's name, and not only moved: equal data may be those of a copied layer."""
+        for name, each in self.parameters.items():
+            if each.value.elements == tensor.value.elements and not LIFTED.fullmatch(name):
+                steps = self.steps(each, tensor)
+                if steps is not None and not MOVES.issuperset(step.operator for step in steps):
+                    return True
+        return False
 
     def _is_masked_matrix(self, tensor: Parameter) -> bool:
         """Return True if single elements of a matrix are 0, as a mask leaves them."""

@@ -354,3 +354,17 @@ def test_a_tensor_computed_under_the_name_of_a_parameter_gets_another(tmp_path: 
     assert found["c.weight/computed"].startswith("computed from 'c.weight', 'n.weight', 'n.bias'")
     chosen = read_model(read.path, trainable=("c.*",))
     assert {each.value.name: each.trainable for each in chosen.graph.parameters} == dict.fromkeys(found, True)
+
+
+def test_a_multiple_of_a_parameter_that_the_file_holds_is_no_weight_of_a_layer(tmp_path: Path) -> None:
+    """Files of torch's older exporter have no metadata, and folded shapes hide how many operators were folded."""
+    nodes = [
+        node("Shape", "x", "shape"), node("Reshape", "x shape", "a"),
+        onnx.helper.make_node("MatMul", ["a", "onnx::MatMul_90"], ["b"], name="/m/MatMul"),
+        onnx.helper.make_node("Add", ["m.bias", "b"], ["c"], name="/m/Add"), node("Mul", "c m.original", "y"),
+    ]  # fmt: skip
+    held = {"onnx::MatMul_90": (2 * floats(5, 5)).T.copy(), "m.bias": floats(5, seed=1), "m.original": floats(5, 5)}
+    read = checked(
+        torch_export(nodes, {"x": [5, 5]}, held), tmp_path, {"m.bias": held["m.bias"], "m.original": floats(5, 5)}
+    )
+    assert "Transpose" in [each.op for each in read.graph.nodes]
