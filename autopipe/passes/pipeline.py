@@ -406,6 +406,8 @@ def read(request: Request, runner: Runner, size: int | None = None, source: Sour
 
 _FOLLOWED = 3
 """Samples of the graph in which samples are followed if the model was read on one sample."""
+_COUNTING = frozenset({"Shape", "Size"})
+"""ONNX operators whose results may hold the number of samples."""
 
 
 def with_whole_batch(request: Request, runner: Runner) -> Request:
@@ -433,10 +435,10 @@ def with_whole_batch(request: Request, runner: Runner) -> Request:
     return replace(request, batch_size=batch, micro_batch_size=fixed or batch)
 
 
-def _several_samples(request: Request, runner: Runner, model: Model) -> Graph:
-    """Return the model's graph on several samples; the graph on one sample, in which none can be followed, if the model
-    cannot be read on more."""
-    size = max(request.micro_batch_size or 1, _FOLLOWED)
+def _several_samples(request: Request, runner: Runner, model: Model, times: int = 1) -> Graph:
+    """Return the model's graph on several samples, or on `times` as many; the graph on one sample, in which none can be
+    followed, if the model cannot be read on more."""
+    size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     try:
         return (runner.models.get(size) or read_for(request, size, model.source)).graph
     except REFUSALS:
@@ -475,7 +477,9 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
         return ""
     if runner.mixed_output is None:
         several = model.graph if model.batch > 1 else _several_samples(request, runner, model)
-        runner.mixed_output = mixed_output(several)
+        counts = model.source is not None and any(node.op_type in _COUNTING for node in model.source.nodes)
+        more = _several_samples(request, runner, model, 2) if counts else None
+        runner.mixed_output = mixed_output(several, more)
     reason = runner.mixed_output
     named = reason.split("'")[1:2]
     if not reason or any(f"{each!r}" in text for text in model.warnings for each in named):

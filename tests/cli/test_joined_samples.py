@@ -84,6 +84,14 @@ APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         [node("Reshape", "x image", "i"), node("MaxPool", "i", "v p", kernel_shape=[2], strides=[2]), UNPOOLING],
         {"image": integers(-1, 1, 6)},
     ),
+    "reshaped by the number of samples": (
+        [
+            node("Shape", "x", "rows", start=0, end=1),
+            node("Concat", "rows two three", "shape", axis=0),
+            node("Reshape", "x shape", "y"),
+        ],
+        {"two": integers(2), "three": integers(3)},
+    ),
 }
 
 
@@ -107,6 +115,14 @@ DIVIDED: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         {"axis": integers(1), "w": floats(1, 1, 3)},
     ),
     "samples by number": (COUNTED, {"zero": np.array(0), "one": np.array(1), "axis": integers(1)}),
+    "times the number of samples": (
+        [
+            node("Shape", "x", "rows", start=0, end=1),
+            node("Cast", "rows", "count", to=FLOAT),
+            node("Mul", "x count", "y"),
+        ],
+        {},
+    ),
     "difference from a mean": ([node("ReduceMean", "x axis", "m"), node("Sub", "x m", "y")], AXIS),
 }
 """Models of which micro-batches change the output, and of which the analysis of single nodes does not tell it."""
@@ -155,6 +171,15 @@ def test_an_output_that_micro_batches_do_not_change_is_not_told_of(command_line:
     path = _path(command_line.folder, *APART[name])
     words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8)
     assert "micro-batches" not in command_line.done(*words, "--micro-batches", 2, "-o", "p").err
+
+
+@pytest.mark.parametrize(("start", "told"), [(0, True), (1, False)])
+def test_an_output_that_is_the_shape_of_the_batch_is_told(command_line: CommandLine, start: int, told: bool) -> None:
+    nodes = [node("Neg", "x", "y"), node("Shape", "x", "shape", start=start)]
+    path = saved(model(nodes, {"x": ["samples", 6]}, "y shape", {}), command_line.folder)
+    words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8, "--micro-batches", 2)
+    text = "output 'shape' depends on the number of samples in a batch: micro-batches may change outputs"
+    assert (text in command_line.done(*words, "-o", "p").err) == told
 
 
 def test_the_search_evaluates_the_whole_batch(command_line: CommandLine) -> None:

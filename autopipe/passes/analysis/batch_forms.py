@@ -199,14 +199,25 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
-def mixed_output(graph: Graph) -> str:
+def mixed_output(graph: Graph, other: Graph | None) -> str:
     """Return why an output of a graph on at least 2 samples may depend on how a batch is divided, "" if none may.
 
-    Means over samples are averaged. `joined_samples` decides about `_DECIDED`.
+    `other` is the graph for another number of samples, None if it is not known. Means over samples are averaged.
+    `joined_samples` decides about `_DECIDED`.
     """
-    forms = _Forms(graph, None, None)
+    forms = _Forms(graph, other, None)
     for name in graph.outputs:
-        reason = forms.of(name).reason
+        counts_samples = f"output {name!r} depends on the number of samples in a batch"
+        constant = graph.constant(name)
+        if constant is not None:
+            another = None if other is None else other.constant(name)
+            if another is not None and not np.array_equal(constant.array, another.array):
+                return counts_samples
+            continue
+        form = forms.of(name)
+        if form.degree and form.base is not _Base.TOTAL:
+            return counts_samples
+        reason = form.reason
         operator = reason.split(" ")[0]
         # Indices of maxima count through the batch; a window over samples loses them.
         is_index = operator == "MaxPool" and reason.endswith("together")
