@@ -229,10 +229,10 @@ def plan_screen(
     ]
     if problem.train and every:
         before += [f"{word}: {text}" for word, text in trained_lines(planned.model.tensors, every)]
-        before += [f"{word}: {text}" for word, text in gradient_lines(planned.model)]
     elif problem.train:
         before += trained_summary(planned.model.tensors)
     if problem.train:
+        before += [f"{word}: {text}" for word, text in gradient_lines(planned.model)]
         optimizer = problem.optimizer
         before.append(f"update: {update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}")
     word = shlex.quote(str(folder))

@@ -149,7 +149,7 @@ not record of a module's gradients."""
 
 @pytest.mark.parametrize(("producer", "signed", "frozen", "unrecorded"), RECORDS.values(), ids=RECORDS)
 def test_what_a_file_does_not_record_of_gradients_is_said(
-    producer: str, signed: bool, frozen: bool, unrecorded: list[str], layers: Path
+    producer: str, signed: bool, frozen: bool, unrecorded: list[str], layers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proto = onnx.load(layers)
     proto.producer_name = producer
@@ -161,7 +161,11 @@ def test_what_a_file_does_not_record_of_gradients_is_said(
     assert json.loads(run(str(layers), "--json"))["unrecorded"] == unrecorded
     text = " ".join(run(str(layers)).split())
     assert ("gradients unknown" in text) == bool(unrecorded)
-    assert f"the file records no {', '.join(unrecorded)} (autopipe export does)" in text or not unrecorded
+    told = f"the file records no {', '.join(unrecorded)} (autopipe export does)"
+    assert told in text or not unrecorded
+    words = ["plan", str(layers), "--gpus", "1", "--cluster", "cpu-local", "-o", str(layers.with_suffix(".plan"))]
+    assert main(words) == 0
+    assert (told in " ".join(capsys.readouterr().out.split())) == bool(unrecorded)
 
 
 def test_inspect_imports_no_solver_and_nothing_that_runs_models(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.exports.trained_parameters import NOT_EXPORTED, compared, unexplained
 
 FAST = (
     *(Traced(model, "dynamo") for model in ("qwen3_moe", "mamba", "dinov2", "gru")),
-    *(Traced(model, "torchscript") for model in ("albert", "beit", "lstm", "dit")),
+    *(Traced(model, "torchscript") for model in ("albert", "beit", "lstm", "dit", "gru", "swin")),
 )
 """A few of each exporter; the rest is slow."""
 REST = [each for fresh in (False, True) for each in all_traced(fresh) if each not in FAST]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 NUMBERED: Final = re.compile(r"onnx::\w+_(\d+)")
 """Names of folded tensors, with their number."""
-UNRELATED: Final = 4
-"""Minimum distance of two tensors' numbers that says nothing: folded shapes of a Reshape or a Split take several."""
 WITHOUT_SHAPES: Final = frozenset(
     {
         "Add", "Sub", "Mul", "Div", "Neg", "Pow", "Sqrt", "Exp", "MatMul", "Gemm", "Conv", "Tanh", "Relu", "Sigmoid",
@@ -81,7 +79,8 @@ class FoldNumbers:
             is_counted = all(node.op_type in WITHOUT_SHAPES | OF_CONSTANT_AXES for node in self.nodes)
             return 1 + max(more, 0) if not more or is_counted else None
         distance = number - before
-        if distance < UNRELATED or self._is_next(self._by_number[before], name):
+        # Folded shapes of a Reshape or a Split between the two readers take numbers as well.
+        if distance == 1 or self._is_next(self._by_number[before], name):
             return distance
         return None
 
