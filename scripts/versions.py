@@ -52,10 +52,13 @@ SETS = {
     "checkpoint": (
         "tests/backends/torch/checkpoint",
         "tests/backends/torch/runtime/checkpointing",
+        "tests/cli/test_checkpoint.py",
+        "tests/cli/test_module_state.py",
         "tests/distributed/test_launch_checkpoint.py",
     ),
     "conformance": ("tests/conformance/test_onnx_backend.py",),
     "planning": (
+        "tests/cli/test_inspect.py",
         "tests/cli/test_plan.py",
         "tests/configs",
         "tests/passes/frontend/test_folding.py",

@@ -48,7 +48,14 @@ _DIGITS = 12
 """Characters of a digest that tell plans apart."""
 
 
-class SizeType(click.ParamType[int]):
+# ParamType has no type argument at run time in the oldest click that is supported.
+if TYPE_CHECKING:
+    _IntegerType = click.ParamType[int]
+else:
+    _IntegerType = click.ParamType
+
+
+class SizeType(_IntegerType):
     """A size in bytes with a unit, such as 5GB or 512MiB, as in the YAML files."""
 
     name = "size"
