@@ -31,7 +31,7 @@ from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.batch_forms import LossForm, LossKind, mixed_output
+from autopipe.passes.analysis.batch_forms import LossForm, LossKind, Mixing, mixed_output
 from autopipe.passes.analysis.joined_samples import joining_node
 from autopipe.passes.analysis.loss_division import divided_loss, form_of, in_totals, note_on, trained_loss
 from autopipe.passes.analysis.micro_batches import check_portions
@@ -129,10 +129,11 @@ class Runner:
         """Costs of the nodes of each model, by how its losses have their scores, and by the loss that is divided."""
         self.loss_forms: dict[str, LossForm | None] = {}
         """How the loss, by name, depends on the losses of parts of a batch."""
-        self.mixed_output: str | None = None
-        """Why micro-batches may change an output of inference, "" if they do not; None if it was not looked for."""
-        self.problems: dict[Hashable, Problem] = {}
-        """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
+        self.mixed_output: Mixing | None = None
+        """Why micro-batches may change an output of inference; None if it was not looked for."""
+        self.costed: dict[Hashable, tuple[Model, Problem]] = {}
+        """Models on micro-batches and the problems that they pose, by all in which problems differ: equal requests pose
+        one and the same, about which answers are remembered."""
         self.failures = 0  # Candidates that ended with a mistake of ours.
         self.seconds: dict[str, float] = {}  # Wall-clock seconds by pass, in the order in which they first ran.
 
@@ -439,10 +440,12 @@ def _several_samples(request: Request, runner: Runner, model: Model, times: int 
     """Return the model's graph on several samples, or on `times` as many; the graph on one sample, in which none can be
     followed, if the model cannot be read on more."""
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
-    try:
-        return (runner.models.get(size) or read_for(request, size, model.source)).graph
-    except REFUSALS:
-        return model.graph
+    if size not in runner.models:
+        try:
+            runner.models[size] = read_for(request, size, model.source)
+        except REFUSALS:
+            return model.graph
+    return runner.models[size].graph
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
@@ -454,21 +457,22 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         first = model
         model = read(request, runner, size, first.source)
         _require_loss(first, model)
-    division, divided = _loss_division(request, model, batching, runner)
-    model = _in_totals(request, model, division, batching, runner)
     updates = request.optimizer, request.lr_scheduler, request.training
     settled = *updates, request.precision, request.recompute, request.memory_limit, request.constraints
     key = batching, *settled, request.compiled, request.time_limit, request.solver, request.seed, model.scores
-    if key not in runner.problems:
-        form = size, model.scores, division.divided
+    if key not in runner.costed:
+        division, divided = _loss_division(request, model, batching, runner)
+        costed = _in_totals(request, model, division, batching, runner)
+        form = size, costed.scores, division.divided
         if form not in runner.work:
-            runner.work[form] = runner.run("cost", lambda: _work(request, model))
-        runner.problems[key] = _problem(request, model, divided, runner.work[form], division)
+            runner.work[form] = runner.run("cost", lambda: _work(request, costed))
+        runner.costed[key] = costed, _problem(request, costed, divided, runner.work[form], division)
+    model, problem = runner.costed[key]
     if model.mode is not Mode.TRAIN:
         note = _note_on_outputs(request, model, batching, runner)
     else:
         note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
-    return replace(model, warnings=(*model.warnings, note)) if note else model, runner.problems[key]
+    return replace(model, warnings=(*model.warnings, note)) if note else model, problem
 
 
 def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
@@ -480,11 +484,10 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
         counts = model.source is not None and any(node.op_type in _COUNTING for node in model.source.nodes)
         more = _several_samples(request, runner, model, 2) if counts else None
         runner.mixed_output = mixed_output(several, more)
-    reason = runner.mixed_output
-    named = reason.split("'")[1:2]
-    if not reason or any(f"{each!r}" in text for text in model.warnings for each in named):
+    mixing = runner.mixed_output
+    if not mixing.reason or any(repr(mixing.name) in text for text in model.warnings):
         return ""
-    return f"{reason}: micro-batches may change outputs (--micro-batches 1 does not)"
+    return f"{mixing.reason}: micro-batches may change outputs (--micro-batches 1 does not)"
 
 
 def _require_loss(first: Model, model: Model) -> None:

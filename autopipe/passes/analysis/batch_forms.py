@@ -33,6 +33,7 @@ from autopipe.ir.ops import operator_of, signature_of, spaces_of
 from autopipe.ir.ops.normalization import reduction, trains
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.space import AxisKind
+from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.loss_ratio import Divisor, Ratio
 from autopipe.passes.frontend.loss import LOSSES
 
@@ -86,6 +87,16 @@ class LossForm:
         return f"the square root of {divided}" if self.ratio.root else divided
 
 
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """The result of `mixed_output`."""
+
+    reason: str = ""
+    """Why an output may depend on how a batch is divided; "" if none does."""
+    name: str = ""
+    """Name of the node or value that the reason names."""
+
+
 class _Base(enum.Enum):
     FIXED = "fixed"
     UNIFORM = "uniform"
@@ -102,14 +113,21 @@ class _Base(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The form of a value. `divisor` is as in `LossForm`, `reason` is given for MIXED."""
+    """The form of a value. `divisor` is as in `LossForm`."""
 
     base: _Base
     degree: int = 0
     divisor: int | None = None
-    reason: str = ""
+    mixing: Mixing = Mixing()
+    """Of a MIXED."""
+    operator: str = ""
+    """Of a MIXED: the operator of the node that mixes samples; "" if a parameter or a constant does."""
     divided_by: Divisor | None = None
     """Of a BOUNDED or a RATIO, and of the ROOT of a RATIO."""
+
+    @property
+    def reason(self) -> str:
+        return self.mixing.reason
 
     @property
     def has_samples(self) -> bool:
@@ -172,6 +190,8 @@ _DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
 _DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
 """Operators of inference of which the forms doubt what is known: they look samples up, or depend on the others only by
 how they round."""
+_TOGETHER = "takes the samples of a batch together"
+"""Words for an operator that reads the axis of the samples whole."""
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
 """Operators that write one value again and again along a new axis."""
 
@@ -199,15 +219,15 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
-def mixed_output(graph: Graph, other: Graph | None) -> str:
-    """Return why an output of a graph on at least 2 samples may depend on how a batch is divided, "" if none may.
+def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
+    """Return why an output of a graph on at least 2 samples may depend on how a batch is divided.
 
     `other` is the graph for another number of samples, None if it is not known. Means over samples are averaged.
     `joined_samples` decides about `_DECIDED`.
     """
     forms = _Forms(graph, other, None)
     for name in graph.outputs:
-        counts_samples = f"output {name!r} depends on the number of samples in a batch"
+        counts_samples = Mixing(f"output {name!r} depends on the number of samples in a batch", name)
         constant = graph.constant(name)
         if constant is not None:
             another = None if other is None else other.constant(name)
@@ -217,13 +237,11 @@ def mixed_output(graph: Graph, other: Graph | None) -> str:
         form = forms.of(name)
         if form.degree and form.base is not _Base.TOTAL:
             return counts_samples
-        reason = form.reason
-        operator = reason.split(" ")[0]
         # Indices of maxima count through the batch; a window over samples loses them.
-        is_index = operator == "MaxPool" and reason.endswith("together")
-        if reason and operator not in _DECIDED and not is_index:
-            return reason
-    return ""
+        is_index = form.operator == "MaxPool" and form.reason.endswith(_TOGETHER)
+        if form.base is _Base.MIXED and form.operator not in _DECIDED and not is_index:
+            return form.mixing
+    return Mixing()
 
 
 class _Forms:
@@ -235,7 +253,7 @@ class _Forms:
         self._fixed = fixed
         self._axes: BatchAxes = batch_axes_of(graph)
         self._forms: dict[str, _Form] = {}
-        self._trained = _trained(graph)
+        self._trained = differentiable_values(graph)
 
     @property
     def ratios(self) -> tuple[str, ...]:
@@ -251,7 +269,8 @@ class _Forms:
             self._forms[parameter.value.name] = self._of_parameter(parameter.value.name)
         needed = self._needed(wanted)
         for index, node in enumerate(graph.nodes):
-            if index in needed:
+            # Outputs of a model have nodes in common.
+            if index in needed and self._forms.keys().isdisjoint(filter(None, node.outputs)):
                 self._add(index, node)
         return self._forms[wanted]
 
@@ -269,13 +288,14 @@ class _Forms:
     def _of_parameter(self, name: str) -> _Form:
         if name not in self._axes.values:
             return _FIXED
-        return _Form(_Base.MIXED, reason=f"{name!r} has an entry for each sample of a batch")
+        return _Form(_Base.MIXED, mixing=Mixing(f"{name!r} has an entry for each sample of a batch", name))
 
     def _of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
         """The form of a constant operand of a node: by its entries per sample, and by its value for another number of
         samples."""
         name = constant.value.name
-        mixed = _Form(_Base.MIXED, reason=f"constant {name!r} depends on the number of samples or on their order")
+        reason = f"constant {name!r} depends on the number of samples or on their order"
+        mixed = _Form(_Base.MIXED, mixing=Mixing(reason, name))
         array = _of_one_sample(constant, self._axes)
         if array is None:
             return mixed
@@ -386,7 +406,7 @@ class _Forms:
         if combined.base is _Base.MIXED or kind is AxisKind.PARALLEL:
             return combined
         if kind not in (AxisKind.SUM, AxisKind.MEAN) or not combined.has_samples:
-            return _mixed(node, "takes the samples of a batch together")
+            return _mixed(node, _TOGETHER)
         degree = combined.degree + (combined.base is _Base.UNIFORM) - (kind is AxisKind.MEAN)
         divisor = None if kind is AxisKind.MEAN else combined.divisor
         return _Form(_Base.FIXED if combined.base is _Base.UNIFORM else _Base.TOTAL, degree, divisor)
@@ -515,17 +535,6 @@ class _Forms:
         return int(number) if math.isfinite(number) and number > 0 and number == round(number) else None
 
 
-def _trained(graph: Graph) -> frozenset[str]:
-    """Return the values that have a gradient by a trained parameter."""
-    found = {each.value.name for each in graph.parameters if each.trainable}
-    for node in graph.nodes:
-        row = operator_of(node)
-        passes = node.op != "StopGradient" and (row is None or row.differentiable)
-        if passes and not found.isdisjoint(node.inputs):
-            found.update(name for name in node.outputs if name and graph.type_of(name).dtype.is_floating)
-    return frozenset(found)
-
-
 def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
     """Return the entry of a sample in a constant, all of it if it has no entries for samples.
 
@@ -549,7 +558,7 @@ def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.
 
 
 def _mixed(node: Node, what: str) -> _Form:
-    return _Form(_Base.MIXED, reason=f"{node.op} {node.name!r} {what}")
+    return _Form(_Base.MIXED, mixing=Mixing(f"{node.op} {node.name!r} {what}", node.name), operator=node.op)
 
 
 def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:

@@ -93,7 +93,7 @@ def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
         return False
     if node.op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1]:
         # MaxUnpool reads the indices of the same micro-batch.
-        readers = {each.op for each in graph.nodes if node.outputs[1] in each.inputs}
+        readers = {graph.nodes[index].op for index in graph.consumers().get(node.outputs[1], ())}
         return node.outputs[1] in graph.outputs or bool(readers - {"MaxUnpool"})
     if node.op not in _PLACING or _has_samples(node, axes):
         return False
