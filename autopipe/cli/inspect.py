@@ -65,8 +65,8 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     for warning in read.warnings:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()
-    in_size = partial(reader, read.source or model, opened=True)
-    form = None if read.unsupported else form_of(read, lambda size: in_size(batch=size))
+    file = read.source or model
+    form = None if read.unsupported else form_of(read, lambda size: reader(file, batch=size, opened=True))
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
     table = facts_table()
     for name, text in _rows(read, work, branches, form, output.verbosity is Verbosity.DETAILED):
