@@ -27,6 +27,16 @@ LARGEST_COUNT: Final = 1 << 20
 """Maximum increment of a counter per forward pass."""
 
 
+def is_for_state_only(name: str) -> bool:
+    """Return True if an initializer is there for the module's `state_dict` only."""
+    return name.startswith(PREFIX)
+
+
+def module_name(name: str) -> str:
+    """Return the module's name of an initializer."""
+    return name.removeprefix(PREFIX)
+
+
 @dataclass(frozen=True, slots=True)
 class StateNames:
     """The entries of a module's `state_dict`."""
@@ -67,7 +77,7 @@ class StateNames:
         if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
             raise _wrong(f"has counts that are no integers from 0 to {LARGEST_COUNT}")
         for tensor in counts:
-            if not tensor.startswith(PREFIX) or tensor not in initializers:
+            if not is_for_state_only(tensor) or tensor not in initializers:
                 raise _wrong(f"counts in {tensor!r}, which is no counter of the file")
         return cls(names, counts)
 

@@ -26,15 +26,15 @@ from autopipe.ir.graph import DType, FileSlice, Value, VarintSlice
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import check_data_file
-from autopipe.ir.state_names import PREFIX
+from autopipe.ir.state_names import is_for_state_only
 from autopipe.passes.frontend.derivations import MOVES
 from autopipe.passes.frontend.elements import (
     NUMBERS,
-    dtype_of,
     external_slice,
     has_numbers,
     listed_numbers,
     stored_numbers,
+    value_of,
 )
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.load import Source, load, located, opened
@@ -137,7 +137,7 @@ def kept_tensors(
         external = tensor.data_location == tensor.EXTERNAL
         place = external_slice(tensor, source.path) if external else source.slices.get(name)
         if place is not None:
-            value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
+            value = value_of(tensor, name, name)
             is_inside = isinstance(place, VarintSlice) or not place.file
             (inside if is_inside else beside).append(stored_tensor(value, place, source.path))
     return inside, beside
@@ -238,14 +238,13 @@ def file_tensors(
     results = {name: node.op_type for node in graph.node for name in node.output if name}
     given = {info.name for info in graph.input}
     read = {name for node in graph.node for name in node.input}
-    unread = {each.name: each for each in graph.initializer if each.name.startswith(PREFIX)}
+    unread = {each.name: each for each in graph.initializer if is_for_state_only(each.name)}
     found: dict[str, Numbers] = {}
     lacking: set[str] = set()
     for name, numbers in trained.items():
         stored = bases[name].value if name in bases else held[name].value if name in held else None
         if stored is None and name in unread:
-            tensor = unread[name]
-            stored = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
+            stored = value_of(unread[name], name, name)
         own, where = numbers.value, f"parameter {name!r}"
         if stored is not None and (stored.dtype, stored.shape) != (own.dtype, own.shape):
             there, here = (f"{each.dtype.value}{list(each.shape)}" for each in (stored, own))

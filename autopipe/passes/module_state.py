@@ -19,10 +19,10 @@ import numpy.typing as npt
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice, Value, VarintSlice
 from autopipe.ir.layout import Box
-from autopipe.ir.state_names import PREFIX, StateNames
+from autopipe.ir.state_names import StateNames, is_for_state_only
 from autopipe.ir.words import plural
 from autopipe.passes.export import Numbers, stored_tensor
-from autopipe.passes.frontend.elements import array_of, dtype_of, external_slice, has_numbers
+from autopipe.passes.frontend.elements import array_of, external_slice, has_numbers, value_of
 from autopipe.passes.frontend.folding import Folded, Layout
 from autopipe.passes.frontend.load import Source, load
 from autopipe.passes.frontend.parameters import Chosen, roles_of
@@ -115,7 +115,7 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
     """Return an initializer of a file; None if the file does not hold its data. Raises ModelError if its data do not
     fill its shape."""
     where = f"initializer {tensor.name!r}"
-    value = Value(tensor.name, dtype_of(tensor.data_type, where), tuple(tensor.dims))
+    value = value_of(tensor, tensor.name, where)
     place: FileSlice | VarintSlice | None = source.slices.get(tensor.name)
     if tensor.data_location == tensor.EXTERNAL:
         place = external_slice(tensor, source.path)
@@ -214,13 +214,8 @@ def _are_equal(one: Numbers, other: Numbers) -> bool:
     return one.read(everything).tobytes() == other.read(everything).tobytes()
 
 
-def is_for_state_only(name: str) -> bool:
-    """Return True if an initializer is there for the module's `state_dict` only."""
-    return name.startswith(PREFIX)
-
-
 def unread_tensors(source: Source) -> Iterator[tuple[str, Value]]:
     """Yield the initializers of a file that are there for the module's `state_dict` only, with their types."""
     for name, tensor in initializers_of(source).items():
         if is_for_state_only(name):
-            yield name, Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
+            yield name, value_of(tensor, name, name)

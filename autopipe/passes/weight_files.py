@@ -18,7 +18,7 @@ import numpy.typing as npt
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Value
 from autopipe.ir.layout import Box, whole
-from autopipe.ir.state_names import PREFIX, StateNames
+from autopipe.ir.state_names import StateNames, module_name
 from autopipe.passes.export import FIXED, Numbers, stored_tensor
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.folding import Folded, Layout, folded_numbers
@@ -105,7 +105,7 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     passed_over = [name for name in unused if _is_passed_over(stored[name], table, found)]
     return MatchedWeights(
         numbers=found,
-        missing=tuple(name.removeprefix(PREFIX) for name in required if name not in found),
+        missing=tuple(module_name(name) for name in required if name not in found),
         unused=tuple(name for name in unused if name not in passed_over),
         passed_over=tuple(passed_over),
         kept=tuple(kept_names),
@@ -114,7 +114,7 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
 
 def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
     """Return a tensor of the file `weights` in the element type of an initializer that no node reads."""
-    plain = replace(value, name=value.name.removeprefix(PREFIX))
+    plain = replace(value, name=module_name(value.name))
     return named(_as_held(numbers, Parameter(plain, Fill(0.0), trainable=False), None, weights), value.name)
 
 
@@ -200,7 +200,7 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
     for name, _ in unread_tensors(source):
         unread = file_numbers(tensors[name], source)
         if unread is not None:
-            plain = name.removeprefix(PREFIX)
+            plain = module_name(name)
             found[plain] = named(unread, plain)
     for name, each in _kept(table).items():
         if isinstance(each.storage, FoldedSlice):

@@ -60,6 +60,11 @@ def dtype_of(number: int, where: str) -> DType:
     return DTYPES[number]
 
 
+def value_of(tensor: onnx.TensorProto, name: str, where: str) -> Value:
+    """Return the type of a tensor of a file as that of the value `name`. Raises ModelError as `dtype_of`."""
+    return Value(name, dtype_of(tensor.data_type, where), tuple(tensor.dims))
+
+
 def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
     """The numbers of a tensor held in the file; raises ModelError where they do not fill its shape."""
     import onnx.numpy_helper

@@ -13,7 +13,7 @@ from functools import partial
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice, VarintSlice
-from autopipe.ir.state_names import PREFIX
+from autopipe.ir.state_names import is_for_state_only
 
 LARGE_FLOATS = 1024
 """Bytes from which the numbers of a floating-point tensor stay in the file."""
@@ -141,7 +141,7 @@ def _strip_tensor(
     ]
     size = sum(field.end - field.payload for field in numbers)
     whole = bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
-    is_read_by_none = name.startswith(PREFIX)
+    is_read_by_none = is_for_state_only(name)
     least = 0 if kind in FLOATING or is_read_by_none else LARGE_FLOATS if kind in BYTES else LARGE_TABLE
     if len(numbers) != 1 or not name or size < least:
         return whole

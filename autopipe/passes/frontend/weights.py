@@ -26,7 +26,7 @@ from autopipe.ir.graph import (
     Value,
     VarintSlice,
 )
-from autopipe.ir.state_names import PREFIX
+from autopipe.ir.state_names import is_for_state_only
 from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import (
     array_of,
@@ -124,7 +124,7 @@ class Weights:
         for tensor in graph.initializer:
             if tensor.name in found:
                 raise ModelError(f"initializer {tensor.name!r} is defined twice")
-            if tensor.name.startswith(PREFIX) and tensor.name not in self.roles.uses.readers:
+            if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
                 continue  # It is there for the module's `state_dict` only.
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
