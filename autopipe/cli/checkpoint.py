@@ -31,7 +31,7 @@ from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import whole
 from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, listed, plural
 
 if TYPE_CHECKING:
     from autopipe.passes.export import Numbers
@@ -281,9 +281,8 @@ def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, s
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names of several, and how many more there are."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{', '.join(map(repr, names[:_LISTED]))}{more}"
+    """Return the first names of several, quoted, and how many more there are."""
+    return listed([repr(name) for name in names], _LISTED)
 
 
 @checkpoint.command(name="import")

@@ -22,7 +22,7 @@ from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.program import FORWARD, REFERENCE
-from autopipe.ir.words import plural
+from autopipe.ir.words import listed, plural
 from autopipe.passes.pipeline import make_plan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     hooked = [subject.name_of(name) for name in late_hooks(subject.module)]
     if hooked:
         raise VerificationError(
-            f"hooks run after the backward of {_list(hooked)}, which an exported file has not",
+            f"hooks run after the backward of {listed(hooked, _NAMED)}, which an exported file has not",
             f"remove them (register_post_accumulate_grad_hook), or {_WITHOUT}",
         )
     examples = _examples(subject)
@@ -59,7 +59,7 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     if expected[0].changed_again:
         raise VerificationError(
             f"the backward of the module runs a part of the forward again, which changes "
-            f"{_list(expected[0].changed_again)} twice in a step: the exported file changes them once",
+            f"{listed(expected[0].changed_again, _NAMED)} twice in a step: the exported file changes them once",
             f"export without checkpointing (a plan may recompute instead), or {_WITHOUT}",
         )
     if not expected[0].is_finite:
@@ -78,8 +78,9 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
 def reject_changes(names: Sequence[str]) -> None:
     """Raise VerificationError if there are tensors that the module's forward changes and the file does not."""
     if names:
+        changed = listed(list(dict.fromkeys(names)), _NAMED)
         raise VerificationError(
-            f"the forward of the module changes {_list(list(dict.fromkeys(names)))}, which an ONNX file cannot",
+            f"the forward of the module changes {changed}, which an ONNX file cannot",
             "count in place (`steps += 1`), change other tensors outside of the forward, put the part into eval(), or "
             f"{_WITHOUT}",
         )
@@ -220,13 +221,13 @@ class _Comparison:
         lost = sorted(flowing - trained)
         if lost:
             raise VerificationError(
-                f"the exported file has no gradient of {_list(lost)}, the module has",
+                f"the exported file has no gradient of {listed(lost, _NAMED)}, the module has",
                 f"rewrite the part of the module that reads them, or {_WITHOUT}",
             )
         gained = sorted(name for name in trained - flowing if np.any(found[name]))
         if gained:
             raise VerificationError(
-                f"the exported file trains {_list(gained)}, of which the module has no gradient",
+                f"the exported file trains {listed(gained, _NAMED)}, of which the module has no gradient",
                 f"{self._cause(expected)}; freeze them (requires_grad_(False)), or {_WITHOUT}",
             )
 
@@ -241,7 +242,7 @@ class _Comparison:
             return
         worst = max(wrong, key=lambda each: each.relative)
         what = "gradients" if worst.tensor in self.expected[step].gradients else "results"
-        names = _list([each.tensor for each in sorted(wrong, key=lambda each: -each.relative)])
+        names = listed([each.tensor for each in sorted(wrong, key=lambda each: -each.relative)], _NAMED)
         where = "the example" if step == 0 else "a second example"
         raise VerificationError(
             f"{what} of the exported file and the module differ on {where}: {names} by {worst.relative:.1e}",
@@ -272,7 +273,7 @@ class _Comparison:
             return f"the backward of the autograd function {names} is not in an ONNX file"
         hooks = parameter_hooks(self.subject.module)
         if hooks:
-            return f"hooks on backward are not in an ONNX file: {_list(hooks)}"
+            return f"hooks on backward are not in an ONNX file: {listed(hooks, _NAMED)}"
         return "the module stops or changes a gradient, or computes a value, in a way that torch's exporter loses"
 
 
@@ -280,8 +281,3 @@ def _recorded(folder: Path, step: int, manifest: Manifest) -> dict[str, np.ndarr
     """Return the gradients of a step by the parameter's name."""
     with np.load(record_file(folder, "gradients", step, 0), allow_pickle=False) as stored:
         return {manifest.parameters[int(index)].value.name: stored[index] for index in stored.files}
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"

@@ -23,6 +23,12 @@ def plural(count: float, noun: str, many: str = "") -> str:
     return noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
 
 
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return the first `most` of several texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"
+
+
 def bytes_text(size: float) -> str:
     """Return a number of bytes with about three digits: `3.10 GiB`."""
     return in_units(size, _BYTES) or f"{size:.0f} B"

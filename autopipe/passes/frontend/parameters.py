@@ -20,6 +20,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import OPERATORS
 from autopipe.ir.problem import matches
+from autopipe.ir.words import listed
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import PRODUCER
@@ -87,8 +88,7 @@ class Role:
 
 def quoted(names: tuple[str, ...]) -> str:
     """Return the first names of several, quoted, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(map(repr, names[:NAMED]))}{more}"
+    return listed([repr(name) for name in names], NAMED)
 
 
 def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
