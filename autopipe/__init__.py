@@ -6,8 +6,8 @@ from autopipe.ir import VERSION
 
 __version__ = VERSION
 
-# Nothing of Python's is imported here: `python -m autopipe` comes here first, and would find a `typing.py` that lies in
-# the current folder.
+# Nothing of Python's is imported here: `python -m autopipe` comes here first, and would find a
+# `typing.py` that lies in the current folder.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from autopipe.api import Plan, export, plan
@@ -16,7 +16,9 @@ __all__ = ["Plan", "export", "plan"]
 
 
 def __getattr__(name: str) -> object:
-    """Load what planning or torch need when it is first asked for: programs of ranks import the package, too."""
+    """Load what planning or torch need when it is first asked for: programs of ranks import the
+    package, too.
+    """
     if name in __all__:
         from autopipe import api
 

@@ -44,19 +44,22 @@ def export(
     check: bool = True,
     force: bool = False,
 ) -> Path:
-    """Write a module as an ONNX file whose batch axis, the first of every input, is symbolic, and return its path.
+    """Write a module as an ONNX file whose batch axis, the first of every input, is symbolic, and
+    return its path.
 
-    `example` has the inputs: a tensor, several by position, or keyword arguments by name in a mapping. With `loss`,
-    such as `torch.nn.functional.cross_entropy`, and an example of `labels` the graph ends in that loss. A module may
-    also return its loss itself, as a model of `transformers` does with `labels` among its inputs.
+    `example` has the inputs: a tensor, several by position, or keyword arguments by name in a
+    mapping. With `loss`, such as `torch.nn.functional.cross_entropy`, and an example of `labels`
+    the graph ends in that loss. A module may also return its loss itself, as a model of
+    `transformers` does with `labels` among its inputs.
 
-    The module is exported as it trains, in the modes of its submodules, and stays unchanged. Parameters have the
-    module's names; those whose `requires_grad` is False are not trained. Values behind `detach`, regions under
-    `no_grad` and rows at `padding_idx` have no gradient.
+    The module is exported as it trains, in the modes of its submodules, and stays unchanged.
+    Parameters have the module's names; those whose `requires_grad` is False are not trained. Values
+    behind `detach`, regions under `no_grad` and rows at `padding_idx` have no gradient.
 
-    With `check`, loss and gradients of the file on the example and on a second one are compared with the module's.
-    Raises VerificationError, naming parameters and the likely cause, if they differ, and ConfigurationError if torch
-    cannot export the module. A file at `path` that is no ONNX model is replaced only with `force`.
+    With `check`, loss and gradients of the file on the example and on a second one are compared
+    with the module's. Raises VerificationError, naming parameters and the likely cause, if they
+    differ, and ConfigurationError if torch cannot export the module. A file at `path` that is no
+    ONNX model is replaced only with `force`.
     """
     from autopipe.cli.export import export_module
 
@@ -75,11 +78,13 @@ def plan(
     force: bool = False,
     **settings: Any,
 ) -> Plan:
-    """Plan an ONNX file for a cluster and write the plan's folder, MODEL.plan unless `output` names another.
+    """Plan an ONNX file for a cluster and write the plan's folder, MODEL.plan unless `output` names
+    another.
 
-    `cluster` is a preset, a file, or a mapping as under `cluster:` of a configuration. `settings` are the keys of a
-    configuration, which lie over those of the YAML file `config`: `gpus=4`, `batch_size=16`, `strategy="pipedream"`,
-    `optimizer={"name": "adamw", "lr": 1e-3}`. Raises a child of `AutopipeError`.
+    `cluster` is a preset, a file, or a mapping as under `cluster:` of a configuration. `settings`
+    are the keys of a configuration, which lie over those of the YAML file `config`: `gpus=4`,
+    `batch_size=16`, `strategy="pipedream"`, `optimizer={"name": "adamw", "lr": 1e-3}`. Raises a
+    child of `AutopipeError`.
 
     `force` replaces files of the folder that were edited.
     """
@@ -95,7 +100,11 @@ def plan(
     given = read_text(yaml.dump(settings, Dumper=Dumper), "the arguments of plan()")
     configuration = effective([given] if config is None else [read_file(config), given])
     request = request_of(configuration, Path(model))
-    planned = choose(request, None, answers()) if request.strategy is None else make_plan(request, advise=True)
+    planned = (
+        choose(request, None, answers())
+        if request.strategy is None
+        else make_plan(request, advise=True)
+    )
     write_plan_folder(folder, planned, configuration, force=force)
     return Plan(folder)
 
@@ -124,7 +133,9 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """The stages: the nodes of each, its devices, its micro-batch size, and how its nodes are split."""
+        """The stages: the nodes of each, its devices, its micro-batch size, and how its nodes are
+        split.
+        """
         return self.result.plan.placement
 
     @property
@@ -163,15 +174,18 @@ class Plan:
         return self.program
 
     def verify(self, **flags: object) -> Mapping[str, object]:
-        """Check that the ranks compute what one device computes; `flags` are those of `autopipe verify`, such as
-        `device="cpu"`. Raises VerificationError where they do not."""
+        """Check that the ranks compute what one device computes; `flags` are those of `autopipe
+        verify`, such as `device="cpu"`. Raises VerificationError where they do not.
+        """
         from autopipe.cli.verify import verify
 
         return run_command(verify, self._generated(), *flag_words(**flags))
 
     def launch(self, **flags: object) -> list[dict[str, Any]]:
-        """Run the ranks and return a report of each step: its loss, its time, its peak memory. `flags` are those of
-        `autopipe launch`, such as `steps=100`, `data="tokens.npz"`, `checkpoint="saved"`. Raises LaunchError."""
+        """Run the ranks and return a report of each step: its loss, its time, its peak memory.
+        `flags` are those of `autopipe launch`, such as `steps=100`, `data="tokens.npz"`,
+        `checkpoint="saved"`. Raises LaunchError.
+        """
         from autopipe.cli.launch import launch
 
         found = run_command(launch, self._generated(), *flag_words(**flags))

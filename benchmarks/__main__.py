@@ -1,4 +1,6 @@
-"""`python -m benchmarks NAME`: papers' tables and figures, theirs and ours side by side; predictions beside runs."""
+"""`python -m benchmarks NAME`: papers' tables and figures, theirs and ours side by side;
+predictions beside runs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ PAPERS: Final = {
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def benchmarks() -> None:
-    """Compute the tables and figures of a paper again, or run all plans and hold predictions against that.
+    """Compute the tables and figures of a paper again, or run all plans and hold predictions
+    against that.
 
     \b
     Example:
@@ -72,7 +75,12 @@ def paper_command(name: str) -> click.Command:
 @benchmarks.command()
 @click.option("--only", metavar="MODEL", multiple=True, help="Run this model alone (repeatable).")
 @click.option("--ranks", metavar="N,…", default="4,8", show_default=True, help="Numbers of ranks.")
-@click.option("--costs", type=click.Path(path_type=Path), metavar="FILE", help="Measured costs; measured anew without.")
+@click.option(
+    "--costs",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Measured costs; measured anew without.",
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
@@ -80,16 +88,26 @@ def paper_command(name: str) -> click.Command:
     show_default=True,
     help="About how long it takes; all candidates are run, however long that takes.",
 )
-@click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page, with a picture.")
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write a page, with a picture.",
+)
 @standard_options
 def fidelity(
-    output: Output, only: tuple[str, ...], ranks: str, costs: Path | None, minutes: float, write: Path | None
+    output: Output,
+    only: tuple[str, ...],
+    ranks: str,
+    costs: Path | None,
+    minutes: float,
+    write: Path | None,
 ) -> None:
-    """Plan small models of the zoo, run every plan that was weighed on ranks of this machine, and hold what was
-    predicted of its step, memory and bytes against that.
+    """Plan small models of the zoo, run every plan that was weighed on ranks of this machine, and
+    hold what was predicted of its step, memory and bytes against that.
 
-    Operators and exchanges are measured before. A candidate that fails stops no other; a page holds what is done so
-    far.
+    Operators and exchanges are measured before. A candidate that fails stops no other; a page holds
+    what is done so far.
 
     \b
     Example:
@@ -103,7 +121,10 @@ def fidelity(
 
     if write is not None:
         check_writable(write)
-    words = [*(f"--only {name}" for name in only), *([f"--ranks {ranks}"] if ranks != "4,8" else [])]
+    words = [
+        *(f"--only {name}" for name in only),
+        *([f"--ranks {ranks}"] if ranks != "4,8" else []),
+    ]
     found: list[Comparison] = []
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="autopipe-fidelity-") as scratch:
@@ -121,14 +142,29 @@ def fidelity(
 
 @benchmarks.command()
 @click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), default=9.0, show_default=True, help="Time for all rows."
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=9.0,
+    show_default=True,
+    help="Time for all rows.",
 )
 @click.option(
-    "--prepare", type=PATH, metavar="DIR", help="Make models, plans and programs in DIR, and measure nothing."
+    "--prepare",
+    type=PATH,
+    metavar="DIR",
+    help="Make models, plans and programs in DIR, and measure nothing.",
 )
-@click.option("--prepared", type=PATH, metavar="DIR", help="Read what --prepare made [made before the rows].")
+@click.option(
+    "--prepared", type=PATH, metavar="DIR", help="Read what --prepare made [made before the rows]."
+)
 @click.option("--only", metavar="GROUP", multiple=True, help="Run this group alone (repeatable).")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to run.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="Where to run.",
+)
 @click.option("--tiny", is_flag=True, help="Smallest sizes: checks that it runs, measures nothing.")
 @click.option(
     "--write",
@@ -151,9 +187,9 @@ def cuda(
 ) -> None:
     """Measure on one GPU what no other machine shows, in a few minutes.
 
-    Groups, in order of value: launch and nccl, steps, hand, then four, conformance and tf32. Each row has a time limit
-    and is in the file once it has ended. Rows that measure no time run side by side. A run from a prepared folder needs
-    neither ortools nor another solver.
+    Groups, in order of value: launch and nccl, steps, hand, then four, conformance and tf32. Each
+    row has a time limit and is in the file once it has ended. Rows that measure no time run side by
+    side. A run from a prepared folder needs neither ortools nor another solver.
 
     \b
     Example:
@@ -167,7 +203,9 @@ def cuda(
         for name, error in made.failures.items():
             output.warn(f"{name}: {error}")
         count = len(made.failures)
-        told = f"{made.bytes / 2**20:.1f} MiB in {prepare}" + (f"; {count} programs could not be made" if count else "")
+        told = f"{made.bytes / 2**20:.1f} MiB in {prepare}" + (
+            f"; {count} programs could not be made" if count else ""
+        )
         output.report({"folder": prepare, "bytes": made.bytes, "failures": made.failures}, told)
         return
     rows = run_rows(60 * minutes, prepared, only, device, tiny, write, output)

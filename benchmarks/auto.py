@@ -1,6 +1,8 @@
-"""What Tessel, GraphPipe, PaSE and TePDist are about, planned without naming a strategy or a schedule.
+"""What Tessel, GraphPipe, PaSE and TePDist are about, planned without naming a strategy or a
+schedule.
 
-Each paper's main cases at its sizes, compared with its own baselines as the benchmarks of that paper have them.
+Each paper's main cases at its sizes, compared with its own baselines as the benchmarks of that
+paper have them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class PlanRequest:
         train = self.mode is Mode.TRAIN
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            zoo.build(zoo.configure(self.model, {**dict(self.settings), "loss": train, "weights": "none"})).save(path)
+            zoo.build(
+                zoo.configure(self.model, {**dict(self.settings), "loss": train, "weights": "none"})
+            ).save(path)
             yield Request(
                 path,
                 build_cluster(cluster_preset(self.preset), self.devices, None, None),
@@ -75,11 +79,15 @@ def chosen_plan(request: PlanRequest) -> PlanResult:
 
 def decision(found: PlanResult) -> str:
     """The plan in a few words."""
-    summary, stages = found.plan.summary, found.plan.placement.stages
+    summary = found.plan.summary
+    stages = found.plan.placement.stages
     again = sum(stage.recompute for stage in stages)
     words = [
         f"{summary.strategy} under {summary.schedule}",
-        f"{summary.stages} stages of {', '.join(str(len(each.devices)) for each in stages)} devices",
+        (
+            f"{summary.stages} stages of {', '.join(str(len(each.devices)) for each in stages)} "
+            "devices"
+        ),
         f"depth {summary.depth}",
         f"{summary.micro_batches} micro-batches of {summary.micro_batch_size}",
         *([f"{again} stages with recomputation"] if again else []),
@@ -92,33 +100,44 @@ def decision(found: PlanResult) -> str:
 
 
 def outline(problem: Problem, placement: Placement) -> str:
-    """A letter a stage: `T` for one on all devices, `1` for one on a single device, `g` for one on some."""
+    """A letter a stage: `T` for one on all devices, `1` for one on a single device, `g` for one on
+    some.
+    """
     words = {problem.cluster.size: "T", 1: "1"}
     return "".join(words.get(len(stage.devices), "g") for stage in placement.stages)
 
 
 def is_around_tables(problem: Problem, placement: Placement) -> bool:
-    """True for an M or an NN: first and last stage on all devices, between them stages on single ones.
+    """True for an M or an NN: first and last stage on all devices, between them stages on single
+    ones.
 
     Of an NN further stages on all devices stand between those.
     """
-    return problem.cluster.size > 1 and re.fullmatch("T1+(T1*)*T", outline(problem, placement)) is not None
+    return (
+        problem.cluster.size > 1
+        and re.fullmatch("T1+(T1*)*T", outline(problem, placement)) is not None
+    )
 
 
 def stages_beside(problem: Problem, placement: Placement) -> int:
-    """By how many stages the longest way through the stages is shorter than their number: 0 for a chain."""
+    """By how many stages the longest way through the stages is shorter than their number: 0 for a
+    chain.
+    """
     return len(placement.stages) - StageGraph.of(problem, placement).depth
 
 
 def row_parts(problem: Problem, placement: Placement) -> int:
     """The most parts into which the rows of a table are split, where it is looked up."""
-    graph, uses = problem.graph, uses_of(problem.graph)
+    graph = problem.graph
+    uses = uses_of(problem.graph)
     found = [1]
     for number, node in enumerate(graph.nodes):
         if node.op == "Gather" and graph.parameter(node.inputs[0]):
             dimensions = uses[number].space.operands[0]
             assert dimensions is not None, "a table has dimensions"
-            splits = next(stage.splits_of(number) for stage in placement.stages if number in stage.nodes)
+            splits = next(
+                stage.splits_of(number) for stage in placement.stages if number in stage.nodes
+            )
             found.append(prod(split.degree for split in splits if split.axis in dimensions[0]))
     return max(found)
 
@@ -151,11 +170,14 @@ class Baseline:
 
 
 def of_tessel_training(request: PlanRequest) -> Iterator[Baseline]:
-    """1F1B+ on the paper's shape, 1F1B and Chimera: each on its best placement, micro-batches of 1, 2 or 4 samples.
+    """1F1B+ on the paper's shape, 1F1B and Chimera: each on its best placement, micro-batches of 1,
+    2 or 4 samples.
 
     Figures 13 and 14. All layers recompute there.
     """
-    shape, theirs = {"gpt": ("m", tessel.GPT_SPEEDUP), "mt5": ("nn", tessel.MT5_SPEEDUP)}[request.model]
+    shape, theirs = {"gpt": ("m", tessel.GPT_SPEEDUP), "mt5": ("nn", tessel.MT5_SPEEDUP)}[
+        request.model
+    ]
     settings = {**dict(request.settings), "loss": True}
     problems = tessel.problems_in_sizes(request.model, settings, request.devices, request.batch)
     for system in tessel.baselines(shape):
@@ -169,18 +191,25 @@ def of_tessel_inference(request: PlanRequest) -> Iterator[Baseline]:
 
     Figure 15: of one micro-batch the latency, of several the throughput.
     """
-    single, published = request.batch == 1, tessel.FLAVA_THROUGHPUT
-    problem = tessel.problem_on_v100(request.model, dict(request.settings), request.devices, request.batch, 1)
+    single = request.batch == 1
+    published = tessel.FLAVA_THROUGHPUT
+    problem = tessel.problem_on_v100(
+        request.model, dict(request.settings), request.devices, request.batch, 1
+    )
     problem = replace(problem, memory_limit=None)
     chain = tessel.step_seconds(problem, TesselShapes("v").run(problem), OneForwardOneBackward())
     theirs = 1 / (1 - tessel.FLAVA_LATENCY_REDUCTION) if single else published["1f1b"]
     yield Baseline("1f1b", chain, theirs, _UP_TO)
     step_s = tessel.step_seconds(problem, tessel.tensor_parallel(problem), GPipe())
-    yield Baseline("tensor_parallel", step_s, None if single else published["tensor_parallel"], _UP_TO)
+    yield Baseline(
+        "tensor_parallel", step_s, None if single else published["tensor_parallel"], _UP_TO
+    )
 
 
 def of_graphpipe(request: PlanRequest) -> Iterator[Baseline]:
-    """Sequential pipelines of PipeDream and Piper. Figure 6; theirs is over the best of them on 32 devices."""
+    """Sequential pipelines of PipeDream and Piper. Figure 6; theirs is over the best of them on 32
+    devices.
+    """
     for name in graphpipe.SEQUENTIAL:
         found = graphpipe.step_of(name, request.model, request.devices, request.batch)
         if isinstance(found, str):
@@ -192,14 +221,21 @@ def of_graphpipe(request: PlanRequest) -> Iterator[Baseline]:
 
 def of_pase(request: PlanRequest) -> Iterator[Baseline]:
     """Data parallelism. Figure 6a."""
-    step_s, note = pase.step_of_strategy(request.model, request.devices, request.preset, "data_parallel")
+    step_s, note = pase.step_of_strategy(
+        request.model, request.devices, request.preset, "data_parallel"
+    )
     theirs = pase.SPEEDUP_AT_32[request.model] if request.devices == 32 else None
     yield Baseline("data_parallel", step_s, theirs, note)
 
 
 def of_tepdist(request: PlanRequest) -> Iterator[Baseline]:
-    """Data parallelism, as if memory held it where it does not. What the paper reports is a picture."""
-    for memory_limit, name in ((None, "data_parallel"), (_NO_LIMIT, "data_parallel, were memory no limit")):
+    """Data parallelism, as if memory held it where it does not. What the paper reports is a
+    picture.
+    """
+    for memory_limit, name in (
+        (None, "data_parallel"),
+        (_NO_LIMIT, "data_parallel, were memory no limit"),
+    ):
         try:
             with replace(request, memory_limit=memory_limit).written() as written:
                 named = replace(written, strategy=DataParallel(), scheduler=OneForwardOneBackward())
@@ -214,7 +250,9 @@ def of_tepdist(request: PlanRequest) -> Iterator[Baseline]:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A paper's main case: the request, what tells its placement, and what it is compared with there."""
+    """A paper's main case: the request, what tells its placement, and what it is compared with
+    there.
+    """
 
     request: PlanRequest
     shapes: tuple[str, ...]
@@ -233,11 +271,15 @@ class Headline:
 
 def _tessel(model: str, size: str, devices: int, tokens: Settings) -> Headline:
     request = PlanRequest(model, (("size", size), *tokens), "v100-32gb", devices, 128, "fp16")
-    return Headline(request, ("is_around_tables", "class_parts"), of_tessel_training, "tessel_shapes")
+    return Headline(
+        request, ("is_around_tables", "class_parts"), of_tessel_training, "tessel_shapes"
+    )
 
 
 def _flava(samples: int) -> Headline:
-    request = PlanRequest("flava", (("size", "paper"),), "v100-32gb", 4, samples, "fp16", Mode.INFER)
+    request = PlanRequest(
+        "flava", (("size", "paper"),), "v100-32gb", 4, samples, "fp16", Mode.INFER
+    )
     return Headline(request, ("stages_beside",), of_tessel_inference, "tessel_shapes")
 
 
@@ -246,7 +288,8 @@ def _graphpipe(model: str, devices: int, batch: int) -> Headline:
     return Headline(request, ("stages_beside",), of_graphpipe, "graphpipe")
 
 
-_GPT_TOKENS, _MT5_TOKENS = (("sequence", 1024),), (("source", 512), ("target", 512))
+_GPT_TOKENS = (("sequence", 1024),)
+_MT5_TOKENS = (("source", 512), ("target", 512))
 _VGG = PlanRequest("vgg19", (("size", "million"),), "tepdist-m8", 8, 256)
 _RNNLM = PlanRequest("rnnlm", (("size", "paper"),), "1080ti-pcie", 32, 64)
 HEADLINES = (
@@ -279,28 +322,48 @@ def _rows(case: str, headline: Headline) -> Iterator[Row]:
     except InfeasibleError as error:
         yield Row(case, "step_time_s", None, None, "s", "auto", error.message)
         return
-    step_s, placement, ideal = found.timeline.end, found.plan.placement, found.plan.breakdown
-    note = f"simulated: {request.preset}, {request.precision}, {request.batch} samples; {decision(found)}"
+    step_s = found.timeline.end
+    placement = found.plan.placement
+    ideal = found.plan.breakdown
+    note = (
+        f"simulated: {request.preset}, {request.precision}, {request.batch} samples; "
+        f"{decision(found)}"
+    )
     yield Row(case, "step_time_s", None, step_s, "s", "auto", note)
     for name in headline.shapes:
-        yield Row(case, name, None, float(_SHAPES[name](found.problem, placement)), "", "auto", decision(found))
+        yield Row(
+            case,
+            name,
+            None,
+            float(_SHAPES[name](found.problem, placement)),
+            "",
+            "auto",
+            decision(found),
+        )
     for baseline in headline.baselines(request):
         figure = baseline.step_s / step_s if baseline.step_s else None
         variant = f"auto over {baseline.name}"
         yield Row(case, "speedup", baseline.theirs, figure, "times", variant, baseline.note)
         if baseline.step_s and ideal is not None:
             most = "of any plan: all devices busy with the model's operators and nothing else"
-            yield Row(case, "most_speedup", None, baseline.step_s / ideal.ideal_s, "times", variant, most)
+            yield Row(
+                case, "most_speedup", None, baseline.step_s / ideal.ideal_s, "times", variant, most
+            )
     yield _over_own_strategy(case, headline.strategy, found)
 
 
 def _over_own_strategy(case: str, strategy: str, found: PlanResult) -> Row:
-    """The chosen plan beside the best one of the paper's own strategy, whatever its options and its schedule."""
+    """The chosen plan beside the best one of the paper's own strategy, whatever its options and its
+    schedule.
+    """
     own = [each for each in found.plan.alternatives if each.choice.strategy == strategy]
     best = min(own, key=lambda each: each.step_time_s or math.inf, default=None)
     variant = f"auto over the best of {strategy}"
     if best is None or best.step_time_s is None:
         return Row(case, "speedup", None, None, "times", variant, "it has no plan")
     options = "".join(f", {name} {value}" for name, value in best.choice.options)
-    note = f"under {best.choice.schedule}{options}, {best.stages} stages, {best.micro_batches} micro-batches"
+    note = (
+        f"under {best.choice.schedule}{options}, {best.stages} stages, {best.micro_batches} "
+        "micro-batches"
+    )
     return Row(case, "speedup", None, best.step_time_s / found.timeline.end, "times", variant, note)

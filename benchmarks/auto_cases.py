@@ -1,10 +1,11 @@
-"""The main cases of four papers, chosen without naming a strategy: runs them, and writes the page about them.
+"""The main cases of four papers, chosen without naming a strategy: runs them, and writes the page
+about them.
 
     python -m benchmarks.auto_cases --log /tmp/cases.jsonl --only gpt-11b --only vgg19
     python -m benchmarks.auto_cases --log /tmp/cases.jsonl --table /tmp/auto-cases.md
 
-It is `python -m benchmarks auto`, a case after the other; each is a line of the log, and what the log has is not run
-again.
+It is `python -m benchmarks auto`, a case after the other; each is a line of the log, and what the
+log has is not run again.
 """
 
 from __future__ import annotations
@@ -51,18 +52,32 @@ SHAPES = {
 
 def main() -> None:
     """Run cases that the log lacks, or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="a JSON object a line")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the log's cases as Markdown, run nothing")
-    parser.add_argument("--only", action="append", metavar="CASE", help="a case's beginning; repeatable")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--log", type=Path, required=True, metavar="FILE", help="a JSON object a line"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="write the log's cases as Markdown, run nothing"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="CASE", help="a case's beginning; repeatable"
+    )
     arguments = parse_arguments(parser, only=["candle-uno-paper/p=8"])
-    found = [json.loads(line) for line in arguments.log.read_text().splitlines()] if arguments.log.exists() else []
+    found = (
+        [json.loads(line) for line in arguments.log.read_text().splitlines()]
+        if arguments.log.exists()
+        else []
+    )
     if arguments.table:
         arguments.table.write_text(written(found))
         return
     done = {each["case"] for each in found}
     for case in cases():
-        if case.name in done or (arguments.only and not case.name.startswith(tuple(arguments.only))):
+        if case.name in done or (
+            arguments.only and not case.name.startswith(tuple(arguments.only))
+        ):
             continue
         begin = sum(os.times()[:4])
         rows = [dataclasses.asdict(row) for row in case.run()]

@@ -1,13 +1,15 @@
-"""The plan chosen by itself against every strategy under every schedule, on the zoo's small models, in the simulator.
+"""The plan chosen by itself against every strategy under every schedule, on the zoo's small models,
+in the simulator.
 
     python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl --minutes 60
     python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl --table /tmp/auto-table.md
 
-A cell is a model of the zoo, a preset of a cluster and a number of devices. Single strategies are planned with one by
-one, as if each were named: with their defaults, in the shapes that named schedules ask for, and under every schedule
-that takes their placement. What the search placed in the same way is not placed again for that; the best of all by name
-is planned from the model's file again. Cells come in an order in which models, presets and numbers of devices take
-turns; each is a line of the log, and what the log has is not computed again. A cell that takes longer than `--limit`
+A cell is a model of the zoo, a preset of a cluster and a number of devices. Single strategies are
+planned with one by one, as if each were named: with their defaults, in the shapes that named
+schedules ask for, and under every schedule that takes their placement. What the search placed in
+the same way is not placed again for that; the best of all by name is planned from the model's file
+again. Cells come in an order in which models, presets and numbers of devices take turns; each is a
+line of the log, and what the log has is not computed again. A cell that takes longer than `--limit`
 seconds of processor time is logged as such.
 """
 
@@ -108,7 +110,10 @@ def has(preset: str, devices: int) -> bool:
 def answered(cell: Cell) -> dict[str, object]:
     """The chosen plan, and the best that is found by name."""
     request = Request(
-        model_file(cell.model), build_cluster(cluster_preset(cell.preset), cell.devices, None, None), None, None
+        model_file(cell.model),
+        build_cluster(cluster_preset(cell.preset), cell.devices, None, None),
+        None,
+        None,
     )
     begin = processor_s()
     runner = Runner()
@@ -118,7 +123,9 @@ def answered(cell: Cell) -> dict[str, object]:
     singles = sorted(singles_of(request, placed_by(search)), key=lambda each: each[2])
     named, order, step_s = singles[0]
     again = make_plan(with_names(request, named, order)).timeline.end
-    plan, summary, problem = found.plan, found.plan.summary, found.problem
+    plan = found.plan
+    summary = found.plan.summary
+    problem = found.problem
     losses = breakdown(problem, plan.placement, plan.schedule, plan.prediction, found.timeline.end)
     return {
         "strategy": told(found.request.strategy),
@@ -149,17 +156,20 @@ def placed_by(search: PlanSearch) -> dict[Strategy, Placed]:
     return {each.candidate.strategy: each.placed for each in plain if each.placed is not None}
 
 
-def singles_of(request: Request, known: dict[Strategy, Placed]) -> Iterator[tuple[Strategy, str, float]]:
+def singles_of(
+    request: Request, known: dict[Strategy, Placed]
+) -> Iterator[tuple[Strategy, str, float]]:
     """Every strategy and schedule that make a plan by name, with its step in seconds.
 
-    Placements that are `known` are not searched again. A schedule is searched only where the bound on the placement's
-    step is below the least so far.
+    Placements that are `known` are not searched again. A schedule is searched only where the bound
+    on the placement's step is below the least so far.
     """
     names = [name for name in strategy_names() if name not in NOT_NAMED]
     strategies = [strategy_class(name)() for name in names]
     shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
     placements: list[tuple[Strategy, Placed]] = []
-    least, runner = math.inf, Runner()
+    least = math.inf
+    runner = Runner()
     for strategy in (*strategies, *shaped):
         try:
             placed = known.get(strategy)
@@ -218,7 +228,9 @@ def model_file(model: str) -> Path:
 def bounded(cell: Cell, limit: int) -> dict[str, object]:
     """The cell's answer, from a process that may take so many seconds of processor time."""
     ours, theirs = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=(cell, limit, theirs))
+    process = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(cell, limit, theirs)
+    )
     process.start()
     theirs.close()
     try:
@@ -227,7 +239,9 @@ def bounded(cell: Cell, limit: int) -> dict[str, object]:
     except EOFError:
         process.join()
         over = process.exitcode == -signal.SIGXCPU
-        answer = {"failed": f"no answer within {limit} s of processor time" if over else "internal error"}
+        answer = {
+            "failed": f"no answer within {limit} s of processor time" if over else "internal error"
+        }
     return answer
 
 
@@ -241,16 +255,33 @@ def _answer(cell: Cell, limit: int, pipe: Connection) -> None:
 
 def main() -> None:
     """Compute cells that the log lacks, or write the table of those that it has."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="a JSON object a line")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the log's cells as Markdown, compute nothing")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="when to begin no more cells")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--log", type=Path, required=True, metavar="FILE", help="a JSON object a line"
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="write the log's cells as Markdown, compute nothing",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="when to begin no more cells"
+    )
     parser.add_argument("--limit", type=int, default=600, help="seconds of processor time a cell")
     parser.add_argument("--cells", type=int, help="how many to compute at most")
-    parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(zoo.MODELS), help="repeatable")
+    parser.add_argument(
+        "--only", action="append", metavar="MODEL", choices=sorted(zoo.MODELS), help="repeatable"
+    )
     parser.add_argument("--devices", action="append", type=int, choices=DEVICES, help="repeatable")
     arguments = parse_arguments(parser, only=["mmt"], devices=[4], cells=1)
-    rows = [json.loads(line) for line in arguments.log.read_text().splitlines()] if arguments.log.exists() else []
+    rows = (
+        [json.loads(line) for line in arguments.log.read_text().splitlines()]
+        if arguments.log.exists()
+        else []
+    )
     if arguments.table:
         arguments.table.write_text(written(rows, sum(1 for _ in cells())))
         return
@@ -267,10 +298,15 @@ def main() -> None:
         if time.monotonic() >= end:
             break
         key = cell.model, cell.preset, cell.devices
-        row = dict(zip(("model", "preset", "devices"), key, strict=True)) | bounded(cell, arguments.limit)
+        row = dict(zip(("model", "preset", "devices"), key, strict=True)) | bounded(
+            cell, arguments.limit
+        )
         with arguments.log.open("a") as log:
             log.write(json.dumps(row) + "\n")
-        print(row.get("failed") or f"{key} {row['strategy']} {row['schedule']} {row['step_s']}", flush=True)
+        print(
+            row.get("failed") or f"{key} {row['strategy']} {row['schedule']} {row['step_s']}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

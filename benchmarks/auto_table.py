@@ -27,18 +27,38 @@ does not get less with more devices. `mb` counts micro-batches.
     python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl --table /tmp/auto-table.md
 """
 
-COLUMNS = ("model", "preset", "devices", "chosen", "step", "best single", "its step", "ratio", "samples/s", "of ideal")
+COLUMNS = (
+    "model",
+    "preset",
+    "devices",
+    "chosen",
+    "step",
+    "best single",
+    "its step",
+    "ratio",
+    "samples/s",
+    "of ideal",
+)
 
 
 def written(rows: Sequence[Row], cells: int) -> str:
     """The page of the rows there are, of so many cells."""
     good = [row for row in rows if "failed" not in row]
     bad = [row for row in rows if "failed" in row]
-    lines = [HEAD, *_summary(good, bad, cells), "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines = [
+        HEAD,
+        *_summary(good, bad, cells),
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+    ]
     lines += map(_line, sorted(good, key=lambda row: (row["model"], row["preset"], row["devices"])))
     if bad:
         lines += ["", "Without an answer:", ""]
-        lines += [f"- {row['model']} on {row['devices']} devices of {row['preset']}: {row['failed']}" for row in bad]
+        lines += [
+            f"- {row['model']} on {row['devices']} devices of {row['preset']}: {row['failed']}"
+            for row in bad
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -46,16 +66,22 @@ def _summary(good: Sequence[Row], bad: Sequence[Row], cells: int) -> Iterable[st
     text = f"{len(good)} of {cells} cells are computed, {len(bad)} have no answer."
     if good:
         ratios = [_ratio(row) for row in good]
-        slower, shorter = sum(each < 1 - SAME for each in ratios), sum(each > 1 + SAME for each in ratios)
+        slower = sum(each < 1 - SAME for each in ratios)
+        shorter = sum(each > 1 + SAME for each in ratios)
         text += (
-            f" In {slower} cells the chosen plan is slower than the best single one, in {shorter} it is faster"
+            f" In {slower} cells the chosen plan is slower than the best single one, in "
+            f"{shorter} it is faster"
             f" (up to {max(ratios):.2f} times, median {median(ratios):.3f}), in the others as fast."
-            f" A search takes {median(row['search_s'] for row in good):.1f} s of processor time (median; at most"
+            f" A search takes {median(row['search_s'] for row in good):.1f} s of processor time "
+            "(median; at most"
             f" {max(row['search_s'] for row in good):.0f} s), a whole cell"
             f" {median(row['cell_s'] for row in good):.1f} s."
         )
         apart = sum(abs(row["single_again_s"] / row["single_step_s"] - 1) > SAME for row in good)
-        text += f" Planning once more with the best single one named gives another step in {apart} cells."
+        text += (
+            f" Planning once more with the best single one named gives another step in {apart} "
+            "cells."
+        )
     return [text]
 
 

@@ -1,4 +1,5 @@
-"""What a save costs the steps, and what it costs the thread beside them: one rank, AdamW, no network.
+"""What a save costs the steps, and what it costs the thread beside them: one rank, AdamW, no
+network.
 
 Processor seconds, since other work on the machine changes the clock's.
 
@@ -43,7 +44,9 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
     shards = tuple(Shard(each, whole((SIDE, SIDE)), (0,), None) for each in range(count))
     manifest = manifest_with(parameters=entries, shards=(shards,))
     parameters = {each: torch.randn(SIDE, SIDE, requires_grad=True) for each in range(count)}
-    optimizer = make_optimizer(ADAMW, [TensorGroup(tuple(parameters.values()), ADAMW["weight_decay"])])
+    optimizer = make_optimizer(
+        ADAMW, [TensorGroup(tuple(parameters.values()), ADAMW["weight_decay"])]
+    )
     assert optimizer is not None
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
@@ -61,9 +64,11 @@ def main() -> None:
     arguments = parse_arguments(parser, mebibytes=12, rounds=1)
     with tempfile.TemporaryDirectory() as folder:
         saved = checkpointer(Path(folder), arguments.mebibytes)
-        held, beside = [], []
+        held = []
+        beside = []
         for round_ in range(1 + arguments.rounds):  # The first one allocates the copies.
-            before, thread = time.process_time(), time.thread_time()
+            before = time.process_time()
+            thread = time.thread_time()
             saved.save(Position(round_ + 1, round_ + 1), 0)
             held.append(time.thread_time() - thread)
             saved.wait()
@@ -72,7 +77,10 @@ def main() -> None:
         saved.restore()
         restored = time.process_time() - before
         saved.close()
-    print(f"{arguments.mebibytes} MiB, processor seconds, medians of {arguments.rounds} saves after the first:")
+    print(
+        f"{arguments.mebibytes} MiB, processor seconds, medians of {arguments.rounds} saves "
+        "after the first:"
+    )
     print(f"on the steps' thread {statistics.median(held[1:]):.3f} (first {held[0]:.3f})")
     print(f"beside it {statistics.median(beside[1:]):.3f}; restoring {restored:.3f}")
 

@@ -10,8 +10,12 @@ from autopipe.cli.main import main
 
 
 def parse_arguments(parser: argparse.ArgumentParser, **tiny: object) -> argparse.Namespace:
-    """The command line's arguments; under `--tiny`, options that are not given have these values."""
-    parser.add_argument("--tiny", action="store_true", help="smallest sizes: checks that it runs, measures nothing")
+    """The command line's arguments; under `--tiny`, options that are not given have these
+    values.
+    """
+    parser.add_argument(
+        "--tiny", action="store_true", help="smallest sizes: checks that it runs, measures nothing"
+    )
     arguments = parser.parse_args()
     if arguments.tiny:
         parser.set_defaults(**tiny)

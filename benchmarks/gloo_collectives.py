@@ -1,9 +1,11 @@
-"""Collectives of ranks on this machine over gloo: its own, and those made of one exchange among all at once.
+"""Collectives of ranks on this machine over gloo: its own, and those made of one exchange among all
+at once.
 
     OMP_NUM_THREADS=1 python benchmarks/gloo_collectives.py --ranks 2 4 8
 
-For each number of ranks and of bytes: median milliseconds until rank 0 has the result, and of its processor time. Both
-ways are run in turns. The runtime goes by what is shorter (`backends/torch/runtime/transport.py`).
+For each number of ranks and of bytes: median milliseconds until rank 0 has the result, and of its
+processor time. Both ways are run in turns. The runtime goes by what is shorter
+(`backends/torch/runtime/transport.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from autopipe.backends.torch.runtime.transport import (
     to_all,
 )
 
-_TIMES, _WARM_UP = 16, 3
+_TIMES = 16
+_WARM_UP = 3
 
 
 def main() -> None:
@@ -37,25 +40,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", type=int, nargs="*", default=[2**power for power in (12, 16, 18, 20, 22, 24)])
+    parser.add_argument(
+        "--bytes", type=int, nargs="*", default=[2**power for power in (12, 16, 18, 20, 22, 24)]
+    )
     words = parse_arguments(parser, ranks=[2], bytes=[4096])
     if words.store:
         _measure(words.store, words.bytes)
         return
-    titles = f"{'ranks':>5s} {'bytes':>8s}  {'collective':14s} {'gloo ms':>8s} {'cpu':>6s} {'at once':>8s} {'cpu':>6s}"
+    titles = (
+        f"{'ranks':>5s} {'bytes':>8s}  {'collective':14s} {'gloo ms':>8s} {'cpu':>6s} "
+        f"{'at once':>8s} {'cpu':>6s}"
+    )
     print(titles, flush=True)  # Before the ranks write to the same place.
     for ranks in words.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, "--store", f"{folder}/store", "--bytes", *map(str, words.bytes)]
+            command = [
+                sys.executable,
+                __file__,
+                "--store",
+                f"{folder}/store",
+                "--bytes",
+                *map(str, words.bytes),
+            ]
             world = {**os.environ, "WORLD_SIZE": str(ranks)}
-            processes = [subprocess.Popen(command, env={**world, "RANK": str(rank)}) for rank in range(ranks)]
+            processes = [
+                subprocess.Popen(command, env={**world, "RANK": str(rank)}) for rank in range(ranks)
+            ]
             codes = [process.wait() for process in processes]
             if any(codes):
                 raise SystemExit("a rank failed")
 
 
 def _measure(store: str, sizes: Sequence[int]) -> None:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -89,7 +107,8 @@ def _ways(rows: torch.Tensor) -> dict[str, tuple[Callable[[], object], Callable[
 
 def _timed(exchange: Callable[[], object]) -> tuple[float, float]:
     dist.barrier()
-    began, worked = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    worked = time.process_time()
     exchange()
     return time.perf_counter() - began, time.process_time() - worked
 

@@ -1,13 +1,14 @@
 """A graph pipeline against the sequential pipeline of the same stages, on gloo ranks.
 
-The same operators on the same ranks under 1F1B, once with branches that wait for nobody, once in a chain: there a zero
-that a stage computes from its last value is added to the first value of the next stage. It alters no number, takes one
-float a sample, and makes every forward wait for the stage before, every backward for the stage behind. In the graph
-pipeline the same zero comes from the stage's own first value, so that both compute the same.
+The same operators on the same ranks under 1F1B, once with branches that wait for nobody, once in a
+chain: there a zero that a stage computes from its last value is added to the first value of the
+next stage. It alters no number, takes one float a sample, and makes every forward wait for the
+stage before, every backward for the stage behind. In the graph pipeline the same zero comes from
+the stage's own first value, so that both compute the same.
 
-Steps run in turns. `measured` is the sequential pipeline's median over the graph pipeline's, `predicted` the same ratio
-of simulated steps, in which each rank has a core of its own: where ranks share cores, those that a warm-up leaves idle
-serve the other ranks, and there is less to gain.
+Steps run in turns. `measured` is the sequential pipeline's median over the graph pipeline's,
+`predicted` the same ratio of simulated steps, in which each rank has a core of its own: where ranks
+share cores, those that a warm-up leaves idle serve the other ranks, and there is less to gain.
 
     python benchmarks/graph_pipeline.py --rounds 15
 """
@@ -52,7 +53,9 @@ def whole(scope: str, *groups: Sequence[int]) -> tuple[Scopes, ...]:
 def cut(branches: int, *groups: Sequence[str]) -> tuple[Scopes, ...]:
     """Branches cut into as many stages as there are groups of parts."""
     return tuple(
-        tuple(f"/branches.{branch}/{part}" for part in group) for branch in range(branches) for group in groups
+        tuple(f"/branches.{branch}/{part}" for part in group)
+        for branch in range(branches)
+        for group in groups
     )
 
 
@@ -68,33 +71,94 @@ _JOIN = "/Concat", "/tables."
 
 CASES = {
     4: (
-        Case("two-branch", f"{_ATTENTION} repeats=4", 4, cut(2, ("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))),
+        Case(
+            "two-branch",
+            f"{_ATTENTION} repeats=4",
+            4,
+            cut(2, ("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")),
+        ),
         Case("mmt", _MODALITIES, 4, whole("branches", (0,), (1,), (2,), (3,))),
-        Case("dlrm", f"{_LINEAR} {_TABLES} dense_branches=6 dense_layers=4", 64, (*whole("dense", *_PAIRS), _JOIN)),
-        Case("candle-uno", f"{_LINEAR} branches=6 layers=4", 64, (*whole("branches", *_PAIRS), _JOIN[:1])),
+        Case(
+            "dlrm",
+            f"{_LINEAR} {_TABLES} dense_branches=6 dense_layers=4",
+            64,
+            (*whole("dense", *_PAIRS), _JOIN),
+        ),
+        Case(
+            "candle-uno",
+            f"{_LINEAR} branches=6 layers=4",
+            64,
+            (*whole("branches", *_PAIRS), _JOIN[:1]),
+        ),
     ),
     8: (
-        Case("two-branch", f"{_ATTENTION} repeats=4", 8, cut(2, *((f"blocks.{block}",) for block in range(4)))),
+        Case(
+            "two-branch",
+            f"{_ATTENTION} repeats=4",
+            8,
+            cut(2, *((f"blocks.{block}",) for block in range(4))),
+        ),
         Case("mmt", _MODALITIES, 8, cut(4, ("projection", "layers.0"), ("layers.1", "norm"))),
-        Case("dlrm", f"{_LINEAR} {_TABLES} dense_branches=7 dense_layers=8", 64, (*whole("dense", *_SINGLE), _JOIN)),
-        Case("candle-uno", f"{_LINEAR} branches=7 layers=8", 64, (*whole("branches", *_SINGLE), _JOIN[:1])),
+        Case(
+            "dlrm",
+            f"{_LINEAR} {_TABLES} dense_branches=7 dense_layers=8",
+            64,
+            (*whole("dense", *_SINGLE), _JOIN),
+        ),
+        Case(
+            "candle-uno",
+            f"{_LINEAR} branches=7 layers=8",
+            64,
+            (*whole("branches", *_SINGLE), _JOIN[:1]),
+        ),
     ),
 }
-"""By number of ranks. Stages take some ten milliseconds of a core for a micro-batch and are about as long as one
-another; neighbours in the chain that have no data to pass on are what the two pipelines differ in."""
+"""By number of ranks. Stages take some ten milliseconds of a core for a micro-batch and are about
+as long as one another; neighbours in the chain that have no data to pass on are what the two
+pipelines differ in.
+"""
 
 
 def build(case: Case, folder: Path, name: str, micro_batches: int) -> tuple[Path, float]:
     """The program of a pipeline by its name, and the seconds that its step is predicted to take."""
-    model, configuration = folder / f"{name}.onnx", folder / "stages.yaml"
+    model = folder / f"{name}.onnx"
+    configuration = folder / "stages.yaml"
     settings = [
-        word for setting in (*case.settings.split(), "loss=true", "weights=none") for word in ("--set", setting)
+        word
+        for setting in (*case.settings.split(), "loss=true", "weights=none")
+        for word in ("--set", setting)
     ]
     autopipe("zoo", "build", case.model, "-o", model, *settings)
-    configuration.write_text(_constraints(case, _tie(model, case, name == "sequential")), encoding="utf-8")
-    batch = ["--micro-batches", micro_batches, "--batch-size", micro_batches * case.micro_batch_size]
-    decisions = ["--config", configuration, "--strategy", "manual", "--schedule", "kfkb", *batch, *_SLOWLY]
-    autopipe("plan", model, "--gpus", len(case.stages), "--cluster", "cpu-local", *decisions, "-o", folder / name)
+    configuration.write_text(
+        _constraints(case, _tie(model, case, name == "sequential")), encoding="utf-8"
+    )
+    batch = [
+        "--micro-batches",
+        micro_batches,
+        "--batch-size",
+        micro_batches * case.micro_batch_size,
+    ]
+    decisions = [
+        "--config",
+        configuration,
+        "--strategy",
+        "manual",
+        "--schedule",
+        "kfkb",
+        *batch,
+        *_SLOWLY,
+    ]
+    autopipe(
+        "plan",
+        model,
+        "--gpus",
+        len(case.stages),
+        "--cluster",
+        "cpu-local",
+        *decisions,
+        "-o",
+        folder / name,
+    )
     autopipe("codegen", folder / name)
     summary = json.loads((folder / name / "plan.json").read_text(encoding="utf-8"))["summary"]
     return folder / name / "program", summary["step_time_s"]
@@ -104,7 +168,9 @@ def _constraints(case: Case, tied: Sequence[int]) -> str:
     """The stages in the words of a configuration; what no rule is for comes last."""
     scopes = [(scope, stage) for stage, own in enumerate(case.stages) for scope in own]
     scopes += [(f"/tie.{stage}/", stage) for stage in tied]
-    return json.dumps({"constraints": [{"match": f"{scope}*", "stage": stage} for scope, stage in scopes]})
+    return json.dumps(
+        {"constraints": [{"match": f"{scope}*", "stage": stage} for scope, stage in scopes]}
+    )
 
 
 def _tie(path: Path, case: Case, sequential: bool) -> list[int]:
@@ -113,14 +179,18 @@ def _tie(path: Path, case: Case, sequential: bool) -> list[int]:
     Returns the stages of the nodes that make the zeros and add them.
     """
     proto = onnx.load(path)
-    nodes = [[node for node in proto.graph.node if node.name.startswith(scopes)] for scopes in case.stages]
+    nodes = [
+        [node for node in proto.graph.node if node.name.startswith(scopes)]
+        for scopes in case.stages
+    ]
     stages = []
     for stage, (before, own) in enumerate(itertools.pairwise(nodes), 1):
         given = {name for node in before for name in node.output}
         if any(name in given for node in own for name in node.input):
             continue
         first = next(node for node in own if node.op_type in ("MatMul", "Gemm"))
-        name, alone = first.output[0], f"{first.output[0]}.alone"
+        name = first.output[0]
+        alone = f"{first.output[0]}.alone"
         first.output[0] = alone
         source, maker = (before[-1].output[0], stage - 1) if sequential else (alone, stage)
         rank = 2 if first.op_type == "Gemm" else 3
@@ -128,16 +198,25 @@ def _tie(path: Path, case: Case, sequential: bool) -> list[int]:
         for index, node in enumerate(_zero(proto.graph, f"/tie.{maker}/{stage}", source, rank)):
             proto.graph.node.insert(place + index, node)
         zero = f"/tie.{maker}/{stage}/zero"
-        proto.graph.node.insert(place + 2, helper.make_node("Add", [alone, zero], [name], f"/tie.{stage}/Add"))
+        proto.graph.node.insert(
+            place + 2, helper.make_node("Add", [alone, zero], [name], f"/tie.{stage}/Add")
+        )
         stages += [maker, stage]
     onnx.save(proto, path)
     return sorted(set(stages))
 
 
-def _zero(graph: onnx.GraphProto, name: str, source: str, rank: int) -> tuple[onnx.NodeProto, onnx.NodeProto]:
+def _zero(
+    graph: onnx.GraphProto, name: str, source: str, rank: int
+) -> tuple[onnx.NodeProto, onnx.NodeProto]:
     """The nodes that make a zero a sample from one number of a value."""
     axes = np.arange(1, rank)
-    for what, array in (("from", axes * 0), ("to", axes * 0 + 1), ("axes", axes), ("factor", np.float32(0))):
+    for what, array in (
+        ("from", axes * 0),
+        ("to", axes * 0 + 1),
+        ("axes", axes),
+        ("factor", np.float32(0)),
+    ):
         graph.initializer.append(numpy_helper.from_array(np.asarray(array), f"{name}/{what}"))
     parts = [source, f"{name}/from", f"{name}/to", f"{name}/axes"]
     return (
@@ -148,20 +227,28 @@ def _zero(graph: onnx.GraphProto, name: str, source: str, rank: int) -> tuple[on
 
 def main() -> None:
     """Build the programs, run both of each model in turns, print a row a model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--models", nargs="+", default=["two-branch", "mmt", "dlrm", "candle-uno"])
     arguments = parse_arguments(parser, rounds=1, micro_batches=2, ranks=[4], models=["candle-uno"])
-    print(f"{os.cpu_count()} cores, {arguments.micro_batches} micro-batches, {arguments.rounds} rounds")
+    print(
+        f"{os.cpu_count()} cores, {arguments.micro_batches} micro-batches, {arguments.rounds} "
+        "rounds"
+    )
     print("model       ranks      graph  sequential  measured  predicted")
     for ranks in arguments.ranks:
         for case in CASES[ranks]:
             if case.model not in arguments.models:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
-                built = {name: build(case, Path(scratch), name, arguments.micro_batches) for name in NAMES}
+                built = {
+                    name: build(case, Path(scratch), name, arguments.micro_batches)
+                    for name in NAMES
+                }
                 contestants = [Contestant(name, program) for name, (program, _) in built.items()]
                 seconds = compare(contestants, ranks, arguments.rounds)
             graph, sequential = (seconds[name] for name in NAMES)

@@ -1,4 +1,5 @@
-"""The tables and figures of Jeon et al., "GraphPipe" (ASPLOS 2025), section 7 and appendix A, in the simulator.
+"""The tables and figures of Jeon et al., "GraphPipe" (ASPLOS 2025), section 7 and appendix A, in
+the simulator.
 
 Figures 6, 7 and 9 are charts: of them only what the text says in numbers is here as theirs.
 """
@@ -52,7 +53,9 @@ SEARCH_S: Final[dict[str, dict[str, tuple[float, ...]]]] = {
 LARGEST_SPEEDUP: Final = 1.61
 """Over the better sequential pipeline, up to, 32 devices (abstract, section 7.4)."""
 PARALLEL_SPEEDUP: Final = (1.12, 1.40)
-"""Figure 9, 32 devices: stages beside one another with PipeDream's micro-batches, over PipeDream; least and most."""
+"""Figure 9, 32 devices: stages beside one another with PipeDream's micro-batches, over PipeDream;
+least and most.
+"""
 FULL_SPEEDUP: Final = (1.25, 1.61)
 """Figure 9, 32 devices: with larger micro-batches too."""
 BRANCHES_SPEEDUP: Final = {16: 2.0}
@@ -80,7 +83,8 @@ _OPTIONS: Final[dict[str, dict[str, object]]] = {
     "piper": {},
 }
 _ASSUMPTIONS: Final = (
-    "simulated: V100 by data sheet (fp32, 75% of the peak in products), NVLink 50 GB/s in a node of four, 12.5 GB/s "
+    "simulated: V100 by data sheet (fp32, 75% of the peak in products), NVLink 50 GB/s in a "
+    "node of four, 12.5 GB/s "
     "between nodes; a sequential pipeline's stage also waits for the one before it"
 )
 
@@ -100,22 +104,36 @@ def cases() -> list[Case]:
         *cases_of("Figure 6", _largest_speedup, [("all/p=32", ())]),
         *cases_of("Table 1", _search_times, every),
         *cases_of("Table 1", _search_time_of_many_devices, large),
-        *cases_of("Figure 7", _by_branches, ((f"candle-uno-{count}/branches", (count,)) for count in (2, 4, 8, 16))),
-        *cases_of("Figure 7", _by_micro_batch, ((f"mmt/p=8/b={size}", (size,)) for size in (1, 2, 4, 8, 16))),
+        *cases_of(
+            "Figure 7",
+            _by_branches,
+            ((f"candle-uno-{count}/branches", (count,)) for count in (2, 4, 8, 16)),
+        ),
+        *cases_of(
+            "Figure 7",
+            _by_micro_batch,
+            ((f"mmt/p=8/b={size}", (size,)) for size in (1, 2, 4, 8, 16)),
+        ),
         *cases_of("Figure 9", _ablation, ((f"{model}/p=32", (model,)) for model in MODELS)),
         *cases_of("Figure 9", _ablation_range, [("all/p=32", ())]),
-        Case("two-branch/p=8", "Figures 8 and 10", partial(_case_study, "two-branch/p=8"), _pictures),
+        Case(
+            "two-branch/p=8", "Figures 8 and 10", partial(_case_study, "two-branch/p=8"), _pictures
+        ),
         *cases_of("A.3", _one_branch, one_branch),
     ]
 
 
 @cache
 def problem_of(model: str, devices: int, batch: int, settings: Settings = PAPER) -> Problem:
-    """Training a model with its loss on Summit, in fp32 with SGD; a strategy chooses the size of micro-batches."""
+    """Training a model with its loss on Summit, in fp32 with SGD; a strategy chooses the size of
+    micro-batches.
+    """
     graph = zoo_graph(model, settings, batch)
     sizes = tuple(size for size in range(1, batch + 1) if batch % size == 0)
     cluster = build_cluster(cluster_preset("summit"), devices, None, None)
-    return Problem(graph, annotate(graph), cluster, batch, 1, Mode.TRAIN, "loss", micro_batch_sizes=sizes)
+    return Problem(
+        graph, annotate(graph), cluster, batch, 1, Mode.TRAIN, "loss", micro_batch_sizes=sizes
+    )
 
 
 # Steps of a placement: as the graph of stages that it is, and as a chain.
@@ -139,30 +157,43 @@ class Step:
     @property
     def decision(self) -> str:
         """The placement in a few words."""
-        stages, groups = self.placement.stages, sorted({len(stage.devices) for stage in self.placement.stages})
+        stages = self.placement.stages
+        groups = sorted({len(stage.devices) for stage in self.placement.stages})
         most = f" to {groups[-1]}" if len(groups) > 1 else ""
         shared = "" if groups == [1] else f" of {groups[0]}{most} devices"
-        return f"{len(stages)} stages{shared}, depth {self.depth}, micro-batches of {self.problem.micro_batch_size}"
+        return (
+            f"{len(stages)} stages{shared}, depth {self.depth}, micro-batches of "
+            f"{self.problem.micro_batch_size}"
+        )
 
 
 def graph_step(problem: Problem, placement: Placement) -> Step:
-    """Stages wait for those that they read from alone. Raises InfeasibleError where memory does not hold it."""
+    """Stages wait for those that they read from alone. Raises InfeasibleError where memory does not
+    hold it.
+    """
     sized = _sized(problem, placement)
     return _step(sized, placement, StageGraph.of(sized, placement), predict(sized, placement))
 
 
 def sequential_step(problem: Problem, placement: Placement) -> Step:
-    """Each stage also waits for the one before it, as in a sequential pipeline: PipeDream's and Piper's.
+    """Each stage also waits for the one before it, as in a sequential pipeline: PipeDream's and
+    Piper's.
 
-    Micro-batches are kept by the place of a stage in the chain. Raises InfeasibleError where memory does not hold it.
+    Micro-batches are kept by the place of a stage in the chain. Raises InfeasibleError where memory
+    does not hold it.
     """
     sized = _sized(problem, placement)
-    graph, predicted = StageGraph.of(sized, placement), predict(sized, placement)
+    graph = StageGraph.of(sized, placement)
+    predicted = predict(sized, placement)
     chain = tuple(itertools.pairwise(range(len(placement.stages))))
     first = [stage.devices[0] for stage in placement.stages]
-    waits = tuple(Message(one, two, first[one], first[two], 0, 0, 0.0, 0.0) for one, two in chain)  # Take no time.
+    waits = tuple(
+        Message(one, two, first[one], first[two], 0, 0, 0.0, 0.0) for one, two in chain
+    )  # Take no time.
     chained = replace(graph, edges=tuple(sorted({*graph.edges, *chain})))
-    return _step(sized, placement, chained, replace(predicted, messages=(*predicted.messages, *waits)))
+    return _step(
+        sized, placement, chained, replace(predicted, messages=(*predicted.messages, *waits))
+    )
 
 
 def _sized(problem: Problem, placement: Placement) -> Problem:
@@ -188,7 +219,12 @@ class SearchResult:
 
 @cache
 def search_result(
-    strategy: str, model: str, devices: int, batch: int, settings: Settings = PAPER, size: int | None = None
+    strategy: str,
+    model: str,
+    devices: int,
+    batch: int,
+    settings: Settings = PAPER,
+    size: int | None = None,
 ) -> SearchResult:
     """A strategy's placement of a model; with `size` on micro-batches of that many samples."""
     problem = problem_of(model, devices, batch, settings)
@@ -206,9 +242,16 @@ def search_result(
 
 @cache
 def step_of(
-    strategy: str, model: str, devices: int, batch: int, settings: Settings = PAPER, size: int | None = None
+    strategy: str,
+    model: str,
+    devices: int,
+    batch: int,
+    settings: Settings = PAPER,
+    size: int | None = None,
 ) -> Step | str:
-    """The step of a placement: GraphPipe's as a graph of stages, others' as a chain; or why there is none."""
+    """The step of a placement: GraphPipe's as a graph of stages, others' as a chain; or why there
+    is none.
+    """
     found = search_result(strategy, model, devices, batch, settings, size)
     if found.placement is None:
         return found.refusal
@@ -226,8 +269,12 @@ def best_pipedream(model: str, devices: int, batch: int, settings: Settings = PA
     return max(steps, key=lambda step: step.throughput) if steps else found[0]
 
 
-def _throughput_row(case: str, strategy: str, step: Step | str, theirs: float | None = None, note: str = "") -> Row:
-    """Samples a second, or why there are none; the note is the step's decision where none is given."""
+def _throughput_row(
+    case: str, strategy: str, step: Step | str, theirs: float | None = None, note: str = ""
+) -> Row:
+    """Samples a second, or why there are none; the note is the step's decision where none is
+    given.
+    """
     ours, told = (None, step) if isinstance(step, str) else (step.throughput, note or step.decision)
     return Row(case, "throughput", theirs, ours, "samples/s", strategy, told)
 
@@ -236,7 +283,9 @@ def _throughput_row(case: str, strategy: str, step: Step | str, theirs: float | 
 
 
 def _in_flight(case: str) -> Iterator[Row]:
-    """Figure 5: samples that the first of three stages keeps, by the micro-batches of the stages."""
+    """Figure 5: samples that the first of three stages keeps, by the micro-batches of the
+    stages.
+    """
     for sizes, theirs in IN_FLIGHT.items():
         ours = stages_in_flight((1, 1, 1), sizes, ((0, 1), (1, 2)))[0]
         variant = "micro-batches of " + ", ".join(map(str, sizes))
@@ -254,19 +303,26 @@ def _throughput(case: str, model: str, devices: int, batch: int) -> Iterator[Row
         yield Row(case, "depth", None, step.depth, "stages", strategy, step.decision)
         if strategy != "graphpipe" and isinstance(ours, Step):
             gain = ours.throughput / step.throughput
-            yield Row(case, "speedup", None, gain, "times", f"graphpipe over {strategy}", _ASSUMPTIONS)
+            yield Row(
+                case, "speedup", None, gain, "times", f"graphpipe over {strategy}", _ASSUMPTIONS
+            )
 
 
 def _largest_speedup(case: str) -> Iterator[Row]:
     """The largest gain over the best of the sequential pipelines."""
     gains = []
     for model in MODELS:
-        ours, *others = (step_of(name, model, DEVICES[-1], BATCH[model][-1]) for name in ("graphpipe", *SEQUENTIAL))
+        ours, *others = (
+            step_of(name, model, DEVICES[-1], BATCH[model][-1])
+            for name in ("graphpipe", *SEQUENTIAL)
+        )
         rivals = [step.throughput for step in others if isinstance(step, Step)]
         if rivals and isinstance(ours, Step):
             gains.append(ours.throughput / max(rivals))
     variant = "graphpipe over the best sequential pipeline"
-    yield Row(case, "speedup", LARGEST_SPEEDUP, max(gains), "times", variant, f"up to; {_ASSUMPTIONS}")
+    yield Row(
+        case, "speedup", LARGEST_SPEEDUP, max(gains), "times", variant, f"up to; {_ASSUMPTIONS}"
+    )
 
 
 _SEARCHED = "measured here, once, all sizes of micro-batches; theirs on an Apple M1 Max"
@@ -282,7 +338,9 @@ def _search_times(case: str, model: str, devices: int, batch: int) -> Iterator[R
 
 def _search_time_of_many_devices(case: str, devices: int) -> Iterator[Row]:
     """MMT on more devices than the paper's, with 16 samples a device as there."""
-    yield _search_row(case, "graphpipe", search_result("graphpipe", "mmt", devices, 16 * devices), None)
+    yield _search_row(
+        case, "graphpipe", search_result("graphpipe", "mmt", devices, 16 * devices), None
+    )
 
 
 def _search_row(case: str, strategy: str, found: SearchResult, theirs: float | None) -> Row:
@@ -292,39 +350,54 @@ def _search_row(case: str, strategy: str, found: SearchResult, theirs: float | N
 
 def _by_branches(case: str, branches: int) -> Iterator[Row]:
     """Figure 7: CANDLE-Uno by its number of branches."""
-    variant, gains = "graphpipe over pipedream", []
+    variant = "graphpipe over pipedream"
+    gains = []
     for devices, batch in list(zip(DEVICES, BATCH["candle-uno"], strict=True))[:3]:
         settings = (*PAPER, ("branches", branches))
         ours = step_of("graphpipe", "candle-uno", devices, batch, settings)
         rival = best_pipedream("candle-uno", devices, batch, settings)
-        gain, note = None, ours if isinstance(ours, str) else str(rival)
+        gain = None
+        note = ours if isinstance(ours, str) else str(rival)
         if isinstance(ours, Step) and isinstance(rival, Step):
-            gain, note = ours.throughput / rival.throughput, f"{ours.decision}; against {rival.decision}"
+            gain = ours.throughput / rival.throughput
+            note = f"{ours.decision}; against {rival.decision}"
             gains.append(gain)
-        yield Row(f"candle-uno-{branches}/p={devices}", "speedup", None, gain, "times", variant, note)
-    theirs, note = BRANCHES_SPEEDUP.get(branches), f"up to, on 4 to 16 devices; {_ASSUMPTIONS}"
+        yield Row(
+            f"candle-uno-{branches}/p={devices}", "speedup", None, gain, "times", variant, note
+        )
+    theirs = BRANCHES_SPEEDUP.get(branches)
+    note = f"up to, on 4 to 16 devices; {_ASSUMPTIONS}"
     yield Row(case, "speedup", theirs, max(gains, default=None), "times", variant, note)
 
 
 def _by_micro_batch(case: str, size: int) -> Iterator[Row]:
     """Figure 7: MMT on 8 devices by the size of micro-batches."""
     for strategy in ("graphpipe", *SEQUENTIAL[:2]):
-        yield _throughput_row(case, strategy, step_of(strategy, "mmt", 8, BATCH["mmt"][1], PAPER, size))
+        yield _throughput_row(
+            case, strategy, step_of(strategy, "mmt", 8, BATCH["mmt"][1], PAPER, size)
+        )
 
 
-_PARALLEL, _FULL = "parallel stages alone", "with micro-batches of its own"
+_PARALLEL = "parallel stages alone"
+_FULL = "with micro-batches of its own"
 
 
 def _ablation(case: str, model: str) -> Iterator[Row]:
-    """Figure 9: what stages beside one another bring, and what larger micro-batches bring on top."""
+    """Figure 9: what stages beside one another bring, and what larger micro-batches bring on
+    top.
+    """
     for variant, gain, note in _gains(model):
         yield Row(case, "speedup", None, gain, "times", variant, note)
 
 
 def _ablation_range(case: str) -> Iterator[Row]:
     for variant, published in {_PARALLEL: PARALLEL_SPEEDUP, _FULL: FULL_SPEEDUP}.items():
-        found = [gain for model in MODELS for name, gain, _ in _gains(model) if name == variant and gain]
-        for theirs, ours, which in zip(published, (min(found), max(found)), ("least", "most"), strict=True):
+        found = [
+            gain for model in MODELS for name, gain, _ in _gains(model) if name == variant and gain
+        ]
+        for theirs, ours, which in zip(
+            published, (min(found), max(found)), ("least", "most"), strict=True
+        ):
             note = f"{which} of {', '.join(MODELS)}"
             yield Row(case, "speedup", theirs, ours, "times", f"{variant}, {which}", note)
 
@@ -341,7 +414,11 @@ def _gains(model: str) -> Iterator[tuple[str, float | None, str]]:
         if isinstance(step, str):
             yield what, None, step
         else:
-            yield what, step.throughput / base.throughput, f"{step.decision}; against {base.decision}"
+            yield (
+                what,
+                step.throughput / base.throughput,
+                f"{step.decision}; against {base.decision}",
+            )
 
 
 def _one_branch(case: str, devices: int) -> Iterator[Row]:
@@ -349,58 +426,106 @@ def _one_branch(case: str, devices: int) -> Iterator[Row]:
     place = DEVICES.index(devices)
     for strategy in ("graphpipe", "pipedream", "piper", "pipedream" + AS_PUBLISHED):
         step = step_of(strategy, "mmt", devices, BATCH["mmt"][place], (("size", "sequential"),))
-        theirs = SEQUENTIAL_THROUGHPUT[strategy][place] if strategy in SEQUENTIAL_THROUGHPUT else None
+        theirs = (
+            SEQUENTIAL_THROUGHPUT[strategy][place] if strategy in SEQUENTIAL_THROUGHPUT else None
+        )
         yield _throughput_row(case, strategy, step, theirs)
 
 
-# Section 7.5: two branches of four blocks on eight devices, a block a device, as a chain and as a graph (Figure 8).
+# Section 7.5: two branches of four blocks on eight devices, a block a device, as a chain and as a
+# graph (Figure 8).
 
-_BATCH, _BLOCKS = 64, 4
+_BATCH = 64
+_BLOCKS = 4
 _SMALL, _LARGE = CASE_STUDY["micro_batch_size"]
-_CHAIN, _GRAPH = "chain, micro-batches of", "graph, micro-batches of"
+_CHAIN = "chain, micro-batches of"
+_GRAPH = "graph, micro-batches of"
 _SLOW_LAUNCH_S = 50e-6
-"""Seconds to launch an operator in a runtime that makes a task of each: about what the paper's figures imply."""
+"""Seconds to launch an operator in a runtime that makes a task of each: about what the paper's
+figures imply.
+"""
 _STUDIED = (
-    f"simulated, one block a device as in the paper; {_BATCH} samples a step, of which the paper does not tell the "
+    f"simulated, one block a device as in the paper; {_BATCH} samples a step, of which the "
+    "paper does not tell the "
     "number; depth counts the last device's wait for the other branch, which it joins"
 )
 
 
 def _case_study(case: str) -> Iterator[Row]:
-    limit = max(max(_studied(*each).timeline.peak_memory) for each in ((_CHAIN, _SMALL), (_GRAPH, _LARGE)))
-    fitting = f"ours: the largest whose step fits into {limit / 2**30:.2f} GiB, what theirs need by our count"
+    limit = max(
+        max(_studied(*each).timeline.peak_memory) for each in ((_CHAIN, _SMALL), (_GRAPH, _LARGE))
+    )
+    fitting = (
+        f"ours: the largest whose step fits into {limit / 2**30:.2f} GiB, what theirs need by our "
+        "count"
+    )
     for number, (name, size) in enumerate(((_CHAIN, _SMALL), (_GRAPH, _LARGE))):
-        step, variant = _studied(name, size), f"{name} {size}"
-        yield Row(case, "depth", CASE_STUDY["depth"][number], step.depth, "stages", variant, _STUDIED)
-        largest = max(each for each in (1, 2, 4, 8, 16) if max(_studied(name, each).timeline.peak_memory) <= limit)
+        step = _studied(name, size)
+        variant = f"{name} {size}"
+        yield Row(
+            case, "depth", CASE_STUDY["depth"][number], step.depth, "stages", variant, _STUDIED
+        )
+        largest = max(
+            each
+            for each in (1, 2, 4, 8, 16)
+            if max(_studied(name, each).timeline.peak_memory) <= limit
+        )
         yield Row(case, "micro_batch_size", size, largest, "samples", variant, fitting)
     for name, size in itertools.product((_CHAIN, _GRAPH), (_SMALL, _LARGE)):
-        step, variant = _studied(name, size), f"{name} {size}"
+        step = _studied(name, size)
+        variant = f"{name} {size}"
         yield Row(case, "throughput", None, step.throughput, "samples/s", variant, _STUDIED)
-        yield Row(case, "peak_memory_bytes", None, max(step.timeline.peak_memory), "bytes", variant, _STUDIED)
+        yield Row(
+            case,
+            "peak_memory_bytes",
+            None,
+            max(step.timeline.peak_memory),
+            "bytes",
+            variant,
+            _STUDIED,
+        )
     for launch_s, words, note in (
         (None, "", _STUDIED),
-        (_SLOW_LAUNCH_S, ", slow launches", f"{_STUDIED}; launching an operator takes 50 us, not 5"),
+        (
+            _SLOW_LAUNCH_S,
+            ", slow launches",
+            f"{_STUDIED}; launching an operator takes 50 us, not 5",
+        ),
     ):
-        steps = (_studied(*each, launch_s) for each in ((_CHAIN, _SMALL), (_GRAPH, _SMALL), (_GRAPH, _LARGE)))
+        steps = (
+            _studied(*each, launch_s)
+            for each in ((_CHAIN, _SMALL), (_GRAPH, _SMALL), (_GRAPH, _LARGE))
+        )
         base, beside, both = (step.throughput for step in steps)
         gains = {"depth": beside / base, "micro_batch_size": both / beside, "both": both / base}
         for what, gain in gains.items():
-            yield Row(case, "speedup", CASE_STUDY_SPEEDUP[what], gain, "times", f"from {what}{words}", note)
+            yield Row(
+                case,
+                "speedup",
+                CASE_STUDY_SPEEDUP[what],
+                gain,
+                "times",
+                f"from {what}{words}",
+                note,
+            )
 
 
 def _pictures() -> Iterator[Picture]:
     for name, size in ((_CHAIN, _SMALL), (_GRAPH, _LARGE)):
         step = _studied(name, size)
         limits = (None,) * len(step.timeline.memory)
-        yield step_picture(f"{name} {size}, depth {step.depth}", step.schedule, step.timeline, limits)
+        yield step_picture(
+            f"{name} {size}, depth {step.depth}", step.schedule, step.timeline, limits
+        )
 
 
 @cache
 def _studied(name: str, size: int, launch_s: float | None = None) -> Step:
     problem = problem_of("two-branch", 2 * _BLOCKS, _BATCH)
     if launch_s is not None:
-        devices = tuple(replace(device, launch_latency_s=launch_s) for device in problem.cluster.devices)
+        devices = tuple(
+            replace(device, launch_latency_s=launch_s) for device in problem.cluster.devices
+        )
         problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
     run = sequential_step if name == _CHAIN else graph_step
     return run(problem, _one_block_a_device(problem.graph, size))
@@ -412,6 +537,10 @@ def _one_block_a_device(graph: Graph, size: int) -> Placement:
     for index, node in enumerate(graph.nodes):
         _, branch, block, *_ = (*node.name.split("/"), "", "")
         inside = branch.startswith("branches.") and block.startswith("blocks.")
-        number = int(branch.partition(".")[2]) * _BLOCKS + int(block.partition(".")[2]) if inside else -1
+        number = (
+            int(branch.partition(".")[2]) * _BLOCKS + int(block.partition(".")[2]) if inside else -1
+        )
         members[number].append(index)
-    return Placement(tuple(Stage(tuple(nodes), (device,), size) for device, nodes in enumerate(members)))
+    return Placement(
+        tuple(Stage(tuple(nodes), (device,), size) for device, nodes in enumerate(members))
+    )

@@ -1,8 +1,8 @@
 """Rates at which this machine draws random numbers, and whether its GPU draws the bits of its CPU.
 
-Blocks of a large matrix: all of it, an eighth of its rows and an eighth of its columns. A line gives normal numbers per
-second of processor time and of elapsed time, each the best of several rounds. Elapsed time is meaningful on an idle
-machine only.
+Blocks of a large matrix: all of it, an eighth of its rows and an eighth of its columns. A line
+gives normal numbers per second of processor time and of elapsed time, each the best of several
+rounds. Elapsed time is meaningful on an idle machine only.
 
     python benchmarks/initialisation.py --threads 1 2
 """
@@ -23,8 +23,12 @@ from autopipe.ir.layout import Box
 
 
 def main() -> None:
-    """Print a line for each block and number of threads, and on a machine with a GPU its rates and the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print a line for each block and number of threads, and on a machine with a GPU its rates and
+    the comparison.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--side", type=int, default=8192, help="of the matrix")
@@ -39,7 +43,14 @@ def main() -> None:
     weight = Parameter(Value("w", DType.FLOAT32, (side, side)), Initializer("normal", 0.02))
     for name, box in blocks.items():
         for threads in arguments.threads:
-            _print_rates(f"{name}, {threads} threads", weight, box, threads, torch.device("cpu"), arguments.rounds)
+            _print_rates(
+                f"{name}, {threads} threads",
+                weight,
+                box,
+                threads,
+                torch.device("cpu"),
+                arguments.rounds,
+            )
         if torch.cuda.is_available():
             _print_rates(f"{name}, GPU", weight, box, 1, torch.device("cuda"), arguments.rounds)
     if torch.cuda.is_available():
@@ -47,7 +58,9 @@ def main() -> None:
             print(f"{name:40} {'equal' if equal else 'DIFFERENT'}")
 
 
-def _print_rates(name: str, weight: Parameter, box: Box, threads: int, device: torch.device, rounds: int) -> None:
+def _print_rates(
+    name: str, weight: Parameter, box: Box, threads: int, device: torch.device, rounds: int
+) -> None:
     cpu = []
     elapsed = []
     for _ in range(rounds):

@@ -2,11 +2,12 @@
 
     python benchmarks/integer_programs.py tepdist division suite --folder /tmp/programs
 
-`tepdist`: programs of the cases of `python -m benchmarks tepdist`. `division`: those of `tepdist_division.py`. `suite`:
-those of the tests that plan with strategy `tepdist` or divide a model. Programs are recorded while the default solver
-solves them; a folder that has programs of a part already is not recorded again. Then each solver solves each program
-again, to a gap of 0. A line per part and pair of solvers counts the programs for which both prove an optimum, or that
-there are no values, and those whose optima differ by more than `--tolerance`.
+`tepdist`: programs of the cases of `python -m benchmarks tepdist`. `division`: those of
+`tepdist_division.py`. `suite`: those of the tests that plan with strategy `tepdist` or divide a
+model. Programs are recorded while the default solver solves them; a folder that has programs of a
+part already is not recorded again. Then each solver solves each program again, to a gap of 0. A
+line per part and pair of solvers counts the programs for which both prove an optimum, or that there
+are no values, and those whose optima differ by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import parse_arguments
 
-from benchmarks.recorded_programs import FOLDER_VARIABLE, Optima, find_optima, program_paths, read_program, recording
+from benchmarks.recorded_programs import (
+    FOLDER_VARIABLE,
+    Optima,
+    find_optima,
+    program_paths,
+    read_program,
+    recording,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
@@ -44,13 +52,19 @@ TESTS = (
 
 
 def record_tepdist(folder: Path, only: Sequence[str] = ()) -> None:
-    """Run the cases of `python -m benchmarks tepdist`, or those whose names begin with one of `only`."""
+    """Run the cases of `python -m benchmarks tepdist`, or those whose names begin with one of
+    `only`.
+    """
     from benchmarks.table import select
     from benchmarks.tepdist import cases
 
     with recording(folder):
         for case in select(cases(), only):
-            print(f"{case.part}, {case.name}: {sum(1 for _ in case.run())} rows", file=sys.stderr, flush=True)
+            print(
+                f"{case.part}, {case.name}: {sum(1 for _ in case.run())} rows",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def record_division(folder: Path) -> None:
@@ -64,10 +78,25 @@ def record_division(folder: Path) -> None:
 
 
 def record_suite(folder: Path) -> None:
-    """Run `TESTS` in a process that records; tests may fail. Raises CalledProcessError if pytest does not run them."""
-    words = ["-m", "pytest", "-q", "-p", "benchmarks.recorded_programs", "-n", "2", "--timeout", "900", *TESTS]
+    """Run `TESTS` in a process that records; tests may fail. Raises CalledProcessError if pytest
+    does not run them.
+    """
+    words = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "benchmarks.recorded_programs",
+        "-n",
+        "2",
+        "--timeout",
+        "900",
+        *TESTS,
+    ]
     environment = os.environ | {FOLDER_VARIABLE: str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, stdout=sys.stderr, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, stdout=sys.stderr, check=False
+    )
     if done.returncode not in (0, 1):
         done.check_returncode()
 
@@ -86,38 +115,59 @@ RECORD: dict[str, Callable[[Path], None]] = {
 
 
 def compare(part: str, folder: Path, solvers: list[str], seconds: float, tolerance: float) -> int:
-    """Print what the solvers prove of the programs in `folder`; return the number of programs whose optima differ."""
+    """Print what the solvers prove of the programs in `folder`; return the number of programs whose
+    optima differ.
+    """
     found: list[Optima] = []
     for path in program_paths(folder):
         model = read_program(path)
         optima = find_optima(model, solvers, seconds)
         found.append(optima)
         proven = ", ".join(f"{name} {value!r}" for name, value in optima.proven.items())
-        print(f"{path.stem}: {model.variables} variables, proven: {proven or 'none'}", file=sys.stderr, flush=True)
+        print(
+            f"{path.stem}: {model.variables} variables, proven: {proven or 'none'}",
+            file=sys.stderr,
+            flush=True,
+        )
     differing = 0
     counts = ", ".join(f"{name} {sum(name in each.proven for each in found)}" for name in solvers)
     print(f"{part}: {len(found)} programs, proven by {counts}", flush=True)
     for one, other in itertools.combinations(solvers, 2):
-        differences = [each for optima in found if (each := optima.difference(one, other)) is not None]
+        differences = [
+            each for optima in found if (each := optima.difference(one, other)) is not None
+        ]
         unequal = sum(each > tolerance for each in differences)
         differing += unequal
         largest = max(differences, default=0.0)
-        print(f"  {one} and {other}: {len(differences)} proven by both, {unequal} differ, at most by {largest:.1e}")
+        print(
+            f"  {one} and {other}: {len(differences)} proven by both, {unequal} differ, at "
+            "most "
+            f"by {largest:.1e}"
+        )
     return differing
 
 
 def main() -> None:
     """Record, compare and print. Raises SystemExit if two solvers prove different optima."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["tepdist", "division", "suite"], metavar="PART")
-    parser.add_argument("--folder", type=Path, help="keep the programs there, and use those that are there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", default=["tepdist", "division", "suite"], metavar="PART"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="keep the programs there, and use those that are there"
+    )
     parser.add_argument("--solvers", nargs="+", default=["auto", "highs", "cbc"], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit per program and solver")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=1e-7,
-        help="largest relative difference of equal optima (default: %(default)s, as CBC writes eight digits)",
+        help=(
+            "largest relative difference of equal optima (default: %(default)s, as CBC writes "
+            "eight digits)"
+        ),
     )
     arguments = parse_arguments(parser, parts=["tiny"], seconds=30.0)
     differing = 0
@@ -127,7 +177,9 @@ def main() -> None:
             if not folder.is_dir():
                 folder.mkdir(parents=True)
                 RECORD[part](folder)
-            differing += compare(part, folder, arguments.solvers, arguments.seconds, arguments.tolerance)
+            differing += compare(
+                part, folder, arguments.solvers, arguments.seconds, arguments.tolerance
+            )
     if differing:
         raise SystemExit(f"{differing} pairs of proven optima differ")
 

@@ -1,7 +1,9 @@
-"""A GPT whose vocabulary outweighs its layers, on four gloo ranks: M-shape under the searched schedule against 1F1B.
+"""A GPT whose vocabulary outweighs its layers, on four gloo ranks: M-shape under the searched
+schedule against 1F1B.
 
-1F1B runs the best chain of stages that `pipedream` finds, one device a stage. The M-shape splits embedding, head and
-loss by vocabulary over all devices. Steps are interleaved; the figure is the ratio of the medians on rank 0.
+1F1B runs the best chain of stages that `pipedream` finds, one device a stage. The M-shape splits
+embedding, head and loss by vocabulary over all devices. Steps are interleaved; the figure is the
+ratio of the medians on rank 0.
 
     python benchmarks/large_vocabulary.py --rounds 15
 """
@@ -29,8 +31,22 @@ def build(arguments: argparse.Namespace, folder: Path) -> list[Contestant]:
     batch = ["--batch-size", arguments.micro_batches, "--micro-batches", arguments.micro_batches]
     shared = ["--gpus", RANKS, "--cluster", "cpu-local", *batch]
     plans = {
-        "1f1b": ["--strategy", "pipedream", "--set", "strategy.replicate=false", "--schedule", "1f1b"],
-        "tessel": ["--strategy", "tessel_shapes", "--set", "strategy.shape=m", "--schedule", "tessel"],
+        "1f1b": [
+            "--strategy",
+            "pipedream",
+            "--set",
+            "strategy.replicate=false",
+            "--schedule",
+            "1f1b",
+        ],
+        "tessel": [
+            "--strategy",
+            "tessel_shapes",
+            "--set",
+            "strategy.shape=m",
+            "--schedule",
+            "tessel",
+        ],
     }
     contestants = []
     for name, words in plans.items():
@@ -42,7 +58,9 @@ def build(arguments: argparse.Namespace, folder: Path) -> list[Contestant]:
 
 def main() -> None:
     """Build both programs, run them in turns, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (
         ("layers", 4), ("hidden", 256), ("heads", 8), ("vocabulary", 64000), ("sequence", 128),
         ("micro-batches", 8), ("rounds", 15),

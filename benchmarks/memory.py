@@ -1,4 +1,5 @@
-"""Peak memory that plans predict against what their ranks allocate: two stages on two ranks, run dry on the CPU.
+"""Peak memory that plans predict against what their ranks allocate: two stages on two ranks, run
+dry on the CPU.
 
 OMP_NUM_THREADS=1 python benchmarks/memory.py
 """
@@ -34,24 +35,50 @@ def rows(folder: Path, models: Sequence[str], schedules: Sequence[str]) -> None:
         sizes = MODELS[name]
         model = folder / f"{name}.onnx"
         autopipe(
-            "zoo", "build", name, "-o", model, *(word for size in (*sizes, "loss=true") for word in ("--set", size))
+            "zoo",
+            "build",
+            name,
+            "-o",
+            model,
+            *(word for size in (*sizes, "loss=true") for word in ("--set", size)),
         )
         for schedule, recompute in RUNS:
             if schedule not in schedules:
                 continue
             plan = folder / f"{name}-{schedule}-{recompute}"
-            settings = ("strategy.replicate=false", "optimizer.name=adamw", f"recompute={recompute}")
-            options = ("--strategy", "pipedream", "--schedule", schedule, *(w for s in settings for w in ("--set", s)))
-            autopipe("plan", model, "--gpus", 2, "--cluster", "cpu-local", *BATCH, *options, "-o", plan)
+            settings = (
+                "strategy.replicate=false",
+                "optimizer.name=adamw",
+                f"recompute={recompute}",
+            )
+            options = (
+                "--strategy",
+                "pipedream",
+                "--schedule",
+                schedule,
+                *(w for s in settings for w in ("--set", s)),
+            )
+            autopipe(
+                "plan", model, "--gpus", 2, "--cluster", "cpu-local", *BATCH, *options, "-o", plan
+            )
             autopipe("codegen", plan)
             _, timeline = open_prediction(plan)
             for rank, predicted in enumerate(timeline.peak_memory):
                 # A process of its own, so that nothing of another rank is counted.
-                command = [sys.executable, __file__, "--program", str(plan / "program"), "--rank", str(rank)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--program",
+                    str(plan / "program"),
+                    "--rank",
+                    str(rank),
+                ]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 found = int(done.stdout.split()[-1])
                 what = f"{name} {schedule}, recompute {recompute}, rank {rank}"
-                print(f"{what}: {predicted:,} predicted, {found:,} allocated, {found / predicted:.3f}")
+                print(
+                    f"{what}: {predicted:,} predicted, {found:,} allocated, {found / predicted:.3f}"
+                )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Exact solvers of min-sum models against one another, on models shaped like a Transformer's and InceptionV3's.
+"""Exact solvers of min-sum models against one another, on models shaped like a Transformer's and
+InceptionV3's.
 
     python benchmarks/min_sum.py --devices 16 32 64 --seeds 0 1
 
-Layers, their axes and what reads what are those of the two networks; a configuration is a degree for each axis. What a
-layer costs is the work on a device and its all-reduces, times a random factor; what an edge costs is the part of the
-reader's tile that its device does not hold. Seconds are the processor's, tables not counted. `limited` is the search
-within a memory limit: the least there is, and `--limit` of what the best choice needs above that.
+Layers, their axes and what reads what are those of the two networks; a configuration is a degree
+for each axis. What a layer costs is the work on a device and its all-reduces, times a random
+factor; what an edge costs is the part of the reader's tile that its device does not hold. Seconds
+are the processor's, tables not counted. `limited` is the search within a memory limit: the least
+there is, and `--limit` of what the best choice needs above that.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from math import prod
 import numpy as np
 from command_line import parse_arguments
 
-from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, TableTooLargeError, eliminate, solve
+from autopipe.passes.solvers.min_sum import (
+    Assignment,
+    Edge,
+    MinSum,
+    TableTooLargeError,
+    eliminate,
+    solve,
+)
 from autopipe.passes.solvers.min_sum.elimination import ORDERINGS
 
 WORDS = 5000.0
@@ -61,7 +70,10 @@ class Network:
         memory = {layer: _tile(layer, layer.result, degrees[layer]) for layer in factors}
         matrices = {
             key: _moved(*key, degrees)
-            for key in {(self.layers[source], self.layers[target], names) for source, target, names in self.reads}
+            for key in {
+                (self.layers[source], self.layers[target], names)
+                for source, target, names in self.reads
+            }
         }
         edges = [
             Edge(source, target, matrices[self.layers[source], self.layers[target], names])
@@ -72,7 +84,9 @@ class Network:
 
 
 def _degrees(layer: Layer, devices: int) -> np.ndarray:
-    """[configurations, axes]: divisors of the extents whose product is at most the number of devices."""
+    """[configurations, axes]: divisors of the extents whose product is at most the number of
+    devices.
+    """
     rows: list[tuple[int, ...]] = [()]
     for _, extent in layer.extents:
         divisors = [d for d in range(1, devices + 1) if extent % d == 0]
@@ -89,7 +103,9 @@ def _tile(layer: Layer, axes: str, degrees: np.ndarray) -> np.ndarray:
 
 
 def _work(layer: Layer, degrees: np.ndarray) -> np.ndarray:
-    """Multiply-adds on a device, and the all-reduces of the result and of the gradients of its weights."""
+    """Multiply-adds on a device, and the all-reduces of the result and of the gradients of its
+    weights.
+    """
     axes = "".join(axis for axis, _ in layer.extents)
     weights = "".join(axis for axis in axes if axis not in "blmxy")
     costs = 3 * _tile(layer, axes, degrees)
@@ -100,12 +116,16 @@ def _work(layer: Layer, degrees: np.ndarray) -> np.ndarray:
     return costs
 
 
-def _moved(source: Layer, target: Layer, names: str, degrees: dict[Layer, np.ndarray]) -> np.ndarray:
+def _moved(
+    source: Layer, target: Layer, names: str, degrees: dict[Layer, np.ndarray]
+) -> np.ndarray:
     """Words of the target's tile that its device does not hold."""
     have = [_tile(source, axis, degrees[source]) for axis in source.result]
     need = [_tile(target, axis, degrees[target]) for axis in names]
     both = prod(np.minimum.outer(one, other) for one, other in zip(have, need, strict=True))
-    used = [np.prod(np.stack([np.round(t.max() / t) for t in tiles]), axis=0) for tiles in (have, need)]
+    used = [
+        np.prod(np.stack([np.round(t.max() / t) for t in tiles]), axis=0) for tiles in (have, need)
+    ]
     both = np.where(used[1] > used[0][:, None], 0, both)
     moved: np.ndarray = 2 * WORDS * np.maximum(0, prod(need) - both)
     return moved
@@ -138,7 +158,8 @@ def transformer(devices: int, seed: int, layers: int = 6) -> MinSum:
     for _ in range(layers):
         at = attention(at, at)
         at = forward(at)
-    memory, at = at, add("blev", "ble")
+    memory = at
+    at = add("blev", "ble")
     for _ in range(layers):
         at = attention(at, at)
         at = attention(at, memory)
@@ -157,7 +178,8 @@ def inception(devices: int, seed: int) -> MinSum:
         at = network.add("bnxy", "bnxy", (at, "bnxy"), b=128, n=n, x=size, y=size)
         return network.add("bnxy", "bnxy", (at, "bnxy"), b=128, n=n, x=size, y=size)
 
-    at, channels = convolution(None, 32, 3, 149), 32
+    at = convolution(None, 32, 3, 149)
+    channels = 32
     for module in range(11):
         size = (35, 17, 8)[min(2, module // 4)]
         width = (64, 192, 320)[min(2, module // 4)]
@@ -168,7 +190,9 @@ def inception(devices: int, seed: int) -> MinSum:
                 end = convolution(end, width, width, size)
             ends.append(end)
         channels = 4 * width
-        at = network.add("bnxy", "bnxy", *((end, "bnxy") for end in ends), b=128, n=channels, x=size, y=size)
+        at = network.add(
+            "bnxy", "bnxy", *((end, "bnxy") for end in ends), b=128, n=channels, x=size, y=size
+        )
     network.add("bcn", "bn", (at, "bcxy"), b=128, c=channels, n=1000)
     return network.model()
 
@@ -180,7 +204,9 @@ def timed(function: Callable[[], Assignment]) -> str:
         answer = function()
     except TableTooLargeError:
         return "too large"
-    return f"{time.process_time() - begin:.3f}" + ("" if answer.proven else f" (gap {answer.gap:.1e})")
+    return f"{time.process_time() - begin:.3f}" + (
+        "" if answer.proven else f" (gap {answer.gap:.1e})"
+    )
 
 
 def row(model: MinSum, share: float) -> list[str]:
@@ -198,19 +224,34 @@ def row(model: MinSum, share: float) -> list[str]:
 
 def main() -> None:
     """Print a line for each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--limit", type=float, default=0.5)
     arguments = parse_arguments(parser, devices=[4])
     columns = "{:<12} {:>7} {:>4} {:>5} {:>5} {:>8}" + " {:>13}" * (len(ORDERINGS) + 2)
-    print(columns.format("model", "devices", "seed", "nodes", "edges", "largest", "solve", *ORDERINGS, "limited"))
+    print(
+        columns.format(
+            "model", "devices", "seed", "nodes", "edges", "largest", "solve", *ORDERINGS, "limited"
+        )
+    )
     for devices in arguments.devices:
         for make in (transformer, inception):
             for seed in arguments.seeds:
                 model = make(devices, seed)
-                sizes = [len(model.costs), len(model.edges), max(len(costs) for costs in model.costs)]
-                print(columns.format(make.__name__, devices, seed, *sizes, *row(model, arguments.limit)), flush=True)
+                sizes = [
+                    len(model.costs),
+                    len(model.edges),
+                    max(len(costs) for costs in model.costs),
+                ]
+                print(
+                    columns.format(
+                        make.__name__, devices, seed, *sizes, *row(model, arguments.limit)
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Cost of generated code: the one-device program of a GPT against the same model written by hand.
 
-Both train in one process with the same optimizer and precision, on random batches of one size; their steps are
-interleaved. The result is the ratio of the median times, the interquartile range of the ratios of each round, and the
-TFLOP/s of both sides. The hand-written model is what a PyTorch user would write: `nn.Linear`,
-`scaled_dot_product_attention`, a tied head, `torch.autocast` for bf16.
+Both train in one process with the same optimizer and precision, on random batches of one size;
+their steps are interleaved. The result is the ratio of the median times, the interquartile range of
+the ratios of each round, and the TFLOP/s of both sides. The hand-written model is what a PyTorch
+user would write: `nn.Linear`, `scaled_dot_product_attention`, a tied head, `torch.autocast` for
+bf16.
 
     python benchmarks/one_device.py --layers 12 --hidden 768 --sequence 256 --rounds 15
     python benchmarks/one_device.py --compile
     python benchmarks/one_device.py --optimizer sgd --scores recompute
-    python benchmarks/one_device.py --device cuda --precision bf16 --layers 24 --hidden 1024 --sequence 1024 --batch 16
+    python benchmarks/one_device.py --device cuda --precision bf16 --layers 24 --hidden 1024
+    --sequence 1024 --batch 16
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ class Block(nn.Module):
         batch, sequence, hidden = x.shape
         normed = self.attention_norm(x)
         shape = (batch, sequence, self.heads, hidden // self.heads)
-        query, key, value = (layer(normed).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        query, key, value = (
+            layer(normed).view(shape).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
         return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
@@ -58,7 +63,9 @@ class Block(nn.Module):
 class HandWrittenGPT(nn.Module):
     """The zoo's `gpt` as one would write it by hand."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> None:
+    def __init__(
+        self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Parameter(torch.randn(sequence, hidden) * 0.02)
@@ -80,7 +87,8 @@ CLUSTERS = {"cpu": "cpu-local", "cuda": "h100-80gb"}
 
 def write_program(arguments: argparse.Namespace, folder: Path) -> Path:
     """Return the folder of the program that autopipe generates for one device."""
-    model, plan = folder / "gpt.onnx", folder / "gpt.plan"
+    model = folder / "gpt.onnx"
+    plan = folder / "gpt.plan"
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     sizes = [f"{name}={getattr(arguments, name)}" for name in names]
     settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
@@ -89,7 +97,18 @@ def write_program(arguments: argparse.Namespace, folder: Path) -> Path:
     choices = ["--optimizer", arguments.optimizer, "--set", f"precision={arguments.precision}"]
     choices += ["--set", f"loss.scores={arguments.scores}"]
     choices += ["--memory-limit", arguments.memory_limit] if arguments.memory_limit else []
-    autopipe("plan", model, "--gpus", 1, "--cluster", CLUSTERS[arguments.device], *batch, *choices, "-o", plan)
+    autopipe(
+        "plan",
+        model,
+        "--gpus",
+        1,
+        "--cluster",
+        CLUSTERS[arguments.device],
+        *batch,
+        *choices,
+        "-o",
+        plan,
+    )
     autopipe("codegen", plan)
     return plan / "program"
 
@@ -101,13 +120,15 @@ def generated_step(arguments: argparse.Namespace, program: Path) -> Callable[[],
     sys.argv += ["--compile"] if arguments.compile else []
     sys.argv += ["--cuda-graphs" if arguments.cuda_graphs else "--no-cuda-graphs"]
     names = runpy.run_path(str(program / "rank_000.py"))
-    rank, step = names["rank"], names["step"]
+    rank = names["rank"]
+    step = names["step"]
     rank.set_up()
     return lambda: rank.run(step)
 
 
 def make_optimizer(settings: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's optimizer with the hyperparameters `settings` of the generated program's manifest.
+    """Return torch's optimizer with the hyperparameters `settings` of the generated program's
+    manifest.
 
     It is fused where the program's is: on CUDA. On a CPU both sides leave that to torch.
     """
@@ -115,19 +136,29 @@ def make_optimizer(settings: Mapping[str, Any], model: nn.Module) -> torch.optim
     common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"], "fused": fused}
     if settings["name"] == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=settings["momentum"], **common)
-    return torch.optim.AdamW(model.parameters(), betas=tuple(settings["betas"]), eps=settings["eps"], **common)
+    return torch.optim.AdamW(
+        model.parameters(), betas=tuple(settings["betas"]), eps=settings["eps"], **common
+    )
 
 
 def make_model(arguments: argparse.Namespace) -> HandWrittenGPT:
     """Return the hand-written model on the device."""
-    sizes = (arguments.layers, arguments.hidden, arguments.heads, arguments.vocabulary, arguments.sequence)
+    sizes = (
+        arguments.layers,
+        arguments.hidden,
+        arguments.heads,
+        arguments.vocabulary,
+        arguments.sequence,
+    )
     return HandWrittenGPT(*sizes).to(arguments.device)
 
 
 def hand_written_step(
     arguments: argparse.Namespace, model: HandWrittenGPT, settings: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Return a function that runs one training step of the model: forward, backward, update, loss read."""
+    """Return a function that runs one training step of the model: forward, backward, update, loss
+    read.
+    """
     device = torch.device(arguments.device)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if arguments.compile else model
     optimizer = make_optimizer(settings, model)
@@ -135,7 +166,9 @@ def hand_written_step(
     narrow = arguments.precision == "bf16"
 
     def step() -> None:
-        tokens, labels = (torch.randint(arguments.vocabulary, shape, device=device) for _ in range(2))
+        tokens, labels = (
+            torch.randint(arguments.vocabulary, shape, device=device) for _ in range(2)
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
             loss = forward(tokens, labels)
         loss.backward()
@@ -149,8 +182,8 @@ def hand_written_step(
 def step_flops(arguments: argparse.Namespace, model: nn.Module) -> int:
     """Return the operations of a training step: 6 per parameter and token, and those of attention.
 
-    Attention is two products of sequence by hidden per token and layer forward, and four backward, without a discount
-    for its causal mask. Nothing that is computed twice is counted twice.
+    Attention is two products of sequence by hidden per token and layer forward, and four backward,
+    without a discount for its causal mask. Nothing that is computed twice is counted twice.
     """
     tokens = arguments.batch * arguments.sequence
     parameters = sum(each.numel() for each in model.parameters())
@@ -161,10 +194,11 @@ def step_flops(arguments: argparse.Namespace, model: nn.Module) -> int:
 def interleaved(
     ours: Callable[[], None], theirs: Callable[[], None], rounds: int, device: str
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round of `ours` and of `theirs`, which run in turns after two rounds of warm-up.
+    """Return the seconds of each round of `ours` and of `theirs`, which run in turns after two
+    rounds of warm-up.
 
-    The clock is read when the device has finished: a step may return while its last kernels run, and their time would
-    count for the step that follows.
+    The clock is read when the device has finished: a step may return while its last kernels run,
+    and their time would count for the step that follows.
     """
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
@@ -180,27 +214,48 @@ def interleaved(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (
         ("layers", 12), ("hidden", 768), ("heads", 12), ("vocabulary", 50257), ("sequence", 256), ("batch", 2),
         ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of both sides")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both sides")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="of both sides"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of both sides"
+    )
     parser.add_argument(
         "--scores",
         choices=SCORES,
         default="auto",
         help="whether the program keeps the loss's scores or recomputes them",
     )
-    parser.add_argument("--compile", action="store_true", help="compile both sides by torch.compile")
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay the generated side as CUDA graphs")
-    parser.add_argument("--program", type=Path, metavar="DIR", help="the generated program, of a model of these sizes")
-    parser.add_argument("--memory-limit", help="memory of the device for which the program is planned, such as 3GiB")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile both sides by torch.compile"
+    )
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="replay the generated side as CUDA graphs"
+    )
+    parser.add_argument(
+        "--program",
+        type=Path,
+        metavar="DIR",
+        help="the generated program, of a model of these sizes",
+    )
+    parser.add_argument(
+        "--memory-limit", help="memory of the device for which the program is planned, such as 3GiB"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of both sides")
-    arguments = parse_arguments(parser, layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=1, rounds=1)
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of both sides"
+    )
+    arguments = parse_arguments(
+        parser, layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=1, rounds=1
+    )
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         program = arguments.program or write_program(arguments, Path(scratch))
@@ -211,7 +266,10 @@ def main() -> None:
         times = interleaved(ours, theirs, arguments.rounds, arguments.device)
     mine, hand = map(statistics.median, times)
     ratios = sorted(own / other for own, other in zip(*times, strict=True))
-    middle = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]  # Interquartile range of the rounds' ratios.
+    middle = (
+        ratios[len(ratios) // 4],
+        ratios[-1 - len(ratios) // 4],
+    )  # Interquartile range of the rounds' ratios.
     tera = step_flops(arguments, model) / 1e12
     figures = {
         "generated_s": mine,

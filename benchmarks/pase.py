@@ -1,7 +1,8 @@
-"""The tables and figures of Elango, "PaSE: Parallelization Strategies for Efficient DNN Training" (IPDPS 2021), IV.
+"""The tables and figures of Elango, "PaSE: Parallelization Strategies for Efficient DNN Training"
+(IPDPS 2021), IV.
 
-The paper states no costs: least costs are those that its public prototype finds with its own cost model, and where that
-does not finish those on which two independent exact solvers agree.
+The paper states no costs: least costs are those that its public prototype finds with its own cost
+model, and where that does not finish those on which two independent exact solvers agree.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ STRATEGIES: Final[dict[str, dict[str, dict[str, int]]]] = {
         "/fc7/Gemm": {"n": 8, "k": 4},
         "/fc8/Gemm": {"n": 4, "k": 8},
     },
-    "inceptionv3": {"/mixed_a.0/one.0/conv/Conv": {}, "/mixed_e.1/one.0/conv/Conv": {}, "/classifier/Gemm": {}},
+    "inceptionv3": {
+        "/mixed_a.0/one.0/conv/Conv": {},
+        "/mixed_e.1/one.0/conv/Conv": {},
+        "/classifier/Gemm": {},
+    },
     "rnnlm": {
         "/embedding/Gather": {"v": 32},
         "/layers.0/LSTM": {"l": 2, "b": 4, "n": 2, "k": 2},
@@ -97,15 +102,21 @@ STRATEGIES: Final[dict[str, dict[str, dict[str, int]]]] = {
         "/projection/MatMul": {},
     },
 }
-"""Table II and section IV-C, 32 GeForce GTX 1080 Ti: parts of a layer's axes where they are known to us.
+"""Table II and section IV-C, 32 GeForce GTX 1080 Ti: parts of a layer's axes where they are known
+to us.
 
-Axes: b samples, c and k inputs, n outputs, l layers, v vocabulary."""
+Axes: b samples, c and k inputs, n outputs, l layers, v vocabulary.
+"""
 
 _ASSUMPTIONS: Final = {
-    "1080ti-pcie": "simulated: GTX 1080 Ti by data sheet (fp32), eight a server, 12 GB/s a device in it over PCIe 3.0, "
-    "6.25 GB/s a device between servers; gradients are exchanged after backward, and nothing else overlaps either",
-    "2080ti-pcie": "simulated: RTX 2080 Ti by data sheet (fp32), eight a server, 6 GB/s a device through the host's "
-    "memory, 6 GB/s between servers; gradients are exchanged after backward, and nothing else overlaps either",
+    "1080ti-pcie": "simulated: GTX 1080 Ti by data sheet (fp32), eight a server, 12 GB/s a device in it over "
+    "PCIe 3.0, "
+    "6.25 GB/s a device between servers; gradients are exchanged after backward, and nothing "
+    "else overlaps either",
+    "2080ti-pcie": "simulated: RTX 2080 Ti by data sheet (fp32), eight a server, 6 GB/s a device through the "
+    "host's "
+    "memory, 6 GB/s between servers; gradients are exchanged after backward, and nothing else "
+    "overlaps either",
 }
 CLUSTERS: Final = tuple(_ASSUMPTIONS)
 """Presets: servers of eight devices on PCIe, InfiniBand between them."""
@@ -125,7 +136,9 @@ def cases() -> list[Case]:
     ]
 
 
-def paper_problem(model: str, devices: int, cluster: str = CLUSTERS[0], micro_batches: int = 1) -> Problem:
+def paper_problem(
+    model: str, devices: int, cluster: str = CLUSTERS[0], micro_batches: int = 1
+) -> Problem:
     """Training a model at the paper's size and batch, with its loss, in fp32 with SGD."""
     batch = BATCH[model]
     graph = zoo_graph(model, (("size", "paper"),), batch // micro_batches)
@@ -137,26 +150,35 @@ def paper_problem(model: str, devices: int, cluster: str = CLUSTERS[0], micro_ba
 
 
 def _search_times(case: str, model: str, devices: int) -> Iterator[Row]:
-    problem, place = paper_problem(model, devices), DEVICES.index(devices)
+    problem = paper_problem(model, devices)
+    place = DEVICES.index(devices)
     find_strategy(tables_of(paper_problem("rnnlm", 2)))  # What loads on first use is not counted.
     start = time.perf_counter()
     tables = tables_of(problem)
     built = time.perf_counter()
     found = find_strategy(tables)
     end = time.perf_counter()
-    note = "measured here, once, from the model's graph to the answer; theirs on a Xeon E5 (Sandy Bridge)"
+    note = (
+        "measured here, once, from the model's graph to the answer; theirs on a Xeon E5 (Sandy "
+        "Bridge)"
+    )
     yield Row(case, "search_time_s", SEARCH_S[model][place], end - start, "s", "pase", note)
-    yield Row(case, "table_time_s", None, built - start, "s", "pase", "of this, building the tables")
+    yield Row(
+        case, "table_time_s", None, built - start, "s", "pase", "of this, building the tables"
+    )
     proof = "proven least" if found.proven else f"at least {found.bound:.6g}"
     note = f"theirs: the least that their prototype's cost model allows; ours: {proof}"
-    yield Row(case, "optimal_cost", LEAST_COST[model][place], int(found.cost), "operations", "pase", note)
+    yield Row(
+        case, "optimal_cost", LEAST_COST[model][place], int(found.cost), "operations", "pase", note
+    )
 
 
 # Methods against each other on the same tables.
 
 _ITERATIONS = 250_000
 """Section IV-A stops FlexFlow after as many."""
-_MOST_PAIRS, _MILP_S = 60_000, 30.0
+_MOST_PAIRS = 60_000
+_MILP_S = 30.0
 
 
 def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
@@ -166,12 +188,26 @@ def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
     start = _samples_first(tables, sample_axes(problem.graph, tables.graph))
     theirs_too = "; theirs with its tables"
     walked = f"; at most {_ITERATIONS} steps from data parallelism; theirs is FlexFlow"
-    methods: dict[str, tuple[Callable[[MinSum], Assignment], Mapping[str, Sequence[float]], str]] = {
+    methods: dict[
+        str, tuple[Callable[[MinSum], Assignment], Mapping[str, Sequence[float]], str]
+    ] = {
         "dual, prune, eliminate": (solve, {}, ""),
-        "eliminate, generate_seq": (partial(eliminate, ordering="generate_seq"), SEARCH_S, theirs_too),
+        "eliminate, generate_seq": (
+            partial(eliminate, ordering="generate_seq"),
+            SEARCH_S,
+            theirs_too,
+        ),
         "eliminate, min_fill": (partial(eliminate, ordering="min_fill"), {}, ""),
-        "eliminate, breadth_first": (partial(eliminate, ordering="breadth_first"), BREADTH_FIRST_S, theirs_too),
-        "mcmc": (partial(walk, start=start, iterations=_ITERATIONS, temperature=0.1), FLEXFLOW_S, walked),
+        "eliminate, breadth_first": (
+            partial(eliminate, ordering="breadth_first"),
+            BREADTH_FIRST_S,
+            theirs_too,
+        ),
+        "mcmc": (
+            partial(walk, start=start, iterations=_ITERATIONS, temperature=0.1),
+            FLEXFLOW_S,
+            walked,
+        ),
     }
     least = solve(costs).cost
     for name, (method, published, note) in methods.items():
@@ -183,10 +219,20 @@ def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
             yield Row(case, "solve_time_s", theirs, None, "s", name, str(error).partition(";")[0])
             continue
         seconds = time.perf_counter() - began
-        yield Row(case, "solve_time_s", theirs, seconds, "s", name, f"measured here, once, tables not counted{note}")
+        yield Row(
+            case,
+            "solve_time_s",
+            theirs,
+            seconds,
+            "s",
+            name,
+            f"measured here, once, tables not counted{note}",
+        )
         if not answer.proven:
             excess = f"of the best strategy's cost{note}"
-            yield Row(case, "cost_over_least", None, float(answer.cost / least), "times", name, excess)
+            yield Row(
+                case, "cost_over_least", None, float(answer.cost / least), "times", name, excess
+            )
     seconds_or_none, note = _milp(costs, least)
     yield Row(case, "solve_time_s", None, seconds_or_none, "s", "milp", note)
 
@@ -207,25 +253,33 @@ def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
         if found[edge.target] is None and found[edge.source] is not None:
             written, read = (tensor.axes for tensor in layers.ends(edge))
             cuts = (
-                axes[0] for before, axes in zip(written, read, strict=True) if found[edge.source] in before and axes
+                axes[0]
+                for before, axes in zip(written, read, strict=True)
+                if found[edge.source] in before and axes
             )
             found[edge.target] = next(cuts, None)
     return tuple(found)
 
 
 def _samples_first(tables: PaperTables, counted: Sequence[int | None]) -> list[int]:
-    """The choice that comes nearest to data parallelism: nothing cut but samples, and those as often as allowed."""
+    """The choice that comes nearest to data parallelism: nothing cut but samples, and those as
+    often as allowed.
+    """
     found = []
     for configurations, axis in zip(tables.configurations, counted, strict=True):
         parts = configurations.prod(axis=1)
         by_samples = parts if axis is None else parts - configurations[:, axis]
-        allowed = [row for row in range(len(parts)) if by_samples[row] == (1 if axis is None else 0)]
+        allowed = [
+            row for row in range(len(parts)) if by_samples[row] == (1 if axis is None else 0)
+        ]
         found.append(max(allowed, key=lambda row: int(parts[row])))
     return found
 
 
 def _milp(costs: MinSum, least: float) -> tuple[float | None, str]:
-    """Seconds of the integer program, None where it is not solved; and what is to be said of them."""
+    """Seconds of the integer program, None where it is not solved; and what is to be said of
+    them.
+    """
     pairs = sum(edge.costs.size for edge in merged(costs).edges)
     if pairs > _MOST_PAIRS:
         return None, f"{pairs} pairs are too many for an integer program"
@@ -235,15 +289,20 @@ def _milp(costs: MinSum, least: float) -> tuple[float | None, str]:
     if not proven:
         return None, f"HiGHS through scipy, not done in {_MILP_S:.0f} s"
     off = abs(found - least) > 1e-6 * least
-    excess = f"; its answer costs {found / least:.6f} times the least, within its tolerances" if off else ""
+    excess = (
+        f"; its answer costs {found / least:.6f} times the least, within its tolerances"
+        if off
+        else ""
+    )
     return seconds, f"HiGHS through scipy, {pairs} pairs{excess}"
 
 
 def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
     """The least cost that HiGHS finds in `time_limit` seconds, and whether it proves it.
 
-    One variable a configuration and one a pair on an edge. Each node chooses one configuration; the pairs of an edge
-    add up, along either side, to what its nodes choose (the local polytope: Schlesinger, 1976).
+    One variable a configuration and one a pair on an edge. Each node chooses one configuration; the
+    pairs of an edge add up, along either side, to what its nodes choose (the local polytope:
+    Schlesinger, 1976).
     """
     simple = merged(model)
     sizes = [len(costs) for costs in simple.costs]
@@ -252,7 +311,9 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
     chosen = builder.add_variables(int(starts[-1]), np.concatenate(simple.costs).astype(float))
     builder.add_rows(np.repeat(np.arange(len(sizes)), sizes), chosen, lower=1, upper=1)
     for edge in simple.edges:
-        both = builder.add_variables(edge.costs.size, edge.costs.ravel().astype(float), integral=False)
+        both = builder.add_variables(
+            edge.costs.size, edge.costs.ravel().astype(float), integral=False
+        )
         places = both.reshape(edge.costs.shape)
         for node, other in ((edge.source, places), (edge.target, places.T)):
             own = np.arange(sizes[node])
@@ -264,7 +325,8 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
     return answer.objective, answer.proven
 
 
-# Table II: the strategies found on 32 GeForce GTX 1080 Ti, in the paper's space and in ours, which runs.
+# Table II: the strategies found on 32 GeForce GTX 1080 Ti, in the paper's space and in ours, which
+# runs.
 
 
 def _strategies(case: str, model: str) -> Iterator[Row]:
@@ -272,7 +334,9 @@ def _strategies(case: str, model: str) -> Iterator[Row]:
     found = find_strategy(tables_of(problem)).splits()
     (stage,) = placed(model, 32, CLUSTERS[0], "pase").stages
     nodes = {node.name: index for index, node in enumerate(problem.graph.nodes)}
-    published = "parts of the axis; theirs where the paper says it in words or its prototype finds it"
+    published = (
+        "parts of the axis; theirs where the paper says it in words or its prototype finds it"
+    )
     own = "parts of the axis of the ONNX node, under our costs on 1080 Ti servers"
     for layer, theirs in STRATEGIES[model].items():
         name = layer.strip("/")
@@ -281,7 +345,9 @@ def _strategies(case: str, model: str) -> Iterator[Row]:
         yield from _parts(case, f"{name}, executable", ours, {}, own)
 
 
-def _parts(case: str, name: str, ours: Mapping[str, int], theirs: Mapping[str, int], note: str) -> Iterator[Row]:
+def _parts(
+    case: str, name: str, ours: Mapping[str, int], theirs: Mapping[str, int], note: str
+) -> Iterator[Row]:
     """A row for each axis that is cut, in the paper or here."""
     for axis in dict.fromkeys((*ours, *theirs)):
         if ours.get(axis, 1) > 1 or axis in theirs:
@@ -295,14 +361,24 @@ def _speedups(case: str, model: str, devices: int) -> Iterator[Row]:
     for cluster in CLUSTERS:
         note = _ASSUMPTIONS[cluster]
         base, base_note = step_of_strategy(model, devices, cluster, "data_parallel")
-        yield Row(case, "step_time_s", None, base, "s", f"data_parallel, {cluster}", base_note or note)
+        yield Row(
+            case, "step_time_s", None, base, "s", f"data_parallel, {cluster}", base_note or note
+        )
         for strategy in ("pase", "expert", "mcmc"):
             step, why = step_of_strategy(model, devices, cluster, strategy)
             figure = base / step if base and step else None
             published = strategy == "pase" and devices == 32 and cluster == CLUSTERS[0]
             theirs = SPEEDUP_AT_32[model] if published else None
             yield Row(case, "step_time_s", None, step, "s", f"{strategy}, {cluster}", why or note)
-            yield Row(case, "speedup", theirs, figure, "times", f"{strategy}, {cluster}", why or base_note or note)
+            yield Row(
+                case,
+                "speedup",
+                theirs,
+                figure,
+                "times",
+                f"{strategy}, {cluster}",
+                why or base_note or note,
+            )
 
 
 def _largest_speedup(case: str) -> Iterator[Row]:
@@ -314,11 +390,15 @@ def _largest_speedup(case: str) -> Iterator[Row]:
                 step, _ = step_of_strategy(model, devices, cluster, "pase")
                 found += [base / step] if base and step else []
         note = f"up to, over four models on 4 to 64 devices; {_ASSUMPTIONS[cluster]}"
-        yield Row(case, "speedup", LARGEST_SPEEDUP[cluster], max(found), "times", f"pase, {cluster}", note)
+        yield Row(
+            case, "speedup", LARGEST_SPEEDUP[cluster], max(found), "times", f"pase, {cluster}", note
+        )
 
 
 @cache
-def placed(model: str, devices: int, cluster: str, strategy: str, micro_batches: int = 1) -> Placement:
+def placed(
+    model: str, devices: int, cluster: str, strategy: str, micro_batches: int = 1
+) -> Placement:
     """The placement of a strategy with its defaults. Raises InfeasibleError where it is refused."""
     problem = paper_problem(model, devices, cluster, micro_batches)
     chosen = strategy_class(strategy)()
@@ -328,7 +408,9 @@ def placed(model: str, devices: int, cluster: str, strategy: str, micro_batches:
 
 
 @cache
-def step_of_strategy(model: str, devices: int, cluster: str, strategy: str) -> tuple[float | None, str]:
+def step_of_strategy(
+    model: str, devices: int, cluster: str, strategy: str
+) -> tuple[float | None, str]:
     """Seconds of a step, None where the strategy is refused; and why, or what else is to be said.
 
     One stage takes as few micro-batches as memory allows, a pipeline the best number of several.
@@ -354,13 +436,17 @@ def step_of_strategy(model: str, devices: int, cluster: str, strategy: str) -> t
 def _simulated(problem: Problem, placement: Placement) -> float:
     """Seconds of a step. Raises InfeasibleError where memory does not hold it."""
     schedule = OneForwardOneBackward().run(problem, placement)
-    step = simulate(schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement))
+    step = simulate(
+        schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)
+    )
     check_memory(problem, placement, step)
     return step.end
 
 
 def _overlapped(case: str, model: str) -> Iterator[Row]:
-    """Figure 6 on 32 devices where backward hides the exchange of gradients: data parallelism gains most."""
+    """Figure 6 on 32 devices where backward hides the exchange of gradients: data parallelism gains
+    most.
+    """
 
     def seconds(problem: Problem, strategy: Strategy) -> float:
         (cost,) = stage_costs(problem, strategy.run(problem))
@@ -371,7 +457,8 @@ def _overlapped(case: str, model: str) -> Iterator[Row]:
         theirs = SPEEDUP_AT_32[model] if cluster == CLUSTERS[0] else None
         figure: float | None = None
         note = (
-            "by the cost model: gradients are exchanged during backward, at most all of it, in both; links and devices "
+            "by the cost model: gradients are exchanged during backward, at most all of it, in "
+            "both; links and devices "
             "as in the other speed-ups"
         )
         try:

@@ -1,11 +1,12 @@
-"""How long PaSE's search takes over splits that can be executed, tables built: from the graph to the answer.
+"""How long PaSE's search takes over splits that can be executed, tables built: from the graph to
+the answer.
 
     OMP_NUM_THREADS=1 python benchmarks/pase_search.py
 
-Medians of five runs in one process, on an idle machine: the paper's four models at its sizes on 64 devices, Llama-70B
-(80 layers) on 64 in micro-batches of one sample, and DenseNet-121 of onnx's light networks on 16. What is asked for:
-0.1 s for AlexNet and RNNLM, 1 s for InceptionV3, 2 s for Transformer, 10 s for Llama. `-m benchmarks pase` has the
-same for the paper's own space.
+Medians of five runs in one process, on an idle machine: the paper's four models at its sizes on 64
+devices, Llama-70B (80 layers) on 64 in micro-batches of one sample, and DenseNet-121 of onnx's
+light networks on 16. What is asked for: 0.1 s for AlexNet and RNNLM, 1 s for InceptionV3, 2 s for
+Transformer, 10 s for Llama. `-m benchmarks pase` has the same for the paper's own space.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ MODELS = (*_PAPER, "llama", "densenet121")
 
 def main() -> None:
     """Search each model, and print what it took and what is proven."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, models=["alexnet"], rounds=1)
-    models, rounds = arguments.models, arguments.rounds
+    models = arguments.models
+    rounds = arguments.rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, batch in _PAPER.items():
@@ -54,8 +58,17 @@ def _built(model: str, size: str, folder: Path) -> Path:
     return path
 
 
-def _search(model: Path, batch: int, devices: int, preset: str, rounds: int, micro_batches: int | None = None) -> None:
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": preset}))
+def _search(
+    model: Path,
+    batch: int,
+    devices: int,
+    preset: str,
+    rounds: int,
+    micro_batches: int | None = None,
+) -> None:
+    cluster = resolve_cluster(
+        load_configuration(words={"--gpus": str(devices), "--cluster": preset})
+    )
     took = []
     found: Placement | None = None
     for _ in range(rounds):

@@ -1,7 +1,9 @@
-"""What the generated pipeline costs: ranks under 1F1B against `torch.distributed.pipelining` on the same stages.
+"""What the generated pipeline costs: ranks under 1F1B against `torch.distributed.pipelining` on the
+same stages.
 
-Both run in the same processes over gloo, with the same stage functions (those that autopipe generated), the same
-weights, optimizer and micro-batches; steps are interleaved, and the figure is the ratio of the medians on rank 0.
+Both run in the same processes over gloo, with the same stage functions (those that autopipe
+generated), the same weights, optimizer and micro-batches; steps are interleaved, and the figure is
+the ratio of the medians on rank 0.
 
     python benchmarks/pipeline_step.py --layers 8 --hidden 256 --rounds 15
 """
@@ -33,8 +35,11 @@ class GeneratedStage(nn.Module):
 
     def __init__(self, module: ModuleType, p: Any) -> None:
         super().__init__()
-        self._module, self._p = module, p
-        self.weights = nn.ParameterList(nn.Parameter(getattr(p, name).detach().clone()) for name in module.PARAMETERS)
+        self._module = module
+        self._p = p
+        self.weights = nn.ParameterList(
+            nn.Parameter(getattr(p, name).detach().clone()) for name in module.PARAMETERS
+        )
         self._held = type(p)(**vars(p))
         for name, weight in zip(module.PARAMETERS, self.weights, strict=True):
             setattr(self._held, name, weight)
@@ -42,7 +47,9 @@ class GeneratedStage(nn.Module):
     def forward(self, *arguments: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         extra = () if labels is None else (labels,)
         # The peer sends only contiguous tensors; ours makes them so when it sends.
-        results = tuple(each.contiguous() for each in self._module.forward(self._held, *arguments, *extra))
+        results = tuple(
+            each.contiguous() for each in self._module.forward(self._held, *arguments, *extra)
+        )
         if labels is not None:
             return results[0].reshape(1)  # The peer joins the micro-batches' outputs along axis 0.
         return results[0] if len(results) == 1 else results
@@ -64,7 +71,9 @@ def peer_step(rank: Any, module: ModuleType, p: Any, micro_batches: int) -> Call
     )  # fmt: skip
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=lambda output, target: output.sum())
     optimizer = torch.optim.SGD(stage_module.parameters(), lr=0.01)
-    batch = inputs[-1].detach().repeat_interleave(micro_batches, dim=0) if number == 0 or last else None
+    batch = (
+        inputs[-1].detach().repeat_interleave(micro_batches, dim=0) if number == 0 or last else None
+    )
 
     def step() -> None:
         losses: list[torch.Tensor] = []
@@ -95,7 +104,8 @@ def worker(program: Path, rounds: int) -> None:
     sys.path.insert(0, str(program))
     sys.argv = [f"rank_{number:03d}.py", "--device", "cpu"]
     names = runpy.run_path(str(program / f"rank_{number:03d}.py"))
-    rank, step = names["rank"], names["step"]
+    rank = names["rank"]
+    step = names["step"]
     rank.set_up()
     module = names[f"stage_{number:02d}"]
     peer = peer_step(rank, module, rank.stages[number].p, rank.manifest.micro_batches)
@@ -111,22 +121,44 @@ def worker(program: Path, rounds: int) -> None:
                 times[place].append(time.perf_counter() - start)
     if number == 0:
         ours, theirs = (statistics.median(each) for each in times)
-        print(json.dumps({"generated_s": ours, "torch_pipelining_s": theirs, "ratio": ours / theirs}), flush=True)
+        print(
+            json.dumps({"generated_s": ours, "torch_pipelining_s": theirs, "ratio": ours / theirs}),
+            flush=True,
+        )
     rank.transport.stop()
 
 
 def build(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The generated program: a Llama (its head is not tied, so that the peer runs it) in a stage a rank under 1F1B."""
-    model, plan = folder / "llama.onnx", folder / "llama.plan"
+    """The generated program: a Llama (its head is not tied, so that the peer runs it) in a stage a
+    rank under 1F1B.
+    """
+    model = folder / "llama.onnx"
+    plan = folder / "llama.plan"
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     sizes = [f"{name}={getattr(arguments, name)}" for name in names]
     settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
     autopipe("zoo", "build", "llama", "-o", model, *settings)
     size = arguments.micro_batches * arguments.micro_batch_size
     batch = ["--batch-size", size, "--micro-batches", arguments.micro_batches]
-    one_device_a_stage = ("--strategy", "pipedream", "--set", "strategy.replicate=false", "--schedule", "1f1b")
+    one_device_a_stage = (
+        "--strategy",
+        "pipedream",
+        "--set",
+        "strategy.replicate=false",
+        "--schedule",
+        "1f1b",
+    )
     autopipe(
-        "plan", model, "--gpus", arguments.ranks, "--cluster", "cpu-local", *one_device_a_stage, *batch, "-o", plan
+        "plan",
+        model,
+        "--gpus",
+        arguments.ranks,
+        "--cluster",
+        "cpu-local",
+        *one_device_a_stage,
+        *batch,
+        "-o",
+        plan,
     )
     autopipe("codegen", plan)
     return plan / "program"
@@ -134,7 +166,9 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
 
 def main() -> None:
     """Build the program, start its ranks of this file, let rank 0 print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (
         ("layers", 8), ("hidden", 256), ("heads", 8), ("vocabulary", 2000), ("sequence", 128),
         ("micro-batches", 8), ("micro-batch-size", 2), ("ranks", 4), ("rounds", 15),

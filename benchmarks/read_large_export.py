@@ -1,7 +1,8 @@
-"""What reading costs: Llama-70B as torch exports it from meta tensors, every weight a dangling name.
+"""What reading costs: Llama-70B as torch exports it from meta tensors, every weight a dangling
+name.
 
-The export holds about 15,000 nodes. Printed are the wall-clock seconds of reading and cleaning it (`read_model`), the
-median of several runs in one process, and the process's peak memory.
+The export holds about 15,000 nodes. Printed are the wall-clock seconds of reading and cleaning it
+(`read_model`), the median of several runs in one process, and the process's peak memory.
 
     python benchmarks/read_large_export.py --rounds 5
 """
@@ -65,7 +66,9 @@ def read(path: Path, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Export in one process, read in another, so that the memory is the reader's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--export", type=Path, help=argparse.SUPPRESS)
@@ -78,7 +81,14 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "llama.onnx"
-            this = [sys.executable, __file__, "--layers", str(arguments.layers), "--rounds", str(arguments.rounds)]
+            this = [
+                sys.executable,
+                __file__,
+                "--layers",
+                str(arguments.layers),
+                "--rounds",
+                str(arguments.rounds),
+            ]
             subprocess.run([*this, "--export", path], check=True, stdout=subprocess.DEVNULL)
             subprocess.run([*this, "--read", path], check=True)
 

@@ -1,7 +1,8 @@
-"""Integer programs that planning builds, recorded while it runs, and their optima by several solvers.
+"""Integer programs that planning builds, recorded while it runs, and their optima by several
+solvers.
 
-As a plugin of pytest (`-p benchmarks.recorded_programs`), this module records the programs of a test run into the
-folder that the environment variable `AUTOPIPE_RECORD_PROGRAMS` names.
+As a plugin of pytest (`-p benchmarks.recorded_programs`), this module records the programs of a
+test run into the folder that the environment variable `AUTOPIPE_RECORD_PROGRAMS` names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _plugin = ExitStack()
 
 @contextmanager
 def recording(folder: Path) -> Iterator[None]:
-    """Write every integer program that the default solver is given to `folder`, equal programs once.
+    """Write every integer program that the default solver is given to `folder`, equal programs
+    once.
 
     The solver still solves each program: only its call is observed.
     """
@@ -45,7 +47,9 @@ def recording(folder: Path) -> Iterator[None]:
 
 def write_program(model: milp.Model, folder: Path) -> None:
     """Write the program to `folder`, under a name that its content decides."""
-    arrays = {each.name: getattr(model, each.name) for each in fields(model) if each.name != _MATRIX}
+    arrays = {
+        each.name: getattr(model, each.name) for each in fields(model) if each.name != _MATRIX
+    }
     arrays |= {name: getattr(model.matrix, name) for name in ("indptr", "indices", "data")}
     digest = hashlib.sha256()
     for name in sorted(arrays):
@@ -64,7 +68,9 @@ def read_program(path: Path) -> milp.Model:
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     shape = len(arrays["row_lower"]), len(arrays["cost"])
-    matrix = csr_array((arrays.pop("data"), arrays.pop("indices"), arrays.pop("indptr")), shape=shape)
+    matrix = csr_array(
+        (arrays.pop("data"), arrays.pop("indices"), arrays.pop("indptr")), shape=shape
+    )
     return milp.Model(**arrays, matrix=matrix)
 
 
@@ -82,18 +88,26 @@ class Optima:
 
     @property
     def proven(self) -> dict[str, float]:
-        """The optimum of each solver that proves one; infinite if it proves that there are no values."""
+        """The optimum of each solver that proves one; infinite if it proves that there are no
+        values.
+        """
         decided = (milp.Status.OPTIMAL, milp.Status.INFEASIBLE)
-        return {name: result.objective for name, result in self.results.items() if result.status in decided}
+        return {
+            name: result.objective
+            for name, result in self.results.items()
+            if result.status in decided
+        }
 
     def difference(self, one: str, other: str) -> float | None:
-        """Return the difference of two solvers' optima over the larger of them, or None unless both prove theirs.
+        """Return the difference of two solvers' optima over the larger of them, or None unless both
+        prove theirs.
 
         It is infinite if only one of them proves that there are no values.
         """
         if one not in self.proven or other not in self.proven:
             return None
-        first, second = self.proven[one], self.proven[other]
+        first = self.proven[one]
+        second = self.proven[other]
         if first == second:
             return 0.0
         if np.isinf(first) or np.isinf(second):

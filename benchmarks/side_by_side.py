@@ -1,7 +1,7 @@
 """Steps of several generated programs, timed in turns in the same processes.
 
-Machines are noisy: what is compared runs interleaved, and ratios of medians on rank 0 are the figures. Other
-benchmarks build the programs and call `compare`.
+Machines are noisy: what is compared runs interleaved, and ratios of medians on rank 0 are the
+figures. Other benchmarks build the programs and call `compare`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,20 @@ class Contestant:
 def compare(contestants: Sequence[Contestant], ranks: int, rounds: int) -> dict[str, float]:
     """Median seconds of a step by contestant."""
     words = [json.dumps([each.name, str(each.program), *each.options]) for each in contestants]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*start, __file__, "--rounds", str(rounds), *words], check=True, stdout=subprocess.PIPE, env=environment
+        [*start, __file__, "--rounds", str(rounds), *words],
+        check=True,
+        stdout=subprocess.PIPE,
+        env=environment,
     )
     found: dict[str, float] = json.loads(done.stdout.decode().strip().splitlines()[-1])
     return found
@@ -53,7 +63,8 @@ def _load(program: Path, options: Sequence[str], number: int) -> Callable[[], No
     sys.argv = [f"rank_{number:03d}.py", "--device", "cpu", *options]
     names = runpy.run_path(str(program / f"rank_{number:03d}.py"))
     sys.path.remove(str(program))
-    rank, step = names["rank"], names["step"]
+    rank = names["rank"]
+    step = names["step"]
     rank.set_up()
     return lambda: rank.run(step)
 
@@ -74,7 +85,9 @@ def _worker(contestants: Sequence[Sequence[str]], rounds: int) -> None:
             if turn >= _WARM_UP:
                 times[name].append(time.perf_counter() - start)
     if number == 0:
-        print(json.dumps({name: statistics.median(each) for name, each in times.items()}), flush=True)
+        print(
+            json.dumps({name: statistics.median(each) for name, each in times.items()}), flush=True
+        )
     dist.barrier()
     os._exit(0)
 

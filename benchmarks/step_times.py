@@ -1,13 +1,17 @@
-"""Predicted against measured step time, with costs measured on this machine: the zoo's models on one and two ranks.
+"""Predicted against measured step time, with costs measured on this machine: the zoo's models on
+one and two ranks.
 
-Each model is profiled, planned with what that gave, and run right afterwards, and that in several rounds over all
-models: the round in the middle counts, since a machine may be faster or slower while the program runs than while it was
-profiled. A round takes about 20 minutes on two quiet cores, and rounds may be run at different hours: their rows are
-lines of a log, and the page is of all that it has.
+Each model is profiled, planned with what that gave, and run right afterwards, and that in several
+rounds over all models: the round in the middle counts, since a machine may be faster or slower
+while the program runs than while it was profiled. A round takes about 20 minutes on two quiet
+cores, and rounds may be run at different hours: their rows are lines of a log, and the page is of
+all that it has.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_times.py --log /tmp/step-times.jsonl --write /tmp/step-times.md
+    OMP_NUM_THREADS=1 python benchmarks/step_times.py --log /tmp/step-times.jsonl --write
+    /tmp/step-times.md
     OMP_NUM_THREADS=1 python benchmarks/step_times.py --log /tmp/rows.jsonl --only gpt --only dlrm
-    python benchmarks/step_times.py --log /tmp/step-times.jsonl --rounds 0 --write /tmp/step-times.md
+    python benchmarks/step_times.py --log /tmp/step-times.jsonl --rounds 0 --write
+    /tmp/step-times.md
 """
 
 from __future__ import annotations
@@ -81,7 +85,9 @@ class Row:
 
     @property
     def measured_s(self) -> float:
-        """Of the launch in the middle: the same program is faster in one process than in another."""
+        """Of the launch in the middle: the same program is faster in one process than in
+        another.
+        """
         return statistics.median(self.launches_s)
 
     @property
@@ -93,14 +99,24 @@ class Row:
     def parse(cls, line: str) -> Row:
         """That of a line of the log."""
         found = json.loads(line)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in found.items()
+            }
+        )
 
     def line(self, others: str) -> str:
         """A row of the table; `others` says how far predictions were off in all rounds."""
         known, judged = self.nodes
-        times = f"{self.predicted_s * 1e3:.1f} ms | {self.measured_s * 1e3:.1f} ms | {self.off:+.1%} | {others}"
+        times = (
+            f"{self.predicted_s * 1e3:.1f} ms | {self.measured_s * 1e3:.1f} ms | {self.off:+.1%} | "
+            f"{others}"
+        )
         launches = f"{1e3 * min(self.launches_s):.1f} to {1e3 * max(self.launches_s):.1f} ms"
-        return f"| {self.model} | {self.layout} | {times} | {launches} | {known} of {known + judged} |"
+        return (
+            f"| {self.model} | {self.layout} | {times} | {launches} | {known} of {known + judged} |"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +127,9 @@ class Rounds:
 
     @property
     def middle(self) -> Row:
-        """The round whose prediction is off by the median; of an even number, by the lower of the two."""
+        """The round whose prediction is off by the median; of an even number, by the lower of the
+        two.
+        """
         return sorted(self.rows, key=lambda row: row.off)[(len(self.rows) - 1) // 2]
 
     def line(self) -> str:
@@ -125,12 +143,29 @@ def rows_of(model: Path, ranks: int, arguments: argparse.Namespace, folder: Path
     name = model.stem
     folder.mkdir(exist_ok=True)
     costs = folder / f"{name}.costs"
-    batch = ("--batch-size", arguments.size * arguments.micro_batches, "--micro-batches", arguments.micro_batches)
-    sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "", "--device", "cpu", "--seconds", arguments.seconds)
+    batch = (
+        "--batch-size",
+        arguments.size * arguments.micro_batches,
+        "--micro-batches",
+        arguments.micro_batches,
+    )
+    sizes = (
+        "--micro-batch-sizes",
+        arguments.size,
+        "--degrees",
+        "",
+        "--device",
+        "cpu",
+        "--seconds",
+        arguments.seconds,
+    )
     others = ("--ranks", ranks) if ranks > 1 else ()
     _run("profile", model, *sizes, *others, "-o", costs)
     cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
-    plans = {layout: folder / f"{name}.{ranks}.{number}.plan" for number, layout in enumerate(LAYOUTS[ranks])}
+    plans = {
+        layout: folder / f"{name}.{ranks}.{number}.plan"
+        for number, layout in enumerate(LAYOUTS[ranks])
+    }
     summaries: dict[str, dict[str, Any]] = {}
     for layout, plan in plans.items():
         options = LAYOUTS[ranks][layout]
@@ -140,9 +175,20 @@ def rows_of(model: Path, ranks: int, arguments: argparse.Namespace, folder: Path
     for _ in range(arguments.launches):
         for layout, plan in plans.items():
             launches[layout].append(_step_seconds(plan / "program", arguments.steps))
-    where = json.loads(costs.read_text())["devices"][0]["device"], os.cpu_count() or 1, f"{_now():%Y-%m-%d %H:%M}"
+    where = (
+        json.loads(costs.read_text())["devices"][0]["device"],
+        os.cpu_count() or 1,
+        f"{_now():%Y-%m-%d %H:%M}",
+    )
     return [
-        Row(name, layout, summary["step_time_s"], tuple(launches[layout]), tuple(summary["costs"].values()), *where)
+        Row(
+            name,
+            layout,
+            summary["step_time_s"],
+            tuple(launches[layout]),
+            tuple(summary["costs"].values()),
+            *where,
+        )
         for layout, summary in summaries.items()
     ]
 
@@ -152,7 +198,9 @@ def _now() -> datetime.datetime:
 
 
 def _step_seconds(program: Path, steps: int) -> float:
-    """The median step of a launch. One step's samples are drawn before: that is no part of a step."""
+    """The median step of a launch. One step's samples are drawn before: that is no part of a
+    step.
+    """
     data = program / "samples.npz"
     if not data.exists():
         save_samples(read_manifest(program), data)
@@ -183,7 +231,9 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         seconds=arguments.seconds,
         launches=arguments.launches,
         steps=arguments.steps,
-        layouts="\n".join(_layout_line(layout, found) for layouts in LAYOUTS.values() for layout in layouts),
+        layouts="\n".join(
+            _layout_line(layout, found) for layouts in LAYOUTS.values() for layout in layouts
+        ),
         rounds=len(found[0].rows),
         rows="\n".join(each.line() for each in found),
     )
@@ -198,14 +248,29 @@ def _layout_line(layout: str, found: Sequence[Rounds]) -> str:
 
 def main() -> None:
     """Measure and print, model by model; write the page where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="a JSON object a line")
-    parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the page of all that the log has")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--log", type=Path, required=True, metavar="FILE", help="a JSON object a line"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="the page of all that the log has"
+    )
     for name, default in (("size", 4), ("micro-batches", 4), ("steps", 16), ("launches", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks")
-    parser.add_argument("--rounds", type=int, default=5, help="to be run now over all models; 0: write the page alone")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="to be run now over all models; 0: write the page alone",
+    )
     arguments = parse_arguments(
         parser, only=["dlrm"], micro_batches=2, size=1, steps=1, launches=1, rounds=1, seconds=0.1
     )
@@ -221,7 +286,17 @@ def _measure(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch, arguments.log.open("a") as log:
         folder = Path(scratch)
         for name in names:
-            _run("zoo", "build", name, "-o", folder / f"{name}.onnx", "--set", "loss=true", "--set", "weights=random")
+            _run(
+                "zoo",
+                "build",
+                name,
+                "-o",
+                folder / f"{name}.onnx",
+                "--set",
+                "loss=true",
+                "--set",
+                "weights=random",
+            )
         for turn, name, ranks in itertools.product(range(arguments.rounds), names, LAYOUTS):
             for row in rows_of(folder / f"{name}.onnx", ranks, arguments, folder / f"{turn}"):
                 print(json.dumps(asdict(row)), file=log, flush=True)

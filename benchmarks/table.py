@@ -28,7 +28,9 @@ Settings = tuple[tuple[str, int | str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `theirs` is what the paper states, None where it states no number; `ours` is made in this run."""
+    """One figure. `theirs` is what the paper states, None where it states no number; `ours` is made
+    in this run.
+    """
 
     case: str
     metric: str
@@ -55,7 +57,9 @@ class Case:
     """Drawn below the table."""
 
 
-def cases_of(part: str, rows: Callable[..., Iterable[Row]], each: Iterable[tuple[str, Sequence[object]]]) -> list[Case]:
+def cases_of(
+    part: str, rows: Callable[..., Iterable[Row]], each: Iterable[tuple[str, Sequence[object]]]
+) -> list[Case]:
     """A case for each name, whose rows are `rows(name, *arguments)`."""
     return [Case(name, part, partial(rows, name, *arguments)) for name, arguments in each]
 
@@ -67,7 +71,9 @@ def zoo_graph(model: str, settings: Settings, samples: int) -> Graph:
     The loss's scores are whole, as in the papers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        zoo.build(zoo.configure(model, {**dict(settings), "loss": True, "weights": "none"})).save(path)
+        zoo.build(zoo.configure(model, {**dict(settings), "loss": True, "weights": "none"})).save(
+            path
+        )
         return read_model(path, batch=samples, scores="keep").graph
 
 
@@ -80,7 +86,11 @@ def run_cases(name: str, cases: Sequence[Case], only: Sequence[str], output: Out
             bar.advance(0, note=f"{case.part}, {case.name}")
             rows.extend(case.run())
             bar.advance()
-    drawn = [] if output.as_json else [_drawn(picture, output) for case in chosen for picture in case.pictures()]
+    drawn = (
+        []
+        if output.as_json
+        else [_drawn(picture, output) for case in chosen for picture in case.pictures()]
+    )
     output.result({"rows": rows}, *_shown(rows), *itertools.chain.from_iterable(drawn))
 
 
@@ -109,7 +119,9 @@ def _shown(rows: Sequence[Row]) -> list[Table | str]:
     table.add_column("note", justify="right", no_wrap=True)
     for row in rows:
         mark = str(notes.index(row.note) + 1) if row.note else ""
-        table.add_row(row.case, row.variant, row.metric, _text(row.theirs), _text(row.ours), row.unit, mark)
+        table.add_row(
+            row.case, row.variant, row.metric, _text(row.theirs), _text(row.ours), row.unit, mark
+        )
     return [table, "", *(f"{number}  {note}" for number, note in enumerate(notes, start=1))]
 
 

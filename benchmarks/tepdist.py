@@ -1,7 +1,8 @@
 """The experiments of Alibaba PAI, "TePDist" (2023), "Performance Experiment", in the simulator.
 
-Its tables of sizes and its charts are pictures: of them only what the text says in numbers is here as theirs. Sizes
-that grow with the devices are those of Alpa (OSDI 2022), against which the paper measures.
+Its tables of sizes and its charts are pictures: of them only what the text says in numbers is here
+as theirs. Sizes that grow with the devices are those of Alpa (OSDI 2022), against which the paper
+measures.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PICTURE: Final = "theirs published as a picture only"
 SIZES: Final = ("1.3b", "2.7b", "6.7b", "13b", "39b", "175b")
 """Of the GPT-3 that is searched by levels."""
 _MACHINE = (
-    "V100-32GB by data sheet (fp32, 75% of the peak in products, 60% in convolutions), eight a server, 50 GB/s in it, "
+    "V100-32GB by data sheet (fp32, 75% of the peak in products, 60% in convolutions), eight a "
+    "server, 50 GB/s in it, "
     "12.5 GB/s between"
 )
 _ADAM = Optimizer("adamw")
@@ -59,7 +61,9 @@ def cases() -> list[Case]:
     )
     return [
         *cases_of("model extension", _share_of_peak, extended),
-        *cases_of("model extension", _best_share, ((f"{each.model}/all", (each,)) for each in _EXTENDED)),
+        *cases_of(
+            "model extension", _best_share, ((f"{each.model}/all", (each,)) for each in _EXTENDED)
+        ),
         *cases_of("general", _share_of_linear, general),
         *cases_of("optimisation levels", _levels, ((f"gpt-{size}/p=8", (size,)) for size in SIZES)),
     ]
@@ -67,7 +71,9 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training of a model of the zoo, with its loss, in fp32 on V100s: servers of eight on NVLink, 100 Gb/s between."""
+    """Training of a model of the zoo, with its loss, in fp32 on V100s: servers of eight on NVLink,
+    100 Gb/s between.
+    """
 
     model: str
     settings: Settings
@@ -78,11 +84,15 @@ class Training:
     memory_limit: int | None = None
     """Bytes a device; its own memory where there is none."""
     largest: int | None = None
-    """Samples of the largest micro-batch that a strategy may choose; those of a step where there is no limit."""
+    """Samples of the largest micro-batch that a strategy may choose; those of a step where there is
+    no limit.
+    """
 
     @property
     def free(self) -> Problem:
-        """The problem where a strategy chooses micro-batches, and stages recompute if memory asks for it."""
+        """The problem where a strategy chooses micro-batches, and stages recompute if memory asks
+        for it.
+        """
         largest = self.largest or self.batch
         sizes = tuple(size for size in range(1, largest + 1) if largest % size == 0)
         return self._problem(largest, "auto", sizes)
@@ -110,7 +120,9 @@ class Training:
 
 def step_flops(problem: Problem) -> float:
     """Operations of a step's forwards and backwards; what recomputation repeats is not counted."""
-    return problem.micro_batches * sum(work.forward_flops + work.backward_flops for work in problem.work)
+    return problem.micro_batches * sum(
+        work.forward_flops + work.backward_flops for work in problem.work
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +149,14 @@ class SimulatedPlan:
         stages = self.placement.stages
         again = sum(stage.recompute for stage in stages)
         words = [
-            f"{_counted(len(stages), 'stage')} of {_counted(max(len(stage.devices) for stage in stages), 'device')}",
-            f"{_counted(self.problem.micro_batches, 'micro-batch', 'es')} of {self.problem.micro_batch_size}",
+            (
+                f"{_counted(len(stages), 'stage')} of "
+                f"{_counted(max(len(stage.devices) for stage in stages), 'device')}"
+            ),
+            (
+                f"{_counted(self.problem.micro_batches, 'micro-batch', 'es')} of "
+                f"{self.problem.micro_batch_size}"
+            ),
         ]
         return ", ".join([*words, f"{again} with recomputation"] if again else words)
 
@@ -151,7 +169,9 @@ def simulated_plan(training: Training) -> SimulatedPlan | str:
         placement = TePDist().run(problem)
         own = resized(problem, placement.stages[0].micro_batch_size)
         schedule = OneForwardOneBackward().run(own, placement)
-        timeline = simulate(schedule, StageGraph.of(own, placement).stage_devices, predict(own, placement))
+        timeline = simulate(
+            schedule, StageGraph.of(own, placement).stage_devices, predict(own, placement)
+        )
         check_memory(own, placement, timeline)
     except InfeasibleError as error:
         return error.message
@@ -163,9 +183,13 @@ def _counted(count: int, word: str, plural: str = "s") -> str:
 
 
 def class_parts(problem: Problem, placement: Placement) -> int:
-    """Parts into which the classes are split in the layer that gives the logits: the last that reads parameters."""
+    """Parts into which the classes are split in the layer that gives the logits: the last that
+    reads parameters.
+    """
     graph = problem.graph
-    last = max(number for number, node in enumerate(graph.nodes) if any(map(graph.parameter, node.inputs)))
+    last = max(
+        number for number, node in enumerate(graph.nodes) if any(map(graph.parameter, node.inputs))
+    )
     dimensions = uses_of(graph)[last].space.results[0]
     assert dimensions is not None, "it gives the logits"
     splits = next(stage.splits_of(last) for stage in placement.stages if last in stage.nodes)
@@ -192,39 +216,59 @@ class Experiment:
         """The training on a number of devices."""
         settings: Settings = (("size", self.sizes[devices]), *self.settings)
         largest = self.most_a_device and self.most_a_device * devices
-        return Training(self.model, settings, devices, self.batch[devices], self.optimizer, memory_limit, largest)
+        return Training(
+            self.model,
+            settings,
+            devices,
+            self.batch[devices],
+            self.optimizer,
+            memory_limit,
+            largest,
+        )
 
 
 def _extended(model: str, sizes: tuple[str, ...], settings: Settings = ()) -> Experiment:
-    """1,024 samples a step with Adam; a micro-batch of more than one device holds of GPT without recomputation."""
+    """1,024 samples a step with Adam; a micro-batch of more than one device holds of GPT without
+    recomputation.
+    """
     devices = (1, 2, 4, 8, 16)
     by_devices = dict(zip(devices, sizes, strict=True))
-    return Experiment(model, by_devices, dict.fromkeys(devices, 1024), _ADAM, settings, most_a_device=16)
+    return Experiment(
+        model, by_devices, dict.fromkeys(devices, 1024), _ADAM, settings, most_a_device=16
+    )
 
 
 def _by_samples(model: str, size: str, samples: int, optimizer: Optimizer) -> Experiment:
     """Always the same model, with as many samples for each device."""
     devices = (1, 2, 4, 8)
-    return Experiment(model, dict.fromkeys(devices, size), {each: samples * each for each in devices}, optimizer)
+    return Experiment(
+        model, dict.fromkeys(devices, size), {each: samples * each for each in devices}, optimizer
+    )
 
 
 _EXTENDED = (
-    _extended("gpt", ("350m", "760m", "1.3b", "2.7b", "6.7b"), (("sequence", 1024), ("vocabulary", 51200))),
+    _extended(
+        "gpt", ("350m", "760m", "1.3b", "2.7b", "6.7b"), (("sequence", 1024), ("vocabulary", 51200))
+    ),
     _extended("moe", ("380m", "690m", "1.3b", "2.4b", "10b")),
 )
 _EXTENDED_NOTE = (
-    f"simulated: {_MACHINE}; fp32, AdamW, 1024 samples of 1024 tokens a step; sizes grow as Alpa's (OSDI 2022), "
+    f"simulated: {_MACHINE}; fp32, AdamW, 1024 samples of 1024 tokens a step; sizes grow as "
+    "Alpa's (OSDI 2022), "
     "since the paper's are pictures; operations of forward and backward, recomputation not counted"
 )
 _GENERAL = (
     _by_samples("vgg19", "million", 32, Optimizer()),
     _by_samples("bert", "dnabert", 32, _ADAM),
     _by_samples("unet", "paper", 8, Optimizer()),
-    Experiment("wide-resnet", {1: "250m", 2: "500m", 4: "1b", 8: "2b"}, dict.fromkeys((1, 2, 4, 8), 1536)),
+    Experiment(
+        "wide-resnet", {1: "250m", 2: "500m", 4: "1b", 8: "2b"}, dict.fromkeys((1, 2, 4, 8), 1536)
+    ),
 )
 """Batches and sizes are ours, since the paper's are pictures."""
 _GENERAL_NOTE = (
-    f"theirs published as a picture, and as close to linear; ours simulated: {_MACHINE}; operations a second and "
+    f"theirs published as a picture, and as close to linear; ours simulated: {_MACHINE}; "
+    "operations a second and "
     "device, over one device's"
 )
 
@@ -235,8 +279,24 @@ def _share_of_peak(case: str, experiment: Experiment, devices: int) -> Iterator[
     if isinstance(step, str):
         yield Row(case, "share_of_peak", None, None, "", "tepdist", step)
         return
-    yield Row(case, "share_of_peak", None, step.flops / PEAK_FLOPS, "", "tepdist", f"{PICTURE}; {_EXTENDED_NOTE}")
-    yield Row(case, "throughput", None, step.throughput, "samples/s", "tepdist", f"{PICTURE}; {step.decision}")
+    yield Row(
+        case,
+        "share_of_peak",
+        None,
+        step.flops / PEAK_FLOPS,
+        "",
+        "tepdist",
+        f"{PICTURE}; {_EXTENDED_NOTE}",
+    )
+    yield Row(
+        case,
+        "throughput",
+        None,
+        step.throughput,
+        "samples/s",
+        "tepdist",
+        f"{PICTURE}; {step.decision}",
+    )
 
 
 def _best_share(case: str, experiment: Experiment) -> Iterator[Row]:
@@ -247,8 +307,12 @@ def _best_share(case: str, experiment: Experiment) -> Iterator[Row]:
 
 
 def _share_of_linear(case: str, experiment: Experiment, devices: int) -> Iterator[Row]:
-    """The general experiment: throughput on 1 to 8 devices of one server against one device's, times as many."""
-    step, base, base_note = simulated_plan(experiment.training(devices)), simulated_plan(experiment.training(1)), ""
+    """The general experiment: throughput on 1 to 8 devices of one server against one device's,
+    times as many.
+    """
+    step = simulated_plan(experiment.training(devices))
+    base = simulated_plan(experiment.training(1))
+    base_note = ""
     if isinstance(base, str):
         base = simulated_plan(experiment.training(1, memory_limit=2**60))
         base_note = ", which would need more memory than it has and is simulated as if it had it"
@@ -256,36 +320,76 @@ def _share_of_linear(case: str, experiment: Experiment, devices: int) -> Iterato
     if isinstance(step, str):
         yield Row(case, "throughput", None, None, "samples/s", "tepdist", step)
         return
-    yield Row(case, "throughput", None, step.throughput, "samples/s", "tepdist", f"{PICTURE}; {step.decision}")
+    yield Row(
+        case,
+        "throughput",
+        None,
+        step.throughput,
+        "samples/s",
+        "tepdist",
+        f"{PICTURE}; {step.decision}",
+    )
     note = f"{_GENERAL_NOTE}{base_note}; {experiment.optimizer.name}"
     yield Row(case, "share_of_linear", None, step.flops / base.flops, "", "tepdist", note)
     if experiment.model == "vgg19":
-        note = "theirs: model parallel, in how many parts is not said; ours: parts that the classes are split into"
-        yield Row(case, "class_parts", None, class_parts(step.problem, step.placement), "parts", "tepdist", note)
+        note = (
+            "theirs: model parallel, in how many parts is not said; ours: parts that the classes "
+            "are split into"
+        )
+        yield Row(
+            case,
+            "class_parts",
+            None,
+            class_parts(step.problem, step.placement),
+            "parts",
+            "tepdist",
+            note,
+        )
 
 
 # How long O2 and O3 search in a GPT-3 that grows, and what they find.
 
 _LEVELS: tuple[LevelName, ...] = ("O2", "O3")
-_DEVICES, _BATCH, _MICRO_BATCH, _LIMIT_S = 8, 64, 8, 120.0
+_DEVICES = 8
+_BATCH = 64
+_MICRO_BATCH = 8
+_LIMIT_S = 120.0
 _SETTING = (
-    f"all layers, unrolled, in one stage on {_DEVICES} V100-32GB of one server, {_BATCH} samples of 2048 tokens in "
+    f"all layers, unrolled, in one stage on {_DEVICES} V100-32GB of one server, {_BATCH} "
+    "samples of 2048 tokens in "
     f"micro-batches of {_MICRO_BATCH}, memory no limit"
 )
 
 
 def _levels(case: str, size: str) -> Iterator[Row]:
     for level in _LEVELS:
-        _searched(_tables((("layers", 2),))[0], LEVELS[level](None))  # What loads on first use is not counted.
+        _searched(
+            _tables((("layers", 2),))[0], LEVELS[level](None)
+        )  # What loads on first use is not counted.
     tables, seconds = _tables((("size", size),))
     counted = f"{len(tables.nodes)} operators, {len(tables.model.costs)} variables"
-    yield Row(case, "table_time_s", None, seconds, "s", "", f"of processor time, once for all levels; {counted}")
+    yield Row(
+        case,
+        "table_time_s",
+        None,
+        seconds,
+        "s",
+        "",
+        f"of processor time, once for all levels; {counted}",
+    )
     exact, _ = _searched(tables, Exact(_LIMIT_S))
     for level in _LEVELS:
         answer, seconds = _searched(tables, LEVELS[level](_LIMIT_S))
-        timed = f"{PICTURE}; of processor time, solvers included, tables not, at most {_LIMIT_S:g} s by the clock"
+        timed = (
+            f"{PICTURE}; of processor time, solvers included, tables not, at most {_LIMIT_S:g} s "
+            "by the clock"
+        )
         yield Row(case, "search_time_s", None, seconds, "s", level, f"{timed}; {_SETTING}")
-        own = "its own proof: least" if answer.proven else f"its own bound: at least {float(answer.bound):.6g}"
+        own = (
+            "its own proof: least"
+            if answer.proven
+            else f"its own bound: at least {float(answer.bound):.6g}"
+        )
         proof = f"{PICTURE}; {own}; {float(answer.cost / exact.cost):.6f} times the exact search's"
         yield Row(case, "objective", None, float(answer.cost), "s a step", level, proof)
 

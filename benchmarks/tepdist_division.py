@@ -2,9 +2,10 @@
 
     python benchmarks/tepdist_division.py --models gpt-175b flava --output division.csv
 
-Operators are as the file spells them, none fused. Seconds are the processor's, reading not counted; `wall` is the
-clock's. Bytes are those of a micro-batch of one sample, there and back. `bound` is what no division of the groups
-crosses less than. Where no division keeps the unbalance, the smallest that one was found for is taken.
+Operators are as the file spells them, none fused. Seconds are the processor's, reading not counted;
+`wall` is the clock's. Bytes are those of a micro-batch of one sample, there and back. `bound` is
+what no division of the groups crosses less than. Where no division keeps the unbalance, the
+smallest that one was found for is taken.
 """
 
 from __future__ import annotations
@@ -40,12 +41,27 @@ MODELS = {
     "inceptionv3": ("inceptionv3", {}, (2, 4, 8)),
     "unet": ("unet", {}, (2, 4, 8)),
 }
-HEADER = ("model", "operators", "groups", "stages", "unbalance", "seconds", "wall", "bytes", "line", "bound", "largest")
+HEADER = (
+    "model",
+    "operators",
+    "groups",
+    "stages",
+    "unbalance",
+    "seconds",
+    "wall",
+    "bytes",
+    "line",
+    "bound",
+    "largest",
+)
 
 
 def problem_of(name: str, settings: dict[str, str]) -> Problem:
     """Training the model on one sample a micro-batch, nothing fused."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(read, "fused", lambda graph: graph):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(read, "fused", lambda graph: graph),
+    ):
         path = Path(folder) / "model.onnx"
         build(configure(name, {**settings, "loss": "true", "weights": "none"})).save(path)
         model = read_model(path, batch=1)
@@ -65,7 +81,8 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
     problem = problem_of(kind, settings)
     for stages in counts:
         allowed = unbalance
-        processor, wall = processor_seconds(), time.monotonic()
+        processor = processor_seconds()
+        wall = time.monotonic()
         try:
             found = divide(problem, stages, allowed, time_limit=time_limit)
         except InfeasibleError as error:
@@ -74,9 +91,11 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
             if told is None:
                 continue
             allowed = float(told[1]) / 100
-            processor, wall = processor_seconds(), time.monotonic()
+            processor = processor_seconds()
+            wall = time.monotonic()
             found = divide(problem, stages, allowed, time_limit=time_limit)
-        seconds, elapsed = processor_seconds() - processor, time.monotonic() - wall
+        seconds = processor_seconds() - processor
+        elapsed = time.monotonic() - wall
         figures = (
             f"{seconds:.2f}",
             f"{elapsed:.2f}",
@@ -97,7 +116,9 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
 
 def main() -> None:
     """Divide, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--unbalance", type=float, default=0.08)
     parser.add_argument("--time-limit", type=float, default=30.0)

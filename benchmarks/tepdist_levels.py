@@ -3,9 +3,10 @@
     python benchmarks/tepdist_levels.py zoo --write /tmp/tepdist-levels.md
     python benchmarks/tepdist_levels.py gpt3 --devices 8 16 64 --write /tmp/tepdist-levels.md
 
-`zoo`: every model of the zoo at its default size. `gpt3`: GPT-3 175B, 96 layers, nothing fused, its norms, activations
-and softmaxes in the operators that ONNX defines them by: over ten thousand in the file. Seconds are the processor's,
-those of the tables apart; memory is no limit. `--write` puts the table under the heading of its name in that page.
+`zoo`: every model of the zoo at its default size. `gpt3`: GPT-3 175B, 96 layers, nothing fused, its
+norms, activations and softmaxes in the operators that ONNX defines them by: over ten thousand in
+the file. Seconds are the processor's, those of the tables apart; memory is no limit. `--write` puts
+the table under the heading of its name in that page.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def gpt3() -> Model:
         path = Path(folder) / "model.onnx"
         build(configure("gpt", {"size": "175b", "loss": True, "weights": "none"})).save(path)
         whole = onnx.load(path, load_external_data=False)
-        inlined = onnx.inliner.inline_selected_functions(whole, SPELLED_OUT, inline_schema_functions=True)
+        inlined = onnx.inliner.inline_selected_functions(
+            whole, SPELLED_OUT, inline_schema_functions=True
+        )
         onnx.save(inlined, path)
         with patch.object(read, "fused", lambda graph: graph):
             return read_model(path, batch=BATCH)
@@ -84,7 +87,9 @@ def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
     problem = Problem(model.graph, annotate(model.graph), links, BATCH, 1, Mode.TRAIN, model.loss)
     begin = time.process_time()
     nodes = range(len(model.graph.nodes))
-    tables = make_tables(problem, nodes, tuple(range(devices)), StageOptions(given=frozenset(model.graph.outputs)))
+    tables = make_tables(
+        problem, nodes, tuple(range(devices)), StageOptions(given=frozenset(model.graph.outputs))
+    )
     made = time.process_time() - begin
     (exact, exact_s), (second, second_s), (third, third_s) = (
         timed(make, tables) for make in (lambda: Exact(None), O2, O3)
@@ -92,10 +97,20 @@ def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
     seconds = [f"{each:.2f}" for each in (made, exact_s, second_s, third_s)]
     losses = [f"{100 * max(0.0, each.cost / exact.cost - 1):.3f}%" for each in (second, third)]
     gaps = [f"{100 * each.gap:.3f}%" for each in (second, third)]
-    return [name, str(devices), str(model.nodes_before), *seconds, f"{1e3 * exact.cost:.4g}", *losses, *gaps]
+    return [
+        name,
+        str(devices),
+        str(model.nodes_before),
+        *seconds,
+        f"{1e3 * exact.cost:.4g}",
+        *losses,
+        *gaps,
+    ]
 
 
-def rows(part: str, devices: Sequence[int], cluster: str, only: Sequence[str]) -> Iterator[list[str]]:
+def rows(
+    part: str, devices: Sequence[int], cluster: str, only: Sequence[str]
+) -> Iterator[list[str]]:
     """The lines of a part, one after the other."""
     for name in sorted(MODELS) if part == "zoo" else ["gpt3-175b"]:
         if not only or name in only:
@@ -106,7 +121,9 @@ def rows(part: str, devices: Sequence[int], cluster: str, only: Sequence[str]) -
 
 def main() -> None:
     """Print the table, and write it where that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["zoo", "gpt3"])
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--cluster", default="a100-80gb")
@@ -122,8 +139,12 @@ def main() -> None:
         print(lines[-1], flush=True)
     if arguments.write:
         page = arguments.write.read_text()
-        table = re.compile(rf"(?<=^## {arguments.part}$)(.*?)^\|.*?(?=^[^|]|\Z)", re.MULTILINE | re.DOTALL)
-        arguments.write.write_text(table.sub(lambda found: found[1] + "\n".join(lines) + "\n", page, count=1))
+        table = re.compile(
+            rf"(?<=^## {arguments.part}$)(.*?)^\|.*?(?=^[^|]|\Z)", re.MULTILINE | re.DOTALL
+        )
+        arguments.write.write_text(
+            table.sub(lambda found: found[1] + "\n".join(lines) + "\n", page, count=1)
+        )
 
 
 if __name__ == "__main__":

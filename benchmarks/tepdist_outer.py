@@ -1,7 +1,8 @@
-"""TePDist's outer search against strategies whose answers it could give itself, on the models of the zoo.
+"""TePDist's outer search against strategies whose answers it could give itself, on the models of
+the zoo.
 
-Simulated steps under 1F1B, and the processor time of TePDist's search; what is slower than another strategy's step is
-marked.
+Simulated steps under 1F1B, and the processor time of TePDist's search; what is slower than another
+strategy's step is marked.
 
     python benchmarks/tepdist_outer.py --devices 4 8 --models gpt vgg19 --set size=350m
 """
@@ -47,23 +48,35 @@ def main() -> None:
     parser.add_argument("--cluster", default="tepdist-m8")
     parser.add_argument("--batch", type=int, default=32, help="samples of a step")
     parser.add_argument("--level", default="O2", choices=["O2", "O3", "O4"])
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model"
+    )
     options = parse_arguments(parser, models=["two-branch"], devices=[4], batch=4)
     settings = dict(word.split("=", 1) for word in options.set)
-    print("model devices tepdist_ms data_parallel_ms pase_ms pipedream_ms pipedream_sweep_ms search_s")
+    print(
+        "model devices tepdist_ms data_parallel_ms pase_ms pipedream_ms pipedream_sweep_ms search_s"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models:
             model = Path(folder, f"{name}.onnx")
             build(configure(name, {**settings, "loss": "true", "weights": "none"})).save(model)
             for devices in options.devices:
                 begin = time.process_time()
-                own = step_s(model, options.cluster, devices, options.batch, TePDist(level=options.level))
+                own = step_s(
+                    model, options.cluster, devices, options.batch, TePDist(level=options.level)
+                )
                 seconds = time.process_time() - begin
-                others = [step_s(model, options.cluster, devices, options.batch, each) for each in RIVALS]
+                others = [
+                    step_s(model, options.cluster, devices, options.batch, each) for each in RIVALS
+                ]
                 least = min((other for other in others if other is not None), default=None)
                 slower = own is None or (least is not None and own > least * (1 + 1e-9))
-                texts = [f"{each * 1e3:.4f}" if each is not None else "-" for each in (own, *others)]
-                print(name, devices, *texts, f"{seconds:.1f}", "SLOWER" if slower else "", flush=True)
+                texts = [
+                    f"{each * 1e3:.4f}" if each is not None else "-" for each in (own, *others)
+                ]
+                print(
+                    name, devices, *texts, f"{seconds:.1f}", "SLOWER" if slower else "", flush=True
+                )
 
 
 if __name__ == "__main__":

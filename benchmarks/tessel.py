@@ -1,9 +1,10 @@
 """The tables and figures of Lin et al., "Tessel" (HPCA 2024), section VI.
 
-Schedules of the five shapes of blocks are searched as they are; GPT, mT5 and Flava are planned for V100s and simulated.
-1F1B's baseline on models with large tables is a chain of stages (sections II and VI-D): an embedding does not fit one
-device, so either a few devices have it and the layers go over the others (Figure 2), or every stage is split over a
-group of devices large enough for it. The zoo's heads are the embedding itself: the chain ends where the table is.
+Schedules of the five shapes of blocks are searched as they are; GPT, mT5 and Flava are planned for
+V100s and simulated. 1F1B's baseline on models with large tables is a chain of stages (sections II
+and VI-D): an embedding does not fit one device, so either a few devices have it and the layers go
+over the others (Figure 2), or every stage is split over a group of devices large enough for it. The
+zoo's heads are the embedding itself: the chain ends where the table is.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ BUBBLE_RATES: Final = {
     "nn": {"1f1b": 0.0, "chimera": 0.20, "1f1b_plus": 0.20, "tessel": 0.0},
     "k": {"1f1b": 0.0, "chimera": 0.20, "tessel": 0.0},
 }
-"""Table II: by placement and schedule. 1F1B runs on a V and Chimera on an X whatever the row's placement."""
+"""Table II: by placement and schedule. 1F1B runs on a V and Chimera on an X whatever the row's
+placement.
+"""
 AVERAGE_SEARCH_S: Final = 147.3
 """Section VI-B, over all of its searches."""
 TIME_OPTIMAL_V_16_S: Final = 3752.0
@@ -91,7 +94,9 @@ DEVICES: Final = 4
 def cases() -> list[Case]:
     """All parts, in the paper's order but for Table II, which comes first."""
     shapes = [(f"{name}/{DEVICES}", (name,)) for name in SHAPES]
-    searched = [(f"{name}/{devices}", (name, devices)) for devices in (4, 8, 16, 32) for name in SHAPES]
+    searched = [
+        (f"{name}/{devices}", (name, devices)) for devices in (4, 8, 16, 32) for name in SHAPES
+    ]
     whole = (("v", 4), ("v", 16), ("x", 4), ("m", 4), ("nn", 4), ("nn", 6), ("k", 4))
     trained = [
         (f"{model.name}-{size}/p={devices}", (model, size, devices))
@@ -99,9 +104,15 @@ def cases() -> list[Case]:
         for devices, size in model.sizes.items()
     ]
     return [
-        *cases_of("Table II", _bubble_rates, ((f"{name}/{DEVICES}", (name,)) for name in BUBBLE_RATES)),
+        *cases_of(
+            "Table II", _bubble_rates, ((f"{name}/{DEVICES}", (name,)) for name in BUBBLE_RATES)
+        ),
         *cases_of("search time", _search_times, searched),
-        *cases_of("Figure 9", _time_optimal, ((f"{name}/{DEVICES}", (name, units)) for name, units in whole)),
+        *cases_of(
+            "Figure 9",
+            _time_optimal,
+            ((f"{name}/{DEVICES}", (name, units)) for name, units in whole),
+        ),
         *cases_of("Figure 11", _bubble_by_units, shapes),
         *cases_of("Figure 12", _bubble_by_memory, shapes),
         *cases_of("Figure 2", _imbalance, [(f"gpt-tessel-figure-2/p={DEVICES}", ())]),
@@ -119,17 +130,27 @@ def _bubble_rates(case: str, name: str) -> Iterator[Row]:
         # The paper runs 1F1B and Chimera on their own placements, whatever the row's.
         blocks = shape({"1f1b": "v", "chimera": "x"}.get(schedule, name), DEVICES, train=True)
         count = 24  # Enough for every schedule to reach its steady state.
-        made = search(blocks, count) if schedule == "tessel" else schedule_blocks(schedule, blocks, count)
+        made = (
+            search(blocks, count)
+            if schedule == "tessel"
+            else schedule_blocks(schedule, blocks, count)
+        )
         period, units = _steady_state(made)
         micro_batches = units * blocks.micro_batches_per_unit
-        note = f"{period} time units for {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, counted"
-        yield Row(case, "bubble_rate", theirs, 1 - units * max(blocks.loads) / period, "", schedule, note)
+        note = (
+            f"{period} time units for {micro_batches} "
+            f"micro-batch{'es' if micro_batches > 1 else ''}, counted"
+        )
+        yield Row(
+            case, "bubble_rate", theirs, 1 - units * max(blocks.loads) / period, "", schedule, note
+        )
         yield Row(case, "period", None, period / units, "per unit", schedule, note)
 
 
 def _steady_state(schedule: BlockSchedule) -> tuple[int, int]:
     """The length of what repeats over the middle third of a schedule, and the units in it."""
-    first, last = schedule.units // 3, 2 * schedule.units // 3
+    first = schedule.units // 3
+    last = 2 * schedule.units // 3
     for units in range(1, last - first):
         distance = turn_of(schedule.starts, units, first, last)
         if distance is not None:
@@ -139,14 +160,18 @@ def _steady_state(schedule: BlockSchedule) -> tuple[int, int]:
 
 def _search_times(case: str, name: str, devices: int) -> Iterator[Row]:
     """How long the search takes, and what it proves."""
-    blocks, units = shape(name, devices, train=True), 128
+    blocks = shape(name, devices, train=True)
+    units = 128
     search(shape("m", 2, train=True), 8)  # What loads on first use is not counted.
     start = time.perf_counter()
     made = search(blocks, units)
     seconds = time.perf_counter() - start
     proven = "proven least" if made.optimal else f"at least {made.lower_bound}, gap {made.gap:.1%}"
     theirs = AVERAGE_SEARCH_S if devices == DEVICES else None
-    note = f"measured here, once, steady state and {units} units; theirs is the mean of all their searches"
+    note = (
+        f"measured here, once, steady state and {units} units; theirs is the mean of all their "
+        "searches"
+    )
     yield Row(case, "search_time_s", theirs, seconds, "s", "tessel", note)
     note = f"theirs: the largest load; {proven}"
     yield Row(case, "period", max(blocks.loads), made.period, "per unit", "tessel", note)
@@ -155,40 +180,63 @@ def _search_times(case: str, name: str, devices: int) -> Iterator[Row]:
 
 def _time_optimal(case: str, name: str, units: int) -> Iterator[Row]:
     """Solving the whole schedule at once, against searching the steady state and extending it."""
-    blocks, limit_s = shape(name, DEVICES, train=True), 30.0
+    blocks = shape(name, DEVICES, train=True)
+    limit_s = 30.0
     start = time.perf_counter()
     whole = search_whole(blocks, units, SearchOptions(time_limit=limit_s))
     between = time.perf_counter()
     made = search(blocks, units)
     end = time.perf_counter()
-    proof = "proven" if whole.optimal else f"stopped at {limit_s:.0f} s, at least {whole.lower_bound}"
+    proof = (
+        "proven" if whole.optimal else f"stopped at {limit_s:.0f} s, at least {whole.lower_bound}"
+    )
     theirs = TIME_OPTIMAL_V_16_S if (name, units) == ("v", 16) else None
-    at_once, extended = f"whole, N={units}", f"steady, N={units}"
-    yield Row(case, "search_time_s", theirs, between - start, "s", at_once, f"measured here, once; {proof}")
+    at_once = f"whole, N={units}"
+    extended = f"steady, N={units}"
+    yield Row(
+        case,
+        "search_time_s",
+        theirs,
+        between - start,
+        "s",
+        at_once,
+        f"measured here, once; {proof}",
+    )
     yield Row(case, "search_time_s", None, end - between, "s", extended, "measured here, once")
     yield Row(case, "makespan", None, whole.makespan, "", at_once, proof)
-    yield Row(case, "makespan", None, made.makespan, "", extended, "steady state and ends, or better")
+    yield Row(
+        case, "makespan", None, made.makespan, "", extended, "steady state and ends, or better"
+    )
 
 
-_MOST, _UNITS = 8, 64
+_MOST = 8
+_UNITS = 64
 """Of what bubble rates are searched by; units of a schedule."""
 
 
 def _bubble_by_units(case: str, name: str) -> Iterator[Row]:
-    """The bubble rate by how many micro-batches may take part in a repetend, with memory for all of them."""
+    """The bubble rate by how many micro-batches may take part in a repetend, with memory for all of
+    them.
+    """
     enough: int | None = None
     for units in range(1, _MOST + 1):
-        row = _rate(case, f"N_R={units}", search_in_flight(shape(name, DEVICES, train=True), _UNITS, units))
+        row = _rate(
+            case, f"N_R={units}", search_in_flight(shape(name, DEVICES, train=True), _UNITS, units)
+        )
         yield row
         if row.ours == 0.0:
             enough = units
             break
     note = "micro-batches in a repetend from which the bubble is zero (Figure 11)"
-    yield Row(case, "units_for_zero_bubble", UNITS_FOR_ZERO_BUBBLE.get(name), enough, "", "tessel", note)
+    yield Row(
+        case, "units_for_zero_bubble", UNITS_FOR_ZERO_BUBBLE.get(name), enough, "", "tessel", note
+    )
 
 
 def _bubble_by_memory(case: str, name: str) -> Iterator[Row]:
-    """The bubble rate by memory, counted in stage activations, of repetends with each block once."""
+    """The bubble rate by memory, counted in stage activations, of repetends with each block
+    once.
+    """
     for memory in range(1, _MOST + 1):
         variant = f"M={memory}"
         try:
@@ -211,9 +259,15 @@ def _rate(case: str, variant: str, made: BlockSchedule) -> Row:
 
 
 def problem_on_v100(
-    model: str, settings: Mapping[str, Setting], devices: int, batch_size: int, micro_batch_size: int
+    model: str,
+    settings: Mapping[str, Setting],
+    devices: int,
+    batch_size: int,
+    micro_batch_size: int,
 ) -> Problem:
-    """A model of the zoo on V100s of 32 GB, eight a server, in fp16 with SGD: 8 bytes a parameter."""
+    """A model of the zoo on V100s of 32 GB, eight a server, in fp16 with SGD: 8 bytes a
+    parameter.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         zoo.build(zoo.configure(model, {**settings, "weights": "none"})).save(path)
@@ -236,29 +290,41 @@ def problem_on_v100(
 
 
 def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -> float:
-    """Seconds of a simulated step. Raises InfeasibleError where the scheduler does not apply or memory is short."""
+    """Seconds of a simulated step. Raises InfeasibleError where the scheduler does not apply or
+    memory is short.
+    """
     placement.verify(problem.graph)
     placement = with_copies(replace(problem, memory_limit=None), placement)
     scheduler.requires(problem, placement)
     prediction = predict(problem, placement)
-    if isinstance(scheduler, Tessel):  # It alone plans within a memory limit; here memory is checked afterwards.
+    if isinstance(
+        scheduler, Tessel
+    ):  # It alone plans within a memory limit; here memory is checked afterwards.
         schedule = scheduler.run_with(replace(problem, memory_limit=None), placement, prediction)
     else:
         schedule = scheduler.run(problem, placement)
     step = simulate(schedule, StageGraph.of(problem, placement).stage_devices, prediction)
-    used, room = max(step.peak_memory), problem.cluster.devices[0].memory_bytes
+    used = max(step.peak_memory)
+    room = problem.cluster.devices[0].memory_bytes
     if used > room:
         raise InfeasibleError(f"out of memory: {used / 2**30:.1f} GiB of {room / 2**30:.1f}")
     return step.end
 
 
 def with_layers_recomputed(placement: Placement) -> Placement:
-    """The placement with recomputation in all stages but the tables' and heads' own, as in the paper."""
+    """The placement with recomputation in all stages but the tables' and heads' own, as in the
+    paper.
+    """
 
     def has_layers(stage: Stage) -> bool:
-        return len(stage.devices) == 1 or len(stage.nodes) > 100  # A table, or a head with its loss, has fewer.
+        return (
+            len(stage.devices) == 1 or len(stage.nodes) > 100
+        )  # A table, or a head with its loss, has fewer.
 
-    return replace(placement, stages=tuple(replace(each, recompute=has_layers(each)) for each in placement.stages))
+    return replace(
+        placement,
+        stages=tuple(replace(each, recompute=has_layers(each)) for each in placement.stages),
+    )
 
 
 def device_seconds(problem: Problem, placement: Placement) -> list[float]:
@@ -278,7 +344,9 @@ _SHARES = 8
 
 
 def tables_apart(problem: Problem) -> Iterator[Placement]:
-    """Tables on 1, 2, 4 … devices with no layers up to half of them, split likewise; the rest a stage a device."""
+    """Tables on 1, 2, 4 … devices with no layers up to half of them, split likewise; the rest a
+    stage a device.
+    """
     for degree in _powers_of_2(problem.cluster.size // 2):
         for shares in range(_SHARES // 2 + 1):
             with suppress(InfeasibleError):
@@ -293,20 +361,27 @@ def equal_groups(problem: Problem) -> Iterator[Placement]:
         with suppress(InfeasibleError):
             line = _line(model, wide_nodes(model, tables, degree))
             runs = line_of(model, line, line.order).even([None] * (model.devices // degree))
-            groups = (tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs)))
+            groups = (
+                tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs))
+            )
             stages = tuple(
-                stage_of_several(problem, model, run, group, tables) for run, group in zip(runs, groups, strict=True)
+                stage_of_several(problem, model, run, group, tables)
+                for run, group in zip(runs, groups, strict=True)
             )
             yield with_layers_recomputed(Placement(stages))
 
 
 def with_tables_apart(problem: Problem, degree: int, shares: int) -> Placement:
-    """Tables and heads on the first `degree` devices with `shares` eighths of the layers, the rest on the others."""
+    """Tables and heads on the first `degree` devices with `shares` eighths of the layers, the rest
+    on the others.
+    """
     model = costed_model(problem)
     tables = large_tables(model, at_least_one=True)
     wide = wide_nodes(model, tables, degree)
     line = _line(model, wide)
-    parts = _with_layers_moved(model, line, hoisted(model, line_of_parts(model, line, wide), wide), shares)
+    parts = _with_layers_moved(
+        model, line, hoisted(model, line_of_parts(model, line, wide), wide), shares
+    )
     layers = [part for part in parts if not part.shared]
     if len(layers) > model.devices - degree:
         raise InfeasibleError("there are fewer devices than chains")
@@ -314,11 +389,15 @@ def with_tables_apart(problem: Problem, degree: int, shares: int) -> Placement:
     stages: list[Stage] = []
     for part in parts:
         if part.shared:
-            stages.append(stage_of_several(problem, model, part.nodes, tuple(range(degree)), tables))
+            stages.append(
+                stage_of_several(problem, model, part.nodes, tuple(range(degree)), tables)
+            )
             continue
         devices = [degree + device for device in next(groups)]
         runs = line_of(model, line, part.nodes).even([None] * len(devices))
-        stages += [stage_of(problem, run, (device,)) for run, device in zip(runs, devices, strict=True)]
+        stages += [
+            stage_of(problem, run, (device,)) for run, device in zip(runs, devices, strict=True)
+        ]
     return with_layers_recomputed(Placement(tuple(stages)))
 
 
@@ -327,10 +406,14 @@ def _powers_of_2(most: int) -> Iterator[int]:
 
 
 def _line(model: CostedModel, wide: tuple[SharedLookup, ...]) -> Chain:
-    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide))
+    return make_chain(
+        model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide)
+    )
 
 
-def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[ModelPart, ...], shares: int) -> list[ModelPart]:
+def _with_layers_moved(
+    model: CostedModel, line: Chain, parts: tuple[ModelPart, ...], shares: int
+) -> list[ModelPart]:
     """The parts with the first chain's beginning in the shared part before it."""
     found = list(parts)
     place = next(index for index, part in enumerate(found) if not part.shared)
@@ -339,12 +422,17 @@ def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[ModelPart, 
     runs = line_of(model, line, found[place].nodes).even([None] * _SHARES)
     moved = tuple(node for run in runs[:shares] for node in run)
     rest = tuple(node for run in runs[shares:] for node in run)
-    found[place - 1 : place + 1] = [ModelPart((*found[place - 1].nodes, *moved), True), ModelPart(rest, False)]
+    found[place - 1 : place + 1] = [
+        ModelPart((*found[place - 1].nodes, *moved), True),
+        ModelPart(rest, False),
+    ]
     return found
 
 
 def _imbalance(case: str) -> Iterator[Row]:
-    """Figure 2: a large embedding puts 1F1B's placement off balance, in a GPT of more and more layers."""
+    """Figure 2: a large embedding puts 1F1B's placement off balance, in a GPT of more and more
+    layers.
+    """
     for layers in (24, 32, 40):
         settings: dict[str, Setting] = {"size": "tessel-figure-2", "layers": layers, "loss": True}
         problem = problem_on_v100("gpt", settings, DEVICES, batch_size=128, micro_batch_size=1)
@@ -355,15 +443,25 @@ def _imbalance(case: str) -> Iterator[Row]:
             "2048 tokens, one sample a micro-batch, layers recomputed; memory not asked"
         )
         off = max(seconds) / min(seconds)
-        yield Row(case, "imbalance", theirs, off, "slowest / fastest device", f"1f1b, layers={layers}", note)
+        yield Row(
+            case,
+            "imbalance",
+            theirs,
+            off,
+            "slowest / fastest device",
+            f"1f1b, layers={layers}",
+            note,
+        )
 
 
 # Figures 13 and 14: training.
 
 _BATCH = 128
 _ASSUMPTIONS = (
-    "simulated: V100-32GB by data sheet, eight a server, 50 GB/s in it, 12.5 GB/s between; fp16 compute on fp32 "
-    "parameters, SGD, so 8 bytes a parameter; each layer recomputed; batch 128; best micro-batch of 1, 2 and 4"
+    "simulated: V100-32GB by data sheet, eight a server, 50 GB/s in it, 12.5 GB/s between; fp16 "
+    "compute on fp32 "
+    "parameters, SGD, so 8 bytes a parameter; each layer recomputed; batch 128; best "
+    "micro-batch of 1, 2 and 4"
 )
 
 
@@ -381,7 +479,13 @@ class Model:
 
 _MODELS = (
     Model("gpt", {4: "11b", 8: "24b", 16: "47b", 32: "77b"}, {"sequence": 1024}, "m", GPT_SPEEDUP),
-    Model("mt5", {4: "1.8b", 8: "9.5b", 16: "43b", 32: "88b"}, {"source": 512, "target": 512}, "nn", MT5_SPEEDUP),
+    Model(
+        "mt5",
+        {4: "1.8b", 8: "9.5b", 16: "43b", 32: "88b"},
+        {"source": 512, "target": 512},
+        "nn",
+        MT5_SPEEDUP,
+    ),
 )
 
 
@@ -419,7 +523,9 @@ def _training(case: str, model: Model, size: str, devices: int) -> Iterator[Row]
     for system in (ours, *baselines(model.shape)):
         step, note = best_step(problems, system)
         throughput = _BATCH / step if step else None
-        yield Row(case, "throughput", None, throughput, "samples/s", system.name, f"{note}; {lengths}")
+        yield Row(
+            case, "throughput", None, throughput, "samples/s", system.name, f"{note}; {lengths}"
+        )
         if system is ours:
             least = step
             continue
@@ -429,7 +535,9 @@ def _training(case: str, model: Model, size: str, devices: int) -> Iterator[Row]
         yield Row(case, "speedup", theirs, figure, "times", f"tessel over {system.name}", meaning)
 
 
-def problems_in_sizes(model: str, settings: Mapping[str, Setting], devices: int, batch: int) -> list[Problem]:
+def problems_in_sizes(
+    model: str, settings: Mapping[str, Setting], devices: int, batch: int
+) -> list[Problem]:
     """The model in micro-batches of each size that is tried."""
     return [problem_on_v100(model, settings, devices, batch, each) for each in (1, 2, 4)]
 
@@ -450,7 +558,8 @@ def best_step(problems: Sequence[Problem], system: System) -> tuple[float | None
 
 
 def _fastest(problem: Problem, system: System) -> float:
-    """The shortest step of the placements that fit, without simulating those whose busiest device alone takes longer.
+    """The shortest step of the placements that fit, without simulating those whose busiest device
+    alone takes longer.
 
     Raises InfeasibleError where none fits.
     """
@@ -476,7 +585,8 @@ def _fastest(problem: Problem, system: System) -> float:
 
 def tensor_parallel(problem: Problem) -> Placement:
     """All products split over all devices."""
-    model, nodes = costed_model(problem), range(len(problem.graph.nodes))
+    model = costed_model(problem)
+    nodes = range(len(problem.graph.nodes))
     return Placement((stage_of_several(problem, model, nodes, tuple(range(DEVICES)), frozenset()),))
 
 
@@ -490,17 +600,36 @@ def _inference(case: str) -> Iterator[Row]:
             "1f1b": (TesselShapes("v").run(problem), OneForwardOneBackward()),
             "tensor_parallel": (tensor_parallel(problem), GPipe()),
         }
-        batches = [replace(problem, batch_size=size * count, micro_batches=count) for count in counts]
-        ends = {name: [step_seconds(each, *system) for each in batches] for name, system in systems.items()}
+        batches = [
+            replace(problem, batch_size=size * count, micro_batches=count) for count in counts
+        ]
+        ends = {
+            name: [step_seconds(each, *system) for each in batches]
+            for name, system in systems.items()
+        }
         note = f"simulated, V100-32GB by data sheet, fp16 compute, {size} sample(s) a micro-batch"
         for name, (first, *_, last) in ends.items():
             yield Row(case, "latency_s", None, first, "s", f"{name}, size={size}", note)
-            yield Row(case, "throughput", None, counts[-1] * size / last, "samples/s", f"{name}, size={size}", note)
+            yield Row(
+                case,
+                "throughput",
+                None,
+                counts[-1] * size / last,
+                "samples/s",
+                f"{name}, size={size}",
+                note,
+            )
         ours, chain, tensor = ends.values()
         few = max(theirs / mine for mine, theirs in zip(ours[:-1], chain, strict=False))
         for metric, theirs, figure, unit, variant in (
             ("latency_reduction", FLAVA_LATENCY_REDUCTION, 1 - ours[0] / chain[0], "", "1f1b"),
             ("speedup", FLAVA_THROUGHPUT["1f1b"], few, "times", "1f1b, few micro-batches"),
-            ("speedup", FLAVA_THROUGHPUT["tensor_parallel"], tensor[-1] / ours[-1], "times", "tensor_parallel"),
+            (
+                "speedup",
+                FLAVA_THROUGHPUT["tensor_parallel"],
+                tensor[-1] / ours[-1],
+                "times",
+                "tensor_parallel",
+            ),
         ):
             yield Row(case, metric, theirs, figure, unit, f"over {variant}, size={size}", note)

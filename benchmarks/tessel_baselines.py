@@ -1,4 +1,6 @@
-"""Searches that Tessel is measured against: all units at once (its Figure 9), and few units in flight (Figure 11)."""
+"""Searches that Tessel is measured against: all units at once (its Figure 9), and few units in
+flight (Figure 11).
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,26 @@ from autopipe.passes.schedule.tessel.search import serial_order, shortest
 from autopipe.passes.solvers.cp_sat import Status, solve
 
 
-def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
-    """The schedule of least makespan, all units in one problem: the time-optimal search of Tessel's Figure 9.
+def search_whole(
+    graph: BlockGraph, units: int, options: SearchOptions | None = None
+) -> BlockSchedule:
+    """The schedule of least makespan, all units in one problem: the time-optimal search of Tessel's
+    Figure 9.
 
-    Begins from a steady state that is constructed without a solver. Raises ConfigurationError for blocks that make no
-    sense, InfeasibleError where memory does not suffice for one unit.
+    Begins from a steady state that is constructed without a solver. Raises ConfigurationError for
+    blocks that make no sense, InfeasibleError where memory does not suffice for one unit.
     """
     graph.verify()
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
     budget = Budget(options or SearchOptions())
     roomy = reserved(graph, units)
-    known = construct(roomy, period_bound(roomy), serial_order(graph, units, budget.limit(0.2)), budget)
-    starts, bound, _ = shortest(graph, unroll(graph, known, units), budget.limit(1.0), budget.report)
+    known = construct(
+        roomy, period_bound(roomy), serial_order(graph, units, budget.limit(0.2)), budget
+    )
+    starts, bound, _ = shortest(
+        graph, unroll(graph, known, units), budget.limit(1.0), budget.report
+    )
     optimal = makespan(graph, starts) == bound
     schedule = BlockSchedule(graph, starts, None, bound, optimal, None, budget.used)
     check_blocks(schedule)
@@ -41,13 +50,17 @@ def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = 
 
 
 def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> CyclicModel:
-    """A model of all repetends of periods from `low` to `high` that hold blocks of at most `in_flight` units.
+    """A model of all repetends of periods from `low` to `high` that hold blocks of at most
+    `in_flight` units.
 
-    Phases are not held within [0, period): each device may begin its repetition at a time of its own.
+    Phases are not held within [0, period): each device may begin its repetition at a time of its
+    own.
     """
     from ortools.sat.python import cp_model
 
-    model, blocks, furthest = cp_model.CpModel(), range(len(graph.blocks)), high * (len(graph.blocks) + 1)
+    model = cp_model.CpModel()
+    blocks = range(len(graph.blocks))
+    furthest = high * (len(graph.blocks) + 1)
     bounds = [(0, 0) if index == widest(graph) else (-furthest, furthest) for index in blocks]
     made = CyclicModel(
         graph,
@@ -78,42 +91,61 @@ def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> C
 def search_in_flight(
     graph: BlockGraph, units: int, in_flight: int, options: SearchOptions | None = None
 ) -> BlockSchedule:
-    """The schedule whose repetend has blocks of at most `in_flight` units and the least period of all such.
+    """The schedule whose repetend has blocks of at most `in_flight` units and the least period of
+    all such.
 
-    This is N_R of Lin et al., "Tessel" (HPCA 2024), Algorithm 1 and Figure 11: each device may begin its repetition at
-    a time of its own. `optimal` and `lower_bound` are said of such repetends alone. The ends are as early as the order
-    of blocks allows. Raises ConfigurationError for blocks that make no sense, InfeasibleError where memory does not
-    suffice.
+    This is N_R of Lin et al., "Tessel" (HPCA 2024), Algorithm 1 and Figure 11: each device may
+    begin its repetition at a time of its own. `optimal` and `lower_bound` are said of such
+    repetends alone. The ends are as early as the order of blocks allows. Raises ConfigurationError
+    for blocks that make no sense, InfeasibleError where memory does not suffice.
     """
     graph.verify()
     if units < 1 or in_flight < 1:
-        raise ConfigurationError(f"{units} units, {in_flight} of them in flight; there must be at least one")
-    budget, roomy = Budget(options or SearchOptions()), reserved(graph, units)
+        raise ConfigurationError(
+            f"{units} units, {in_flight} of them in flight; there must be at least one"
+        )
+    budget = Budget(options or SearchOptions())
+    roomy = reserved(graph, units)
     known = one_at_a_time(graph, serial_order(graph, units, budget.limit(0.2)))
     bound = period_bound(roomy)
-    period, phases, stages = known.period, known.starts, (0,) * len(graph.blocks)
-    questions = ((bound, 0.4, None), (known.period - 1, 1.0, budget.report)) if known.period > bound else ()
+    period = known.period
+    phases = known.starts
+    stages = (0,) * len(graph.blocks)
+    questions = (
+        ((bound, 0.4, None), (known.period - 1, 1.0, budget.report)) if known.period > bound else ()
+    )
     for high, share, report in questions:
         made = model_in_flight(roomy, period_bound(roomy), high, in_flight)
         if report is not None:
             made.model.minimize(made.period)
-        answer = solve(made.model, [made.period, *made.phases, *made.stages], budget.limit(share), report)
+        answer = solve(
+            made.model, [made.period, *made.phases, *made.stages], budget.limit(share), report
+        )
         budget.work += answer.work
         if report is not None and frees_all(graph):
-            bound = known.period if answer.status is Status.INFEASIBLE else max(bound, answer.bound or 0)
+            bound = (
+                known.period
+                if answer.status is Status.INFEASIBLE
+                else max(bound, answer.bound or 0)
+            )
         if answer.found:
-            (period, *values), count = answer.values, len(graph.blocks)
-            phases, stages = tuple(values[:count]), tuple(values[count:])
+            (period, *values) = answer.values
+            count = len(graph.blocks)
+            phases = tuple(values[:count])
+            stages = tuple(values[count:])
             break
     first = min(phase + period * stage for phase, stage in zip(phases, stages, strict=True))
     cyclic = PeriodicStarts(
-        period, tuple(phase + period * stage - first for phase, stage in zip(phases, stages, strict=True))
+        period,
+        tuple(phase + period * stage - first for phase, stage in zip(phases, stages, strict=True)),
     )
     assert is_valid(roomy, cyclic), "the solver's steady state breaks a rule of its own model"
     repetend = BlockRepetend(
-        tuple(phase - min(phases) for phase in phases), tuple(max(stages) - stage for stage in stages)
+        tuple(phase - min(phases) for phase in phases),
+        tuple(max(stages) - stage for stage in stages),
     )
-    starts, least = unroll(graph, cyclic, units), cyclic.period == bound
+    starts = unroll(graph, cyclic, units)
+    least = cyclic.period == bound
     schedule = BlockSchedule(graph, starts, cyclic.period, bound, least, repetend, budget.used)
     check_blocks(schedule)
     return schedule

@@ -1,10 +1,12 @@
-"""Schedule search on the five shapes: seconds until the period is proven, and until the whole schedule stands.
+"""Schedule search on the five shapes: seconds until the period is proven, and until the whole
+schedule stands.
 
     python benchmarks/tessel_search.py --devices 4 8 16 32 --units 64
 
-Forward takes 1 and backward 3, on devices with room for what their 1F1B would use on so many. `period` is the time of
-the least period alone with its proof; `all` also that of the shortest way of a unit, least memory, both ends and the
-check. Imports are not counted. Seconds are of the clock, with those of the processor in brackets.
+Forward takes 1 and backward 3, on devices with room for what their 1F1B would use on so many.
+`period` is the time of the least period alone with its proof; `all` also that of the shortest way
+of a unit, least memory, both ends and the check. Imports are not counted. Seconds are of the clock,
+with those of the processor in brackets.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ COLUMNS = "{:>7}  {:<5} {:>15}  {:>15}  {:>6} {:>6} {:>7}  {:>8} {:>7}"
 
 def timed(function: Callable[[], Result]) -> tuple[Result, str]:
     """The result, and the seconds that it took."""
-    clock, processor = time.perf_counter(), time.process_time()
+    clock = time.perf_counter()
+    processor = time.process_time()
     result = function()
     return result, f"{time.perf_counter() - clock:.2f} ({time.process_time() - processor:.2f})"
 
@@ -40,17 +43,39 @@ def row(graph: BlockGraph, units: int, options: SearchOptions) -> tuple[object, 
     (steady, bound), period_s = timed(lambda: least_steady_period(graph, units, Budget(options)))
     schedule, all_s = timed(lambda: search(graph, units, options))
     proven = "yes" if steady.period == bound else "no"
-    return period_s, all_s, steady.period, bound, proven, schedule.makespan, max(schedule.peak_memory)
+    return (
+        period_s,
+        all_s,
+        steady.period,
+        bound,
+        proven,
+        schedule.makespan,
+        max(schedule.peak_memory),
+    )
 
 
 def main() -> None:
     """Print a line for each shape and number of devices."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--units", type=int, nargs="+", default=[64])
     parser.add_argument("--time-limit", type=float, default=10.0)
     arguments = parse_arguments(parser, devices=[4], units=[8], time_limit=1.0)
-    print(COLUMNS.format("devices", "shape", "period s", "all s", "period", "bound", "proven", "makespan", "memory"))
+    print(
+        COLUMNS.format(
+            "devices",
+            "shape",
+            "period s",
+            "all s",
+            "period",
+            "bound",
+            "proven",
+            "makespan",
+            "memory",
+        )
+    )
     for devices in arguments.devices:
         for name in SHAPES:
             graph = shape(name, devices, True, ROOM[name] * devices // 4)

@@ -1,7 +1,7 @@
 """Every plan that is weighed for a small model, predicted and then run on ranks of this machine.
 
-Candidates run in turns, so that a machine that grows slower does so for all of them; every other round goes from the
-last to the first, so that none always follows the same one.
+Candidates run in turns, so that a machine that grows slower does so for all of them; every other
+round goes from the last to the first, so that none always follows the same one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ SUBJECTS: Final[dict[str, dict[str, int]]] = {
     "unet": {},
     "vgg19": {},
 }
-"""Models of the zoo, with the sizes that are not its defaults: steps of some ten milliseconds on two cores."""
+"""Models of the zoo, with the sizes that are not its defaults: steps of some ten milliseconds on
+two cores.
+"""
 BATCH: Final = 32
 """Samples of a step."""
 _SIZES: Final = (1, 2, 4, 8, 16, 32)
@@ -80,13 +82,17 @@ def build(name: str, folder: Path) -> Subject:
 
 
 def exchange_costs(ranks: int) -> Costs:
-    """What messages and collectives of up to so many ranks take here. Raises LaunchError where a rank fails."""
+    """What messages and collectives of up to so many ranks take here. Raises LaunchError where a
+    rank fails.
+    """
     exchanges = exchanges_of(ranks, "cpu", _EXCHANGES_S)
     return Costs((DeviceCosts(_DEVICE, (f"exchanges of {ranks} ranks",), exchanges=exchanges),))
 
 
 def operation_costs(subject: Subject, ranks: int) -> Costs:
-    """What the operators of a model take on a core while all other cores are busy, and up to so many ranks in turns."""
+    """What the operators of a model take on a core while all other cores are busy, and up to so
+    many ranks in turns.
+    """
     profiling = Profiling(
         request=request_of(load_configuration(words={"--cluster": "cpu-local"}), subject.path),
         sizes=_SIZES,
@@ -104,11 +110,15 @@ def operation_costs(subject: Subject, ranks: int) -> Costs:
 
 
 def request(subject: Subject, ranks: int, costs: Sequence[Costs], folder: Path) -> Request:
-    """What is asked for: the best plan for so many ranks of this machine, at costs measured on it."""
+    """What is asked for: the best plan for so many ranks of this machine, at costs measured on
+    it.
+    """
     path = folder / f"{subject.name}.costs"
     path.write_text(costs_text(merged(costs)), encoding="utf-8")
     words = {"--gpus": ranks, "--cluster": "cpu-local", "--costs": path, "--batch-size": BATCH}
-    return request_of(load_configuration(words={flag: str(word) for flag, word in words.items()}), subject.path)
+    return request_of(
+        load_configuration(words={flag: str(word) for flag, word in words.items()}), subject.path
+    )
 
 
 # The plans that are weighed for a request, each program once.
@@ -145,16 +155,23 @@ class Candidate:
         if self.program is None:
             return None
         problem = self.placed.problem
-        count, devices = problem.micro_batches, problem.cluster.size
+        count = problem.micro_batches
+        devices = problem.cluster.size
         how = problem.optimizer.shard, problem.precision
-        found = communication_bytes(problem.graph, self.placed.placement, count, devices, problem.loss, *how)
+        found = communication_bytes(
+            problem.graph, self.placed.placement, count, devices, problem.loss, *how
+        )
         return sum(found.values())
 
     def write(self, folder: Path) -> None:
         """Write the ranks' files. Raises CodegenError where their text would be wrong."""
         assert self.program is not None
-        titles = ("A candidate.",) * len(self.program.stages), ("A candidate.",) * self.program.world_size
-        problem, model = self.placed.problem, self.placed.model
+        titles = (
+            ("A candidate.",) * len(self.program.stages),
+            ("A candidate.",) * self.program.world_size,
+        )
+        problem = self.placed.problem
+        model = self.placed.model
         provenance = Provenance(
             model=str(model.path), model_digest=model.digest, plan_digest=self.name, optimizer=problem.optimizer,
             precision=problem.precision, seed=problem.seed, predicted_step_s=self.timeline.end,
@@ -164,15 +181,20 @@ class Candidate:
 
 
 def candidates_of(request: Request) -> tuple[Candidate, ...]:
-    """All plans that are weighed for the request and have a simulated step, the first of those with equal programs.
+    """All plans that are weighed for the request and have a simulated step, the first of those with
+    equal programs.
 
-    Bounds leave out most schedules; the fastest placement of several stages is run under all of them. The chosen plan
-    comes first. Raises the reason where there is none.
+    Bounds leave out most schedules; the fastest placement of several stages is run under all of
+    them. The chosen plan comes first. Raises the reason where there is none.
     """
     search = weigh(request, Runner())
     assert search.best is not None
     best = search.best.best
-    pipelines = [each for each in search.trials if each.placed and each.runs and len(each.placed.placement.stages) > 1]
+    pipelines = [
+        each
+        for each in search.trials
+        if each.placed and each.runs and len(each.placed.placement.stages) > 1
+    ]
     if pipelines:
         fastest = min(pipelines, key=lambda each: each.step_s)
         assert fastest.placed is not None
@@ -191,18 +213,27 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def _candidate(request: Request, tried: CandidateTrial, run: ScheduleOutcome, chosen: bool) -> Candidate | None:
+def _candidate(
+    request: Request, tried: CandidateTrial, run: ScheduleOutcome, chosen: bool
+) -> Candidate | None:
     """What came of a schedule on a placement; None where there is no step."""
     placed = tried.placed
     if placed is None or run.scheduled is None:
         return None
     problem = placed.problem
-    loss, shard = problem.loss if problem.train else None, problem.optimizer.shard
+    loss = problem.loss if problem.train else None
+    shard = problem.optimizer.shard
     name = choice_text(tried.candidate.choice(request, run.scheduler.name), problem.micro_batches)
-    program, refused = None, ""
+    program = None
+    refused = ""
     try:
         program = lower(
-            problem.graph, placed.placement, run.scheduled.schedule, loss, shard, precision=problem.precision
+            problem.graph,
+            placed.placement,
+            run.scheduled.schedule,
+            loss,
+            shard,
+            precision=problem.precision,
         )
     except AutopipeError as error:
         refused = error.line
@@ -223,9 +254,11 @@ def choice_text(choice: Choice, micro_batches: int) -> str:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of ranks, equal values sharing the mean of theirs; None where one figure is the same for all.
+    """The correlation of ranks, equal values sharing the mean of theirs; None where one figure is
+    the same for all.
 
-    Spearman, "The proof and measurement of association between two things", American Journal of Psychology 15(1), 1904.
+    Spearman, "The proof and measurement of association between two things", American Journal of
+    Psychology 15(1), 1904.
     """
     ranks = [_ranks(np.asarray(each, dtype=float)) for each in (first, second)]
     centred = [each - each.mean() for each in ranks]
@@ -247,7 +280,9 @@ _DIGITS = 9
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A candidate, predicted and measured; bytes are None, and there are no steps, where it did not run."""
+    """A candidate, predicted and measured; bytes are None, and there are no steps, where it did not
+    run.
+    """
 
     name: str
     chosen: bool
@@ -287,14 +322,22 @@ class Comparison:
     def measured(self) -> tuple[tuple[Outcome, float], ...]:
         """Those that ran, with their steps, the fastest first."""
         found = [(each, each.measured_s) for each in self.outcomes]
-        return tuple(sorted(((each, step) for each, step in found if step is not None), key=lambda pair: pair[1]))
+        return tuple(
+            sorted(
+                ((each, step) for each, step in found if step is not None), key=lambda pair: pair[1]
+            )
+        )
 
     @property
     def correlation(self) -> float | None:
         """Spearman's, of predicted and measured steps; None where there is nothing to order."""
         ran = self.measured
         return (
-            spearman([round(each.predicted_s, _DIGITS) for each, _ in ran], [step for _, step in ran]) if ran else None
+            spearman(
+                [round(each.predicted_s, _DIGITS) for each, _ in ran], [step for _, step in ran]
+            )
+            if ran
+            else None
         )
 
     @property
@@ -306,14 +349,21 @@ class Comparison:
 
 # Running them in turns.
 
-_RECORDED, _WARM_UP, _STEPS = 1, 3, 4
-"""Steps of a program: with allocations counted, in the first round alone; to warm up, while the heap still grows; those
-that count."""
-_SLOW, _FEW_STEPS = 4.0, 2
+_RECORDED = 1
+_WARM_UP = 3
+_STEPS = 4
+"""Steps of a program: with allocations counted, in the first round alone; to warm up, while the
+heap still grows; those that count.
+"""
+_SLOW = 4.0
+_FEW_STEPS = 2
 """What is predicted to take so many times the least runs fewer steps that count."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 12
+_LEAST_ROUNDS = 2
+_MOST_ROUNDS = 12
 _NEAR = 1.3
-"""Candidates within so much of the fastest one are run more often than others: they decide which one is fastest."""
+"""Candidates within so much of the fastest one are run more often than others: they decide which
+one is fastest.
+"""
 _FOR_NEAR = 0.5
 """Part of the time that is kept for them."""
 _PATIENCE_S = 120.0
@@ -321,10 +371,15 @@ _PATIENCE_S = 120.0
 
 
 def measured(
-    candidates: Sequence[Candidate], pool: WorkerPool, folder: Path, seconds: float, tell: Callable[[str], None]
+    candidates: Sequence[Candidate],
+    pool: WorkerPool,
+    folder: Path,
+    seconds: float,
+    tell: Callable[[str], None],
 ) -> list[Outcome]:
-    """What came of each candidate: all are run once, and again while there is time, of `seconds` in all. The chosen one
-    and those near the fastest are run once more in any case, and in what time is left for no round of all.
+    """What came of each candidate: all are run once, and again while there is time, of `seconds` in
+    all. The chosen one and those near the fastest are run once more in any case, and in what time
+    is left for no round of all.
 
     `tell` hears what is being run. A candidate that fails stops no other.
     """
@@ -336,12 +391,17 @@ def measured(
         began = time.monotonic()
         for index in chosen if turn % 2 == 0 else reversed(chosen):
             if not outcomes[index].failed:
-                tell(f"round {turn + 1}, {index + 1} of {len(candidates)}: {candidates[index].name}")
+                tell(
+                    f"round {turn + 1}, {index + 1} of {len(candidates)}: {candidates[index].name}"
+                )
                 steps = _FEW_STEPS if candidates[index].predicted_s > slow_s else _STEPS
                 program = folder / f"{index}"
-                outcomes[index] = _run(candidates[index], outcomes[index], pool, program, turn == 0, steps)
+                outcomes[index] = _run(
+                    candidates[index], outcomes[index], pool, program, turn == 0, steps
+                )
         now = time.monotonic()
-        left, each_s = started + seconds - now, (now - began) / max(1, len(chosen))
+        left = started + seconds - now
+        each_s = (now - began) / max(1, len(chosen))
         chosen = range(len(candidates))
         if len(chosen) * each_s > (1 - _FOR_NEAR) * left:
             chosen = _deciding(outcomes)
@@ -372,7 +432,9 @@ def _unrun(candidate: Candidate) -> Outcome:
     )
 
 
-def _run(candidate: Candidate, before: Outcome, pool: WorkerPool, program: Path, first: bool, count: int) -> Outcome:
+def _run(
+    candidate: Candidate, before: Outcome, pool: WorkerPool, program: Path, first: bool, count: int
+) -> Outcome:
     """Some more steps of a candidate; its memory too, the first time."""
     recorded = _RECORDED if first else 0
     try:
@@ -393,7 +455,9 @@ def _run(candidate: Candidate, before: Outcome, pool: WorkerPool, program: Path,
 
 
 def _samples(program: Path, target: Path) -> Path:
-    """One step's samples in a file, the same for all candidates, so that drawing them is no part of a step."""
+    """One step's samples in a file, the same for all candidates, so that drawing them is no part of
+    a step.
+    """
     if not target.exists():
         save_samples(read_manifest(program), target)
     return target
@@ -406,7 +470,17 @@ _ALLOCATED = "allocated by torch at most, on the rank that is to need most, para
 
 _ALL_RANKS = "of a step, all ranks together, counted by the kernel"
 
-HEADINGS = ("candidate", "predicted", "measured", "off", "processors", "memory", "allocated", "to move", "moved")
+HEADINGS = (
+    "candidate",
+    "predicted",
+    "measured",
+    "off",
+    "processors",
+    "memory",
+    "allocated",
+    "to move",
+    "moved",
+)
 """Of `cells`."""
 
 
@@ -414,22 +488,52 @@ def rows(comparison: Comparison) -> Iterator[Row]:
     """Two figures of each kind for every candidate, then those of all."""
     for each in comparison.outcomes:
         for metric, predicted, measured, unit, note in _figures(each):
-            yield Row(comparison.name, f"predicted_{metric}", None, predicted, unit, each.name, _PREDICTED)
+            yield Row(
+                comparison.name, f"predicted_{metric}", None, predicted, unit, each.name, _PREDICTED
+            )
             yield Row(comparison.name, metric, None, measured, unit, each.name, each.failed or note)
         yield Row(
-            comparison.name, "processor_time_s", None, each.processor_s, "s", each.name, each.failed or _ALL_RANKS
+            comparison.name,
+            "processor_time_s",
+            None,
+            each.processor_s,
+            "s",
+            each.name,
+            each.failed or _ALL_RANKS,
         )
     note = f"{len(comparison.measured)} of {len(comparison.outcomes)} candidates ran"
-    yield Row(comparison.name, "spearman", None, comparison.correlation, "", "predicted and measured steps", note)
+    yield Row(
+        comparison.name,
+        "spearman",
+        None,
+        comparison.correlation,
+        "",
+        "predicted and measured steps",
+        note,
+    )
     over = comparison.chosen_over_fastest
-    yield Row(comparison.name, "chosen_over_fastest", None, over, "times", "the plan that is chosen", note)
+    yield Row(
+        comparison.name, "chosen_over_fastest", None, over, "times", "the plan that is chosen", note
+    )
 
 
 def _figures(outcome: Outcome) -> Iterator[tuple[str, float | None, float | None, str, str]]:
     steps = f"median of {len(outcome.steps_s)} steps, measured here"
     yield "step_time_s", outcome.predicted_s, outcome.measured_s, "s", steps
-    yield "peak_memory_bytes", outcome.predicted_memory, outcome.measured_memory, "bytes", _ALLOCATED
-    yield "communication_bytes", outcome.predicted_bytes, outcome.measured_bytes, "bytes", "counted by the ranks"
+    yield (
+        "peak_memory_bytes",
+        outcome.predicted_memory,
+        outcome.measured_memory,
+        "bytes",
+        _ALLOCATED,
+    )
+    yield (
+        "communication_bytes",
+        outcome.predicted_bytes,
+        outcome.measured_bytes,
+        "bytes",
+        "counted by the ranks",
+    )
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
@@ -456,7 +560,8 @@ def ordered(comparison: Comparison) -> Iterator[Outcome]:
 
 def verdict(comparison: Comparison) -> str:
     """The figures of all candidates in one line."""
-    correlation, over = comparison.correlation, comparison.chosen_over_fastest
+    correlation = comparison.correlation
+    over = comparison.chosen_over_fastest
     parts = [
         f"{len(comparison.measured)} of {len(comparison.outcomes)} candidates ran",
         "Spearman –" if correlation is None else f"Spearman {correlation:.3f}",
@@ -521,7 +626,9 @@ def write_page(target: Path, command: str, comparisons: Sequence[Comparison]) ->
         picture=picture.name,
         tables="\n\n".join(map(_table, comparisons)),
     )
-    points = {each.name: [(one.predicted_s, step) for one, step in each.measured] for each in comparisons}
+    points = {
+        each.name: [(one.predicted_s, step) for one, step in each.measured] for each in comparisons
+    }
     drawn = scatter_svg("seconds of a step", ("predicted", "measured"), points)
     write_texts({target: text, picture: drawn})
 
@@ -559,25 +666,41 @@ Session = tuple[str, int]
 
 
 def sessions(only: Sequence[str], ranks: str) -> list[Session]:
-    """What is to be done, by number of ranks. Raises ConfigurationError for words that name no model or number."""
+    """What is to be done, by number of ranks. Raises ConfigurationError for words that name no
+    model or number.
+    """
     for name in only:
         if name not in SUBJECTS:
             raise ConfigurationError(
-                f"there is no case {name!r}", hint=f"there are: {', '.join(SUBJECTS)}", where="--only"
+                f"there is no case {name!r}",
+                hint=f"there are: {', '.join(SUBJECTS)}",
+                where="--only",
             )
     sizes = parsed_sizes(ranks, "--ranks")
     if not sizes or min(sizes) < 2:
-        raise ConfigurationError("a crew has at least 2 ranks", hint="write --ranks 4,8", where="--ranks")
-    return [(name, size) for size in dict.fromkeys(sizes) for name in SUBJECTS if not only or name in only]
+        raise ConfigurationError(
+            "a crew has at least 2 ranks", hint="write --ranks 4,8", where="--ranks"
+        )
+    return [
+        (name, size)
+        for size in dict.fromkeys(sizes)
+        for name in SUBJECTS
+        if not only or name in only
+    ]
 
 
 def compare(
-    planned: Sequence[Session], costs: Path | None, folder: Path, end: float, output: Output, bar: Bar
+    planned: Sequence[Session],
+    costs: Path | None,
+    folder: Path,
+    end: float,
+    output: Output,
+    bar: Bar,
 ) -> Iterator[Comparison]:
     """What came of each session, as it is done; one that fails is told and left out.
 
-    Costs are measured where `costs` names none. `end` is when to be done, by `time.monotonic`: each session gets a
-    part of what is left, by its ranks.
+    Costs are measured where `costs` names none. `end` is when to be done, by `time.monotonic`: each
+    session gets a part of what is left, by its ranks.
     """
     bar.advance(0, note="measuring exchanges")
     most = max(ranks for _, ranks in planned)
@@ -594,7 +717,9 @@ def compare(
                 pool = WorkerPool(ranks)
             try:
                 if name not in known:
-                    known[name] = _measured_subject(name, given, most if costs is None else None, folder, bar)
+                    known[name] = _measured_subject(
+                        name, given, most if costs is None else None, folder, bar
+                    )
                 yield _compared(known[name], ranks, pool, folder / f"{name}.{ranks}", until, bar)
             except AutopipeError as error:
                 output.warn(f"{name} on {ranks} ranks: {error}")
@@ -613,7 +738,12 @@ def _measured_subject(
 
 
 def _compared(
-    subject: tuple[Subject, list[Costs]], ranks: int, pool: WorkerPool, folder: Path, until: float, bar: Bar
+    subject: tuple[Subject, list[Costs]],
+    ranks: int,
+    pool: WorkerPool,
+    folder: Path,
+    until: float,
+    bar: Bar,
 ) -> Comparison:
     model, costs = subject
     title = f"{model.name} on {ranks} ranks"
@@ -624,4 +754,6 @@ def _compared(
     def tell(text: str) -> None:
         bar.advance(0, note=f"{title}: {text}")
 
-    return Comparison(model.name, ranks, tuple(measured(candidates, pool, folder, until - time.monotonic(), tell)))
+    return Comparison(
+        model.name, ranks, tuple(measured(candidates, pool, folder, until - time.monotonic(), tell))
+    )

@@ -1,6 +1,8 @@
-"""Ranks on the CPU that run one program after another: torch is imported once, which takes seconds, and all are copies.
+"""Ranks on the CPU that run one program after another: torch is imported once, which takes seconds,
+and all are copies.
 
-`python -m benchmarks.worker_pool STORE END...` makes a rank for each end of a socket; JSON lines go over it.
+`python -m benchmarks.worker_pool STORE END...` makes a rank for each end of a socket; JSON lines go
+over it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Task:
     """A new file, for one line a step."""
     steps: int
     recorded_steps: int
-    """So many of them, from the first on, are run with the allocations of `recorded_rank` counted."""
+    """So many of them, from the first on, are run with the allocations of `recorded_rank` counted.
+    """
     recorded_rank: int
 
 
@@ -93,7 +96,9 @@ class Reply:
     peak_memory_bytes: int = 0
     """Allocated at most, where that was counted."""
     processor_s: float = 0.0
-    """Processor time of a step, on average over those without recording: all threads, waiting left out."""
+    """Processor time of a step, on average over those without recording: all threads, waiting left
+    out.
+    """
 
 
 def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
@@ -105,15 +110,25 @@ def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
     from autopipe.backends.torch.runtime.host import patient_threads, pin_to_cores
 
     torch.set_num_threads(1)
-    world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+    world = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "OMP_NUM_THREADS": 1,
+    }
     os.environ.update({name: str(value) for name, value in world.items()})
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)
     sys.dont_write_bytecode = True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler writes there from C++; what fails is told in replies.
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # The profiler writes there from C++; what fails is told in replies.
     patience = timedelta(seconds=PATIENCE_S)
     pin_to_cores(rank, size)
     with patient_threads():
-        dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=patience)
+        dist.init_process_group(
+            "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=patience
+        )
     gc.freeze()  # To look through torch after every program would take longer than a program.
     line.send(asdict(Reply()))
     while True:
@@ -127,7 +142,8 @@ def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
         except BaseException:  # noqa: BLE001 - whatever ends a program is told, and the parent ends this process
             reply = Reply(error=traceback.format_exc())
         line.send(asdict(reply))
-        # Groups end their threads where nothing refers to them any more; each polls a hundred times a second.
+        # Groups end their threads where nothing refers to them any more; each polls a hundred times
+        # a second.
         gc.collect()
 
 
@@ -135,7 +151,9 @@ def _run(number: int, task: Task) -> Reply:
     """Run the steps, and say what they took of this process."""
     counts = number == task.recorded_rank and task.recorded_steps > 0
     with allocations() if counts else contextlib.nullcontext([0]) as peak:
-        found = runpy.run_path(str(Path(task.program) / f"rank_{number:03d}.py"), run_name="program")
+        found = runpy.run_path(
+            str(Path(task.program) / f"rank_{number:03d}.py"), run_name="program"
+        )
         rank: Any = found["rank"]
         rank.set_up()
         for _ in range(task.recorded_steps):
@@ -146,7 +164,8 @@ def _run(number: int, task: Task) -> Reply:
         rank.run(found["step"])
     processor_s = (time.process_time() - began) / max(1, others)
     rank.reporter.report()
-    # Parameters are numpy's, whom torch does not ask for memory; but for those that have moved into rows of shares.
+    # Parameters are numpy's, whom torch does not ask for memory; but for those that have moved into
+    # rows of shares.
     moved = {id(each) for bucket in rank.reduction.shared for each in bucket.parameters}
     held = sum(int(each.nbytes) for each in rank.parameters.values() if id(each) not in moved)
     rank.transport.stop()
@@ -155,14 +174,18 @@ def _run(number: int, task: Task) -> Reply:
 
 @contextlib.contextmanager
 def allocations() -> Iterator[list[int]]:
-    """Most bytes that torch has allocated at once in this thread, known after the block; what runs in it is slower."""
+    """Most bytes that torch has allocated at once in this thread, known after the block; what runs
+    in it is slower.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     peak = [0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         yield peak
     assert run.profiler is not None and run.profiler.kineto_results is not None
-    events: list[Any] = [each for each in run.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events: list[Any] = [
+        each for each in run.profiler.kineto_results.events() if each.name() == "[memory]"
+    ]
     events.sort(key=lambda each: int(each.start_ns()))
     peak[0] = max(itertools.accumulate((int(each.nbytes()) for each in events), initial=0))
 
@@ -170,7 +193,17 @@ def allocations() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _as_main(task: Task) -> Iterator[None]:
     """The module path and command line that a process of its own would have."""
-    sys.argv = ["rank", "--device", "cpu", "--steps", str(task.steps), "--data", task.data, "--report", task.report]
+    sys.argv = [
+        "rank",
+        "--device",
+        "cpu",
+        "--steps",
+        str(task.steps),
+        "--data",
+        task.data,
+        "--report",
+        task.report,
+    ]
     sys.path.insert(0, task.program)
     try:
         yield
@@ -214,11 +247,14 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, program: Path, data: Path, steps: int, recorded: tuple[int, int], patience_s: float) -> ProgramRun:
+    def run(
+        self, program: Path, data: Path, steps: int, recorded: tuple[int, int], patience_s: float
+    ) -> ProgramRun:
         """Run a program's first steps on the samples in `data`.
 
-        `recorded` are a rank, and of how many of the steps, from the first on, its allocations are counted: those take
-        longer. Raises LaunchError where a rank fails or does not end within `patience_s`.
+        `recorded` are a rank, and of how many of the steps, from the first on, its allocations are
+        counted: those take longer. Raises LaunchError where a rank fails or does not end within
+        `patience_s`.
         """
         try:
             self._start()
@@ -251,7 +287,9 @@ class WorkerPool:
             line.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._process, self._lines, self._folder = None, [], ""
+        self._process = None
+        self._lines = []
+        self._folder = ""
 
     def _start(self) -> None:
         if self._process is not None:
@@ -263,21 +301,31 @@ class WorkerPool:
         words = python_command("benchmarks.worker_pool", f"{self._folder}/store", *map(str, theirs))
         with rank_environment():
             self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, pass_fds=theirs, start_new_session=True, env=dict(os.environ)
+                words,
+                stdin=subprocess.DEVNULL,
+                pass_fds=theirs,
+                start_new_session=True,
+                env=dict(os.environ),
             )
         for _, end in pairs:
             end.close()
         self._replies(_START_S)
 
     def _replies(self, patience_s: float) -> list[Reply]:
-        """One of each rank, in the order in which they came. Raises LaunchError with the first that failed."""
+        """One of each rank, in the order in which they came. Raises LaunchError with the first that
+        failed.
+        """
         end = time.monotonic() + patience_s
         found: list[Reply] = []
         waiting = dict(enumerate(self._lines))
         while waiting:
-            ready, _, _ = select.select(list(waiting.values()), [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select(
+                list(waiting.values()), [], [], max(0.0, end - time.monotonic())
+            )
             if not ready:
-                raise LaunchError(f"ranks {sorted(waiting)} of {self.size} did not end within {patience_s:g} s")
+                raise LaunchError(
+                    f"ranks {sorted(waiting)} of {self.size} did not end within {patience_s:g} s"
+                )
             for rank in [rank for rank, line in waiting.items() if line in ready]:
                 try:
                     reply = Reply(**waiting.pop(rank).receive())
@@ -295,7 +343,8 @@ _IMPORTED = ("torch", "torch.distributed", "torch._dynamo", "autopipe.backends.t
 
 def main() -> None:
     """Make the ranks, and end with the last of them."""
-    store, ends = sys.argv[1], [int(end) for end in sys.argv[2:]]
+    store = sys.argv[1]
+    ends = [int(end) for end in sys.argv[2:]]
     for name in _IMPORTED:
         importlib.import_module(name)
     parent = os.getpid()

@@ -1,10 +1,12 @@
-"""GraphPipe against PipeDream and Piper on every model of the zoo, small, in the simulator: samples a second.
+"""GraphPipe against PipeDream and Piper on every model of the zoo, small, in the simulator: samples
+a second.
 
     python -m benchmarks.zoo_strategies
     python -m benchmarks.zoo_strategies --only mt5 --as-graphs
 
-Others' placements run as sequential pipelines, or with `--as-graphs` like GraphPipe's, where a stage waits for what it
-reads alone. Training, on 4 and 8 V100 of Summit, 32 samples a step, micro-batches as each strategy chooses them.
+Others' placements run as sequential pipelines, or with `--as-graphs` like GraphPipe's, where a
+stage waits for what it reads alone. Training, on 4 and 8 V100 of Summit, 32 samples a step,
+micro-batches as each strategy chooses them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ import argparse
 
 from autopipe.configs.zoo import MODELS
 from benchmarks.command_line import parse_arguments
-from benchmarks.graphpipe import AS_PUBLISHED, graph_step, problem_of, search_result, sequential_step
+from benchmarks.graphpipe import (
+    AS_PUBLISHED,
+    graph_step,
+    problem_of,
+    search_result,
+    sequential_step,
+)
 
 SAMPLES = 32
 STRATEGIES = ("graphpipe", "pipedream", "pipedream" + AS_PUBLISHED, "piper")
@@ -30,8 +38,12 @@ def throughput(strategy: str, model: str, devices: int, as_graph: bool) -> float
 
 def main() -> None:
     """Print a row a model and number of devices."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable"
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--as-graphs", action="store_true")
     arguments = parse_arguments(parser, only=["two-branch"], devices=[4])
@@ -40,7 +52,8 @@ def main() -> None:
     for model in arguments.only or sorted(MODELS):
         for devices in arguments.devices:
             found = [throughput(each, model, devices, arguments.as_graphs) for each in STRATEGIES]
-            ours, best = found[0] or 0.0, max(each for each in found[1:] if each is not None)
+            ours = found[0] or 0.0
+            best = max(each for each in found[1:] if each is not None)
             cells = ("refused" if each is None else f"{each:,.0f}" for each in found)
             print(f"| {model} | {devices} | {' | '.join(cells)} | {ours / best:.2f} |", flush=True)
 

@@ -1,10 +1,13 @@
-"""Makes a small GPT-2 of `transformers` with its loss, for `autopipe export`; run as a script, writes tokens.npz."""
+"""Makes a small GPT-2 of `transformers` with its loss, for `autopipe export`; run as a script,
+writes tokens.npz.
+"""
 
 import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-VOCABULARY, SEQUENCE = 512, 64
+VOCABULARY = 512
+SEQUENCE = 64
 
 
 class NextTokenLoss(torch.nn.Module):

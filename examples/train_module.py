@@ -14,8 +14,12 @@ if __name__ == "__main__":
     images = torch.randn(10, 64)[labels] + 0.5 * torch.randn(512, 64)
     np.savez("data.npz", input=images.numpy(), labels=labels.numpy())
 
-    path = autopipe.export(model, images[:2], "classifier.onnx", loss=nn.functional.cross_entropy, labels=labels[:2])
-    plan = autopipe.plan(path, "cpu-local", gpus=4, batch_size=32, optimizer={"name": "adamw", "lr": 3e-3})
+    path = autopipe.export(
+        model, images[:2], "classifier.onnx", loss=nn.functional.cross_entropy, labels=labels[:2]
+    )
+    plan = autopipe.plan(
+        path, "cpu-local", gpus=4, batch_size=32, optimizer={"name": "adamw", "lr": 3e-3}
+    )
     plan.verify()
     for step in plan.launch(steps=16, data="data.npz"):
         print(step["step"], step["loss"])

@@ -21,13 +21,18 @@ ROWS = (
     ("ir",),
 )
 """Folders from the top down: arrows lead downwards, or to a neighbour."""
-WIDTH, HEIGHT, GAP, STEP = 150, 44, 14, 92
+WIDTH = 150
+HEIGHT = 44
+GAP = 14
+STEP = 92
 
 
 def folder_of(module: str) -> str | None:
     """The drawn folder that holds a module."""
     name = module.removeprefix("autopipe.")
-    return next((each for row in ROWS for each in row if name == each or name.startswith(f"{each}.")), None)
+    return next(
+        (each for row in ROWS for each in row if name == each or name.startswith(f"{each}.")), None
+    )
 
 
 def counted() -> tuple[Counter[str], Counter[tuple[str, str]]]:
@@ -41,7 +46,11 @@ def counted() -> tuple[Counter[str], Counter[tuple[str, str]]]:
             continue
         lines[own] += text.count("\n")
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("autopipe."):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.startswith("autopipe.")
+            ):
                 other = folder_of(node.module)
                 if other is not None and other != own:
                     arrows[own, other] += 1
@@ -62,14 +71,16 @@ def drawing() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">',
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#7a8594"/></marker></defs>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for (source, target), count in sorted(arrows.items()):
         if target == "ir":
             continue  # Everything reads the data types.
-        (x1, y1), (x2, y2) = places[source], places[target]
+        (x1, y1) = places[source]
+        (x2, y2) = places[target]
         down = y2 > y1
         start = x1 + WIDTH / 2, y1 + (HEIGHT if down else HEIGHT / 2)
         end = x2 + WIDTH / 2, y2 if down else y2 + HEIGHT / 2
@@ -80,11 +91,16 @@ def drawing() -> str:
         )
     for name, (x, y) in places.items():
         parts.append(
-            f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#e8f0fa" stroke="#2c5b95"/>'
+            f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
+            'fill="#e8f0fa" '
+            'stroke="#2c5b95"/>'
         )
-        parts.append(f'<text x="{x + WIDTH / 2:.0f}" y="{y + 19}" text-anchor="middle">{escape(name)}</text>')
         parts.append(
-            f'<text x="{x + WIDTH / 2:.0f}" y="{y + 36}" text-anchor="middle" font-size="11" fill="#555">'
+            f'<text x="{x + WIDTH / 2:.0f}" y="{y + 19}" text-anchor="middle">{escape(name)}</text>'
+        )
+        parts.append(
+            f'<text x="{x + WIDTH / 2:.0f}" y="{y + 36}" text-anchor="middle" font-size="11" '
+            'fill="#555">'
             f"{lines[name]:,} lines</text>"
         )
     return "\n".join((*parts, "</svg>", ""))

@@ -1,12 +1,13 @@
-"""Takes every exported model from its file to verified ranks, and writes what came of it to docs/exported-models.md.
+"""Takes every exported model from its file to verified ranks, and writes what came of it to
+docs/exported-models.md.
 
     python scripts/exported_models.py                 all of them: about an hour on two cores
     python scripts/exported_models.py --only gpt2     those whose name holds `gpt2`; the table's other rows stay
     python scripts/exported_models.py --resume        those that the table does not say have passed
     python scripts/exported_models.py --jobs 3        three at a time
 
-Every row is four commands of autopipe on four ranks of this machine's CPU: plan, codegen, launch, verify. A row that
-fails is a row of the table, with the reason.
+Every row is four commands of autopipe on four ranks of this machine's CPU: plan, codegen, launch,
+verify. A row that fails is a row of the table, with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ from tests.exports.journey import (  # noqa: E402
 PASSES = "passes"
 SMALLEST = "squeezenet-onnx-static-forward"
 PACKAGES = ("torch", "transformers", "onnx", "onnxruntime")
-EXPORTERS = {"torchscript": "dynamo=False", "dynamo": "dynamo=True", "onnx": "light", "hand": "hand"}
+EXPORTERS = {
+    "torchscript": "dynamo=False",
+    "dynamo": "dynamo=True",
+    "onnx": "light",
+    "hand": "hand",
+}
 HEADER = (
     "model", "exporter", "type", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
     "outputs, ONNX Runtime", "outputs, one device", "loss, one device", "gradients, one device", "result",
@@ -70,12 +76,22 @@ _POOLS = Pools()
 
 def main() -> int:
     """Run the journeys and write the table; 1 where one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
-    parser.add_argument("--resume", action="store_true", help="run only what the table does not say has passed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="run only what the table does not say has passed"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="journeys at a time")
-    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table")
-    parser.add_argument("--tiny", action="store_true", help="one small model: checks that this script runs")
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="one small model: checks that this script runs"
+    )
     arguments = parser.parse_args()
     if arguments.tiny:
         parser.set_defaults(only=SMALLEST)
@@ -83,7 +99,9 @@ def main() -> int:
     table = arguments.table
     rows = _former_rows(table) if arguments.only or arguments.resume else {}
     passed = {name for name, row in rows.items() if arguments.resume and row[-1] == PASSES}
-    chosen = [each for each in all_journeys() if arguments.only in each.name and each.name not in passed]
+    chosen = [
+        each for each in all_journeys() if arguments.only in each.name and each.name not in passed
+    ]
     failures = 0
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, context) as pool:
@@ -144,10 +162,14 @@ def _write(rows: dict[str, list[str]], table: Path) -> None:
 
 
 def _former_rows(table: Path) -> dict[str, list[str]]:
-    """The rows that the table holds, by the journey's name: a journey and its row agree in the first seven columns."""
+    """The rows that the table holds, by the journey's name: a journey and its row agree in the
+    first seven columns.
+    """
     if not table.exists():
         return {}
-    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")][2:]
+    lines = [
+        line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")
+    ][2:]
     rows = [line.removeprefix("|").removesuffix("|").split("|") for line in lines]
     by_key = {tuple(row[:7]): row for row in rows}
     keys = {journey.name: tuple(_row(Outcome(journey))[:7]) for journey in all_journeys()}
@@ -156,7 +178,11 @@ def _former_rows(table: Path) -> dict[str, list[str]]:
 
 def _commit() -> str:
     done = subprocess.run(
-        ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short=10", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() or "unknown"
 

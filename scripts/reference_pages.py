@@ -1,4 +1,6 @@
-"""The pages of docs/ that declarations spell out: `python scripts/reference_pages.py docs` writes them."""
+"""The pages of docs/ that declarations spell out: `python scripts/reference_pages.py docs` writes
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,23 @@ from autopipe.configs.configuration import Configuration
 from autopipe.configs.placement_file import PlacementDescription
 from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo import ZooModel
-from autopipe.ir.codec import Dataclass, Key, Rest, describe, encode_as, is_union, keys, marked_field, unwrap
-from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
+from autopipe.ir.codec import (
+    Dataclass,
+    Key,
+    Rest,
+    describe,
+    encode_as,
+    is_union,
+    keys,
+    marked_field,
+    unwrap,
+)
+from autopipe.passes.registry import (
+    scheduler_class,
+    scheduler_names,
+    strategy_class,
+    strategy_names,
+)
 
 _COMMANDS_INTRODUCTION = """\
 # Command reference
@@ -98,7 +115,10 @@ def commands_page() -> str:
     root = click.Context(autopipe, info_name="autopipe")
     found = list(_commands(autopipe, root))
     shared = _shared_options(found)
-    parts = [_COMMANDS_INTRODUCTION + "".join(f"| {_flags(each)} | {_cell(each.help)} |\n" for each in shared)]
+    parts = [
+        _COMMANDS_INTRODUCTION
+        + "".join(f"| {_flags(each)} | {_cell(each.help)} |\n" for each in shared)
+    ]
     parts[0] += _STREAMS
     said = {(option.name, option.help) for option in shared}
     parts += [_command_section(command, context, said) for command, context in found]
@@ -111,7 +131,10 @@ def configuration_page() -> str:
         _CONFIGURATION_INTRODUCTION,
         "## A configuration file\n",
         table(Configuration),
-        "## A cluster file\n\nGiven by `--cluster FILE` or `cluster.file`, or under `cluster.inline`.\n",
+        (
+            "## A cluster file\n\nGiven by `--cluster FILE` or `cluster.file`, or under "
+            "`cluster.inline`.\n"
+        ),
         table(ClusterDescription),
         "## A placement file\n\nBlocks given by hand, for `autopipe schedule FILE`.\n",
         table(PlacementDescription),
@@ -120,14 +143,18 @@ def configuration_page() -> str:
 
 
 def table(schema: type[Dataclass]) -> str:
-    """The table of the keys of `schema`; of a strategy's or a scheduler's class, the table of its options."""
+    """The table of the keys of `schema`; of a strategy's or a scheduler's class, the table of its
+    options.
+    """
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     lines += [_row(path, key, doc) for path, key, doc in _walk(schema, "", None)]
     return "\n".join(lines) + "\n"
 
 
 def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tuple[str, Key, str]]:
-    """Every key below `schema`; its default is what `instance`, the default of the key above, holds."""
+    """Every key below `schema`; its default is what `instance`, the default of the key above,
+    holds.
+    """
     docs = field_docs(schema)
     for key in keys(schema):
         default = key.default if instance is None else getattr(instance, key.name)
@@ -141,7 +168,9 @@ def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tu
 
 
 def _inner(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
-    """The dataclasses that a value of this type is made of, with what their keys' path has between."""
+    """The dataclasses that a value of this type is made of, with what their keys' path has
+    between.
+    """
     base, _ = unwrap(hint)
     origin = typing.get_origin(base)
     if dataclasses.is_dataclass(base):
@@ -158,10 +187,8 @@ def _row(path: str, key: Key, doc: str) -> str:
     flag = f" Flag: `{key.flag.split()[0]}`." if key.flag else ""
     kind = default = ""
     if key.name != "…":
-        kind, default = (
-            _ENDLESS.sub("", describe(key.hint)).removeprefix("a "),
-            "needed" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`",
-        )
+        kind = _ENDLESS.sub("", describe(key.hint)).removeprefix("a ")
+        default = "needed" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`"
         if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):
             default = ""
     cells = (f"`{path}`", kind, default, f"{doc}{flag}")
@@ -188,7 +215,10 @@ def models_page() -> str:
     for name, (_, summary) in zoo.MODELS.items():
         kind = zoo.model_class(name)
         sizes = ", ".join(f"`{size}`" for size in kind.presets)
-        parts.append(f"## {name}\n\n{summary[0].upper()}{summary[1:]}.{f' Sizes: {sizes}.' if sizes else ''}\n")
+        parts.append(
+            "## "
+            f"{name}\n\n{summary[0].upper()}{summary[1:]}.{f' Sizes: {sizes}.' if sizes else ''}\n"
+        )
         parts.append("".join(f"{row}\n" for row in table(kind).splitlines() if row not in known))
     return "\n".join(parts)
 
@@ -218,13 +248,21 @@ def _options(command: click.Command) -> list[click.Option]:
     return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
 
 
-def _command_section(command: click.Command, context: click.Context, said: set[tuple[str | None, str | None]]) -> str:
+def _command_section(
+    command: click.Command, context: click.Context, said: set[tuple[str | None, str | None]]
+) -> str:
     """`said` are the shared options, by their name and help."""
-    usage = " ".join([context.command_path, *(each.make_metavar(context) for each in _arguments(command))])
+    usage = " ".join(
+        [context.command_path, *(each.make_metavar(context) for each in _arguments(command))]
+    )
     text, _, example = inspect.cleandoc(command.help or "").partition("\b\n")
     lines = [f"## {usage}\n", text.strip() + "\n"]
     lines += ["```sh", *(line.strip() for line in example.splitlines()[1:] if line), "```\n"]
-    rows = [_option_row(option, context) for option in _options(command) if (option.name, option.help) not in said]
+    rows = [
+        _option_row(option, context)
+        for option in _options(command)
+        if (option.name, option.help) not in said
+    ]
     if rows:
         lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)
@@ -238,7 +276,9 @@ def _option_row(option: click.Option, context: click.Context) -> str:
     default = option.to_info_dict()["default"]
     known = bool(default) and not option.is_flag and not option.multiple
     default_cell = f"`{_cell(str(default))}`" if known else ""
-    return f"| {_flags(option)} | {_value(option, context)} | {default_cell} | {_cell(option.help)} |"
+    return (
+        f"| {_flags(option)} | {_value(option, context)} | {default_cell} | {_cell(option.help)} |"
+    )
 
 
 def _value(option: click.Option, context: click.Context) -> str:
@@ -247,7 +287,10 @@ def _value(option: click.Option, context: click.Context) -> str:
     if option.is_flag:
         return ""
     if isinstance(kind, click.IntRange | click.FloatRange) and option.metavar is None:
-        return f"{'a whole number' if isinstance(kind, click.IntRange) else 'a number'} from {kind.min}"
+        return (
+            f"{'a whole number' if isinstance(kind, click.IntRange) else 'a number'} from "
+            f"{kind.min}"
+        )
     if isinstance(kind, click.Choice):
         return " or ".join(f"`{choice}`" for choice in kind.choices)
     return f"`{_cell(option.make_metavar(context))}`"

@@ -1,11 +1,13 @@
-"""Compares what is trained here with torch's own parameters, and writes tests/exports/trained-parameters.md.
+"""Compares what is trained here with torch's own parameters, and writes
+tests/exports/trained-parameters.md.
 
     python scripts/trained_parameters.py               every model, exporter and kind of numbers: half an hour
     python scripts/trained_parameters.py --only mamba  those whose name holds `mamba`; the table's other rows stay
     python scripts/trained_parameters.py --jobs 2      two at a time
     python scripts/trained_parameters.py --before      into the columns `before`, run with an older autopipe
 
-Nothing is planned and no rank is started: a model is exported, read, and its parameters are compared.
+Nothing is planned and no rank is started: a model is exported, read, and its parameters are
+compared.
 """
 
 from __future__ import annotations
@@ -53,12 +55,20 @@ masked.
 
 def main() -> int:
     """Compare and write the table; 1 where a difference is not explained."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time")
     parser.add_argument("--before", action="store_true", help="fill the column `before`")
-    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table")
-    parser.add_argument("--tiny", action="store_true", help="one small model: checks that this script runs")
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="one small model: checks that this script runs"
+    )
     arguments = parser.parse_args()
     if arguments.tiny:
         parser.set_defaults(only=SMALLEST)
@@ -74,7 +84,9 @@ def main() -> int:
             traced = running[done]
             torch, here, result = done.result()
             former = rows.get(traced.name, ["", "", "", ""])
-            rows[traced.name] = [torch, here, *former[2:]] if arguments.before else [torch, former[1], here, result]
+            rows[traced.name] = (
+                [torch, here, *former[2:]] if arguments.before else [torch, former[1], here, result]
+            )
             failures += result.startswith("wrong")
             print(f"{traced.name}: {torch} {here} {result}", flush=True)
             _write(every, rows, arguments.table)
@@ -107,7 +119,9 @@ def _write(every: list[Traced], rows: dict[str, list[str]], table: Path) -> None
         wrong=wrong,
     )
     lines = [HEADER, ["---"] * len(HEADER), *([*_key(each), *row] for each, row in ordered)]
-    table.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+    table.write_text(
+        text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8"
+    )
 
 
 def _key(traced: Traced) -> list[str]:
@@ -119,7 +133,9 @@ def _former_rows(every: list[Traced], table: Path) -> dict[str, list[str]]:
     """What the table holds, by name."""
     if not table.exists():
         return {}
-    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    lines = [
+        line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+    ][2:]
     cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
     by_key = {tuple(row[:3]): row[3:] for row in cells}
     return {each.name: by_key[tuple(_key(each))] for each in every if tuple(_key(each)) in by_key}

@@ -6,8 +6,9 @@
     python scripts/versions.py --folder /tmp/venvs      keep the environments there, and use those that are there
     python scripts/versions.py --list                   only print the requirements and the commands
 
-Each environment is a virtual environment, about 5 GB with a torch for CUDA, which runs on a CPU. It is deleted after
-its tests unless `--folder` is given. The last column of the table is written by hand and kept.
+Each environment is a virtual environment, about 5 GB with a torch for CUDA, which runs on a CPU. It
+is deleted after its tests unless `--folder` is given. The last column of the table is written by
+hand and kept.
 """
 
 from __future__ import annotations
@@ -28,11 +29,25 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "versions.md"
-PACKAGES = ("torch", "click", "numpy", "onnx", "onnxruntime", "ortools", "PuLP", "PyYAML", "rich", "scipy", "pyarrow")
+PACKAGES = (
+    "torch",
+    "click",
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "ortools",
+    "PuLP",
+    "PyYAML",
+    "rich",
+    "scipy",
+    "pyarrow",
+)
 """Packages whose versions the table names."""
 TORCH = ("2.9.1", "2.11.0")
-"""Versions of torch that run with the other versions of constraints.txt: one below the lower bound, and the lower
-bound, which is that of the GPU that measured docs/results.md. The environment `newest` has the newest torch."""
+"""Versions of torch that run with the other versions of constraints.txt: one below the lower bound,
+and the lower bound, which is that of the GPU that measured docs/results.md. The environment
+`newest` has the newest torch.
+"""
 SETS = {
     "launcher": (
         "tests/backends/torch/test_torch_interfaces.py",
@@ -104,27 +119,51 @@ class Outcome:
     """Last line of pytest if it ran no test, otherwise empty."""
 
     def cells(self) -> list[str]:
-        failures = self.broken or (f"{len(self.failed)}: {', '.join(self.failed)}" if self.failed else "0")
+        failures = self.broken or (
+            f"{len(self.failed)}: {', '.join(self.failed)}" if self.failed else "0"
+        )
         return [f"{self.run:,}", failures.replace("|", "/")]
 
 
 def main() -> int:
     """Run the tests and write the table; 1 if a test failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="PATTERN", help="run environments with PATTERN in their name")
-    parser.add_argument(
-        "--sets", default=",".join(SETS), metavar="NAME,...", help="sets of tests (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="keep the environments in FOLDER")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tests at a time (default: %(default)s)")
-    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table")
-    parser.add_argument("--list", action="store_true", help="only print the requirements and the commands")
-    parser.add_argument("--tiny", action="store_true", help="one file of tests in this environment: checks this script")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="run environments with PATTERN in their name"
+    )
+    parser.add_argument(
+        "--sets",
+        default=",".join(SETS),
+        metavar="NAME,...",
+        help="sets of tests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="keep the environments in FOLDER"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="tests at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only print the requirements and the commands"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="one file of tests in this environment: checks this script",
+    )
     arguments = parser.parse_args()
     if arguments.tiny:
         outcome = run_tests(Path(sys.executable), (SMALLEST,), arguments.jobs)
         print(HERE, *outcome.cells())
-        write_table({(HERE, "launcher"): row_of(HERE, "launcher", Path(sys.executable), outcome)}, arguments.table)
+        write_table(
+            {(HERE, "launcher"): row_of(HERE, "launcher", Path(sys.executable), outcome)},
+            arguments.table,
+        )
         return 1 if outcome.failed or outcome.broken else 0
     chosen = {name: wanted for name, wanted in environments().items() if arguments.only in name}
     sets = {name: SETS[name] for name in arguments.sets.split(",")}
@@ -151,7 +190,9 @@ def environments() -> dict[str, tuple[str, ...]]:
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["run"], *extras["data"]]
     tools = [each for each in extras["test"] if not each.startswith("autopipe")]
-    found = {f"torch-{version}": (*_pinned([*needed, *tools], {"torch": version}),) for version in TORCH}
+    found = {
+        f"torch-{version}": (*_pinned([*needed, *tools], {"torch": version}),) for version in TORCH
+    }
     # transformers needs a newer click: tests that export its models are skipped.
     others = [each for each in tools if not each.startswith("transformers")]
     found["lowest"] = (*(each.replace(">=", "==") for each in needed), *others)
@@ -160,29 +201,41 @@ def environments() -> dict[str, tuple[str, ...]]:
 
 
 def _pinned(requirements: list[str], changed: dict[str, str]) -> Iterator[str]:
-    """Yield requirements at the versions of constraints.txt, except `changed`, versions by package."""
+    """Yield requirements at the versions of constraints.txt, except `changed`, versions by
+    package.
+    """
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pins = {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
+    pins = {
+        name.lower(): version
+        for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)
+    }
     for each in requirements:
         name = re.match(r"[\w.-]+", each)[0]  # type: ignore[index]
         yield f"{name}=={changed.get(name.lower()) or pins[name.lower()]}{_marker(each)}"
 
 
 def _marker(requirement: str) -> str:
-    """Return the condition of a requirement, such as `; sys_platform == 'linux'`; "" if it has none."""
+    """Return the condition of a requirement, such as `; sys_platform == 'linux'`; "" if it has
+    none.
+    """
     _, semicolon, condition = requirement.partition(";")
     return semicolon + condition
 
 
 def make_environment(folder: Path, requirements: tuple[str, ...]) -> Path:
-    """Return the interpreter of the virtual environment in `folder`, which is made if it is missing."""
+    """Return the interpreter of the virtual environment in `folder`, which is made if it is
+    missing.
+    """
     python = folder / "bin" / "python"
     stamp = folder / "requirements"
     wanted = "\n".join(requirements)
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--prefer-binary", *requirements], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--prefer-binary", *requirements],
+            check=True,
+        )
         stamp.write_text(wanted, encoding="utf-8")
     return python
 
@@ -199,24 +252,35 @@ def run_tests(python: Path, paths: tuple[str, ...], jobs: int) -> Outcome:
         report = Path(scratch) / "report.xml"
         words = [*command(python, paths, jobs), "--junit-xml", str(report)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.is_file() else []
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        cases = (
+            list(ElementTree.parse(report).getroot().iter("testcase")) if report.is_file() else []
+        )
     if not cases:
         lines = (done.stdout + done.stderr).strip().splitlines()
         return Outcome(0, (), broken=lines[-1] if lines else f"exit code {done.returncode}")
-    failed = tuple(each.get("name", "") for each in cases if {"failure", "error"} & {part.tag for part in each})
+    failed = tuple(
+        each.get("name", "") for each in cases if {"failure", "error"} & {part.tag for part in each}
+    )
     return Outcome(sum(each.find("skipped") is None for each in cases), failed)
 
 
-def row_of(name: str, tests: str, python: Path, outcome: Outcome, former: list[str] | None = None) -> list[str]:
+def row_of(
+    name: str, tests: str, python: Path, outcome: Outcome, former: list[str] | None = None
+) -> list[str]:
     """Return the row of a set of tests, with the last cell of its former row."""
     script = (
         "import importlib.metadata as m, sys\n"
         "known = {each.metadata['Name'].lower(): each.version for each in m.distributions()}\n"
         "known['onnxruntime'] = known.get('onnxruntime') or known.get('onnxruntime-gpu')\n"
-        "print(*(f'{name} {known[name.lower()]}' for name in sys.argv[1:] if known.get(name.lower())), sep=', ')"
+        "print(*(f'{name} {known[name.lower()]}' for name in sys.argv[1:] if "
+        "known.get(name.lower())), sep=', ')"
     )
-    done = subprocess.run([python, "-c", script, *PACKAGES], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-c", script, *PACKAGES], capture_output=True, text=True, check=True
+    )
     return [name, done.stdout.strip(), tests, *outcome.cells(), former[-1] if former else ""]
 
 
@@ -224,7 +288,9 @@ def former_rows(table: Path) -> dict[tuple[str, str], list[str]]:
     """Return the rows of the table by environment and set of tests."""
     if not table.is_file():
         return {}
-    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    lines = [
+        line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+    ][1:]
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
     return {(row[0], row[2]): row for row in rows}
 
@@ -236,7 +302,9 @@ def write_table(rows: dict[tuple[str, str], list[str]], table: Path) -> None:
     ordered = sorted(known, key=lambda key: (order.index(key[0]), list(SETS).index(key[1])))
     lines = [HEADER, ["---"] * len(HEADER), *(rows[key] for key in ordered)]
     text = TEXT.format(python=f"Python {sys.version_info.major}.{sys.version_info.minor}")
-    table.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+    table.write_text(
+        text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8"
+    )
 
 
 def listed(chosen: dict[str, tuple[str, ...]], sets: dict[str, tuple[str, ...]]) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""What every test may ask for: comparison with golden files, ranks that are kept, and one thread a process."""
+"""What every test may ask for: comparison with golden files, ranks that are kept, and one thread a
+process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ GOLDEN = Path(__file__).parent / "golden"
 # Two workers share the machine; threads of numerical libraries would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What one test run finds must not be what the next one tests, nor what a user's own plans come from.
+# What one test run finds must not be what the next one tests, nor what a user's own plans come
+# from.
 os.environ["AUTOPIPE_CACHE"] = os.devnull
 
 # No test may depend on how busy the machine is.
@@ -29,7 +32,9 @@ settings.load_profile("default run")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write what is found into tests/golden")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write what is found into tests/golden"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +60,8 @@ def here(pools: Pools) -> Iterator[None]:
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(text, "plan/gpt.txt")` asserts that `text` is what tests/golden/plan/gpt.txt holds.
 
-    `./test --update-golden` writes the file instead; read the difference in git before committing it.
+    `./test --update-golden` writes the file instead; read the difference in git before committing
+    it.
     """
 
     def compare(text: str, name: str) -> None:

@@ -21,7 +21,14 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("api") / "gpt.onnx"
-    small = {"loss": "true", "layers": "2", "hidden": "32", "heads": "2", "vocabulary": "64", "sequence": "8"}
+    small = {
+        "loss": "true",
+        "layers": "2",
+        "hidden": "32",
+        "heads": "2",
+        "vocabulary": "64",
+        "sequence": "8",
+    }
     build(configure("gpt", small)).save(path)
     return path
 
@@ -43,9 +50,17 @@ def test_a_plan_is_what_the_command_makes(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("gpus: 4\nstrategy: {name: grid, pipeline: 2}\n", encoding="utf-8")
     plan = autopipe.plan(
-        model, {"preset": "cpu-local"}, output=tmp_path / "plan", config=config, gpus=2, batch_size=4, schedule="1f1b"
+        model,
+        {"preset": "cpu-local"},
+        output=tmp_path / "plan",
+        config=config,
+        gpus=2,
+        batch_size=4,
+        schedule="1f1b",
     )
-    assert plan.summary.devices == 2 and plan.summary.stages == 2 and plan.summary.schedule == "1f1b"
+    assert (
+        plan.summary.devices == 2 and plan.summary.stages == 2 and plan.summary.schedule == "1f1b"
+    )
     again = autopipe.Plan.load(tmp_path / "plan")
     assert again.summary == plan.summary and again.result.digest == plan.result.digest
     assert [stage.devices for stage in again.placement.stages] == [(0,), (1,)]
@@ -67,7 +82,9 @@ def test_mistakes_name_what_is_wrong(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_new_transformer_keeps_its_parameters_and_names(tmp_path: Path) -> None:
-    """Those of a new module are equal in parts and zero in others, which no exporter may make one of."""
+    """Those of a new module are equal in parts and zero in others, which no exporter may make one
+    of.
+    """
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8}
     module = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
     tokens = torch.arange(8).repeat(1, 1)

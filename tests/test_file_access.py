@@ -1,7 +1,9 @@
-"""Every function of the package that writes, moves or removes files is listed here; `docs/security.md` says of what.
+"""Every function of the package that writes, moves or removes files is listed here;
+`docs/security.md` says of what.
 
-A command's output goes through `ir/output_kinds.py` or `ir/output_files.py`. A new function that touches files by
-other means fails this test: use these modules, or list the function with what it touches.
+A command's output goes through `ir/output_kinds.py` or `ir/output_files.py`. A new function that
+touches files by other means fails this test: use these modules, or list the function with what it
+touches.
 """
 
 from __future__ import annotations
@@ -99,21 +101,33 @@ def dotted(node: ast.expr) -> str:
 
 
 def writes(call: ast.Call) -> bool:
-    """Return True if a call writes, moves or removes a file, by its name and the mode it opens a file in."""
-    name, method = dotted(call.func), call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    """Return True if a call writes, moves or removes a file, by its name and the mode it opens a
+    file in.
+    """
+    name = dotted(call.func)
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if name in FUNCTIONS or method in METHODS:
         return True
     if method == "replace" and len(call.args) == 1 and not call.keywords:
         return True  # Of a path: text is replaced by two arguments.
-    if name in ("open", "os.open", "os.fdopen", "zipfile.ZipFile", "tarfile.open") or method == "open":
+    if (
+        name in ("open", "os.open", "os.fdopen", "zipfile.ZipFile", "tarfile.open")
+        or method == "open"
+    ):
         texts = [
-            each for argument in (*call.args, *(key.value for key in call.keywords)) for each in ast.walk(argument)
+            each
+            for argument in (*call.args, *(key.value for key in call.keywords))
+            for each in ast.walk(argument)
         ]
-        modes = {each.value for each in texts if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+        modes = {
+            each.value
+            for each in texts
+            if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        }
         flags = {each.attr for each in texts if isinstance(each, ast.Attribute)}
-        return any(set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes) or bool(
-            flags & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
-        )
+        return any(
+            set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes
+        ) or bool(flags & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"})
     return False
 
 
@@ -129,7 +143,11 @@ def writers(tree: ast.AST, inside: str = "") -> Iterator[str]:
 
 
 def test_every_function_that_touches_files_is_listed() -> None:
-    found = {f"{module.removeprefix('autopipe.')}:{name}" for module, tree in trees().items() for name in writers(tree)}
+    found = {
+        f"{module.removeprefix('autopipe.')}:{name}"
+        for module, tree in trees().items()
+        for name in writers(tree)
+    }
     assert found == set(LISTED)
 
 
@@ -146,7 +164,14 @@ def test_writing_is_recognised(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["text.replace('a', 'b')", "open(a)", "path.open('rb')", "replace(a, b=c)", "os.open(a, os.O_RDONLY)"]
+    "text",
+    [
+        "text.replace('a', 'b')",
+        "open(a)",
+        "path.open('rb')",
+        "replace(a, b=c)",
+        "os.open(a, os.O_RDONLY)",
+    ],
 )
 def test_reading_is_not(text: str) -> None:
     assert not list(writers(ast.parse(f"def f():\n    {text}")))

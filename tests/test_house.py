@@ -1,4 +1,6 @@
-"""Checks of the package's source text: no import cycles, and docstrings that open with a noun or a verb."""
+"""Checks of the package's source text: no import cycles, and docstrings that open with a noun or a
+verb.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ def test_docstrings_open_with_a_noun_or_a_verb(pattern: str) -> None:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 strings = (each.value for each in node.body if isinstance(each, ast.Expr))
                 texts = (
-                    each.value for each in strings if isinstance(each, ast.Constant) and isinstance(each.value, str)
+                    each.value
+                    for each in strings
+                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
                 )
                 wrong += [f"{module}: {text[:60]}" for text in texts if re.match(pattern, text)]
     assert wrong == []
 
 
 def imports_of(module: str, tree: ast.Module, known: set[str]) -> set[str]:
-    """Return the modules of the package that `module` imports anywhere, type-checking imports included."""
+    """Return the modules of the package that `module` imports anywhere, type-checking imports
+    included.
+    """
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -92,7 +98,9 @@ def test_nouns_behind_numbers_agree_with_them() -> None:
                 counted = ast.unparse(value.value)
                 is_text = value.conversion == ord("r") or NO_NUMBERS.search(counted)
                 if PLURALS.match(text.value) and not is_text:
-                    wrong.append(f"{module}:{value.lineno}: {{{counted}}}{text.value[:30]}: use plural()")
+                    wrong.append(
+                        f"{module}:{value.lineno}: {{{counted}}}{text.value[:30]}: use plural()"
+                    )
     assert wrong == []
 
 

@@ -1,4 +1,6 @@
-"""Nothing that autopipe loads can run code: no source of it unpickles, and no command does so while it runs."""
+"""Nothing that autopipe loads can run code: no source of it unpickles, and no command does so while
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing"}
-"""Modules that unpickle; those that call a process's functions with what another process pickled, too."""
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "multiprocessing",
+}
+"""Modules that unpickle; those that call a process's functions with what another process pickled,
+too.
+"""
 CALLS = {
     "torch.load",
     "torch.save",
@@ -32,7 +46,9 @@ CALLS = {
     "yaml.full_load",
     "ProcessPoolExecutor",
 }
-"""Calls that unpickle what they are given, or pickle it for one that does: by the end of their dotted names."""
+"""Calls that unpickle what they are given, or pickle it for one that does: by the end of their
+dotted names.
+"""
 ARRAYS = {"np.load", "numpy.load", "np.lib.format.read_array"}
 """Calls that unpickle arrays of objects unless they are told not to."""
 
@@ -49,7 +65,11 @@ def faults(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
-            yield from (f"{line}: import {each.name}" for each in node.names if each.name.split(".")[0] in MODULES)
+            yield from (
+                f"{line}: import {each.name}"
+                for each in node.names
+                if each.name.split(".")[0] in MODULES
+            )
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = {node.module.split(".")[0]} & MODULES | {each.name for each in node.names} & (
                 MODULES | {"ProcessPoolExecutor"}
@@ -57,10 +77,14 @@ def faults(tree: ast.AST) -> Iterator[str]:
             yield from (f"{line}: from {node.module} import {name}" for name in names)
         elif isinstance(node, ast.Call):
             name = dotted(node.func)
-            if name in CALLS or name.split(".")[-1] in {each.split(".")[-1] for each in CALLS if "_object" in each}:
+            if name in CALLS or name.split(".")[-1] in {
+                each.split(".")[-1] for each in CALLS if "_object" in each
+            }:
                 yield f"{line}: {name}"
             if name in ARRAYS and not any(
-                each.arg == "allow_pickle" and isinstance(each.value, ast.Constant) and each.value.value is False
+                each.arg == "allow_pickle"
+                and isinstance(each.value, ast.Constant)
+                and each.value.value is False
                 for each in node.keywords
             ):
                 yield f"{line}: {name} without allow_pickle=False"
@@ -69,7 +93,11 @@ def faults(tree: ast.AST) -> Iterator[str]:
 def test_no_source_unpickles() -> None:
     sources = sorted((ROOT / "autopipe").rglob("*.py"))
     assert len(sources) > 100
-    found = [f"{path.relative_to(ROOT)}:{fault}" for path in sources for fault in faults(ast.parse(path.read_text()))]
+    found = [
+        f"{path.relative_to(ROOT)}:{fault}"
+        for path in sources
+        for fault in faults(ast.parse(path.read_text()))
+    ]
     assert found == []
 
 

@@ -1,4 +1,6 @@
-"""ONNX graphs rewritten to compute in float64: a reference that is more accurate than the model's own type."""
+"""ONNX graphs rewritten to compute in float64: a reference that is more accurate than the model's
+own type.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ if TYPE_CHECKING:
 
 _NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(")
 _WRONG_TYPE = re.compile(r"of operator \((\w+)\) in node")
-"""ONNX Runtime's messages for an operator without a kernel for its operands, and for operands that ONNX forbids."""
+"""ONNX Runtime's messages for an operator without a kernel for its operands, and for operands that
+ONNX forbids.
+"""
 
 
 def refused_operators(reason: str, proto: onnx.ModelProto) -> set[str]:
-    """Return the operators to keep in float32, given ONNX Runtime's `reason` for refusing a graph in float64.
+    """Return the operators to keep in float32, given ONNX Runtime's `reason` for refusing a graph
+    in float64.
 
-    ONNX Runtime expands some operators of `proto` to functions. If the reason names an operator that is only in such a
-    function, the result is all operators that may be functions.
+    ONNX Runtime expands some operators of `proto` to functions. If the reason names an operator
+    that is only in such a function, the result is all operators that may be functions.
     """
     found = _NO_KERNEL.search(reason) or _WRONG_TYPE.search(reason)
     if found is None:
@@ -30,7 +35,9 @@ def refused_operators(reason: str, proto: onnx.ModelProto) -> set[str]:
 
 
 def _may_be_function(node: onnx.NodeProto) -> bool:
-    """Return True if a node's operator has a definition by other operators, or is not one of ONNX's own."""
+    """Return True if a node's operator has a definition by other operators, or is not one of ONNX's
+    own.
+    """
     from onnx import defs
 
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
@@ -40,13 +47,22 @@ def _may_be_function(node: onnx.NodeProto) -> bool:
 
 
 def is_flat(proto: onnx.ModelProto) -> bool:
-    """Return True if a model has neither functions nor nodes with graphs of their own, as If and Loop have."""
-    graphs = (each for node in proto.graph.node for each in node.attribute if each.HasField("g") or each.graphs)
+    """Return True if a model has neither functions nor nodes with graphs of their own, as If and
+    Loop have.
+    """
+    graphs = (
+        each
+        for node in proto.graph.node
+        for each in node.attribute
+        if each.HasField("g") or each.graphs
+    )
     return not proto.functions and next(graphs, None) is None
 
 
 def widen_tensors(proto: onnx.ModelProto) -> None:
-    """Make every floating-point initializer, input and output float64. Requires external data to be loaded."""
+    """Make every floating-point initializer, input and output float64. Requires external data to be
+    loaded.
+    """
     import numpy as np
     from onnx import TensorProto, numpy_helper
 
@@ -61,11 +77,14 @@ def widen_tensors(proto: onnx.ModelProto) -> None:
     del proto.graph.value_info[:]
 
 
-def widen_nodes(proto: onnx.ModelProto, floating: Collection[str], kept: Collection[str]) -> list[onnx.NodeProto]:
+def widen_nodes(
+    proto: onnx.ModelProto, floating: Collection[str], kept: Collection[str]
+) -> list[onnx.NodeProto]:
     """Return the nodes of a graph with `floating` values in float64.
 
-    A node of an operator in `kept` reads and writes float32, between casts. A node that makes floating-point values of
-    other operands, such as a Constant, keeps its type, and its results are cast.
+    A node of an operator in `kept` reads and writes float32, between casts. A node that makes
+    floating-point values of other operands, such as a Constant, keeps its type, and its results are
+    cast.
     """
     made: list[onnx.NodeProto] = []
     for place, node in enumerate(proto.graph.node):

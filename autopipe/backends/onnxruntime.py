@@ -1,4 +1,6 @@
-"""Models and single operators under ONNX Runtime: the reference of `verify`, and times for the profiler."""
+"""Models and single operators under ONNX Runtime: the reference of `verify`, and times for the
+profiler.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,26 @@ if TYPE_CHECKING:
     import onnx
 
 
-_LEAST, _MOST = 5, 200
+_LEAST = 5
+_MOST = 200
 _WARM_UP = 2
 
 
 def measure_operations(
     lap: Sequence[Sample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the forward of each distinct sample of `lap` for at most about `seconds`, and say why some could not run.
-    Each is a model of one node; the figure is the median of its kernel's times. Files go to `folder`."""
+    """Measure the forward of each distinct sample of `lap` for at most about `seconds`, and say why
+    some could not run. Each is a model of one node; the figure is the median of its kernel's times.
+    Files go to `folder`.
+    """
     samples = {sample.operation: sample for sample in lap}.values()
     found: list[OperationCost] = []
     refused: list[str] = []
     for number, sample in enumerate(samples):
         try:
-            timing = _measured(sample, folder / f"operator_{number}", threads, seconds / len(samples))
+            timing = _measured(
+                sample, folder / f"operator_{number}", threads, seconds / len(samples)
+            )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises whatever it likes for what it cannot run
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             refused.append(f"{sample.operation.operator} does not run under ONNX Runtime: {reason}")
@@ -55,20 +62,29 @@ def version() -> str:
 
 
 def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Timing:
-    session = _session(_model(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix))
+    session = _session(
+        _model(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix)
+    )
     generator = np.random.default_rng(0)
     fed = sample.operands()[1].values()
-    feeds = {each.name: sample.drawn(each, generator).astype(np.dtype(each.dtype.value)) for each in fed}
-    started, runs = time.perf_counter(), 0
+    feeds = {
+        each.name: sample.drawn(each, generator).astype(np.dtype(each.dtype.value)) for each in fed
+    }
+    started = time.perf_counter()
+    runs = 0
     while runs < _LEAST + _WARM_UP or (runs < _MOST and time.perf_counter() - started < seconds):
         session.run(None, feeds)
         runs += 1
     return _kernel_times(Path(session.end_profiling()), runs)
 
 
-def _session(model: bytes | str, optimized: bool = False, folder: Path | None = None, **settings: object) -> Any:
-    """A model opened as it is written, without any fusion that reorders arithmetic unless `optimized`; with a profile
-    where settings name its file. `folder` has the weights of a model that is no file."""
+def _session(
+    model: bytes | str, optimized: bool = False, folder: Path | None = None, **settings: object
+) -> Any:
+    """A model opened as it is written, without any fusion that reorders arithmetic unless
+    `optimized`; with a profile where settings name its file. `folder` has the weights of a model
+    that is no file.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -77,7 +93,9 @@ def _session(model: bytes | str, optimized: bool = False, folder: Path | None = 
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(folder)
+        )
     for name, value in settings.items():
         setattr(options, name, value)
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -87,7 +105,9 @@ def _kernel_times(path: Path, runs: int) -> Timing:
     """The median of the runs, but for the first ones; an operator may be several kernels."""
     events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
-    kernels = [event["dur"] * 1e-6 for event in events if str(event.get("name")).endswith("_kernel_time")]
+    kernels = [
+        event["dur"] * 1e-6 for event in events if str(event.get("name")).endswith("_kernel_time")
+    ]
     if not kernels or len(kernels) % runs:
         raise ValueError("its profiler tells of no kernel")
     return Timing.of(np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:].tolist())
@@ -99,22 +119,38 @@ def _model(sample: Sample) -> bytes:
 
     def info(value: Value) -> Any:
         name = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}.get(value.dtype, value.dtype.name)
-        return helper.make_tensor_value_info(value.name, TensorProto.DataType.Value(name), value.shape)
+        return helper.make_tensor_value_info(
+            value.name, TensorProto.DataType.Value(name), value.shape
+        )
 
     known, inputs = sample.operands()
     outputs = [value for value in sample.signatures[-1].results if value is not None]
     protos = []
     for place, node in enumerate(each.node for each in sample.signatures):
-        attributes = {name: list(value) if isinstance(value, tuple) else value for name, value in node.attributes}
-        proto = helper.make_node(node.op, node.inputs, node.outputs, name=f"node_{place}", domain=node.domain)
+        attributes = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in node.attributes
+        }
+        proto = helper.make_node(
+            node.op, node.inputs, node.outputs, name=f"node_{place}", domain=node.domain
+        )
         proto.attribute.extend(helper.make_attribute(*each) for each in attributes.items())
         protos.append(proto)
-    numbers = [numpy_helper.from_array(np.ascontiguousarray(each.array), name) for name, each in known.items()]
-    graph = helper.make_graph(protos, "operator", [*map(info, inputs.values())], [*map(info, outputs)], numbers)
+    numbers = [
+        numpy_helper.from_array(np.ascontiguousarray(each.array), name)
+        for name, each in known.items()
+    ]
+    graph = helper.make_graph(
+        protos, "operator", [*map(info, inputs.values())], [*map(info, outputs)], numbers
+    )
     opsets = {"": max(map(_opset, sample.signatures))}
-    opsets |= {each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")}
+    opsets |= {
+        each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")
+    }
     imports = [helper.make_opsetid(*each) for each in opsets.items()]
-    model: bytes = helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString()
+    model: bytes = helper.make_model(
+        graph, opset_imports=imports, ir_version=10
+    ).SerializeToString()
     return model
 
 
@@ -122,22 +158,31 @@ def _opset(signature: Signature) -> int:
     """The model's version of ONNX; for an operator that came later, the one that it came with."""
     from onnx import defs
 
-    node, opset = signature.node, signature.opset
+    node = signature.node
+    opset = signature.opset
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op):
         return opset
-    schemas = (each for each in defs.get_all_schemas_with_history() if (each.name, each.domain) == (node.op, ""))
+    schemas = (
+        each
+        for each in defs.get_all_schemas_with_history()
+        if (each.name, each.domain) == (node.op, "")
+    )
     return max(opset, min(each.since_version for each in schemas))
 
 
 _RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
-_MADE_OF_ZEROS = frozenset({"Cast", "Identity", "Mul", "Reshape", "Slice", "Transpose", "Unsqueeze"})
+_MADE_OF_ZEROS = frozenset(
+    {"Cast", "Identity", "Mul", "Reshape", "Slice", "Transpose", "Unsqueeze"}
+)
 """Operators that make zeros of zeros."""
 _DEPTH = 8
 """Operators, one behind the other, to a product with zero."""
 
 
 def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
-    """The operators that draw numbers, but for those whose numbers are multiplied by zero: noise of no scale."""
+    """The operators that draw numbers, but for those whose numbers are multiplied by zero: noise of
+    no scale.
+    """
     from onnx import numpy_helper
 
     tensors = {each.name: each for each in proto.graph.initializer}
@@ -151,7 +196,11 @@ def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
 
     def is_zero(name: str) -> bool:
         tensor = tensors.get(name)
-        return tensor is not None and not tensor.external_data and not numpy_helper.to_array(tensor).any()
+        return (
+            tensor is not None
+            and not tensor.external_data
+            and not numpy_helper.to_array(tensor).any()
+        )
 
     def vanishes(name: str, depth: int = _DEPTH) -> bool:
         return (
@@ -159,12 +208,19 @@ def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
             and name not in outputs
             and all(
                 node.op_type in _MADE_OF_ZEROS
-                and ((node.op_type == "Mul" and any(map(is_zero, node.input))) or vanishes(node.output[0], depth - 1))
+                and (
+                    (node.op_type == "Mul" and any(map(is_zero, node.input)))
+                    or vanishes(node.output[0], depth - 1)
+                )
                 for node in readers.get(name, ())
             )
         )
 
-    return (node.op_type for node in _nodes(proto) if node.op_type in _RANDOM and not vanishes(node.output[0]))
+    return (
+        node.op_type
+        for node in _nodes(proto)
+        if node.op_type in _RANDOM and not vanishes(node.output[0])
+    )
 
 
 _INLINE_LIMIT = 2**30
@@ -175,11 +231,15 @@ _NO_KERNEL = "NOT_IMPLEMENTED : "
 
 
 class NoKernelError(ModelError):
-    """ONNX Runtime knows an operator, but not for these types on a CPU, such as Erf in double precision."""
+    """ONNX Runtime knows an operator, but not for these types on a CPU, such as Erf in double
+    precision.
+    """
 
 
 class ReferenceModel:
-    """An ONNX file opened for execution, with numbers for the weights it lacks, and without Dropout."""
+    """An ONNX file opened for execution, with numbers for the weights it lacks, and without
+    Dropout.
+    """
 
     def __init__(
         self,
@@ -188,38 +248,61 @@ class ReferenceModel:
         train: bool = True,
         fixed: Mapping[str, bool | int | float] = MappingProxyType({}),
     ) -> None:
-        """`weights` are parameters that the file names without storing, `fixed` inputs that are one number. Unless
-        `train`, batches are normalised by running statistics. Raises ModelError where it cannot be opened, and
-        NoKernelError where nothing is wrong with it."""
+        """`weights` are parameters that the file names without storing, `fixed` inputs that are one
+        number. Unless `train`, batches are normalised by running statistics. Raises ModelError
+        where it cannot be opened, and NoKernelError where nothing is wrong with it.
+        """
         self._scratch = scratch = ExitStack()
         weakref.finalize(self, scratch.close)
         proto = _loaded(model)
-        self._fixed = {each.name: _full(each, fixed[each.name]) for each in proto.graph.input if each.name in fixed}
+        self._fixed = {
+            each.name: _full(each, fixed[each.name])
+            for each in proto.graph.input
+            if each.name in fixed
+        }
         self.random = tuple(sorted(set(_drawing(proto))))
-        """Operators of it that draw numbers, which are none of ours, unless all that is made of these is zero."""
+        """Operators of it that draw numbers, which are none of ours, unless all that is made of
+        these is zero.
+        """
         self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
         """Of its Dropouts those that were switched off."""
         kept = sum(map(_switch_to_single, _nodes(proto)))
-        used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
-        batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
+        used = {each.name for each in proto.graph.output}.union(
+            *(node.input for node in _nodes(proto))
+        )
+        batches = (
+            0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
+        )
         kept += _switch_recurrences_to_single(proto)
         kept += _keep_tokens_of_experts(proto)
-        changed = bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
+        changed = (
+            bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
+        )
         changed = _cast_to_one_type(proto) or changed
         self._path = (
-            _completed(model, proto, weights, scratch.enter_context(scratch_folder("model"))) if changed else model
+            _completed(model, proto, weights, scratch.enter_context(scratch_folder("model")))
+            if changed
+            else model
         )
         self._session = _open(self._path)
-        self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
+        self.inputs: dict[str, list[Any]] = {
+            each.name: each.shape for each in self._session.get_inputs()
+        }
         self._outputs = [each.name for each in self._session.get_outputs()]
         self._is_float64 = False
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on. Raises ModelError for
-        numbers that the file does not take, such as those that choose other rows than its shapes say."""
+        """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on.
+        Raises ModelError for numbers that the file does not take, such as those that choose other
+        rows than its shapes say.
+        """
         from onnxruntime.capi import onnxruntime_pybind11_state as states
 
-        known = {name: array for name, array in (self._fixed | dict(feeds)).items() if name in self.inputs}
+        known = {
+            name: array
+            for name, array in (self._fixed | dict(feeds)).items()
+            if name in self.inputs
+        }
         if self._is_float64:
             known = {name: _widened(array) for name, array in known.items()}
         try:
@@ -230,11 +313,17 @@ class ReferenceModel:
         found: dict[str, np.ndarray] = {}
         for name, result in zip(self._outputs, results, strict=True):
             is_sequence = isinstance(result, list)
-            found |= {f"{name}/{place}": each for place, each in enumerate(result)} if is_sequence else {name: result}
+            found |= (
+                {f"{name}/{place}": each for place, each in enumerate(result)}
+                if is_sequence
+                else {name: result}
+            )
         return found
 
     def watch(self, names: Collection[str]) -> None:
-        """From now on, `run` gives those of these values that a node of the file writes, in the order of its nodes."""
+        """From now on, `run` gives those of these values that a node of the file writes, in the
+        order of its nodes.
+        """
         import onnx
 
         proto = _loaded(self._path)
@@ -250,9 +339,11 @@ class ReferenceModel:
         self._session = _open(self._path, optimized=True)
 
     def widen(self) -> None:
-        """From now on, compute in float64. Operators for which ONNX Runtime has no float64 kernel compute in float32.
+        """From now on, compute in float64. Operators for which ONNX Runtime has no float64 kernel
+        compute in float32.
 
-        Raises ModelError if ONNX Runtime cannot run the rest in float64, or if the file has functions or branches.
+        Raises ModelError if ONNX Runtime cannot run the rest in float64, or if the file has
+        functions or branches.
         """
         import onnx
         from onnx import external_data_helper
@@ -314,8 +405,9 @@ def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
 
 
 def node_of(model: Path, tensors: Collection[str], last: bool = False) -> tuple[str, str]:
-    """The first node of a file that reads or gives one of some tensors, or the last one, and the tensor; neither where
-    none does, such as where the file calls functions."""
+    """The first node of a file that reads or gives one of some tensors, or the last one, and the
+    tensor; neither where none does, such as where the file calls functions.
+    """
     nodes = _loaded(model).graph.node
     for node in reversed(nodes) if last else nodes:
         for name in (*node.input, *node.output):
@@ -332,7 +424,10 @@ def _loaded(model: Path) -> onnx.ModelProto:
         return onnx.load(str(model), load_external_data=False)
 
 
-_FLOAT, _FLOAT16, _DOUBLE, _BFLOAT16 = 1, 10, 11, 16
+_FLOAT = 1
+_FLOAT16 = 10
+_DOUBLE = 11
+_BFLOAT16 = 16
 """By TensorProto's numbers."""
 _NARROW = {_FLOAT, _FLOAT16, _BFLOAT16}
 _FLOATING = {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"}
@@ -346,7 +441,9 @@ def _types_used(proto: onnx.ModelProto) -> set[int]:
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
     attributes = [each for node in _nodes(proto) for each in node.attribute]
     tensors = (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t")))
-    used = {tensor.data_type for tensor in tensors} | {value.type.tensor_type.elem_type for value in values}
+    used = {tensor.data_type for tensor in tensors} | {
+        value.type.tensor_type.elem_type for value in values
+    }
     return used | {each.i for each in attributes if each.name in _TYPES}
 
 
@@ -358,24 +455,34 @@ _MIXED = {
     "LayerNormalization": _FLOAT16,
     "RMSNormalization": _FLOAT16,
 }
-"""Operators that exporters give operands of two types, which ONNX Runtime refuses, and a type that one of them has."""
+"""Operators that exporters give operands of two types, which ONNX Runtime refuses, and a type that
+one of them has.
+"""
 
 
-_CAST_LIKE, _SEVERAL_TYPES = 15, 14
+_CAST_LIKE = 15
+_SEVERAL_TYPES = 14
 """The opsets that have CastLike, and a BatchNormalization with operands of several types."""
 
 
 def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
     """Give such operators all operands in the type of the first; True if there are any."""
-    used, found = _types_used(proto), False
-    opset = max((each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), default=1)
+    used = _types_used(proto)
+    found = False
+    opset = max(
+        (each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), default=1
+    )
     told = _told_types(proto) if opset < _CAST_LIKE and not used.isdisjoint(_MIXED.values()) else {}
     for graph in (proto.graph, *proto.functions):
         nodes = list(graph.node)
         del graph.node[:]
         for node in nodes:
             is_several = node.op_type == "BatchNormalization" and opset >= _SEVERAL_TYPES
-            if _MIXED.get(node.op_type) in used and node.domain in ("", "ai.onnx") and not is_several:
+            if (
+                _MIXED.get(node.op_type) in used
+                and node.domain in ("", "ai.onnx")
+                and not is_several
+            ):
                 graph.node.extend(_casts(node, told.get(node.input[0])))
                 found = True
             graph.node.append(node)
@@ -383,7 +490,9 @@ def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
 
 
 def _casts(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
-    """Casts of a node's operands, which from now on it reads, to a type or else to that of the first."""
+    """Casts of a node's operands, which from now on it reads, to a type or else to that of the
+    first.
+    """
     from onnx.helper import make_node
 
     for place, name in [*enumerate(node.input)][1:]:
@@ -399,17 +508,25 @@ def _told_types(proto: onnx.ModelProto) -> dict[str, int]:
     from onnx import shape_inference
 
     graph = shape_inference.infer_shapes(proto).graph
-    return {each.name: each.type.tensor_type.elem_type for each in (*graph.value_info, *graph.input)}
+    return {
+        each.name: each.type.tensor_type.elem_type for each in (*graph.value_info, *graph.input)
+    }
 
 
 def _widen(proto: onnx.ModelProto) -> None:
-    """Have bfloat16 be float32, since ONNX Runtime has hardly an operator for the former on CPUs. Numbers stay."""
+    """Have bfloat16 be float32, since ONNX Runtime has hardly an operator for the former on CPUs.
+    Numbers stay.
+    """
     import onnx
     from onnx import numpy_helper
 
-    narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    narrow = onnx.TensorProto.BFLOAT16
+    wide = onnx.TensorProto.FLOAT
     attributes = [each for node in _nodes(proto) for each in node.attribute]
-    for tensor in (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t"))):
+    for tensor in (
+        *proto.graph.initializer,
+        *(each.t for each in attributes if each.HasField("t")),
+    ):
         if tensor.data_type == narrow:
             numbers = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(numbers, tensor.name))
@@ -435,8 +552,12 @@ def _readable(path: Path) -> Iterator[None]:
     except Exception as error:
         reason = str(error).splitlines()[0]
         if _NO_KERNEL in reason:
-            raise NoKernelError(f"ONNX Runtime has no kernel: {reason.partition(_NO_KERNEL)[2]}") from error
-        raise ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path)) from error
+            raise NoKernelError(
+                f"ONNX Runtime has no kernel: {reason.partition(_NO_KERNEL)[2]}"
+            ) from error
+        raise ModelError(
+            f"ONNX Runtime cannot open the model: {reason}", where=str(path)
+        ) from error
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -458,8 +579,9 @@ def _switch_off_dropout(node: onnx.NodeProto) -> bool:
 
 
 def _switch_to_single(node: onnx.NodeProto) -> bool:
-    """Have a product of packed weights keep its other factor, which its file lets kernels round to bytes; True if that
-    was to be said."""
+    """Have a product of packed weights keep its other factor, which its file lets kernels round to
+    bytes; True if that was to be said.
+    """
     levels = [each for each in node.attribute if each.name == "accuracy_level" and each.i > 1]
     for level in levels:
         level.i = 1
@@ -467,12 +589,16 @@ def _switch_to_single(node: onnx.NodeProto) -> bool:
 
 
 _QUANTIZED_LSTM = 12
-"""Operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight and of its recurrence."""
+"""Operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight and of
+its recurrence.
+"""
 
 
 def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
-    """Have LSTMs of bytes read their numbers unrounded: how many there are. ONNX Runtime's kernel rounds the states of
-    a step by the range of those that one of its threads has, so that its results depend on the number of threads."""
+    """Have LSTMs of bytes read their numbers unrounded: how many there are. ONNX Runtime's kernel
+    rounds the states of a step by the range of those that one of its threads has, so that its
+    results depend on the number of threads.
+    """
     found = 0
     for graph in (proto.graph, *proto.functions):
         nodes = list(graph.node)
@@ -487,13 +613,19 @@ def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
 
 
 def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """An LSTM of bytes as one of numbers; the file's [directions, width, 4 * hidden] are the transposes of ONNX's."""
+    """An LSTM of bytes as one of numbers; the file's [directions, width, 4 * hidden] are the
+    transposes of ONNX's.
+    """
     from onnx.helper import make_node
 
-    operands, prefix = [*lstm.input], lstm.output[0] or lstm.output[1] or lstm.output[2]
+    operands = [*lstm.input]
+    prefix = lstm.output[0] or lstm.output[1] or lstm.output[2]
     yield make_node("Constant", [], [f"{prefix}/shape"], value_ints=[0, 1, -1])
     for place, scale in ((1, 8), (2, 10)):
-        whole, point, factor, names = operands[place], operands[scale + 1], operands[scale], f"{prefix}/{place}"
+        whole = operands[place]
+        point = operands[scale + 1]
+        factor = operands[scale]
+        names = f"{prefix}/{place}"
         for part, name in (("number", whole), ("point", point)):
             yield make_node("Cast", [name], [f"{names}/{part}"], to=_FLOAT)
         for part, name in (("points", f"{names}/point"), ("factors", factor)):
@@ -508,8 +640,9 @@ def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
 
 
 def _keep_tokens_of_experts(proto: onnx.ModelProto) -> int:
-    """Make outputs of the tokens that mixtures of experts read: how many there are. ONNX Runtime's kernel may be given
-    their memory for its result, which it fills before it has read them all."""
+    """Make outputs of the tokens that mixtures of experts read: how many there are. ONNX Runtime's
+    kernel may be given their memory for its result, which it fills before it has read them all.
+    """
     import onnx
 
     have = {each.name for each in (*proto.graph.input, *proto.graph.output)}
@@ -522,7 +655,9 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
     """Have a BatchNormalization do as at inference; True if that was to be said."""
     if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
         return False
-    if len(node.output) == 1 and not any(each.name == "training_mode" and each.i for each in node.attribute):
+    if len(node.output) == 1 and not any(
+        each.name == "training_mode" and each.i for each in node.attribute
+    ):
         return False
     del node.output[1:]
     for attribute in [each for each in node.attribute if each.name == "training_mode"]:
@@ -530,7 +665,9 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
     return True
 
 
-def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path) -> Path:
+def _completed(
+    model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path
+) -> Path:
     """A file of `proto`, read from `model`, in which the missing weights are initializers."""
     from onnx import external_data_helper, numpy_helper
 

@@ -13,14 +13,17 @@ from rich.progress import Progress, TaskID
 
 
 class Bar(Protocol):
-    """Progress of one piece of work: the amount that is done, and a note such as the best answer and its bound so
-    far."""
+    """Progress of one piece of work: the amount that is done, and a note such as the best answer
+    and its bound so far.
+    """
 
     def advance(self, amount: float = 1, note: str = "") -> None:
         """Add `amount` to the work that is done. `note` replaces the note if it is not empty."""
 
     def reach(self, completed: float, note: str = "") -> None:
-        """Set how much work is done, for work that reports a position, such as a solver's seconds."""
+        """Set how much work is done, for work that reports a position, such as a solver's
+        seconds.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,9 @@ class DrawnBar:
 
 
 class LineBar:
-    """Prints a line of progress every `interval_s` seconds from a thread of its own, since solvers call nothing for
-    minutes. Work that is shorter prints nothing."""
+    """Prints a line of progress every `interval_s` seconds from a thread of its own, since solvers
+    call nothing for minutes. Work that is shorter prints nothing.
+    """
 
     def __init__(
         self,
@@ -54,9 +58,13 @@ class LineBar:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._print_line, self._description, self._total = print_line, description, total
-        self._interval_s, self._clock = interval_s, clock
-        self._done, self._note = 0.0, ""
+        self._print_line = print_line
+        self._description = description
+        self._total = total
+        self._interval_s = interval_s
+        self._clock = clock
+        self._done = 0.0
+        self._note = ""
         self._began = self._shown = clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._print_lines, name="progress", daemon=True)
@@ -65,7 +73,12 @@ class LineBar:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -77,7 +90,9 @@ class LineBar:
         self._note = note or self._note
 
     def postpone(self) -> None:
-        """Let the next line wait for the whole interval: the work has just been reported by other means."""
+        """Let the next line wait for the whole interval: the work has just been reported by other
+        means.
+        """
         self._shown = self._clock()
 
     def wait_s(self) -> float:
@@ -88,7 +103,9 @@ class LineBar:
         """Return the line of the work as it is now."""
         done = f"{self._done:,.0f}" + ("" if self._total is None else f" of {self._total:,.0f}")
         seconds = self._clock() - self._began
-        return ", ".join(filter(None, (f"{self._description}: {done}", f"{seconds:.0f} s", self._note)))
+        return ", ".join(
+            filter(None, (f"{self._description}: {done}", f"{seconds:.0f} s", self._note))
+        )
 
     def _print_lines(self) -> None:
         while not self._ended.wait(max(0.0, self.wait_s())):

@@ -13,11 +13,14 @@ from autopipe.ir.errors import ConfigurationError
 @click.argument("name", default="NAME")
 @standard_options
 def bench(output: Output, name: str) -> None:
-    """Say where the papers' tables and figures are computed again: beside the package, in a checkout.
+    """Say where the papers' tables and figures are computed again: beside the package, in a
+    checkout.
 
     \b
     Example:
       autopipe bench tessel
     """
     del output
-    raise ConfigurationError(f"benchmarks stand beside the package: run `python -m benchmarks {name}` in a checkout")
+    raise ConfigurationError(
+        f"benchmarks stand beside the package: run `python -m benchmarks {name}` in a checkout"
+    )

@@ -1,4 +1,6 @@
-"""`autopipe checkpoint`: look at checkpoints, check them, export trained weights. None of it needs torch."""
+"""`autopipe checkpoint`: look at checkpoints, check them, export trained weights. None of it needs
+torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from autopipe.passes.weight_files import MatchedWeights
 
 _FOLDER = click.argument("folder", metavar="DIR", type=PATH)
-_STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest].")
+_STEP = click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest]."
+)
 _MOST = 60
 """Parameters listed before the rest is only counted."""
 _LISTED = 5
@@ -60,7 +64,9 @@ class SizeType(_IntegerType):
 
     name = "size"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
         if isinstance(value, int):
             return value
         size = BYTES.parse(str(value))
@@ -81,18 +87,32 @@ class FoundCheckpoint:
 
     def __str__(self) -> str:
         held = self.checkpoint
-        ranks = "1 rank" if held.world_size == 1 else f"{held.world_size} {plural(held.world_size, 'rank')}"
-        return f"step {held.step}: {held.samples:,} {plural(held.samples, 'sample')}, {ranks}, {bytes_text(self.bytes)}"
+        ranks = (
+            "1 rank"
+            if held.world_size == 1
+            else f"{held.world_size} {plural(held.world_size, 'rank')}"
+        )
+        return (
+            f"step {held.step}: {held.samples:,} {plural(held.samples, 'sample')}, {ranks}, "
+            f"{bytes_text(self.bytes)}"
+        )
 
     def form(self) -> dict[str, object]:
         """The checkpoint without its parameters, for programs to read."""
         facts = {name: getattr(self.checkpoint, name) for name in ("step", "samples", "world_size")}
-        return {"path": self.path, **facts, "files": len(self.checkpoint.files), "bytes": self.bytes}
+        return {
+            "path": self.path,
+            **facts,
+            "files": len(self.checkpoint.files),
+            "bytes": self.bytes,
+        }
 
 
 def found_paths(folder: Path, step: int | None) -> list[Path]:
-    """The folders of the committed checkpoints in `folder`, oldest first; that of `step` alone where it is given.
-    `folder` may also be one checkpoint's own. Raises ConfigurationError where there is none."""
+    """The folders of the committed checkpoints in `folder`, oldest first; that of `step` alone
+    where it is given. `folder` may also be one checkpoint's own. Raises ConfigurationError where
+    there is none.
+    """
     if (folder / MANIFEST).is_file() and step is None:
         return [folder]
     if not folder.is_dir():
@@ -103,7 +123,9 @@ def found_paths(folder: Path, step: int | None) -> list[Path]:
         raise ConfigurationError("there is no committed checkpoint", hint=hint, where=str(folder))
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
-        raise ConfigurationError(f"there is no checkpoint of step {step}", hint=f"there are {known}", where=str(folder))
+        raise ConfigurationError(
+            f"there is no checkpoint of step {step}", hint=f"there are {known}", where=str(folder)
+        )
     return [checkpoint_path(folder, each) for each in (steps if step is None else [step])]
 
 
@@ -125,7 +147,8 @@ def checkpoint() -> None:
 @_STEP
 @standard_options
 def inspect(output: Output, folder: Path, step: int | None) -> None:
-    """Say which checkpoints are in DIR, and what one of them holds: parameters, their shapes and shards.
+    """Say which checkpoints are in DIR, and what one of them holds: parameters, their shapes and
+    shards.
 
     \b
     Example:
@@ -143,7 +166,8 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps alone [all].")
 @standard_options
 def verify(output: Output, folder: Path, step: int | None) -> None:
-    """Read every byte of the checkpoints in DIR: sizes and SHA-256, and each element of each tensor stored once.
+    """Read every byte of the checkpoints in DIR: sizes and SHA-256, and each element of each tensor
+    stored once.
 
     Says which file is damaged, and ends with 5.
 
@@ -166,16 +190,27 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
         output.line(f"{found}: whole")
     if damage:
         raise damage[0]
-    output.result({"folder": folder, "whole": True, "checkpoints": [each.form() for each in intact]})
+    output.result(
+        {"folder": folder, "whole": True, "checkpoints": [each.form() for each in intact]}
+    )
 
 
 @checkpoint.command()
 @_FOLDER
-@click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write.")
+@click.option(
+    "-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write."
+)
 @_STEP
 @click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
-@click.option("--ema", is_flag=True, help="The averages of the weights (training.ema_decay) in their place.")
-@click.option("--max-shard-size", type=SizeType(), metavar="SIZE", help="Bytes of a .safetensors file, such as 5GB.")
+@click.option(
+    "--ema", is_flag=True, help="The averages of the weights (training.ema_decay) in their place."
+)
+@click.option(
+    "--max-shard-size",
+    type=SizeType(),
+    metavar="SIZE",
+    help="Bytes of a .safetensors file, such as 5GB.",
+)
 @FORCE
 @standard_options
 def export(
@@ -188,12 +223,14 @@ def export(
     max_shard_size: int | None,
     force: bool,
 ) -> None:
-    """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR; or, to a file whose
-    name ends in .safetensors, the weights alone, by the names and in the layouts of the module.
+    """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR;
+    or, to a file whose name ends in .safetensors, the weights alone, by the names and in the
+    layouts of the module.
 
-    Shards of all ranks are put together a piece at a time. Weights of more than 1.5 GiB lie in a second file beside
-    the model's, FILE.data. With --max-shard-size, weights that do not fit in FILE.safetensors are written to files of
-    at most that size and an index, FILE.safetensors.index.json, as Hugging Face's libraries do.
+    Shards of all ranks are put together a piece at a time. Weights of more than 1.5 GiB lie in a
+    second file beside the model's, FILE.data. With --max-shard-size, weights that do not fit in
+    FILE.safetensors are written to files of at most that size and an index,
+    FILE.safetensors.index.json, as Hugging Face's libraries do.
 
     \b
     Example:
@@ -208,10 +245,14 @@ def export(
     held = read_checkpoint(chosen)
     if ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
         hint = "plan with training.ema_decay, or leave out --ema"
-        raise ConfigurationError("the checkpoint holds no averages of weights", hint=hint, where=str(chosen))
+        raise ConfigurationError(
+            "the checkpoint holds no averages of weights", hint=hint, where=str(chosen)
+        )
     weights_alone = is_safetensors(target)
     if max_shard_size is not None and not weights_alone:
-        raise ConfigurationError("--max-shard-size is for weights alone", "name a file that ends in .safetensors")
+        raise ConfigurationError(
+            "--max-shard-size is for weights alone", "name a file that ends in .safetensors"
+        )
     path = _model_of(held, model)
     if not weights_alone:
         OutputFile(target, ONNX, (chosen, path), force).check()
@@ -245,7 +286,9 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class ShardedOutput:
-    """Where weights are written: a safetensors file, or several of at most `most` bytes with an index."""
+    """Where weights are written: a safetensors file, or several of at most `most` bytes with an
+    index.
+    """
 
     target: Path
     most: int | None
@@ -254,7 +297,12 @@ class ShardedOutput:
 
 
 def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, step: int) -> None:
-    from autopipe.passes.safetensors_files import INDEX_SUFFIX, safetensors_paths, shards_of, write_safetensors
+    from autopipe.passes.safetensors_files import (
+        INDEX_SUFFIX,
+        safetensors_paths,
+        shards_of,
+        write_safetensors,
+    )
 
     tensors = state.tensors
     paths = safetensors_paths(sharded.target, len(shards_of(tensors, sharded.most)))
@@ -263,7 +311,13 @@ def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, s
         OutputFile(path, kind, sharded.inputs, sharded.force).check()
     with output.progress("writing", total=sum(each.value.bytes for each in tensors)) as bar:
         files, size = write_safetensors(sharded.target, tensors, bar.advance, sharded.most)
-    facts = {"path": files[-1], "files": files, "step": step, "parameters": len(tensors), "bytes": size}
+    facts = {
+        "path": files[-1],
+        "files": files,
+        "step": step,
+        "parameters": len(tensors),
+        "bytes": size,
+    }
     facts |= {"absent": state.absent, "others": state.others}
     if state.absent:
         output.note(
@@ -287,16 +341,28 @@ def _listed(names: Sequence[str]) -> str:
 
 @checkpoint.command(name="import")
 @click.argument("weights", metavar="FILE", type=PATH)
-@click.option("--model", type=PATH, required=True, metavar="MODEL", help="The ONNX file whose weights they become.")
+@click.option(
+    "--model",
+    type=PATH,
+    required=True,
+    metavar="MODEL",
+    help="The ONNX file whose weights they become.",
+)
 @click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
-@click.option("--partial", is_flag=True, help="Leave out tensors that only one of FILE and MODEL has.")
+@click.option(
+    "--partial", is_flag=True, help="Leave out tensors that only one of FILE and MODEL has."
+)
 @FORCE
 @standard_options
-def import_weights(output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool) -> None:
-    """Write MODEL with the weights of FILE, matched by the names of the module's parameters, in the module's layouts.
+def import_weights(
+    output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool
+) -> None:
+    """Write MODEL with the weights of FILE, matched by the names of the module's parameters, in the
+    module's layouts.
 
-    FILE is a safetensors file, the index of several (model.safetensors.index.json), or an ONNX file. A tensor that only
-    one of FILE and MODEL has is an error without --partial; with it, MODEL's parameter keeps its own weights.
+    FILE is a safetensors file, the index of several (model.safetensors.index.json), or an ONNX
+    file. A tensor that only one of FILE and MODEL has is an error without --partial; with it,
+    MODEL's parameter keeps its own weights.
 
     \b
     Example:
@@ -312,10 +378,13 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
     if matched.missing:
         count = len(matched.missing)
         output.note(
-            f"{count} {plural(count, 'parameter')} of {model} keep their weights, the first is {matched.missing[0]!r}"
+            f"{count} {plural(count, 'parameter')} of {model} keep their weights, the first is "
+            f"{matched.missing[0]!r}"
         )
     if matched.kept:
-        output.note(f"no part of the module's state_dict, and keep their weights: {_listed(matched.kept)}")
+        output.note(
+            f"no part of the module's state_dict, and keep their weights: {_listed(matched.kept)}"
+        )
     if matched.unused:
         output.note(
             f"{len(matched.unused)} {plural(len(matched.unused), 'tensor is', 'tensors are')} "
@@ -327,15 +396,22 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
             f"{len(matched.passed_over)} {plural(len(matched.passed_over), 'tensor')} "
             f"of which {model} needs nothing, the first is {named}"
         )
-    with output.progress("writing", total=sum(each.value.bytes for each in matched.numbers.values())) as bar:
+    with output.progress(
+        "writing", total=sum(each.value.bytes for each in matched.numbers.values())
+    ) as bar:
         written = write_trained(model, target, matched.numbers, bar.advance, force=force)
     facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
-    told = f"{target}: {len(matched.numbers)} {plural(len(matched.numbers), 'parameter')} from {weights}"
+    told = (
+        f"{target}: {len(matched.numbers)} {plural(len(matched.numbers), 'parameter')} from "
+        f"{weights}"
+    )
     output.report(facts | {"missing": matched.missing, "unused": matched.unused}, told)
 
 
 def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str, str]:
-    """Return the message and the hint of the error that one side has tensors that the other has not."""
+    """Return the message and the hint of the error that one side has tensors that the other has
+    not.
+    """
     parts = []
     if matched.missing:
         count = (
@@ -348,13 +424,18 @@ def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str
         parts.append(f"{model} lacks {count}, the first is {matched.unused[0]!r}")
     if not parts:
         parts.append(f"{weights} and {model} have no tensor in common")
-    hint = "--partial leaves out what only one side has" if matched.numbers else "autopipe inspect -v lists the model's"
+    hint = (
+        "--partial leaves out what only one side has"
+        if matched.numbers
+        else "autopipe inspect -v lists the model's"
+    )
     return "; ".join(parts), hint
 
 
 def _model_of(held: Checkpoint, model: Path | None) -> Path:
-    """The ONNX file that was trained: `model`, or the one that the checkpoint names. Raises ConfigurationError where it
-    is not there, or is another model."""
+    """The ONNX file that was trained: `model`, or the one that the checkpoint names. Raises
+    ConfigurationError where it is not there, or is another model.
+    """
     from autopipe.passes.frontend.load import load
     from autopipe.passes.weight_files import are_one_model
 
@@ -362,14 +443,17 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
     path = trained if model is None else model
     if not path.is_file():
         hint = "give it with --model FILE" if model is None else ""
-        raise ConfigurationError("the model that was trained is not there", hint=hint, where=str(path))
+        raise ConfigurationError(
+            "the model that was trained is not there", hint=hint, where=str(path)
+        )
     if (given := load(path)).digest != held.model_digest:
         source = load(trained) if trained.is_file() else given
         if source.digest == held.model_digest and are_one_model(source, given):
             return path
         message = "this is not the model that the checkpoint was trained from"
         hint = (
-            "give the file that was planned with --model FILE; weights may differ, and an export for evaluation where "
+            "give the file that was planned with --model FILE; weights may differ, and an export "
+            "for evaluation where "
         )
         hint += f"{trained} is there too"
         raise ConfigurationError(message, hint, str(path))
@@ -392,9 +476,16 @@ def as_json(found: Sequence[FoundCheckpoint], one: FoundCheckpoint) -> dict[str,
                 "shape": each.value.shape,
                 "trainable": each.trainable,
                 "bytes": _bytes(each.value),
-                "state": {name: {"dtype": state.dtype, "bytes": _bytes(state)} for name, state in each.state},
+                "state": {
+                    name: {"dtype": state.dtype, "bytes": _bytes(state)}
+                    for name, state in each.state
+                },
                 "shards": [
-                    {"starts": block.box.starts, "stops": block.box.stops, "file": held.files[block.file].name}
+                    {
+                        "starts": block.box.starts,
+                        "stops": block.box.stops,
+                        "file": held.files[block.file].name,
+                    }
                     for block in each.value.blocks
                 ],
             }
@@ -408,7 +499,10 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     values = sum(_bytes(each.value) for each in held.parameters)
     state = sum(_bytes(tensor) for each in held.parameters for _, tensor in each.state)
     elements = sum(whole(each.value.shape).elements for each in held.parameters)
-    total = f"{elements:,} in {len(held.parameters):,} {plural(len(held.parameters), 'tensor')}, {bytes_text(values)}"
+    total = (
+        f"{elements:,} in {len(held.parameters):,} {plural(len(held.parameters), 'tensor')}, "
+        f"{bytes_text(values)}"
+    )
     about = facts_table()
     facts = {
         "of step": held.step,

@@ -1,4 +1,6 @@
-"""`autopipe codegen`: from a plan folder to one program a device, and those on one device to verify them against."""
+"""`autopipe codegen`: from a plan folder to one program a device, and those on one device to verify
+them against.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from pathlib import Path
 
 import click
 
-from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, check_program_folder, write_program
+from autopipe.backends.torch.emission.program import (
+    ProgramFiles,
+    Provenance,
+    check_program_folder,
+    write_program,
+)
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
@@ -31,11 +38,18 @@ from autopipe.passes.pipeline import PlanResult
 @click.argument("plan", type=PATH)
 @click.option("-o", "--output", "folder", type=PATH, help="Where to write [PLAN/program].")
 @MODEL
-@click.option("--ranks", metavar="R,R,...", help="Write these ranks alone, for looking at and for dry runs.")
+@click.option(
+    "--ranks", metavar="R,R,...", help="Write these ranks alone, for looking at and for dry runs."
+)
 @FORCE
 @standard_options
 def codegen(
-    output: Output, plan: Path, folder: Path | None, model: Path | None, ranks: str | None, force: bool
+    output: Output,
+    plan: Path,
+    folder: Path | None,
+    model: Path | None,
+    ranks: str | None,
+    force: bool,
 ) -> None:
     """Write the program of every rank for the plan in folder PLAN.
 
@@ -48,7 +62,9 @@ def codegen(
     try:
         only = tuple(dict.fromkeys(map(int, ranks.split(",")))) if ranks is not None else ()
     except ValueError:
-        raise click.BadParameter(f"{ranks!r} is no list of numbers like 0,17", param_hint="--ranks") from None
+        raise click.BadParameter(
+            f"{ranks!r} is no list of numbers like 0,17", param_hint="--ranks"
+        ) from None
     check_program_folder(target, force)
     with output.progress("generating", total=2) as bar:
         planned = open_plan(plan, model)
@@ -60,7 +76,12 @@ def codegen(
         launch += ["--dry-run", "--device", "meta", "--rank", str(only[0])]
     some = f"{len(only)} of {program.world_size}" if only else f"{program.world_size}"
     output.report(
-        {"program": target, "ranks": program.world_size, "written": only or None, "stages": len(program.stages)},
+        {
+            "program": target,
+            "ranks": program.world_size,
+            "written": only or None,
+            "stages": len(program.stages),
+        },
         f"{some} rank {plural(program.world_size, 'program')} of {len(program.stages)} "
         f"{plural(len(program.stages), 'stage')} in {target}",
         f"next: {shlex.join(launch)}",
@@ -72,34 +93,52 @@ _ROW_TASKS = 24
 
 
 def generate(
-    planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force: bool = False, home: Path | None = None
+    planned: PlanResult,
+    folder: Path,
+    ranks: Sequence[int] = (),
+    force: bool = False,
+    home: Path | None = None,
 ) -> Program:
-    """Write the program of `planned` into `folder` and return it; `home` is the folder that it is moved to (default:
-    `folder`). Raises CodegenError or ConfigurationError.
+    """Write the program of `planned` into `folder` and return it; `home` is the folder that it is
+    moved to (default: `folder`). Raises CodegenError or ConfigurationError.
 
-    With `ranks` only the files of these ranks are written, for reading and for dry runs: without the one-device
-    programs, and without the proof that no rank deadlocks.
+    With `ranks` only the files of these ranks are written, for reading and for dry runs: without
+    the one-device programs, and without the proof that no rank deadlocks.
     """
-    problem, plan = planned.problem, planned.plan
+    problem = planned.problem
+    plan = planned.plan
     loss = problem.loss if problem.train else None
     devices = plan.schedule.devices
     for rank in ranks:
         if not 0 <= rank < devices:
-            raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
+            raise ConfigurationError(
+                f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}"
+            )
     how = loss, problem.optimizer.shard, not ranks, problem.precision, problem.loss_division
     program = lower(problem.graph, plan.placement, plan.schedule, *how)
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))
-    if problem.train and planned.request.data.last_batch == "pad" and any(each.ratio > 1 for each in program.stages):
+    if (
+        problem.train
+        and planned.request.data.last_batch == "pad"
+        and any(each.ratio > 1 for each in program.stages)
+    ):
         message = "stages with micro-batches of their own do not fill a batch up"
         raise ConfigurationError(message, "plan with data.last_batch: drop", "data.last_batch: pad")
     stage_titles = tuple(_stage_title(program, stage) for stage in program.stages)
     rank_titles = tuple(
-        _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
+        _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None
+        for rank in program.ranks
     )
-    limits = () if problem.memory_limit is None else plan.memory_limits  # Else a device has all of its memory.
-    files = [ProgramFiles("", program, stage_titles, rank_titles, limits, frozenset(plan.host_bound_stages))]
+    limits = (
+        () if problem.memory_limit is None else plan.memory_limits
+    )  # Else a device has all of its memory.
+    files = [
+        ProgramFiles(
+            "", program, stage_titles, rank_titles, limits, frozenset(plan.host_bound_stages)
+        )
+    ]
     if not ranks:
         if problem.loss is not None:
             files.append(_one_device(planned, REFERENCE, problem.loss))
@@ -130,9 +169,13 @@ def generate(
 
 
 def _rounding(planned: PlanResult, program: Program) -> Rounding:
-    """The roundings in sequence of the whole model, of messages on a way through it, and of sums over all ranks."""
+    """The roundings in sequence of the whole model, of messages on a way through it, and of sums
+    over all ranks.
+    """
     problem = planned.problem
-    added = problem.micro_batches * max(stage.ratio for stage in program.stages) + program.world_size
+    added = (
+        problem.micro_batches * max(stage.ratio for stage in program.stages) + program.world_size
+    )
     return rounding_of(problem.graph, problem.precision, problem.train, added, program.roundings)
 
 
@@ -141,21 +184,26 @@ def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFile
     problem = planned.problem
     # ONNX Runtime, which the forward is compared with, would drop other elements.
     graph = problem.graph if loss is not None else without_dropout(problem.graph)
-    program = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss, problem.loss_division)
+    program = one_device_program(
+        graph, problem.micro_batches, problem.micro_batch_size, loss, problem.loss_division
+    )
     what = "training" if loss is not None else "the forward"
     title = f"The whole model on one device, {what}: what the ranks are verified against."
     return ProgramFiles(name, program, (title,), (title,))
 
 
 def _stage_title(program: Program, stage: StageCode) -> str:
-    devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(map(str, stage.devices))
+    devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(
+        map(str, stage.devices)
+    )
     size = f", {_own_size(program, stage)}" if stage.ratio > 1 else ""
     return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
 
 
 def _own_size(program: Program, stage: StageCode) -> str:
     return (
-        f"{program.micro_batches * stage.ratio} {plural(program.micro_batches * stage.ratio, 'micro-batch')} "
+        f"{program.micro_batches * stage.ratio} "
+        f"{plural(program.micro_batches * stage.ratio, 'micro-batch')} "
         f"of {program.micro_batch_size // stage.ratio}"
     )
 
@@ -164,14 +212,19 @@ def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
     """Docstring of a rank's file: the figures to check the rank against the timeline."""
     summary = planned.plan.summary
     own = [program.stages[each.stage] for each in rank.stages]
-    stages = [f"{each.stage} ({_own_size(program, each)})" if each.ratio > 1 else str(each.stage) for each in own]
+    stages = [
+        f"{each.stage} ({_own_size(program, each)})" if each.ratio > 1 else str(each.stage)
+        for each in own
+    ]
     memory = summary.peak_memory_bytes[rank.rank] / 2**20
     row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
     if len(row) > 2 * _ROW_TASKS:
         row = [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
     lines = [
-        f"Rank {rank.rank} of {program.world_size}: stages {', '.join(stages) or 'none'}; {summary.schedule}, "
-        f"{program.micro_batches} {plural(program.micro_batches, 'micro-batch')} of {program.micro_batch_size} "
+        f"Rank {rank.rank} of {program.world_size}: stages {', '.join(stages) or 'none'}; "
+        f"{summary.schedule}, "
+        f"{program.micro_batches} {plural(program.micro_batches, 'micro-batch')} of "
+        f"{program.micro_batch_size} "
         f"(plan {planned.digest[:12]}, autopipe {VERSION}).",
         "",
         f"predicted: step {summary.step_time_s * 1e3:.3g} ms, bubble {summary.bubble_rate:.1%}, "

@@ -33,16 +33,29 @@ from autopipe.ir.timeline import Timeline
 from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.pipeline import read_planned
-from autopipe.passes.placement.given import NodeEntry, NodeNames, degrees_of, entries_of, layer_globs, role_globs
+from autopipe.passes.placement.given import (
+    NodeEntry,
+    NodeNames,
+    degrees_of,
+    entries_of,
+    layer_globs,
+    role_globs,
+)
 
 
 @click.command()
 @click.argument("plans", metavar="DIR...", nargs=-1, required=True, type=PATH)
-@click.option("--html", metavar="FILE", type=PATH, help="Write it as one page: timelines and memory on one axis.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=PATH,
+    help="Write it as one page: timelines and memory on one axis.",
+)
 @FORCE
 @standard_options
 def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: bool) -> None:
-    """Show the plans in DIRs side by side: figures, what a step's time goes to, timelines and memory on one scale.
+    """Show the plans in DIRs side by side: figures, what a step's time goes to, timelines and
+    memory on one scale.
 
     Speed-ups, and what is decided differently, are against the first plan.
 
@@ -53,7 +66,9 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: b
     """
     page = None
     if html is not None:
-        page = OutputFile(html, REPORT, tuple(path for plan in plans for path in plan_inputs(plan)), force)
+        page = OutputFile(
+            html, REPORT, tuple(path for plan in plans for path in plan_inputs(plan)), force
+        )
         page.check()
     found = [ComparisonPlan(folder, *open_prediction(folder)) for folder in plans]
     for what, name in (("models", "model"), ("batches", "batch_size"), ("modes", "mode")):
@@ -77,7 +92,11 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: b
         }
         for each, diff in zip(found, diffs, strict=True)
     ]
-    screen = compare_screen(found, diffs, output.width, output.coloured) if html is None else (f"page in {html}",)
+    screen = (
+        compare_screen(found, diffs, output.width, output.coloured)
+        if html is None
+        else (f"page in {html}",)
+    )
     output.result({"plans": data, "html": html}, *screen)
 
 
@@ -97,7 +116,9 @@ class ComparisonPlan:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """A figure of each plan, and which plans' are the best, where they differ and one is better than another."""
+    """A figure of each plan, and which plans' are the best, where they differ and one is better
+    than another.
+    """
 
     name: str
     texts: tuple[str, ...]
@@ -109,16 +130,22 @@ def speedup(first: Summary, other: Summary) -> float | None:
 
 
 def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
-    """Decisions and predictions of the plans, a row each; per device too where numbers of devices differ."""
+    """Decisions and predictions of the plans, a row each; per device too where numbers of devices
+    differ.
+    """
     summaries = [plan.summary for plan in plans]
 
-    def row(name: str, text: Callable[[Summary], str], cost: Callable[[Summary], float] | None = None) -> ComparisonRow:
+    def row(
+        name: str, text: Callable[[Summary], str], cost: Callable[[Summary], float] | None = None
+    ) -> ComparisonRow:
         """The best are those of the least `cost`, and all that read the same."""
         texts = tuple(map(text, summaries))
         if cost is None or len(set(texts)) == 1:
             return ComparisonRow(name, texts)
         least = text(min(summaries, key=cost))
-        return ComparisonRow(name, texts, frozenset(place for place, each in enumerate(texts) if each == least))
+        return ComparisonRow(
+            name, texts, frozenset(place for place, each in enumerate(texts) if each == least)
+        )
 
     def speedup_text(summary: Summary) -> str:
         ratio = speedup(summaries[0], summary)
@@ -134,9 +161,15 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
         yield row("degrees", lambda each: "-" if each.degrees is None else each.degrees.text)
     yield row("micro-batches", lambda each: f"{each.micro_batches} of {each.micro_batch_size}")
     equal = len({plan.batch_size for plan in plans}) == 1
-    yield row("step", lambda each: seconds_text(each.step_time_s), (lambda each: each.step_time_s) if equal else None)
+    yield row(
+        "step",
+        lambda each: seconds_text(each.step_time_s),
+        (lambda each: each.step_time_s) if equal else None,
+    )
     yield row("speed-up", speedup_text)
-    yield row("samples/s", lambda each: f"{each.samples_per_s:,.1f}", lambda each: -each.samples_per_s)
+    yield row(
+        "samples/s", lambda each: f"{each.samples_per_s:,.1f}", lambda each: -each.samples_per_s
+    )
     units = {each.rate_per_device[1] for each in summaries}
     unit = units.pop() if len(units) == 1 else "samples/s"
 
@@ -149,15 +182,23 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
 
     yield row(f"{unit} per device", lambda each: number_text(rate(each)), lambda each: -rate(each))
     if any(each.mfu is not None for each in summaries):
-        yield row("MFU", lambda each: "-" if each.mfu is None else f"{each.mfu:.1%}", lambda each: -(each.mfu or 0.0))
+        yield row(
+            "MFU",
+            lambda each: "-" if each.mfu is None else f"{each.mfu:.1%}",
+            lambda each: -(each.mfu or 0.0),
+        )
     yield row("bubble", lambda each: f"{each.bubble_rate:.1%}", lambda each: each.bubble_rate)
     yield row(
-        "peak memory", lambda each: bytes_text(max(each.peak_memory_bytes)), lambda each: max(each.peak_memory_bytes)
+        "peak memory",
+        lambda each: bytes_text(max(each.peak_memory_bytes)),
+        lambda each: max(each.peak_memory_bytes),
     )
     yield row("communication", traffic_text)
     yield row("lower bound of placement", lambda each: seconds_text(each.lower_bound_s))
     yield row("gap of placement", gap_text)
-    yield row("search", lambda each: seconds_text(sum(seconds for _, seconds in each.search_time_s)))
+    yield row(
+        "search", lambda each: seconds_text(sum(seconds for _, seconds in each.search_time_s))
+    )
 
 
 _LEAST_S = 5e-10
@@ -168,7 +209,9 @@ PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Brea
 
 
 def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
-    """Seconds of a step by what they go to, on average over the devices; nothing where no plan says."""
+    """Seconds of a step by what they go to, on average over the devices; nothing where no plan
+    says.
+    """
 
     def text(seconds: float | None) -> str:
         if seconds is None:
@@ -176,7 +219,10 @@ def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
         return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
 
     for name in PARTS:
-        values = [None if each.breakdown is None else getattr(each.breakdown, f"{name}_s") for each in plans]
+        values = [
+            None if each.breakdown is None else getattr(each.breakdown, f"{name}_s")
+            for each in plans
+        ]
         if any(abs(value or 0.0) >= _LEAST_S for value in values):
             yield ComparisonRow(name, tuple(map(text, values)))
 
@@ -197,7 +243,10 @@ class Change:
     """Short names of the nodes."""
 
     def __str__(self) -> str:
-        named = [f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each) for each in self.entries]
+        named = [
+            f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each)
+            for each in self.entries
+        ]
         told = ", ".join(named[:_MOST_ENTRIES]) + (", ..." if len(named) > _MOST_ENTRIES else "")
         return f"{self.before} → {self.after}: {_nodes_text([self])} ({told})"
 
@@ -218,7 +267,9 @@ class PlanDiff:
     orders: bool
     """True if tasks are in another order, though stages are equal."""
     changes: tuple[tuple[str, tuple[Change, ...]], ...] = ()
-    """For each kind of decision that differs (`devices`, `splits`, `recompute`) its changes, the largest first."""
+    """For each kind of decision that differs (`devices`, `splits`, `recompute`) its changes, the
+    largest first.
+    """
 
     @property
     def lines(self) -> Iterator[str]:
@@ -241,7 +292,12 @@ class PlanDiff:
         found: dict[str, object] = {"same": self.same, "known": self.known}
         for what, changes in self.changes:
             found[what] = [
-                {"before": each.before, "after": each.after, "nodes": len(each.nodes), "named": each.entries}
+                {
+                    "before": each.before,
+                    "after": each.after,
+                    "nodes": len(each.nodes),
+                    "named": each.entries,
+                }
                 for each in changes
             ]
         return found
@@ -259,29 +315,45 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
             graphs[key] = None  # Its model may be gone, or have changed.
             with suppress(AutopipeError, OSError):
                 if len(plans) > 1:
-                    configuration = replace(load_configuration(each.folder / CONFIGURATION_FILE), costs="roofline")
+                    configuration = replace(
+                        load_configuration(each.folder / CONFIGURATION_FILE), costs="roofline"
+                    )
                     request = request_of(configuration, Path(plan.model))
                     graph = read_planned(request, plan).graph
                     graphs[key] = graph if graph.digest() == plan.graph_digest else None
-        before, after = graphs[first.model, first.graph_digest], graphs[key]
+        before = graphs[first.model, first.graph_digest]
+        after = graphs[key]
         orders = plan.schedule.tasks != first.schedule.tasks
         if plan_digest(plan) == plan_digest(first):
             diffs.append(PlanDiff(True, True, False))
         elif before is None or after is None or NodeNames(before).names != NodeNames(after).names:
             diffs.append(PlanDiff(False, False, orders))
         else:
-            diffs.append(PlanDiff(False, True, orders, tuple(_changes(before, first.placement, plan.placement))))
+            diffs.append(
+                PlanDiff(
+                    False, True, orders, tuple(_changes(before, first.placement, plan.placement))
+                )
+            )
     return diffs
 
 
-def _changes(graph: Graph, before: Placement, after: Placement) -> Iterator[tuple[str, tuple[Change, ...]]]:
-    """Changes of each kind by node of `graph`: where it runs, how it is split, and whether it is computed again. Of
-    several pipelines the decisions of each are told."""
-    names, samples = NodeNames(graph), sample_axes(graph)
+def _changes(
+    graph: Graph, before: Placement, after: Placement
+) -> Iterator[tuple[str, tuple[Change, ...]]]:
+    """Changes of each kind by node of `graph`: where it runs, how it is split, and whether it is
+    computed again. Of several pipelines the decisions of each are told.
+    """
+    names = NodeNames(graph)
+    samples = sample_axes(graph)
     everywhere = range(len(graph.nodes))
     placements = [
         [
-            {node: stage for stage in placement.stages if stage.pipeline == pipeline for node in stage.nodes}
+            {
+                node: stage
+                for stage in placement.stages
+                if stage.pipeline == pipeline
+                for node in stage.nodes
+            }
             for pipeline in range(placement.pipelines)
         ]
         for placement in (before, after)
@@ -300,11 +372,17 @@ def _changes(graph: Graph, before: Placement, after: Placement) -> Iterator[tupl
     for decision, globs in ((devices, layer_globs), (splits, role_globs), (recompute, layer_globs)):
         found: dict[tuple[str, str], list[int]] = {}
         for node in everywhere:
-            one, other = (" and ".join(decision(stages[node], node) for stages in each) for each in placements)
+            one, other = (
+                " and ".join(decision(stages[node], node) for stages in each) for each in placements
+            )
             if one != other:
                 found.setdefault((one, other), []).append(node)
         changes = (
-            Change(*pair, tuple(nodes), entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)))
+            Change(
+                *pair,
+                tuple(nodes),
+                entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)),
+            )
             for pair, nodes in sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
         )
         if found:
@@ -334,7 +412,10 @@ def compare_screen(
 def _table(head: str, plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow]) -> Table:
     table = plain_table(head, *map(str, plans))
     for row in rows:
-        cells = (Text(text, "bold green" if place in row.best else "") for place, text in enumerate(row.texts))
+        cells = (
+            Text(text, "bold green" if place in row.best else "")
+            for place, text in enumerate(row.texts)
+        )
         table.add_row(row.name, *cells)
     return table
 
@@ -352,7 +433,9 @@ def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -
         sections.append(("What a step's time goes to, on average over the devices", markup))
     if len(plans) > 1:
         pairs = zip(plans[1:], ("\n".join(diff.lines) for diff in diffs[1:]), strict=True)
-        markup = "".join(f"<h3>{escape(str(each))}</h3><pre>{escape(lines)}</pre>" for each, lines in pairs)
+        markup = "".join(
+            f"<h3>{escape(str(each))}</h3><pre>{escape(lines)}</pre>" for each, lines in pairs
+        )
         sections.append((f"Decided otherwise than in {plans[0]}", markup))
     subtitle = ", ".join(dict.fromkeys(plan.model for plan in bare))
     if any(plan.summary.devices > MOST_DEVICES for plan in bare):
@@ -372,7 +455,9 @@ def _markup_rows(plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow])
     marked = []
     for row in rows:
         marks = (' class="best"' if place in row.best else "" for place in range(len(row.texts)))
-        cells = (f"<td{mark}>{escape(text)}</td>" for mark, text in zip(marks, row.texts, strict=True))
+        cells = (
+            f"<td{mark}>{escape(text)}</td>" for mark, text in zip(marks, row.texts, strict=True)
+        )
         marked.append(f"<tr><td>{escape(row.name)}</td>{''.join(cells)}</tr>")
     return f'<div class="compared">{markup_table(("", *map(str, plans)), marked)}</div>'
 
@@ -380,16 +465,22 @@ def _markup_rows(plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow])
 def _bars(plans: Sequence[ComparisonPlan]) -> str:
     """Each step as a bar of its parts, all on one scale, and what the colours are."""
     longest = max(each.plan.summary.step_time_s for each in plans)
-    colours = {name: f"hsl({_HUES[index % len(_HUES)]} 60% 55%)" for index, name in enumerate(PARTS)}
-    lines, drawn = [], set()
+    colours = {
+        name: f"hsl({_HUES[index % len(_HUES)]} 60% 55%)" for index, name in enumerate(PARTS)
+    }
+    lines = []
+    drawn = set()
     for each in (plan for plan in plans if plan.plan.breakdown is not None):
         pieces = []
         for name, colour in colours.items():
             seconds = getattr(each.plan.breakdown, f"{name}_s")
             if seconds > 0 and longest:
                 drawn.add(name)
-                title, width = escape(f"{name}: {seconds_text(seconds)}"), 100 * seconds / longest
-                pieces.append(f'<i title="{title}" style="width:{width:.3f}%;background:{colour}"></i>')
+                title = escape(f"{name}: {seconds_text(seconds)}")
+                width = 100 * seconds / longest
+                pieces.append(
+                    f'<i title="{title}" style="width:{width:.3f}%;background:{colour}"></i>'
+                )
         lines.append(f"<div>{escape(str(each))}</div><div>{''.join(pieces)}</div>")
     legend = "".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>'

@@ -1,4 +1,6 @@
-"""`autopipe config`: show and check configurations; list presets, strategies, schedules and solvers."""
+"""`autopipe config`: show and check configurations; list presets, strategies, schedules and
+solvers.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,39 @@ import click
 from autopipe.cli.options import PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
-from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, preset_text, read_cluster
-from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
+from autopipe.configs.cluster import (
+    build_cluster,
+    cluster_names,
+    cluster_preset,
+    is_cluster,
+    preset_text,
+    read_cluster,
+)
+from autopipe.configs.configuration import (
+    Configuration,
+    dump_configuration,
+    load_configuration,
+    resolve_cluster,
+)
 from autopipe.configs.schema import field_docs
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import describe, encode, encode_as, keys
 from autopipe.ir.words import plural
-from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
+from autopipe.passes.registry import (
+    scheduler_class,
+    scheduler_names,
+    strategy_class,
+    strategy_names,
+)
 from autopipe.passes.solvers.pulp_client import AUTO, installed_solvers
 from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 
 @click.group()
 def config() -> None:
-    """Show the effective configuration, check a file, list cluster presets, strategies, schedules and solvers.
+    """Show the effective configuration, check a file, list cluster presets, strategies, schedules
+    and solvers.
 
     \b
     Example:
@@ -41,7 +61,8 @@ def config() -> None:
 @configuration_options
 @standard_options
 def show(output: Output, configuration: Configuration) -> None:
-    """Print the effective configuration: defaults, under the file, under the flags. It is itself a valid --config.
+    """Print the effective configuration: defaults, under the file, under the flags. It is itself a
+    valid --config.
 
     \b
     Example:
@@ -55,26 +76,41 @@ def show(output: Output, configuration: Configuration) -> None:
 @click.argument("file", type=PATH)
 @standard_options
 def check(output: Output, file: Path) -> None:
-    """Check FILE, a configuration or the description of a cluster; what is wrong is said with its line.
+    """Check FILE, a configuration or the description of a cluster; what is wrong is said with its
+    line.
 
     \b
     Example:
       autopipe config check train.yaml
     """
     if is_cluster(file):
-        cluster, kind = build_cluster(read_cluster(file), None), "cluster"
+        cluster = build_cluster(read_cluster(file), None)
+        kind = "cluster"
     else:
-        cluster, kind = _checked(load_configuration(file)), "configuration"
-    data = {"file": str(file), "kind": kind, "valid": True, "cluster": cluster.name, "devices": cluster.size}
-    output.result(data, f"{file}: a valid {kind} ({cluster.size} {plural(cluster.size, 'device')} of {cluster.name})")
+        cluster = _checked(load_configuration(file))
+        kind = "configuration"
+    data = {
+        "file": str(file),
+        "kind": kind,
+        "valid": True,
+        "cluster": cluster.name,
+        "devices": cluster.size,
+    }
+    output.result(
+        data,
+        (
+            f"{file}: a valid {kind} ({cluster.size} {plural(cluster.size, 'device')} of "
+            f"{cluster.name})"
+        ),
+    )
 
 
 @config.command()
 @click.argument("name", required=False)
 @standard_options
 def clusters(output: Output, name: str | None) -> None:
-    """List the cluster presets, mixed ones with a line for each group of devices. Print preset NAME as a file, which
-    `--cluster FILE` reads after you have edited it.
+    """List the cluster presets, mixed ones with a line for each group of devices. Print preset NAME
+    as a file, which `--cluster FILE` reads after you have edited it.
 
     \b
     Example:
@@ -92,15 +128,22 @@ def clusters(output: Output, name: str | None) -> None:
         cluster = build_cluster(description, None)
         least = min(device.memory_bytes for device in cluster.kinds)
         entries.append({"preset": preset, **encode(description), "memory_bytes": least})
-        label, first = preset, 0
-        for size, levels in [(group.size, group.levels) for group in cluster.groups] or [(cluster.size, ())]:
+        label = preset
+        first = 0
+        for size, levels in [(group.size, group.levels) for group in cluster.groups] or [
+            (cluster.size, ())
+        ]:
             device = cluster.devices[first]
             kind = f"{size} x {device.name}" if cluster.groups else device.name
             rates = [each.link.bandwidth_bytes_per_s for each in (*levels, *cluster.levels)]
             links = " / ".join(f"{rate / 1e9:g}" for rate in rates)
-            fp32, memory = f"{device.peak('fp32') / 1e12:g}", BYTES.format(device.memory_bytes)
-            table.add_row(label, kind, memory, fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}", links)
-            label, first = "", first + size
+            fp32 = f"{device.peak('fp32') / 1e12:g}"
+            memory = BYTES.format(device.memory_bytes)
+            table.add_row(
+                label, kind, memory, fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}", links
+            )
+            label = ""
+            first = first + size
     output.result({"clusters": entries}, table)
 
 
@@ -115,7 +158,13 @@ def strategies(output: Output, name: str | None) -> None:
       autopipe config strategies
       autopipe config strategies grid
     """
-    _show_choices(output, "strategy", strategy_names() if name is None else (name,), strategy_class, name is not None)
+    _show_choices(
+        output,
+        "strategy",
+        strategy_names() if name is None else (name,),
+        strategy_class,
+        name is not None,
+    )
 
 
 @config.command()
@@ -129,13 +178,25 @@ def schedules(output: Output, name: str | None) -> None:
       autopipe config schedules
       autopipe config schedules tessel
     """
-    _show_choices(output, "schedule", scheduler_names() if name is None else (name,), scheduler_class, name is not None)
+    _show_choices(
+        output,
+        "schedule",
+        scheduler_names() if name is None else (name,),
+        scheduler_class,
+        name is not None,
+    )
 
 
 def _show_choices(
-    output: Output, key: str, names: Sequence[str], find: Callable[[str], type[Any]], in_detail: bool
+    output: Output,
+    key: str,
+    names: Sequence[str],
+    find: Callable[[str], type[Any]],
+    in_detail: bool,
 ) -> None:
-    """Print the first paragraph of each choice's docstring; `in_detail`, the whole docstring and the options."""
+    """Print the first paragraph of each choice's docstring; `in_detail`, the whole docstring and
+    the options.
+    """
     entries: list[dict[str, object]] = []
     summaries = plain_table(key, "summary")
     options: list[str] = []
@@ -157,7 +218,11 @@ def _show_choices(
         summaries.add_row(name, summary)
         for option, each in zip(keys(kind), declared, strict=True):
             default = "required" if option.required else json.dumps(each["default"])
-            options += [f"{each['key']}: {each['type']}, default {default}", f"    {each['meaning']}", ""]
+            options += [
+                f"{each['key']}: {each['type']}, default {default}",
+                f"    {each['meaning']}",
+                "",
+            ]
     if in_detail:
         output.result(entries[0], text, "", *(options or ["no options"]))
     else:
@@ -167,7 +232,8 @@ def _show_choices(
 @config.command()
 @standard_options
 def solvers(output: Output) -> None:
-    """List the solvers of integer programs, and which of them are installed. Configuration key `solver` names one.
+    """List the solvers of integer programs, and which of them are installed. Configuration key
+    `solver` names one.
 
     \b
     Example:
@@ -195,7 +261,9 @@ def solvers(output: Output) -> None:
 
 
 def _checked(configuration: Configuration) -> Cluster:
-    """The cluster of a configuration whose strategy and scheduler are known too, with their options."""
+    """The cluster of a configuration whose strategy and scheduler are known too, with their
+    options.
+    """
     chosen_strategy(configuration)
     chosen_scheduler(configuration)
     return resolve_cluster(configuration)

@@ -1,4 +1,6 @@
-"""`autopipe export`: from a PyTorch module to an ONNX file that computes and trains what the module does."""
+"""`autopipe export`: from a PyTorch module to an ONNX file that computes and trains what the module
+does.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,25 @@ _FIELDS: Final = ("module", "example", "loss", "labels")
 
 @click.command()
 @click.argument("factory", metavar="MODULE:FACTORY")
-@click.option("-o", "--output", "path", type=PATH, default=Path("model.onnx"), help="File to write [model.onnx].")
-@click.option("--check/--no-check", default=True, help="Compare loss and gradients with the module's [yes].")
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=PATH,
+    default=Path("model.onnx"),
+    help="File to write [model.onnx].",
+)
+@click.option(
+    "--check/--no-check", default=True, help="Compare loss and gradients with the module's [yes]."
+)
 @FORCE
 @standard_options
 def export(output: Output, factory: str, path: Path, check: bool, force: bool) -> None:
     """Write the PyTorch module that FACTORY returns as an ONNX file.
 
-    FACTORY is a function of no arguments in a Python file, or in a module on the path, whose code runs. It returns
-    (module, example) or (module, example, loss, labels), or a mapping of these names: arguments of `autopipe.export`.
+    FACTORY is a function of no arguments in a Python file, or in a module on the path, whose code
+    runs. It returns (module, example) or (module, example, loss, labels), or a mapping of these
+    names: arguments of `autopipe.export`.
 
     \b
     Example:
@@ -68,11 +80,15 @@ def export(output: Output, factory: str, path: Path, check: bool, force: bool) -
 
 
 def made_by(factory: str) -> dict[str, Any]:
-    """Return the arguments of `autopipe.export` that the function FILE.py:NAME or MODULE:NAME returns. Raises
-    ConfigurationError if there is no such function, or if it returns something else."""
+    """Return the arguments of `autopipe.export` that the function FILE.py:NAME or MODULE:NAME
+    returns. Raises ConfigurationError if there is no such function, or if it returns something
+    else.
+    """
     place, _, name = factory.rpartition(":")
     if not place:
-        raise ConfigurationError(f"{factory!r} names no function", "give FILE.py:FUNCTION or MODULE:FUNCTION")
+        raise ConfigurationError(
+            f"{factory!r} names no function", "give FILE.py:FUNCTION or MODULE:FUNCTION"
+        )
     try:
         module = _file_module(Path(place)) if place.endswith(".py") else _path_module(place)
         function = getattr(module, name, None)
@@ -87,7 +103,9 @@ def made_by(factory: str) -> dict[str, Any]:
         raise ConfigurationError(message, "--debug shows the traceback") from error
     if isinstance(found, Mapping):
         if not {"module", "example"} <= found.keys() <= set(_FIELDS):
-            raise ConfigurationError(f"{factory} returns a mapping of {sorted(found)}", f"its keys are {_FIELDS}")
+            raise ConfigurationError(
+                f"{factory} returns a mapping of {sorted(found)}", f"its keys are {_FIELDS}"
+            )
         return dict(found)
     if not isinstance(found, tuple) or len(found) not in (2, 4):
         raise ConfigurationError(
@@ -98,8 +116,9 @@ def made_by(factory: str) -> dict[str, Any]:
 
 
 def _file_module(path: Path) -> Any:
-    """Run a Python file as a module. Its folder comes last on the module path, for its imports. Python writes no
-    compiled copies of the user's files next to them."""
+    """Run a Python file as a module. Its folder comes last on the module path, for its imports.
+    Python writes no compiled copies of the user's files next to them.
+    """
     if not path.is_file():
         raise ConfigurationError(f"{path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -124,7 +143,9 @@ def _path_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0] and error.name != name:
             raise
-        raise ConfigurationError(f"there is no module {name!r}", "a file is given as FILE.py:FUNCTION") from error
+        raise ConfigurationError(
+            f"there is no module {name!r}", "a file is given as FILE.py:FUNCTION"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +173,9 @@ def export_module(
     force: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Exported:
-    """Write a module as an ONNX file, if loss and gradients of the file equal the module's: see `autopipe.export`."""
+    """Write a module as an ONNX file, if loss and gradients of the file equal the module's: see
+    `autopipe.export`.
+    """
     from autopipe.backends.torch.exporter import exported, subject_of
 
     OutputFile(path, ONNX, force=force).check()
@@ -169,7 +192,10 @@ def export_module(
             program.save(file)
             compared = compare(subject, file, made.moved, notes)
     elif made.changed:
-        notes.append(f"training does not change {', '.join(made.changed)}, which the forward of the module changes")
+        notes.append(
+            f"training does not change {', '.join(made.changed)}, which the forward of the "
+            "module changes"
+        )
     advance()
     _write(program, path, force)
     parameters = subject.parameters()
@@ -185,7 +211,11 @@ def export_module(
 
 def _write(program: torch.onnx.ONNXProgram, path: Path, force: bool) -> None:
     """Write the ONNX file, and beside it `path`.data if its weights are too large for one file."""
-    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
+    size = sum(
+        value.const_value.nbytes
+        for value in program.model.graph.initializers.values()
+        if value.const_value
+    )
     if size > INLINE_LIMIT:
         check_data_file(path, path.with_name(path.name + ".data"), force)
         program.save(path, external_data=True)

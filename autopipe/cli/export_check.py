@@ -1,5 +1,6 @@
-"""The comparison of an exported file with its module: loss, gradients and outputs on two examples, which the file's
-program computes on one device."""
+"""The comparison of an exported file with its module: loss, gradients and outputs on two examples,
+which the file's program computes on one device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import yaml
 from autopipe.backends.torch.launcher import run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.records import record_file
-from autopipe.backends.torch.verification import Difference, difference, limit_of, read_losses, read_outputs
+from autopipe.backends.torch.verification import (
+    Difference,
+    difference,
+    limit_of,
+    read_losses,
+    read_outputs,
+)
 from autopipe.cli.codegen import generate
 from autopipe.cli.options import flag_words
 from autopipe.cli.request import request_of
@@ -41,16 +48,19 @@ _WITHOUT: Final = "export with check=False (--no-check) to write the file all th
 def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[str]) -> str:
     """Compare what the file computes of two examples with what the module computes.
 
-    `moved` are the buffers that training with the file changes. Returns what was compared, "" if nothing was, and adds
-    to `notes` what could not be compared. The dropouts of `file` are taken out of it. Raises VerificationError, naming
-    parameters and the likely cause, if results differ.
+    `moved` are the buffers that training with the file changes. Returns what was compared, "" if
+    nothing was, and adds to `notes` what could not be compared. The dropouts of `file` are taken
+    out of it. Raises VerificationError, naming parameters and the likely cause, if results differ.
     """
     from autopipe.backends.torch.module_gradients import evaluate, late_hooks
 
     hooked = [subject.name_of(name) for name in late_hooks(subject.module)]
     if hooked:
         raise VerificationError(
-            f"hooks run after the backward of {listed(hooked, _NAMED)}, which an exported file has not",
+            (
+                f"hooks run after the backward of {listed(hooked, _NAMED)}, which an exported file "
+                "has not"
+            ),
             f"remove them (register_post_accumulate_grad_hook), or {_WITHOUT}",
         )
     examples = _examples(subject)
@@ -59,29 +69,38 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     if expected[0].changed_again:
         raise VerificationError(
             f"the backward of the module runs a part of the forward again, which changes "
-            f"{listed(expected[0].changed_again, _NAMED)} twice in a step: the exported file changes them once",
+            f"{listed(expected[0].changed_again, _NAMED)} twice in a step: the exported file "
+            "changes them once",
             f"export without checkpointing (a plan may recompute instead), or {_WITHOUT}",
         )
     if not expected[0].is_finite:
-        notes.append("the module's loss or gradients on the example are not finite: nothing was compared")
+        notes.append(
+            "the module's loss or gradients on the example are not finite: nothing was compared"
+        )
         return ""
     if expected[0].loss is not None:
         _take_dropouts_out(file, expected[0].dropped)
     again = evaluate(subject, examples[0], seed=1)
     if not all(map(np.array_equal, again.results, expected[0].results)):
-        notes.append("the module draws random numbers besides those of dropout: its results were not compared")
+        notes.append(
+            "the module draws random numbers besides those of dropout: its results were not "
+            "compared"
+        )
         return ""
     comparison = _Comparison(subject, file, examples, expected)
     return comparison.of_outputs() if expected[0].loss is None else comparison.of_gradients()
 
 
 def reject_changes(names: Sequence[str]) -> None:
-    """Raise VerificationError if there are tensors that the module's forward changes and the file does not."""
+    """Raise VerificationError if there are tensors that the module's forward changes and the file
+    does not.
+    """
     if names:
         changed = listed(list(dict.fromkeys(names)), _NAMED)
         raise VerificationError(
             f"the forward of the module changes {changed}, which an ONNX file cannot",
-            "count in place (`steps += 1`), change other tensors outside of the forward, put the part into eval(), or "
+            "count in place (`steps += 1`), change other tensors outside of the forward, put "
+            "the part into eval(), or "
             f"{_WITHOUT}",
         )
 
@@ -102,8 +121,9 @@ def _examples(subject: Subject) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
-    """Take the dropouts, which draw other numbers than the module's, out of a file. Raises VerificationError if their
-    probabilities are not those that the module `asked` for."""
+    """Take the dropouts, which draw other numbers than the module's, out of a file. Raises
+    VerificationError if their probabilities are not those that the module `asked` for.
+    """
     import onnx
     import onnx.numpy_helper
 
@@ -112,19 +132,28 @@ def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
     for node in model.graph.node:
         if node.op_type == "Constant" and node.attribute[0].name == "value":
             held[node.output[0]] = node.attribute[0].t
-    dropouts = [node for node in model.graph.node if node.op_type == "Dropout" and len(node.input) == 3]
+    dropouts = [
+        node for node in model.graph.node if node.op_type == "Dropout" and len(node.input) == 3
+    ]
     found: list[float] = []
     for node in dropouts:
-        ratio, training = (float(onnx.numpy_helper.to_array(held[name]).item()) for name in node.input[1:])
+        ratio, training = (
+            float(onnx.numpy_helper.to_array(held[name]).item()) for name in node.input[1:]
+        )
         if training and ratio:
             found.append(ratio)
         del node.input[1:], node.output[1:], node.attribute[:]
         node.op_type = "Identity"
     found.sort()
     if len(found) != len(asked) or not np.allclose(found, asked):
-        texts = [str([round(each, 6) for each in probabilities]) for probabilities in (asked, found)]
+        texts = [
+            str([round(each, 6) for each in probabilities]) for probabilities in (asked, found)
+        ]
         raise VerificationError(
-            f"the module drops with the probabilities {texts[0]}, the exported file with {texts[1]}",
+            (
+                f"the module drops with the probabilities {texts[0]}, the exported file with "
+                f"{texts[1]}"
+            ),
             f"put the dropouts that differ into eval(), or {_WITHOUT}",
         )
     if dropouts:
@@ -142,7 +171,9 @@ class _Comparison:
     """Results of the module on each example."""
 
     def of_gradients(self) -> str:
-        """Compare losses and gradients: each example is a training step at learning rate 0. Returns a summary."""
+        """Compare losses and gradients: each example is a training step at learning rate 0. Returns
+        a summary.
+        """
         manifest = self._generated("train")
         folder = self._run(manifest, REFERENCE, self.examples)
         losses = read_losses(folder / "report.jsonl")
@@ -154,8 +185,18 @@ class _Comparison:
             self._require_equal([difference("the loss", loss, known_loss)], manifest, step)
             found = _recorded(folder, step, manifest)
             self._require_same_trained(trained, found, expected)
-            known = {name: each for name, each in expected.gradients.items() if each is not None and name in found}
-            scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in known.values())))
+            known = {
+                name: each
+                for name, each in expected.gradients.items()
+                if each is not None and name in found
+            }
+            scale = float(
+                np.sqrt(
+                    sum(
+                        float(np.sum(np.square(each.astype(np.float64)))) for each in known.values()
+                    )
+                )
+            )
             pairs = [difference(name, found[name], each, scale) for name, each in known.items()]
             self._require_equal(pairs, manifest, step)
         return (
@@ -199,7 +240,9 @@ class _Comparison:
         generate(planned, folder)
         return read_manifest(folder)
 
-    def _run(self, manifest: Manifest, name: str, examples: Iterable[tuple[torch.Tensor, ...]]) -> Path:
+    def _run(
+        self, manifest: Manifest, name: str, examples: Iterable[tuple[torch.Tensor, ...]]
+    ) -> Path:
         """Run the program on the examples, each a step. Returns the folder of its record."""
         folder = manifest.folder.with_name("record")
         folder.mkdir(exist_ok=True)
@@ -211,13 +254,23 @@ class _Comparison:
             arrays[known] = np.concatenate([each.detach().cpu().numpy() for each in column])
         data = folder / "data.npz"
         np.savez(data, **arrays)
-        files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
+        files = {
+            "report": folder / "report.jsonl",
+            "outputs": folder / "outputs.npz",
+            "record": folder,
+        }
         run_alone(manifest.folder / name, flag_words(steps=steps, device="cpu", data=data, **files))
         return folder
 
-    def _require_same_trained(self, trained: set[str], found: Mapping[str, np.ndarray], expected: Evaluation) -> None:
-        """Raise VerificationError if the file has a gradient of other parameters than the module."""
-        flowing = {name for name, each in expected.gradients.items() if each is not None and np.any(each)}
+    def _require_same_trained(
+        self, trained: set[str], found: Mapping[str, np.ndarray], expected: Evaluation
+    ) -> None:
+        """Raise VerificationError if the file has a gradient of other parameters than the
+        module.
+        """
+        flowing = {
+            name for name, each in expected.gradients.items() if each is not None and np.any(each)
+        }
         lost = sorted(flowing - trained)
         if lost:
             raise VerificationError(
@@ -227,7 +280,11 @@ class _Comparison:
         gained = sorted(name for name in trained - flowing if np.any(found[name]))
         if gained:
             raise VerificationError(
-                f"the exported file trains {listed(gained, _NAMED)}, of which the module has no gradient",
+                (
+                    f"the exported file trains {listed(gained, _NAMED)}, of which the module "
+                    "has no "
+                    "gradient"
+                ),
                 f"{self._cause(expected)}; freeze them (requires_grad_(False)), or {_WITHOUT}",
             )
 
@@ -237,20 +294,31 @@ class _Comparison:
         if all(each.relative <= bound for each in pairs):
             return
         responses = self._responses(step)
-        wrong = [each for each in pairs if not each.relative <= limit_of(bound, each, responses.get(each.tensor, 0.0))]
+        wrong = [
+            each
+            for each in pairs
+            if not each.relative <= limit_of(bound, each, responses.get(each.tensor, 0.0))
+        ]
         if not wrong:
             return
         worst = max(wrong, key=lambda each: each.relative)
         what = "gradients" if worst.tensor in self.expected[step].gradients else "results"
-        names = listed([each.tensor for each in sorted(wrong, key=lambda each: -each.relative)], _NAMED)
+        names = listed(
+            [each.tensor for each in sorted(wrong, key=lambda each: -each.relative)], _NAMED
+        )
         where = "the example" if step == 0 else "a second example"
         raise VerificationError(
-            f"{what} of the exported file and the module differ on {where}: {names} by {worst.relative:.1e}",
+            (
+                f"{what} of the exported file and the module differ on {where}: {names} by "
+                f"{worst.relative:.1e}"
+            ),
             f"{self._cause(self.expected[step])}; {_WITHOUT}",
         )
 
     def _responses(self, step: int) -> dict[str, float]:
-        """Return by how much a rounding of each parameter changes the loss, each gradient and each output."""
+        """Return by how much a rounding of each parameter changes the loss, each gradient and each
+        output.
+        """
         from autopipe.backends.torch.module_gradients import evaluate
 
         expected = self.expected[step]
@@ -274,7 +342,10 @@ class _Comparison:
         hooks = parameter_hooks(self.subject.module)
         if hooks:
             return f"hooks on backward are not in an ONNX file: {listed(hooks, _NAMED)}"
-        return "the module stops or changes a gradient, or computes a value, in a way that torch's exporter loses"
+        return (
+            "the module stops or changes a gradient, or computes a value, in a way that torch's "
+            "exporter loses"
+        )
 
 
 def _recorded(folder: Path, step: int, manifest: Manifest) -> dict[str, np.ndarray]:

@@ -1,4 +1,6 @@
-"""The first value of a forward in which the ranks of a program differ from one device: its node, stage and rank."""
+"""The first value of a forward in which the ranks of a program differ from one device: its node,
+stage and rank.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 
 _BEYOND = 16
-"""Times the bound of well-conditioned steps: single values may be worse than what is made of them."""
+"""Times the bound of well-conditioned steps: single values may be worse than what is made of them.
+"""
 Arrays = Mapping[str, np.ndarray]
 
 
 class _Written(NamedTuple):
-    """A value that one of a stage's nodes writes: its name in the graph, its variable, and how the group holds it."""
+    """A value that one of a stage's nodes writes: its name in the graph, its variable, and how the
+    group holds it.
+    """
 
     node: int
     value: str
@@ -38,19 +43,28 @@ class _Written(NamedTuple):
 
 
 def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
-    """A sentence on the first value, in the order of the graph, that differs by far more than roundings; "" where there
-    is none, or the program's plan is not in the folder above it. The folders hold the values of the first micro-batch,
-    as `run_recorded` leaves them."""
+    """A sentence on the first value, in the order of the graph, that differs by far more than
+    roundings; "" where there is none, or the program's plan is not in the folder above it. The
+    folders hold the values of the first micro-batch, as `run_recorded` leaves them.
+    """
     planned = open_plan(manifest.folder.parent, manifest.model)
     if planned.digest != manifest.plan:
         return ""
-    problem, placement = planned.problem, planned.plan.placement
+    problem = planned.problem
+    placement = planned.plan.placement
     loss = problem.loss if problem.train else None
     program = lower(
-        problem.graph, placement, planned.plan.schedule, loss, problem.optimizer.shard, False, problem.precision
+        problem.graph,
+        placement,
+        planned.plan.schedule,
+        loss,
+        problem.optimizer.shard,
+        False,
+        problem.precision,
     )
     expected = _values_of_one(problem, loss, one)
-    limit, found = _BEYOND * manifest.rounding.bound, []
+    limit = _BEYOND * manifest.rounding.bound
+    found = []
     for stage, own in zip(program.stages, stage_graphs(problem.graph, placement), strict=True):
         blocks = {rank: _read(ranks, stage.stage, rank) for rank in stage.devices}
         for each in _written(stage, own):
@@ -61,14 +75,20 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
                     (each.node, stage.stage, rank, each.value, relative)
                     for position, rank in enumerate(stage.devices)
                     if each.variable in blocks[rank]
-                    and not (relative := _relative(blocks[rank][each.variable], whole, each.layout, position)) <= limit
+                    and not (
+                        relative := _relative(
+                            blocks[rank][each.variable], whole, each.layout, position
+                        )
+                    )
+                    <= limit
                 ]
     if not found:
         return ""
     node, number, rank, value, relative = min(found)
     made = problem.graph.nodes[node]
     return (
-        f"the first value that differs is {value!r}, by {relative:.1e}: {made.op} {made.name!r}, stage {number}, "
+        f"the first value that differs is {value!r}, by {relative:.1e}: {made.op} "
+        f"{made.name!r}, stage {number}, "
         f"rank {rank}"
     )
 
@@ -76,18 +96,23 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
 def first_beside_reference(
     manifest: Manifest, one: Path, reference: Callable[[Collection[str]], Mapping[str, np.ndarray]]
 ) -> str:
-    """A sentence on the first value, in the order of the file, in which the forward of one device differs from a
-    `reference` of values by name."""
+    """A sentence on the first value, in the order of the file, in which the forward of one device
+    differs from a `reference` of values by name.
+    """
     planned = open_plan(manifest.folder.parent, manifest.model)
     if planned.digest != manifest.plan:
         return ""
-    graph, values = planned.problem.graph, _values_of_one(planned.problem, None, one)
+    graph = planned.problem.graph
+    values = _values_of_one(planned.problem, None, one)
     for name, array in reference(values.keys()).items():
         if values[name].shape == array.shape:
             relative = difference("", values[name], array).relative
             if not relative <= _BEYOND * manifest.rounding.bound:
                 made = graph.nodes[graph.producer(name) or 0]
-                return f"the first value that differs is {name!r}, by {relative:.1e}: {made.op} {made.name!r}"
+                return (
+                    f"the first value that differs is {name!r}, by {relative:.1e}: {made.op} "
+                    f"{made.name!r}"
+                )
     return ""
 
 
@@ -111,11 +136,19 @@ def _read(folder: Path, stage: int, rank: int) -> Arrays:
 
 def _written(stage: StageCode, graph: Graph) -> Iterator[_Written]:
     """Whole values, and shares of them that are no partial sums."""
-    codes, spaces = emit_forward(stage).codes, spaces_of(graph)
+    codes = emit_forward(stage).codes
+    spaces = spaces_of(graph)
     for operation in stage.operations:
         if isinstance(operation, Compute):
             index = operation.node
             form = node_layouts(graph, index, spaces(index), operation.splits, len(stage.devices))
-            for local, value, layout in zip(operation.signature.results, form.node.outputs, form.results, strict=True):
-                if local is not None and layout is not None and not layout.is_partial and local.name in codes:
+            for local, value, layout in zip(
+                operation.signature.results, form.node.outputs, form.results, strict=True
+            ):
+                if (
+                    local is not None
+                    and layout is not None
+                    and not layout.is_partial
+                    and local.name in codes
+                ):
                     yield _Written(index, value, codes[local.name], layout)

@@ -33,18 +33,38 @@ _TOKENS = click.IntRange(min=0)
 @click.argument("program", metavar="PLAN|PROGRAM", type=PATH)
 @click.option(
     "--prompts", "prompts", multiple=True, required=True, metavar="FILE|IDS",
-    help="Token ids: FILE.json, a list of lists; FILE.npy, a row a prompt; or ids like 17,4,92 (repeatable).",
+    help=(
+        "Token ids: FILE.json, a list of lists; FILE.npy, a row a prompt; or ids like 17,4,92 "
+        "(repeatable)."
+    ),
 )  # fmt: skip
 @click.option(
     "--prefill-chunk", type=click.IntRange(min=1), default=64, show_default=True,
     help="Tokens of a prompt that a step feeds, at most; of a PROGRAM they are as planned.",
 )  # fmt: skip
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each sequence.")
 @click.option(
-    "--eos", "eos", type=_TOKENS, multiple=True, metavar="ID", help="Token that ends a sequence (repeatable)."
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Of each sequence.",
 )
-@click.option("--greedy", is_flag=True, help="Take the likeliest token each time, as without the options that sample.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="Sample, from logits divided by this.")
+@click.option(
+    "--eos",
+    "eos",
+    type=_TOKENS,
+    multiple=True,
+    metavar="ID",
+    help="Token that ends a sequence (repeatable).",
+)
+@click.option(
+    "--greedy",
+    is_flag=True,
+    help="Take the likeliest token each time, as without the options that sample.",
+)
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), help="Sample, from logits divided by this."
+)
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample of the K likeliest tokens.")
 @click.option(
     "--top-p",
@@ -54,9 +74,14 @@ _TOKENS = click.IntRange(min=0)
 @click.option("--seed", type=_TOKENS, default=0, show_default=True, help="Of what is sampled.")
 @click.option(
     "-o", "--output", "target", type=PATH, metavar="FILE",
-    help="Where to write the new tokens: .json, a list for each prompt; .npy, a row for each, filled up with -1.",
+    help=(
+        "Where to write the new tokens: .json, a list for each prompt; .npy, a row for each, "
+        "filled up with -1."
+    ),
 )  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run."
+)
 @FORCE
 @MODEL
 @standard_options
@@ -79,15 +104,19 @@ def generate(
 ) -> None:
     """Generate tokens with a decoder that was planned for inference.
 
-    The model is one exported with inputs past_key_values.N.key and .value and outputs present.N.key and .value. Each
-    stage keeps its layers' keys and values; micro-batches are groups of sequences in flight over the pipeline.
+    The model is one exported with inputs past_key_values.N.key and .value and outputs present.N.key
+    and .value. Each stage keeps its layers' keys and values; micro-batches are groups of sequences
+    in flight over the pipeline.
 
     \b
     Example:
       autopipe generate decoder.plan --prompts 17,4,92 --prompts 5 --max-new-tokens 32
-      autopipe generate decoder.plan --prompts prompts.json --max-new-tokens 32 --temperature 0.8 --top-p 0.95 -o t.npy
+      autopipe generate decoder.plan --prompts prompts.json --max-new-tokens 32 --temperature 0.8
+      --top-p 0.95 -o t.npy
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # As in launch: read when torch is imported.
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # As in launch: read when torch is imported.
 
     from autopipe.backends.torch.runtime.decoder import Decoder, GenerationRequest
     from autopipe.cli.program_folder import open_program
@@ -101,7 +130,9 @@ def generate(
     written_to = None
     if target is not None:
         written_to = _output_file(
-            target, (*plan_inputs(program), *map(Path, prompts), *([] if model is None else [model])), force
+            target,
+            (*plan_inputs(program), *map(Path, prompts), *([] if model is None else [model])),
+            force,
         )
         written_to.check()
     sequences = tuple(tuple(ids) for text in prompts for ids in read_prompts(text))
@@ -127,21 +158,31 @@ def generate(
     )
     lines = [] if target is not None else [" ".join(map(str, each)) for each in found]
     output.result(
-        {"generated": found, "steps": report["steps"], "seconds": report["seconds"], "output": target},
+        {
+            "generated": found,
+            "steps": report["steps"],
+            "seconds": report["seconds"],
+            "output": target,
+        },
         *lines,
-        f"{len(found)} {plural(len(found), 'sequence')}, {speed}" + (f", in {target}" if target is not None else ""),
+        f"{len(found)} {plural(len(found), 'sequence')}, {speed}"
+        + (f", in {target}" if target is not None else ""),
     )
 
 
 def read_prompts(text: str) -> list[list[int]]:
-    """Prompts of a file, or the one that is written out. Raises ConfigurationError for what is no list of token ids."""
+    """Prompts of a file, or the one that is written out. Raises ConfigurationError for what is no
+    list of token ids.
+    """
     path = Path(text)
     if path.suffix not in (".json", ".npy"):
         try:
             return [[int(each) for each in text.replace(",", " ").split()]]
         except ValueError:
             hint = "give FILE.json, FILE.npy or ids like 17,4,92"
-            raise ConfigurationError(f"{text!r} is no list of token ids", hint, "--prompts") from None
+            raise ConfigurationError(
+                f"{text!r} is no list of token ids", hint, "--prompts"
+            ) from None
     try:
         found = (
             json.loads(path.read_text(encoding="utf-8"))
@@ -155,7 +196,9 @@ def read_prompts(text: str) -> list[list[int]]:
     if isinstance(found, list) and found and all(_is_token(each) for each in found):
         found = [found]
     if not isinstance(found, list) or not found:
-        raise ConfigurationError("there are no prompts", hint="a list of lists of token ids", where=text)
+        raise ConfigurationError(
+            "there are no prompts", hint="a list of lists of token ids", where=text
+        )
     for number, ids in enumerate(found):
         if not isinstance(ids, list) or not all(_is_token(each) for each in ids):
             raise ConfigurationError(f"prompt {number} is no list of token ids", where=text)
@@ -167,7 +210,9 @@ def _is_token(value: object) -> bool:
 
 
 def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputFile:
-    """Return the file for the new tokens. Raises ConfigurationError for a name that says no format."""
+    """Return the file for the new tokens. Raises ConfigurationError for a name that says no
+    format.
+    """
     kind = {".json": TOKENS, ".npy": NPY}.get(target.suffix)
     if kind is None:
         raise ConfigurationError(f"{target} is neither .json nor .npy", where="--output")
@@ -176,8 +221,10 @@ def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputF
 
 @contextmanager
 def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanResult | None]]:
-    """Give the folder of a program, and its plan or None: `folder` itself, or the program of the plan in `folder`,
-    which exists for the length of the block. `model` is the plan's ONNX file in place of the planned one."""
+    """Give the folder of a program, and its plan or None: `folder` itself, or the program of the
+    plan in `folder`, which exists for the length of the block. `model` is the plan's ONNX file in
+    place of the planned one.
+    """
     if not (folder / PLAN_FILE).is_file():
         yield folder.absolute(), None
         return
@@ -191,24 +238,37 @@ def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanRes
 
 
 def check_layout(model: Path, decoder: Decoder) -> None:
-    """Raise ConfigurationError for a decoder that takes a place in the cache for a position, where sequences lie in it
-    depending on their lengths, or that has them elsewhere. One that sums up its mask counts positions by it."""
+    """Raise ConfigurationError for a decoder that takes a place in the cache for a position, where
+    sequences lie in it depending on their lengths, or that has them elsewhere. One that sums up its
+    mask counts positions by it.
+    """
     from autopipe.passes.frontend.load import load
 
     operators = {node.op_type for node in load(model).nodes}
     if "GroupQueryAttention" in operators and not decoder.in_place:
-        hint = "plan with --dim past_sequence_length and --dim total_sequence_length of the same number of places"
+        hint = (
+            "plan with --dim past_sequence_length and --dim total_sequence_length of the same "
+            "number of places"
+        )
         raise ConfigurationError("GroupQueryAttention fills its cache from the front", hint)
     if decoder.positions is None and not decoder.in_place and "CumSum" not in operators:
         hint = "export it with position_ids"
-        raise ConfigurationError("the model has no input 'position_ids', and counts no positions by its mask", hint)
+        raise ConfigurationError(
+            "the model has no input 'position_ids', and counts no positions by its mask", hint
+        )
 
 
 def write_prefill(
-    planned: PlanResult, folder: Path, chunk: int, note: Callable[[str], None], most: int | None = None
+    planned: PlanResult,
+    folder: Path,
+    chunk: int,
+    note: Callable[[str], None],
+    most: int | None = None,
 ) -> None:
-    """Put a second program beside that of a plan in `folder`: its steps feed `chunk` tokens of each sequence, if no
-    more than `most`. Where the model or the plan does not allow it, `note` is told why there is none."""
+    """Put a second program beside that of a plan in `folder`: its steps feed `chunk` tokens of each
+    sequence, if no more than `most`. Where the model or the plan does not allow it, `note` is told
+    why there is none.
+    """
     from autopipe.backends.torch.runtime.decoder import PREFILL
     from autopipe.backends.torch.runtime.manifest import read_manifest
     from autopipe.cli.codegen import generate as write_programs
@@ -227,7 +287,8 @@ def write_prefill(
             raise InfeasibleError("its stages exchange other tensors")
     except (*REFUSALS, CodegenError) as error:
         note(
-            f"prompts are fed as the plan's own steps do, not {chunk} {plural(chunk, 'token')} a step: {error.message}"
+            f"prompts are fed as the plan's own steps do, not {chunk} {plural(chunk, 'token')} "
+            f"a step: {error.message}"
         )
         return
     second.rename(folder / PREFILL)
@@ -239,13 +300,17 @@ def run(manifest: Manifest, request: Any, device: str, output: Output) -> dict[s
     from autopipe.backends.torch.runtime.decoder import GENERATED_FILE
     from autopipe.cli.launch import placement_note, visible_gpus
 
-    config = LaunchConfig(gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"]))
+    config = LaunchConfig(
+        gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"])
+    )
     output.note(placement_note(device, local_ranks(manifest, config)[1]))
     with scratch_folder("launch") as name:
         request.write(Path(name))
         arguments = flag_words(device=device, generate=Path(name), model=manifest.model)
         launch_program(manifest, arguments, config, output.note)
-        found: dict[str, Any] = json.loads((Path(name) / GENERATED_FILE).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(
+            (Path(name) / GENERATED_FILE).read_text(encoding="utf-8")
+        )
         return found
 
 

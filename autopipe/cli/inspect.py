@@ -36,7 +36,8 @@ _MOST = 8
 @model_options
 @standard_options
 def inspect(output: Output, model: Path, configuration: Configuration) -> None:
-    """Say what MODEL is: inputs, outputs, parameters, operators, work, memory, branches, what is not supported.
+    """Say what MODEL is: inputs, outputs, parameters, operators, work, memory, branches, what is
+    not supported.
 
     \b
     Example:
@@ -66,7 +67,11 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()
     file = read.source or model
-    form = None if read.unsupported else form_of(read, lambda size: reader(file, batch=size, opened=True))
+    form = (
+        None
+        if read.unsupported
+        else form_of(read, lambda size: reader(file, batch=size, opened=True))
+    )
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
     table = facts_table()
     for name, text in _rows(read, work, branches, form, output.verbosity is Verbosity.DETAILED):
@@ -78,8 +83,14 @@ def _data(
     model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], form: LossForm | None
 ) -> dict[str, object]:
     graph = model.graph
-    trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))
-    flops = {f"{way}_flops": sum(getattr(each, f"{way}_flops") for each in work) for way in ("forward", "backward")}
+    trained, kept = (
+        [each.value for each in graph.parameters if each.trainable is flag]
+        for flag in (True, False)
+    )
+    flops = {
+        f"{way}_flops": sum(getattr(each, f"{way}_flops") for each in work)
+        for way in ("forward", "backward")
+    }
     figures = {**flops, "activation_bytes": sum(each.kept_bytes for each in work)}
     return {
         "model": model.path,
@@ -115,7 +126,12 @@ def _data(
         **(figures if work else dict.fromkeys(figures)),
         "branches": branches,
         "unsupported": [
-            {"operator": each.operator, "count": each.count, "node": each.node, "reason": each.reason}
+            {
+                "operator": each.operator,
+                "count": each.count,
+                "node": each.node,
+                "reason": each.reason,
+            }
             for each in model.unsupported
         ],
         "warnings": list(model.warnings),
@@ -133,7 +149,9 @@ def operators(graph: Graph) -> dict[str, int]:
 
 
 def initial_values(graph: Graph) -> dict[str, int]:
-    """Number of parameters by how they begin, most first: `stored` in the model's files, or how they are drawn."""
+    """Number of parameters by how they begin, most first: `stored` in the model's files, or how
+    they are drawn.
+    """
 
     def told(storage: Storage) -> str:
         match storage:
@@ -149,11 +167,18 @@ def initial_values(graph: Graph) -> dict[str, int]:
 
 
 def _rows(
-    model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], form: LossForm | None, every: bool
+    model: Model,
+    work: tuple[Work, ...],
+    branches: tuple[Branch, ...],
+    form: LossForm | None,
+    every: bool,
 ) -> Iterator[tuple[str, str]]:
     """Names, and what is said of them; no name where the one above still holds."""
-    graph, axes = model.graph, dict(model.graph.batch_axes)
-    samples = f", {model.batch} {plural(model.batch, 'sample')} an evaluation" if model.batch else ""
+    graph = model.graph
+    axes = dict(model.graph.batch_axes)
+    samples = (
+        f", {model.batch} {plural(model.batch, 'sample')} an evaluation" if model.batch else ""
+    )
     yield "model", f"{model.path} (opset {graph.opset}{samples})"
     yield "mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value
     if model.loss_choices:
@@ -165,16 +190,28 @@ def _rows(
         )
     if form is not None:
         yield "loss", str(form)
-    yield from _several("inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs])
+    yield from _several(
+        "inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs]
+    )
     yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
-    trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))
-    elements, size = sum(value.elements for value in trained), sum(value.bytes for value in trained)
+    trained, kept = (
+        [each.value for each in graph.parameters if each.trainable is flag]
+        for flag in (True, False)
+    )
+    elements = sum(value.elements for value in trained)
+    size = sum(value.bytes for value in trained)
     rest = (
-        f"; {len(kept):,} {plural(len(kept), 'tensor')} not trained, {_bytes(sum(each.bytes for each in kept))}"
+        (
+            f"; {len(kept):,} {plural(len(kept), 'tensor')} not trained, "
+            f"{_bytes(sum(each.bytes for each in kept))}"
+        )
         if kept
         else ""
     )
-    yield "parameters", f"{elements:,} in {len(trained):,} {plural(len(trained), 'tensor')}, {_bytes(size)}{rest}"
+    yield (
+        "parameters",
+        f"{elements:,} in {len(trained):,} {plural(len(trained), 'tensor')}, {_bytes(size)}{rest}",
+    )
     yield from trained_lines(model.tensors, every)
     yield from gradient_lines(model)
     begins = [f"{count:,} {how}" for how, count in initial_values(graph).items()]
@@ -185,7 +222,8 @@ def _rows(
     if model.fused:
         yield "fused", ", ".join(f"{name} {count}" for name, count in model.fused.items())
     if work:
-        forward, backward = (sum(each.forward_flops for each in work), sum(each.backward_flops for each in work))
+        forward = sum(each.forward_flops for each in work)
+        backward = sum(each.backward_flops for each in work)
         yield "operations", f"{_scaled(forward)}FLOP forward, {_scaled(backward)}FLOP backward"
         yield "memory", f"{_bytes(sum(each.kept_bytes for each in work))} kept for backward"
         told = [
@@ -194,7 +232,10 @@ def _rows(
             for each in branches
         ]
         yield from _several("branches", told or ["none: one chain of work"])
-    told = [f"{each.operator} ({each.count}), first at {each.node!r}; {each.reason}" for each in model.unsupported]
+    told = [
+        f"{each.operator} ({each.count}), first at {each.node!r}; {each.reason}"
+        for each in model.unsupported
+    ]
     yield from _several("not supported", told)
     if not told:
         yield "supported", "every operator"
@@ -224,6 +265,8 @@ def _scaled(number: float) -> str:
 def _bytes(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} {plural(count, 'byte')}"
+            return (
+                f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} {plural(count, 'byte')}"
+            )
         count /= 1024
     return f"{count:.4g} TiB"

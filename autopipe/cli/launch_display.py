@@ -1,5 +1,6 @@
-"""The terminal of a launch: a live line, or lines, or JSON lines while steps run, and in the end what was predicted
-beside what was measured; and the timelines of `launch --profile`."""
+"""The terminal of a launch: a live line, or lines, or JSON lines while steps run, and in the end
+what was predicted beside what was measured; and the timelines of `launch --profile`.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A launch as its display sees it: `steps` are those it goes up to, None where that is not known; `gpus` those that
-    its ranks use."""
+    """A launch as its display sees it: `steps` are those it goes up to, None where that is not
+    known; `gpus` those that its ranks use.
+    """
 
     manifest: Manifest
     steps: int | None
@@ -50,25 +52,37 @@ class Run:
 
 
 class StepDisplay:
-    """Shows records of steps as they come: with --json each as a line of stdout, on a terminal in one live line,
-    otherwise as a line every N steps. `lines` reports to a stderr that is no terminal if no step's line is due."""
+    """Shows records of steps as they come: with --json each as a line of stdout, on a terminal in
+    one live line, otherwise as a line every N steps. `lines` reports to a stderr that is no
+    terminal if no step's line is due.
+    """
 
     def __init__(self, run: Run, output: Output, every: int, lines: LineBar) -> None:
         from rich.live import Live
 
-        self._run, self._output, self._every, self._lines = run, output, every, lines
+        self._run = run
+        self._output = output
+        self._every = every
+        self._lines = lines
         console = output.stderr if output.as_json else output.stdout
         shown = console.is_terminal and output.verbosity > Verbosity.QUIET
         self._live = Live(console=console, auto_refresh=False) if shown else None
         self._since: list[Record] = []
-        self._first: tuple[int, float] | None = None  # The first step's number, and when it was reported.
+        self._first: tuple[int, float] | None = (
+            None  # The first step's number, and when it was reported.
+        )
 
     def __enter__(self) -> StepDisplay:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
         self._flush()
@@ -92,14 +106,18 @@ class StepDisplay:
                 self._flush()
                 self.note(EvaluationReport(**record).line())
             return
-        self._lines.reach(record["step"] + 1, "" if record["loss"] is None else f"loss {record['loss']:.4g}")
+        self._lines.reach(
+            record["step"] + 1, "" if record["loss"] is None else f"loss {record['loss']:.4g}"
+        )
         if self._live is not None:
             now = time.monotonic()
             self._first = self._first or (record["step"], now)
             first, began = self._first
             done = record["step"] - first
             each_s = (now - began) / done if done > 0 else None
-            self._live.update(Text(live_line(self._run, record, each_s, self._live.console.width)), refresh=True)
+            self._live.update(
+                Text(live_line(self._run, record, each_s, self._live.console.width)), refresh=True
+            )
         elif not self._output.as_json:
             self._since.append(record)
             if record["step"] % self._every == 0:
@@ -115,25 +133,37 @@ class StepDisplay:
 
 
 def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str:
-    """One line of at most `width` characters; where there is not room for all, memory is left out, then the learning
-    rate, then tokens a second. A step takes `each_s` seconds of a clock, with all that comes between two."""
-    done, left = record["step"] + 1, ""
+    """One line of at most `width` characters; where there is not room for all, memory is left out,
+    then the learning rate, then tokens a second. A step takes `each_s` seconds of a clock, with all
+    that comes between two.
+    """
+    done = record["step"] + 1
+    left = ""
     if run.steps is not None and each_s is not None:
         left = f"{clock_text(each_s * (run.steps - done))} left"
     unit = "tok/s" if record["tokens_per_s"] is not None else "samples/s"
     rate = record["tokens_per_s"] or record["samples_per_s"]
-    milliseconds, predicted = (_digits(each * 1e3) for each in (record["step_time_s"], run.manifest.predicted_step_s))
+    milliseconds, predicted = (
+        _digits(each * 1e3) for each in (record["step_time_s"], run.manifest.predicted_step_s)
+    )
     memory = bytes_text(max(record["peak_memory_bytes"])).removesuffix("iB").replace(" ", "")
     parts = {
         "step": f"{done}" if run.steps is None else f"{done}/{run.steps}",
         "loss": "" if record["loss"] is None else f"loss {record['loss']:.4g}",
-        "learning rate": "" if record["learning_rate"] is None else f"lr {_exponent(record['learning_rate'])}",
+        "learning rate": ""
+        if record["learning_rate"] is None
+        else f"lr {_exponent(record['learning_rate'])}",
         "time": f"{milliseconds} ms (pred. {predicted})",
         "rate": f"{_thousands(rate)} {unit}",
         "memory": f"{run.memory_name} {memory}",
         "left": left,
     }
-    for dropped in ((), ("memory",), ("memory", "learning rate"), ("memory", "learning rate", "rate")):
+    for dropped in (
+        (),
+        ("memory",),
+        ("memory", "learning rate"),
+        ("memory", "learning rate", "rate"),
+    ):
         kept = [text for name, text in parts.items() if text and name not in dropped]
         for gap in ("  ", " "):
             if len(line := gap.join(kept)) <= width:
@@ -170,7 +200,9 @@ def clock_text(seconds: float) -> str:
 
 
 def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
-    """On a terminal and where lines are for a person, a table of what was predicted beside what was measured."""
+    """On a terminal and where lines are for a person, a table of what was predicted beside what was
+    measured.
+    """
     if steps and not output.as_json and output.verbosity > Verbosity.QUIET:
         output.line(measured_table(run, steps))
         if line := core_line(run):
@@ -178,8 +210,11 @@ def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
 
 
 def measured_table(run: Run, steps: Sequence[Record]) -> Table:
-    """The plan's figures beside the median of the steps, the first left out, which also warms up."""
-    manifest, settled = run.manifest, steps[1:] or steps
+    """The plan's figures beside the median of the steps, the first left out, which also warms
+    up.
+    """
+    manifest = run.manifest
+    settled = steps[1:] or steps
     table = plain_table("", "predicted", "measured", right=1, no_wrap=True)
     table.add_column("")
 
@@ -194,7 +229,11 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
         table.add_row(name, predicted, f"{measured:{form}}", note)
 
     size = manifest.batch_size
-    of = f"median of {len(settled)} {plural(len(settled), 'step')}" if len(settled) > 1 else "one step"
+    of = (
+        f"median of {len(settled)} {plural(len(settled), 'step')}"
+        if len(settled) > 1
+        else "one step"
+    )
     table.add_row("step", seconds_text(predicted_s), seconds_text(median("step_time_s")), of)
     samples_per_s = median("samples_per_s")
     add_rate("samples/s", size, samples_per_s, ",.1f")
@@ -207,7 +246,9 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
     predicted = manifest.predicted_memory_bytes
     measured = max(max(each["peak_memory_bytes"]) for each in steps)
     what = "allocated by torch" if run.gpus else "resident (RSS) beyond Python and torch"
-    table.add_row("memory", "" if predicted is None else bytes_text(predicted), bytes_text(measured), what)
+    table.add_row(
+        "memory", "" if predicted is None else bytes_text(predicted), bytes_text(measured), what
+    )
     return table
 
 
@@ -240,14 +281,18 @@ class ProfiledSteps:
         except ValueError:
             found = ProfiledSteps(0, -1, folder)
         if not 0 <= found.first <= found.last:
-            raise click.BadParameter(f"{text!r} is neither a step nor steps such as 3-5", param_hint="--profile")
+            raise click.BadParameter(
+                f"{text!r} is neither a step nor steps such as 3-5", param_hint="--profile"
+            )
         return found
 
     def check(self, steps: int) -> None:
         """Raise ConfigurationError where a run up to `steps` steps has none of these."""
         if self.first >= steps:
             hint = f"the steps are 0 to {steps - 1}; --steps sets their number"
-            raise ConfigurationError(f"there is no step {self.first} to profile", hint, where="--profile")
+            raise ConfigurationError(
+                f"there is no step {self.first} to profile", hint, where="--profile"
+            )
 
     def arguments(self, times: Path) -> dict[str, object]:
         """Flags of the ranks, which leave the times of their tasks in the folder `times`."""
@@ -259,7 +304,9 @@ class ProfiledSteps:
         }
 
     def finish(self, times: Path, manifest: Manifest, output: Output) -> None:
-        """Write `timeline.json` from what the ranks left in `times`, and show where their time went."""
+        """Write `timeline.json` from what the ranks left in `times`, and show where their time
+        went.
+        """
         from autopipe.cli.drawing.bubbles import bubble_screen, measured_steps
         from autopipe.cli.drawing.trace import chrome_trace
 
@@ -269,18 +316,26 @@ class ProfiledSteps:
             return
         picture = _predicted(manifest, output)
         # Nodes may share the folder, and each knows its own ranks.
-        own = "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
+        own = (
+            "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
+        )
         path = self.folder / f"timeline{own}.json"
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_texts({OutputFile(path, TRACE): chrome_trace(picture, measured.tasks, measured.bubbles)})
+        write_texts(
+            {OutputFile(path, TRACE): chrome_trace(picture, measured.tasks, measured.bubbles)}
+        )
         if not output.as_json:
             for part in bubble_screen(measured, picture):
                 output.line(part)
-        output.note(f"{path.name}, and torch's profile of each rank, in {self.folder}: see ui.perfetto.dev")
+        output.note(
+            f"{path.name}, and torch's profile of each rank, in {self.folder}: see ui.perfetto.dev"
+        )
 
 
 def _predicted(manifest: Manifest, output: Output) -> Picture | None:
-    """The picture of the plan that the program was made from; None where that is not in the folder above it."""
+    """The picture of the plan that the program was made from; None where that is not in the folder
+    above it.
+    """
     from autopipe.cli.drawing.picture import plan_picture
     from autopipe.cli.plan_folder import open_prediction
 
@@ -289,6 +344,8 @@ def _predicted(manifest: Manifest, output: Output) -> Picture | None:
     except AutopipeError:
         plan = None
     if plan is None or plan_digest(plan) != manifest.plan:
-        output.note(f"no predicted timeline: the plan of the program is not in {manifest.folder.parent}")
+        output.note(
+            f"no predicted timeline: the plan of the program is not in {manifest.folder.parent}"
+        )
         return None
     return plan_picture(plan, timeline)

@@ -1,4 +1,6 @@
-"""The `autopipe` command: the table of sub-commands, and what goes wrong as one line and an exit code."""
+"""The `autopipe` command: the table of sub-commands, and what goes wrong as one line and an exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,16 @@ COMMANDS: Final = {
     "bench": "Say where the papers' tables and figures are computed again.",
     "config": "Show and check configurations, list cluster presets.",
 }
-"""Entries of the list of commands, in the order a user meets them; command NAME stands in `autopipe.cli.NAME`."""
+"""Entries of the list of commands, in the order a user meets them; command NAME stands in
+`autopipe.cli.NAME`.
+"""
 
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
-"""New objects between two looks for cycles. Graphs and tables are many small values without any: the default of 700
-costs a search an eighth of its time."""
+"""New objects between two looks for cycles. Graphs and tables are many small values without any:
+the default of 700 costs a search an eighth of its time.
+"""
 _MOST_LETTERS: Final = 4000
 """Characters of an error's line."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -74,10 +79,16 @@ class CommandTable(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that `args` begin with; raises ConfigurationError with the nearest match for an unknown one."""
+        """The command that `args` begin with; raises ConfigurationError with the nearest match for
+        an unknown one.
+        """
         if args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "see 'autopipe --help' for the commands there are"
+            hint = (
+                f"did you mean '{near[0]}'?"
+                if near
+                else "see 'autopipe --help' for the commands there are"
+            )
             raise ConfigurationError(f"no such command '{args[0]}'", hint=hint)
         return super().resolve_command(ctx, args)
 
@@ -100,20 +111,26 @@ def autopipe() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "autopipe") -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    command: click.Command | None = None,
+    name: str = "autopipe",
+) -> int:
     """Run the command line `arguments` (default: those of the process) and return the exit code.
 
     `command` is `autopipe` unless another program of that `name` has these options and errors, too.
 
-    Nothing else catches: an AutopipeError becomes `error:` and `hint:` lines and its own exit code, a mistake in the
-    command line 2, an interrupt 130, anything else 70. With --json the error also goes to stdout as one object,
-    with --debug the traceback to stderr.
+    Nothing else catches: an AutopipeError becomes `error:` and `hint:` lines and its own exit code,
+    a mistake in the command line 2, an interrupt 130, anything else 70. With --json the error also
+    goes to stdout as one object, with --debug the traceback to stderr.
     """
     gc.set_threshold(YOUNG_OBJECTS)
     own = sys.__stdout__
     if own is not None and sys.stdout is own:  # What somebody put in its place is theirs to close.
         if isinstance(own, io.TextIOWrapper):
-            own.reconfigure(errors="replace")  # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
+            own.reconfigure(
+                errors="replace"
+            )  # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
         sys.stdout = whole_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
@@ -125,7 +142,8 @@ def main(arguments: Sequence[str] | None = None, command: click.Command | None =
         code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone (`autopipe show … | head`); keep the interpreter from flushing into the closed pipe again.
+        # The reader has gone (`autopipe show … | head`); keep the interpreter from flushing into
+        # the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (KeyboardInterrupt, click.Abort):
@@ -155,24 +173,34 @@ def _described(error: Exception) -> AutopipeError:
             return error
         case click.UsageError():
             command = error.ctx.command_path if error.ctx else "autopipe"
-            return ConfigurationError(error.format_message().rstrip("."), hint=f"see '{command} --help'")
+            return ConfigurationError(
+                error.format_message().rstrip("."), hint=f"see '{command} --help'"
+            )
         case click.ClickException():
             return ConfigurationError(error.format_message())
         case ModuleNotFoundError() if error.name in RUN_EXTRA:
-            return ConfigurationError(f"this command needs {error.name}", hint="pip install 'autopipe[run]'")
+            return ConfigurationError(
+                f"this command needs {error.name}", hint="pip install 'autopipe[run]'"
+            )
         case OSError() if error.filename is not None and error.strerror:
-            # The file system's word on a path that was given: a name that is too long, a folder that may not be read.
+            # The file system's word on a path that was given: a name that is too long, a folder
+            # that may not be read.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
         case OSError() if error.errno in _FULL:
             hint = f"make room, also in the folder of temporary files, {tempfile.gettempdir()}"
-            return ConfigurationError(f"a file cannot be written: {os.strerror(error.errno or 0)}", hint)
+            return ConfigurationError(
+                f"a file cannot be written: {os.strerror(error.errno or 0)}", hint
+            )
         case _:
-            return AutopipeError(f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug")
+            return AutopipeError(
+                f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug"
+            )
 
 
 def _report(error: AutopipeError, as_json: bool) -> None:
-    """Print the error's lines on stderr and, for `as_json`, its object on stdout. Where a file has names or lists of
-    megabytes, a line's beginning and end are printed."""
+    """Print the error's lines on stderr and, for `as_json`, its object on stdout. Where a file has
+    names or lists of megabytes, a line's beginning and end are printed.
+    """
     from autopipe.cli.output import printable
 
     half = _MOST_LETTERS // 2
@@ -186,21 +214,29 @@ def _report(error: AutopipeError, as_json: bool) -> None:
                 told = textwrap.fill(told, columns, break_long_words=False, break_on_hyphens=False)
             click.echo(told, err=True)
     if as_json:
-        parts = {"message": error.message, "hint": error.hint, "where": error.where, "exit_code": error.exit_code}
+        parts = {
+            "message": error.message,
+            "hint": error.hint,
+            "where": error.where,
+            "exit_code": error.exit_code,
+        }
         click.echo(json.dumps({"error": {"kind": type(error).__name__, **parts}}))
 
 
 def whole_writes(stream: TextIO) -> TextIO:
     """The stream, such that each write is written whole.
 
-    Unbuffered, as PYTHONUNBUFFERED asks for in most containers, Python drops what a pipe did not take at once when a
-    signal comes meanwhile: a long result would end in the middle, and the command in success. The stream itself has to
-    be kept by somebody: what is made here closes it when it ends.
+    Unbuffered, as PYTHONUNBUFFERED asks for in most containers, Python drops what a pipe did not
+    take at once when a signal comes meanwhile: a long result would end in the middle, and the
+    command in success. The stream itself has to be kept by somebody: what is made here closes it
+    when it ends.
     """
     raw = getattr(stream, "buffer", None)
     if isinstance(raw, io.RawIOBase):
         writer = io.BufferedWriter(raw)
-        return io.TextIOWrapper(writer, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+        return io.TextIOWrapper(
+            writer, encoding=stream.encoding, errors=stream.errors, line_buffering=True
+        )
     return stream
 
 

@@ -1,8 +1,10 @@
-"""Options that several commands take: those of every command, with its `Output`, and those of a configuration.
+"""Options that several commands take: those of every command, with its `Output`, and those of a
+configuration.
 
-A command is a function under `@click.command()`, its own options and `@standard_options`; heavy imports stand inside.
-It ends with `output.result` (`output.report` where it makes something): the object for --json, then what a person
-reads. It raises children of `AutopipeError`, which `autopipe.cli.main` alone catches.
+A command is a function under `@click.command()`, its own options and `@standard_options`; heavy
+imports stand inside. It ends with `output.result` (`output.report` where it makes something): the
+object for --json, then what a person reads. It raises children of `AutopipeError`, which
+`autopipe.cli.main` alone catches.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ if TYPE_CHECKING:
 
 PATH: Final = click.Path(path_type=Path)
 FORCE: Final = click.option(
-    "--force", is_flag=True, help="Replace files that were edited, are inputs, or are of another kind."
+    "--force",
+    is_flag=True,
+    help="Replace files that were edited, are inputs, or are of another kind.",
 )
-MODEL: Final = click.option("--model", type=PATH, metavar="FILE", help="The ONNX file [where it was planned].")
+MODEL: Final = click.option(
+    "--model", type=PATH, metavar="FILE", help="The ONNX file [where it was planned]."
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -48,7 +54,9 @@ class ResultKeeper(Output):
 
 
 def flag_words(**flags: object) -> list[str]:
-    """Words of a command line: flags with their values, alone where those are true, none for None and false."""
+    """Words of a command line: flags with their values, alone where those are true, none for None
+    and false.
+    """
     words = []
     for name, value in flags.items():
         if value is not None and value is not False:
@@ -57,7 +65,9 @@ def flag_words(**flags: object) -> list[str]:
 
 
 def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
-    """Run a command on these words and return the data of its result. Raises what the command line would print."""
+    """Run a command on these words and return the data of its result. Raises what the command line
+    would print.
+    """
     keeper = ResultKeeper()
     with command.make_context(command.name, [str(word) for word in words], obj=keeper) as context:
         command.invoke(context)
@@ -65,32 +75,46 @@ def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
 
 
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
-    """Give `command` the options --json, -q, -v and --debug, and an `Output` made of them as its first parameter.
-    Stands next to the function, under click's own decorators."""
+    """Give `command` the options --json, -q, -v and --debug, and an `Output` made of them as its
+    first parameter. Stands next to the function, under click's own decorators.
+    """
     return _with_output(command, "Print one JSON object on stdout and nothing else there.")
 
 
 def stepwise_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
     """As `standard_options`, of a command that prints a record a step."""
-    return _with_output(command, "Print a JSON object a step on stdout, then one with all of them, and nothing else.")
+    return _with_output(
+        command,
+        "Print a JSON object a step on stdout, then one with all of them, and nothing else.",
+    )
 
 
 def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -> Callable[P, R]:
     @functools.wraps(command)
     def with_output(*args: P.args, **kwargs: P.kwargs) -> R:
-        as_json, quiet, verbose = (bool(kwargs.pop(name)) for name in ("as_json", "quiet", "verbose"))
+        as_json, quiet, verbose = (
+            bool(kwargs.pop(name)) for name in ("as_json", "quiet", "verbose")
+        )
         kwargs.pop("debug")  # read by autopipe.cli.main, which prints the traceback
         if quiet and verbose:
             raise click.UsageError("-q and -v contradict each other")
-        verbosity = Verbosity.QUIET if quiet else Verbosity.DETAILED if verbose else Verbosity.NORMAL
+        verbosity = (
+            Verbosity.QUIET if quiet else Verbosity.DETAILED if verbose else Verbosity.NORMAL
+        )
         keeper = click.get_current_context().obj
-        output = keeper if isinstance(keeper, ResultKeeper) else Output(as_json=as_json, verbosity=verbosity)
+        output = (
+            keeper
+            if isinstance(keeper, ResultKeeper)
+            else Output(as_json=as_json, verbosity=verbosity)
+        )
         return command(output, *args, **kwargs)
 
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
         click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
-        click.option("-q", "--quiet", is_flag=True, help="Only what is asked for, warnings and errors."),
+        click.option(
+            "-q", "--quiet", is_flag=True, help="Only what is asked for, warnings and errors."
+        ),
         click.option("--json", "as_json", is_flag=True, help=json_help),
     ):
         option(with_output)
@@ -103,18 +127,32 @@ _MODEL_FLAGS = ("dim", "assignment", "batch_axis")
 
 def _model_flags() -> tuple[Callable[[Command], Command], ...]:
     dim = (
-        "Bind a symbolic dimension, axis AXIS of an input as INPUT:AXIS=EXTENT, or the most numbers that data may give "
+        "Bind a symbolic dimension, axis AXIS of an input as INPUT:AXIS=EXTENT, or the most "
+        "numbers that data may give "
         "a Range as RESULT:0=EXTENT (repeatable)."
     )
     return (
         click.option("--dim", multiple=True, metavar="NAME=EXTENT", help=dim),
-        click.option("--batch-axis", multiple=True, metavar="INPUT=AXIS", help="Axis that counts samples, or null."),
-        click.option("--set", "assignment", multiple=True, metavar="KEY=VALUE", help="Set any key (repeatable)."),
+        click.option(
+            "--batch-axis",
+            multiple=True,
+            metavar="INPUT=AXIS",
+            help="Axis that counts samples, or null.",
+        ),
+        click.option(
+            "--set",
+            "assignment",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Set any key (repeatable).",
+        ),
     )
 
 
 def model_options(command: Command) -> Command:
-    """Give `command` the flags that say how a model is read, and the `Configuration` of them as `configuration`."""
+    """Give `command` the flags that say how a model is read, and the `Configuration` of them as
+    `configuration`.
+    """
     from autopipe.configs.configuration import load_configuration
 
     @functools.wraps(command)
@@ -128,17 +166,27 @@ def model_options(command: Command) -> Command:
     return with_configuration  # type: ignore[return-value]
 
 
-def _completion(flag: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
-    """Return the function that a shell asks for the values of `flag`, None if the flag names none of a list."""
+def _completion(
+    flag: str,
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
+    """Return the function that a shell asks for the values of `flag`, None if the flag names none
+    of a list.
+    """
     from autopipe.configs.cluster import cluster_names
     from autopipe.passes.registry import scheduler_names, strategy_names
 
-    lists = {"--strategy": strategy_names, "--schedule": scheduler_names, "--cluster": cluster_names}
+    lists = {
+        "--strategy": strategy_names,
+        "--schedule": scheduler_names,
+        "--cluster": cluster_names,
+    }
     names = lists.get(flag)
     if names is None:
         return None
 
-    def complete(context: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    def complete(
+        context: click.Context, parameter: click.Parameter, start: str
+    ) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in names() if name.startswith(start)]
         return found or [CompletionItem(start, type="file")]  # A cluster may be a file.
 
@@ -146,38 +194,55 @@ def _completion(flag: str) -> Callable[[click.Context, click.Parameter, str], li
 
 
 def configuration_options(command: Command) -> Command:
-    """Give `command` the flags of a configuration, and the effective `Configuration` as the argument `configuration`.
-    Where it takes the folder of a plan as `base`, that plan's own files are what flags override. Stands above
-    `standard_options`, under click's own decorators."""
-    from autopipe.configs.configuration import OPTION_FLAGS, Configuration, flags, load_configuration
+    """Give `command` the flags of a configuration, and the effective `Configuration` as the
+    argument `configuration`. Where it takes the folder of a plan as `base`, that plan's own files
+    are what flags override. Stands above `standard_options`, under click's own decorators.
+    """
+    from autopipe.configs.configuration import (
+        OPTION_FLAGS,
+        Configuration,
+        flags,
+        load_configuration,
+    )
     from autopipe.configs.schema import field_docs
 
     docs = field_docs(Configuration)
-    texts = {flag: (metavar, docs[key].replace("`", "")) for flag, (key, metavar) in flags().items()}
+    texts = {
+        flag: (metavar, docs[key].replace("`", "")) for flag, (key, metavar) in flags().items()
+    }
     texts |= {flag: (metavar, text) for flag, (_, metavar, text) in OPTION_FLAGS.items()}
-    # The names that click passes the flags' words by; no option of a command itself has such a name.
+    # The names that click passes the flags' words by; no option of a command itself has such a
+    # name.
     names = {flag: "configuration_" + flag.strip("-").replace("-", "_") for flag in texts}
 
     @functools.wraps(command)
     def with_configuration(*args: Any, **kwargs: Any) -> Any:
         file, *words = (kwargs.pop(name) for name in ("config", *_MODEL_FLAGS))
-        given = {flag: word for flag, name in names.items() if (word := kwargs.pop(name)) is not None}
+        given = {
+            flag: word for flag, name in names.items() if (word := kwargs.pop(name)) is not None
+        }
         over = None
         if kwargs.get("base") is not None:
             from autopipe.cli.plan_folder import check_editable  # heavy, and for few commands
 
             if file is not None:
                 hint = "leave out --config"
-                raise ConfigurationError("--from DIR plans with DIR/config.yaml", hint=hint, where="--config")
+                raise ConfigurationError(
+                    "--from DIR plans with DIR/config.yaml", hint=hint, where="--config"
+                )
             file, over = check_editable(kwargs["base"])
         configuration = load_configuration(file, given, words[0], words[1], over, words[2])
         return command(*args, configuration=configuration, **kwargs)
 
     for option in reversed(
         (
-            click.option("--config", metavar="FILE", help="A YAML file; the other flags override it."),
+            click.option(
+                "--config", metavar="FILE", help="A YAML file; the other flags override it."
+            ),
             *(
-                click.option(flag, names[flag], metavar=word, help=text, shell_complete=_completion(flag))
+                click.option(
+                    flag, names[flag], metavar=word, help=text, shell_complete=_completion(flag)
+                )
                 for flag, (word, text) in texts.items()
             ),
             *_model_flags(),

@@ -1,4 +1,6 @@
-"""Output of commands: results on stdout, notes, progress and warnings on stderr; figures, tables and files of text."""
+"""Output of commands: results on stdout, notes, progress and warnings on stderr; figures, tables
+and files of text.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ class Verbosity(enum.IntEnum):
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with escapes in place of what would move the cursor, colour, reorder or hide text. Every name
-    from a model, a plan or a schedule that a person is shown goes through here."""
+    """`text` on one line, with escapes in place of what would move the cursor, colour, reorder or
+    hide text. Every name from a model, a plan or a schedule that a person is shown goes through
+    here.
+    """
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def printable_lines(text: str) -> str:
@@ -60,7 +66,11 @@ class _Printable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for segment in console.render(self.part, options):
-            yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
+            yield (
+                segment
+                if segment.control
+                else Segment(printable_lines(segment.text), segment.style)
+            )
 
 
 def _console(stderr: bool = False) -> Console:
@@ -77,8 +87,10 @@ def count_text(count: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The two streams of a command: stdout carries the result alone, with `as_json` as one JSON object, stderr notes,
-    progress and warnings. Names from models are never rich markup, and their control characters are shown."""
+    """The two streams of a command: stdout carries the result alone, with `as_json` as one JSON
+    object, stderr notes, progress and warnings. Names from models are never rich markup, and their
+    control characters are shown.
+    """
 
     as_json: bool = False
     verbosity: Verbosity = Verbosity.NORMAL
@@ -97,7 +109,9 @@ class Output:
         return self.stdout.is_terminal and not self.stdout.no_color
 
     def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
-        """Print the command's result, once: `data` as JSON, or `shown` (text, tables) for a person."""
+        """Print the command's result, once: `data` as JSON, or `shown` (text, tables) for a
+        person.
+        """
         if self.as_json:
             self.stdout.file.write(json.dumps(_plain(data), allow_nan=False) + "\n")
             return
@@ -105,7 +119,9 @@ class Output:
             self._print(self.stdout, part)
 
     def report(self, data: Mapping[str, object], *shown: RenderableType) -> None:
-        """As `result`, of a command that makes something: what a person reads of that is left out with -q."""
+        """As `result`, of a command that makes something: what a person reads of that is left out
+        with -q.
+        """
         self.result(data, *(shown if self.verbosity > Verbosity.QUIET else ()))
 
     def height(self, part: RenderableType) -> int:
@@ -115,7 +131,9 @@ class Output:
         return len(self.stdout.render_lines(part))
 
     def line(self, part: RenderableType) -> None:
-        """Print a part of a result that grows while the command runs, such as a step's; on stderr with `as_json`."""
+        """Print a part of a result that grows while the command runs, such as a step's; on stderr
+        with `as_json`.
+        """
         if not self.as_json:
             self._print(self.stdout, part)
         elif self.verbosity > Verbosity.QUIET:
@@ -145,9 +163,10 @@ class Output:
 
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:
-        """Show progress on stderr for the length of the block: a bar on a terminal, otherwise a line every
-        `interval_s`, and nothing with -q. `total` is the amount of all work, in the unit that `Bar.advance` counts;
-        None if it is not known."""
+        """Show progress on stderr for the length of the block: a bar on a terminal, otherwise a
+        line every `interval_s`, and nothing with -q. `total` is the amount of all work, in the unit
+        that `Bar.advance` counts; None if it is not known.
+        """
         if not self.stderr.is_terminal:
             with self.progress_lines(description, total) as lines:
                 yield lines
@@ -166,8 +185,9 @@ class Output:
 
     @contextmanager
     def progress_lines(self, description: str, total: float | None = None) -> Iterator[LineBar]:
-        """Print a line of progress every `interval_s` if stderr is no terminal and -q was not given. For work that
-        shows its progress on terminals itself."""
+        """Print a line of progress every `interval_s` if stderr is no terminal and -q was not
+        given. For work that shows its progress on terminals itself.
+        """
         bar = LineBar(self.note, description, total, self.interval_s)
         if self.stderr.is_terminal or self.verbosity is Verbosity.QUIET:
             yield bar
@@ -176,16 +196,19 @@ class Output:
             yield bar
 
     def _print(self, console: Console, part: RenderableType) -> None:
-        """Print `part`. Prose is wrapped between words at a terminal's width, and stays on its line elsewhere; a `Text`
-        (a row of a timeline, a command to copy) keeps its own line breaks however narrow the terminal is."""
+        """Print `part`. Prose is wrapped between words at a terminal's width, and stays on its line
+        elsewhere; a `Text` (a row of a timeline, a command to copy) keeps its own line breaks
+        however narrow the terminal is.
+        """
         plain = printable_lines(part) if isinstance(part, str) else _Printable(part)
         kept = isinstance(part, Text) or (isinstance(part, str) and not console.is_terminal)
         console.print(plain, soft_wrap=kept)
 
 
 def _plain(value: object) -> object:
-    """`value` in JSON's own types; a figure that is infinite or no number becomes "inf" or "nan", as JSON has no such
-    number."""
+    """`value` in JSON's own types; a figure that is infinite or no number becomes "inf" or "nan",
+    as JSON has no such number.
+    """
     match value:
         case enum.Enum():
             return _plain(value.value)
@@ -202,17 +225,22 @@ def _plain(value: object) -> object:
         case PurePath():
             return str(value)
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {part.name: _plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
+            return {
+                part.name: _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
+            }
         case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays
             return _plain(value.tolist())
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) -> Table:
-    """A table without lines; its columns from number `right` on stand to the right, on one line with `no_wrap`."""
+    """A table without lines; its columns from number `right` on stand to the right, on one line
+    with `no_wrap`.
+    """
     table = Table(*heads, box=None, pad_edge=False)
     for column in table.columns[right:] if right is not None else ():
-        column.justify, column.no_wrap = "right", no_wrap
+        column.justify = "right"
+        column.no_wrap = no_wrap
     return table
 
 
@@ -250,11 +278,15 @@ def devices_text(devices: Sequence[int]) -> str:
     if list(devices) != sorted(devices):
         return ",".join(map(str, devices))
     parts = node_ranges(devices)
-    return ",".join(str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts)
+    return ",".join(
+        str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts
+    )
 
 
 def group_text(devices: Sequence[int]) -> str:
-    """A group of devices within a sentence: of many that are no run, the first ones, the last and how many."""
+    """A group of devices within a sentence: of many that are no run, the first ones, the last and
+    how many.
+    """
     text = devices_text(devices)
     if len(text) <= _LONGEST_GROUP:
         return text
@@ -262,8 +294,9 @@ def group_text(devices: Sequence[int]) -> str:
 
 
 def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
-    """Write each text under a temporary name next to its path, then rename them all. Raises ConfigurationError if one
-    may not be replaced or cannot be written; none of them is then."""
+    """Write each text under a temporary name next to its path, then rename them all. Raises
+    ConfigurationError if one may not be replaced or cannot be written; none of them is then.
+    """
     for target in texts:
         if isinstance(target, OutputFile):
             target.check()
@@ -278,14 +311,20 @@ def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
                 file.write(text.encode())
                 file.flush()
     except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", hint="choose another place") from error
+        raise ConfigurationError(
+            f"cannot write {path}: {error.strerror}", hint="choose another place"
+        ) from error
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigurationError if no file can be written at `path`: this is asked before the long work begins."""
+    """Raise ConfigurationError if no file can be written at `path`: this is asked before the long
+    work begins.
+    """
     if path.is_dir():
         raise ConfigurationError(f"{path} is a folder", hint="name a file")
     parent = path.absolute().parent
     if not os.access(parent, os.W_OK | os.X_OK):
         why = "it may not be written to" if parent.is_dir() else "there is no such folder"
-        raise ConfigurationError(f"cannot write {path}: {parent}: {why}", hint="choose another place")
+        raise ConfigurationError(
+            f"cannot write {path}: {parent}: {why}", hint="choose another place"
+        )

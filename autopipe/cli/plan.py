@@ -22,20 +22,34 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model", required=False, type=PATH)
-@click.option("-o", "--output", "folder", type=PATH, help="Folder to write; default MODEL.plan, or the DIR of --from.")
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    type=PATH,
+    help="Folder to write; default MODEL.plan, or the DIR of --from.",
+)
 @click.option(
     "--from",
     "base",
     metavar="DIR",
     type=PATH,
-    help="Plan again what DIR holds: its placement.yaml and config.yaml, edited or not, under the other flags.",
+    help=(
+        "Plan again what DIR holds: its placement.yaml and config.yaml, edited or not, under the "
+        "other flags."
+    ),
 )
 @click.option(
-    "--annotate", metavar="FILE", type=PATH, help="Also write MODEL with the plan as ONNX multi-device annotations."
+    "--annotate",
+    metavar="FILE",
+    type=PATH,
+    help="Also write MODEL with the plan as ONNX multi-device annotations.",
 )
 @FORCE
 @click.option("--no-cache", is_flag=True, help="Search anew what an earlier run has found.")
-@click.option("--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable).")
+@click.option(
+    "--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable)."
+)
 @configuration_options
 @standard_options
 def plan(
@@ -51,8 +65,9 @@ def plan(
 ) -> None:
     """Plan the ONNX file MODEL for a cluster and write the plan's folder.
 
-    With --from the placement is not searched: that of DIR/placement.yaml is scheduled and simulated, and the price of
-    the change is said. MODEL is then that of the plan in DIR where it is not given.
+    With --from the placement is not searched: that of DIR/placement.yaml is scheduled and
+    simulated, and the price of the change is said. MODEL is then that of the plan in DIR where it
+    is not given.
 
     \b
     Example:
@@ -103,7 +118,8 @@ def plan(
     _tell_what_stayed(output, target, planned, copy)
     for warning in (*((text, "") for text in planned.model.warnings), *untold):
         output.warn(*warning)
-    plan, schedule = planned.plan, planned.plan.schedule
+    plan = planned.plan
+    schedule = planned.plan.schedule
     untried = untried_options(request, planned)
     data = {
         "plan": target,
@@ -130,14 +146,19 @@ def plan(
 
 
 def _tell_what_stayed(output: Output, folder: Path, planned: PlanResult, copy: Path | None) -> None:
-    """Name the copy of an edited configuration, and a program in the plan folder that is of an earlier plan."""
+    """Name the copy of an edited configuration, and a program in the plan folder that is of an
+    earlier plan.
+    """
     from autopipe.cli.plan_folder import stale_program
 
     if copy is not None:
         output.note(f"flags changed config.yaml, which was edited: the edited file is now {copy}")
     stale = stale_program(folder, planned.digest)
     if stale is not None:
-        output.warn(f"{stale} is the program of an earlier plan", f"autopipe codegen {shlex.quote(str(folder))}")
+        output.warn(
+            f"{stale} is the program of an earlier plan",
+            f"autopipe codegen {shlex.quote(str(folder))}",
+        )
 
 
 def _warn_of_devices(
@@ -153,10 +174,18 @@ def _warn_of_devices(
     used = set[int]().union(*(stage.devices for stage in planned.plan.placement.stages))
     idle = sorted(set(range(size)) - used)
     if idle:
-        told = f"{count_text(len(idle), 'device')} of {size} idle, without a stage: {devices_text(idle)}"
+        told = (
+            f"{count_text(len(idle), 'device')} of {size} idle, without a stage: "
+            f"{devices_text(idle)}"
+        )
         output.warn(told, "--gpus plans for fewer")
-    if configuration.cluster.internode_bandwidth_factor != 1 and planned.problem.cluster.node_count == 1:
-        output.warn("cluster.internode_bandwidth_factor changes nothing: all devices are in one node")
+    if (
+        configuration.cluster.internode_bandwidth_factor != 1
+        and planned.problem.cluster.node_count == 1
+    ):
+        output.warn(
+            "cluster.internode_bandwidth_factor changes nothing: all devices are in one node"
+        )
     if about_this_machine:
         output.warn(about_this_machine, "--cluster names a preset or a file")
 
@@ -169,26 +198,37 @@ _DECIDED = {
 
 
 def _with_own_sizes(before: Plan, request: Request) -> Request:
-    """Return the request with the micro-batches of the plan `before` if its stages have micro-batches of their own.
+    """Return the request with the micro-batches of the plan `before` if its stages have
+    micro-batches of their own.
 
-    The configuration of such a plan leaves the number of micro-batches open. A number that is asked for stays.
+    The configuration of such a plan leaves the number of micro-batches open. A number that is asked
+    for stays.
     """
-    if not before.has_own_sizes or request.micro_batches is not None or request.micro_batch_size is not None:
+    if (
+        not before.has_own_sizes
+        or request.micro_batches is not None
+        or request.micro_batch_size is not None
+    ):
         return request
     return replace(request, micro_batch_size=before.summary.micro_batch_size)
 
 
-def _keeping_placement(folder: Path, before: Plan, configuration: Configuration, request: Request) -> Request:
+def _keeping_placement(
+    folder: Path, before: Plan, configuration: Configuration, request: Request
+) -> Request:
     """Return the request with the micro-batches of the placement in `folder`, which is kept.
 
-    Raises ConfigurationError for a setting that contradicts the placement or that it has no use for.
+    Raises ConfigurationError for a setting that contradicts the placement or that it has no use
+    for.
     """
     from autopipe.cli.plan_folder import check_editable
     from autopipe.configs.configuration import load_configuration
     from autopipe.passes.placement.given import Given
 
     request = _with_own_sizes(before, request)
-    strategy, summary, devices = request.strategy, before.summary, request.cluster.size
+    strategy = request.strategy
+    summary = before.summary
+    devices = request.cluster.size
     size = request.micro_batch_size
     if size is None and request.batch_size is not None and request.micro_batches is not None:
         size = request.batch_size // request.micro_batches
@@ -198,28 +238,42 @@ def _keeping_placement(folder: Path, before: Plan, configuration: Configuration,
     elif request.mode is not None and request.mode.value != before.mode:
         why = f"the placement is to {before.mode}, not to {request.mode.value}"
     elif devices not in (summary.devices, strategy.devices):
-        why = f"the placement is for {summary.devices} {plural(summary.devices, 'device')}, not for {devices}"
+        why = (
+            f"the placement is for {summary.devices} {plural(summary.devices, 'device')}, not for "
+            f"{devices}"
+        )
     elif size != summary.micro_batch_size:
-        wanted = "a number of samples to be chosen" if size is None else f"{size} {plural(size, 'sample')}"
+        wanted = (
+            "a number of samples to be chosen"
+            if size is None
+            else f"{size} {plural(size, 'sample')}"
+        )
         why = f"the placement is for micro-batches of {summary.micro_batch_size}, not of {wanted}"
     if why:
-        raise ConfigurationError(f"--from keeps the placement: {why}", "plan without --from", str(folder))
+        raise ConfigurationError(
+            f"--from keeps the placement: {why}", "plan without --from", str(folder)
+        )
     own = load_configuration(check_editable(folder)[0])
     for key, instead in _DECIDED.items():
         if getattr(configuration, key) != getattr(own, key):
-            raise ConfigurationError(f"--from keeps the placement: {key} would change nothing", instead, key)
+            raise ConfigurationError(
+                f"--from keeps the placement: {key} would change nothing", instead, key
+            )
     return request
 
 
 def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
-    """Write the model of `planned` to `target` with annotations that say where its nodes run. Returns warnings, with
-    hints, of what the annotations do not tell. Raises ConfigurationError where they have no words for the placement or
-    the file cannot be written."""
+    """Write the model of `planned` to `target` with annotations that say where its nodes run.
+    Returns warnings, with hints, of what the annotations do not tell. Raises ConfigurationError
+    where they have no words for the placement or the file cannot be written.
+    """
     from autopipe.passes.annotations import annotated, write_annotated
 
     devices = planned.problem.cluster.devices
     names = tuple(f"{device.name}:{index}" for index, device in enumerate(devices))
-    configuration, left_out = annotated(planned.problem.graph, planned.plan.placement, planned.model.origins, names)
+    configuration, left_out = annotated(
+        planned.problem.graph, planned.plan.placement, planned.model.origins, names
+    )
     write_annotated(planned.model.path, target, configuration)
     warnings = []
     if left_out:
@@ -227,7 +281,9 @@ def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
             f"all of {len(left_out)} {plural(len(left_out), 'node')}, among "
             f"them {left_out[0]!r}: they are not in the file"
         )
-        warnings.append((f"annotations do not tell {what}, or split along an axis of no tensor in it", ""))
+        warnings.append(
+            (f"annotations do not tell {what}, or split along an axis of no tensor in it", "")
+        )
     if planned.plan.has_own_sizes:
         what = "annotations do not tell that stages have micro-batches of their own"
         warnings.append((what, "constraints say it: micro_batch_size"))

@@ -1,6 +1,8 @@
-"""The plan folder: its four files are written and opened again; its placement is YAML that a person can edit.
+"""The plan folder: its four files are written and opened again; its placement is YAML that a person
+can edit.
 
-`plan.json` holds the digests of all four (`ir/output_files.py`). No other file of the folder is ever touched.
+`plan.json` holds the digests of all four (`ir/output_files.py`). No other file of the folder is
+ever touched.
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ _HEAD = """\
 
 
 def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> str:
-    """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of `graph`.
+    """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of
+    `graph`.
 
-    If `layers` has the layer of each node, the entries of a layer stand under a comment with its name.
+    If `layers` has the layer of each node, the entries of a layer stand under a comment with its
+    name.
     """
     strategy = written(graph, placement, layers)
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
@@ -70,17 +74,22 @@ def _with_layers(text: str, names: NodeNames, strategy: Given, layers: Sequence[
     """Return the text with a comment above the first entry of each layer in a stage."""
     entries = [entry for stage in strategy.placement for entry in (None, *stage.nodes)]
     lines: list[str] = []
-    is_inside, layer, number = False, "", 0
+    is_inside = False
+    layer = ""
+    number = 0
     for line in text.splitlines(keepends=True):
         if line == "    nodes:\n":
-            is_inside, layer, number = True, "", number + 1
+            is_inside = True
+            layer = ""
+            number = number + 1
         elif is_inside and line.startswith("    - "):
             entry = entries[number]
             assert entry is not None, "None stands for the line before the entries of a stage"
             own = layers[names.meant(entry)[0]]
             if own != layer:
                 lines.append(f"    # {printable(own or 'in no layer')}\n")
-            layer, number = own, number + 1
+            layer = own
+            number = number + 1
         elif not line.startswith("     "):
             is_inside = False
         lines.append(line)
@@ -90,9 +99,17 @@ def _with_layers(text: str, names: NodeNames, strategy: Given, layers: Sequence[
 def _stage(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
     """A stage with `nodes` where a person looks for them: behind what is said of all of them."""
     pipeline = {"pipeline": form["pipeline"]} if pipelines > 1 else {}
-    splits = [{"split": _Pairs(each["split"]), "nodes": _nodes(each["nodes"])} for each in form["splits"]]
+    splits = [
+        {"split": _Pairs(each["split"]), "nodes": _nodes(each["nodes"])} for each in form["splits"]
+    ]
     facts = {key: form[key] for key in ("micro_batch_size", "recompute")}
-    return {"devices": _Line(form["devices"]), **facts, **pipeline, "nodes": _nodes(form["nodes"]), "splits": splits}
+    return {
+        "devices": _Line(form["devices"]),
+        **facts,
+        **pipeline,
+        "nodes": _nodes(form["nodes"]),
+        "splits": splits,
+    }
 
 
 def _nodes(entries: list[Any]) -> list[Any]:
@@ -111,30 +128,43 @@ class _Dumper(Dumper):
     """Writes block style but for `_Line` and `_Pairs`."""
 
 
-_Dumper.add_representer(_Line, lambda to, value: to.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
-_Dumper.add_representer(_Pairs, lambda to, value: to.represent_mapping("tag:yaml.org,2002:map", value, flow_style=True))
+_Dumper.add_representer(
+    _Line, lambda to, value: to.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+)
+_Dumper.add_representer(
+    _Pairs, lambda to, value: to.represent_mapping("tag:yaml.org,2002:map", value, flow_style=True)
+)
 
 
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
 _OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, SCHEDULE_FILE, PLAN_FILE)
-_LAST_KEYS: Final = {CONFIGURATION_FILE: keys(Configuration)[-1].path[0], PLACEMENT_FILE: "strategy.name"}
+_LAST_KEYS: Final = {
+    CONFIGURATION_FILE: keys(Configuration)[-1].path[0],
+    PLACEMENT_FILE: "strategy.name",
+}
 """By file, the key that `plan` writes last."""
 _LAST_LINES: Final = {
-    CONFIGURATION_FILE: re.compile(rb"^%b\b" % _LAST_KEYS[CONFIGURATION_FILE].encode(), re.MULTILINE),
+    CONFIGURATION_FILE: re.compile(
+        rb"^%b\b" % _LAST_KEYS[CONFIGURATION_FILE].encode(), re.MULTILINE
+    ),
     PLACEMENT_FILE: re.compile(rb"""(?:^\s*|[{,]\s*)["']?name["']?\s*:""", re.MULTILINE),
 }
 """By file, what matches the key that `plan` writes last, wherever a person puts it."""
 _RESTORE: Final = "restore the file, or plan again"
 _SCRATCH = ".autopipe-plan-"
-"""Beginning of the name of the folder in a plan folder where new files lie before they take the old ones' places."""
+"""Beginning of the name of the folder in a plan folder where new files lie before they take the old
+ones' places.
+"""
 
 
 def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
-    """Return the plan in `folder` and its problem, built from the effective configuration and the model's file.
+    """Return the plan in `folder` and its problem, built from the effective configuration and the
+    model's file.
 
-    The file is `model`, or the one that was planned if `model` is None. Raises ConfigurationError if the folder has no
-    plan, or if the model is missing or is not the one that was planned; ModelError if the model cannot be read.
+    The file is `model`, or the one that was planned if `model` is None. Raises ConfigurationError
+    if the folder has no plan, or if the model is missing or is not the one that was planned;
+    ModelError if the model cannot be read.
     """
     plan = _read_whole(folder)
     if model is not None:
@@ -152,35 +182,52 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
 
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
-    """The plan in `folder` and the step that its predictions make. Raises as `open_plan`, but reads no model."""
+    """The plan in `folder` and the step that its predictions make. Raises as `open_plan`, but reads
+    no model.
+    """
     plan = _read_whole(folder)
-    return plan, simulate(plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction)
+    return plan, simulate(
+        plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction
+    )
 
 
 def check_plan_folder(folder: Path) -> None:
     """Raise ConfigurationError unless `folder` is a folder with a plan."""
     if not (folder / PLAN_FILE).is_file():
-        what = "holds no plan" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
-        raise ConfigurationError(f"{folder} {what}", hint="autopipe plan MODEL -o DIR makes a plan folder")
+        what = (
+            "holds no plan"
+            if folder.is_dir()
+            else "is no folder"
+            if folder.exists()
+            else "does not exist"
+        )
+        raise ConfigurationError(
+            f"{folder} {what}", hint="autopipe plan MODEL -o DIR makes a plan folder"
+        )
 
 
 def check_editable(folder: Path) -> tuple[Path, Path]:
-    """The configuration and the placement in `folder`; raise ConfigurationError unless it holds a plan with both."""
+    """The configuration and the placement in `folder`; raise ConfigurationError unless it holds a
+    plan with both.
+    """
     check_plan_folder(folder)
     paths = folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
-        raise ConfigurationError(f"{missing} does not exist", hint=f"plan again: every plan folder has {missing.name}")
+        raise ConfigurationError(
+            f"{missing} does not exist", hint=f"plan again: every plan folder has {missing.name}"
+        )
     _check_ending(folder)
     return paths
 
 
 def _check_ending(folder: Path) -> None:
-    """Raise ConfigurationError if the configuration or the placement in `folder` was cut short after it was written.
+    """Raise ConfigurationError if the configuration or the placement in `folder` was cut short
+    after it was written.
 
-    A file that differs from the written one must end with a line break and have its key of `_LAST_KEYS`. Otherwise a
-    file that was cut short could be valid: keys of a configuration would silently have their defaults, and nodes of a
-    placement no splits.
+    A file that differs from the written one must end with a line break and have its key of
+    `_LAST_KEYS`. Otherwise a file that was cut short could be valid: keys of a configuration would
+    silently have their defaults, and nodes of a placement no splits.
     """
     own = read_seal(folder / PLAN_FILE)
     for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
@@ -188,14 +235,21 @@ def _check_ending(folder: Path) -> None:
             continue
         content = path.read_bytes()
         if not content.endswith(b"\n"):
-            raise ConfigurationError(f"{path} was cut short: it does not end with a line break", _RESTORE)
+            raise ConfigurationError(
+                f"{path} was cut short: it does not end with a line break", _RESTORE
+            )
         if _LAST_LINES[path.name].search(content) is None:
-            message = f"{path} was cut short: `{_LAST_KEYS[path.name]}`, the last key that `plan` writes, is missing"
+            message = (
+                f"{path} was cut short: `{_LAST_KEYS[path.name]}`, the last key that `plan` "
+                "writes, is missing"
+            )
             raise ConfigurationError(message, _RESTORE)
 
 
 def _read_whole(folder: Path) -> Plan:
-    """Return the plan in `folder`. Raises ConfigurationError if it has none, or files of different plans."""
+    """Return the plan in `folder`. Raises ConfigurationError if it has none, or files of different
+    plans.
+    """
     check_unmixed(folder)
     plan = read_plan(folder)
     own = read_seal(folder / PLAN_FILE)
@@ -205,7 +259,9 @@ def _read_whole(folder: Path) -> Plan:
 
 
 def check_unmixed(folder: Path) -> None:
-    """Raise ConfigurationError if `folder` holds no plan, or if the writing of a plan to it was interrupted."""
+    """Raise ConfigurationError if `folder` holds no plan, or if the writing of a plan to it was
+    interrupted.
+    """
     check_plan_folder(folder)
     mixed = mixed_file(folder, PLAN_FILE, _leftover_heads(folder))
     if mixed is not None:
@@ -229,12 +285,14 @@ def _seals(folder: Path) -> list[Seal]:
 
 
 def check_target(folder: Path, base: Path | None = None, force: bool = False) -> None:
-    """Raise ConfigurationError if a plan cannot be written to `folder`: this is asked before the long work begins.
+    """Raise ConfigurationError if a plan cannot be written to `folder`: this is asked before the
+    long work begins.
 
-    Files that were edited are replaced only with `force`. If the plan is made from `base`, the same folder, the edited
-    configuration and placement are what is planned, and stay.
+    Files that were edited are replaced only with `force`. If the plan is made from `base`, the same
+    folder, the edited configuration and placement are what is planned, and stay.
     """
-    parent, hint = folder.absolute().parent, "choose another one with -o"
+    parent = folder.absolute().parent
+    hint = "choose another one with -o"
     is_target = folder.is_dir() and (force or _takes_a_plan(folder))
     if folder.is_symlink() or (folder.exists() and not is_target):
         raise ConfigurationError(f"{folder} exists and is no plan folder", hint)
@@ -249,7 +307,9 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
     edited = edited_files([folder / name for name in _OWNED if name not in kept], _seals(folder))
     if edited:
         what = (
-            "was edited" if read_seal(folder / PLAN_FILE) else "was edited, or an earlier version of autopipe wrote it"
+            "was edited"
+            if read_seal(folder / PLAN_FILE)
+            else "was edited, or an earlier version of autopipe wrote it"
         )
         ways = "plan --from plans what it says, -o names another folder, --force replaces it"
         raise ConfigurationError(f"{edited[0]} {what}", hint=ways)
@@ -267,12 +327,14 @@ def _is_same(one: Path | None, other: Path) -> bool:
 
 
 def movable(configuration: Configuration, home: Path) -> Configuration:
-    """Return the configuration, whose model is known, with paths that hold after the folder `home` of its file and the
-    model are moved together."""
+    """Return the configuration, whose model is known, with paths that hold after the folder `home`
+    of its file and the model are moved together.
+    """
     model = configuration.model.path
     assert model is not None
     move = partial(movable_path, home=home, model=model)
-    costs, cluster = configuration.costs, configuration.cluster
+    costs = configuration.costs
+    cluster = configuration.cluster
     return replace(
         configuration,
         model=replace(configuration.model, path=relative_path(model, home)),
@@ -284,24 +346,34 @@ def movable(configuration: Configuration, home: Path) -> Configuration:
 
 
 def write_plan_folder(
-    folder: Path, planned: PlanResult, configuration: Configuration, base: Path | None = None, force: bool = False
+    folder: Path,
+    planned: PlanResult,
+    configuration: Configuration,
+    base: Path | None = None,
+    force: bool = False,
 ) -> Path | None:
     """Write the plan, its effective configuration and its placement to `folder`.
 
-    `base` and `force` are as in `check_target`. An edited placement that was planned stays as it is, and so does an
-    edited configuration, unless flags changed it. Then it is kept under another name, which is returned.
+    `base` and `force` are as in `check_target`. An edited placement that was planned stays as it
+    is, and so does an edited configuration, unless flags changed it. Then it is kept under another
+    name, which is returned.
     """
     check_target(folder, base, force)
     target = folder.absolute()
     layers = layers_of(planned.model.source, planned.problem.graph)
     texts = {
-        CONFIGURATION_FILE: _configuration_text(planned, movable(effective(configuration, planned), target)),
+        CONFIGURATION_FILE: _configuration_text(
+            planned, movable(effective(configuration, planned), target)
+        ),
         PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement, layers),
     }
     copy = None
     try:
         if not force and _is_same(base, folder):
-            edited = {path.name for path in edited_files([target / name for name in texts], _seals(target))}
+            edited = {
+                path.name
+                for path in edited_files([target / name for name in texts], _seals(target))
+            }
             if CONFIGURATION_FILE in edited and _loaded(target) != configuration:
                 copy = _copy_of_edited(target / CONFIGURATION_FILE)
                 edited.remove(CONFIGURATION_FILE)
@@ -315,12 +387,16 @@ def write_plan_folder(
                 seal(made, PLAN_FILE)
     except OSError as error:
         place = error.filename or folder
-        raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(place)) from error
+        raise ConfigurationError(
+            f"cannot write the plan: {error.strerror}", where=str(place)
+        ) from error
     return copy
 
 
 def _configuration_text(planned: PlanResult, configuration: Configuration) -> str:
-    """Return the effective configuration as YAML, under a line with the degrees that follow from it."""
+    """Return the effective configuration as YAML, under a line with the degrees that follow from
+    it.
+    """
     degrees = planned.plan.summary.degrees
     head = "" if degrees is None else f"# {degrees.text}\n"
     return head + dump_configuration(configuration)
@@ -329,7 +405,11 @@ def _configuration_text(planned: PlanResult, configuration: Configuration) -> st
 @contextmanager
 def _new_files(target: Path) -> Iterator[Path]:
     """Yield a folder for the new files of the plan folder `target`, which may exist."""
-    writer = replacing_files(target, PLAN_FILE, _SCRATCH) if target.exists() else replacing_folder(target, PLAN_FILE)
+    writer = (
+        replacing_files(target, PLAN_FILE, _SCRATCH)
+        if target.exists()
+        else replacing_folder(target, PLAN_FILE)
+    )
     with writer as made:
         yield made
 
@@ -341,7 +421,9 @@ def _loaded(folder: Path) -> Configuration:
 
 
 def _copy_of_edited(path: Path) -> Path:
-    """Copy an edited file next to itself, to `NAME.edited.yaml` or the next free number, and return the copy."""
+    """Copy an edited file next to itself, to `NAME.edited.yaml` or the next free number, and return
+    the copy.
+    """
     number = 1
     while True:
         end = ".edited.yaml" if number == 1 else f".edited-{number}.yaml"
@@ -356,7 +438,9 @@ def _copy_of_edited(path: Path) -> Path:
 
 
 def stale_program(folder: Path, digest: str) -> Path | None:
-    """Return the program folder inside the plan folder `folder` if it is of another plan than that with `digest`."""
+    """Return the program folder inside the plan folder `folder` if it is of another plan than that
+    with `digest`.
+    """
     program = folder / "program"
     try:
         found = json.loads((program / "manifest.json").read_text(encoding="utf-8"))["plan"]

@@ -1,4 +1,6 @@
-"""A plan in words and tables: what was decided and predicted, what is trained, the other candidates, what changed."""
+"""A plan in words and tables: what was decided and predicted, what is trained, the other
+candidates, what changed.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,25 @@ _EXCHANGES = ("messages", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
-    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first. Communication is
-    one part, told by its own."""
-    ideal_s, step_s = breakdown.ideal_s, breakdown.step_s
+    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first.
+    Communication is one part, told by its own.
+    """
+    ideal_s = breakdown.ideal_s
+    step_s = breakdown.step_s
     told_s = f"the step of {seconds_text(step_s)}"
-    times = f"{told_s} takes {step_s / ideal_s:.2f} times that" if ideal_s else f"{told_s} takes more"
-    work = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
+    times = (
+        f"{told_s} takes {step_s / ideal_s:.2f} times that" if ideal_s else f"{told_s} takes more"
+    )
+    work = (
+        f"one device's work at the roofline / {devices}"
+        if devices > 1
+        else "the device's work at the roofline"
+    )
     if kinds > 1:
-        work = f"the work at the roofline of {devices} {plural(devices, 'device')}, each as fast as it is"
+        work = (
+            f"the work at the roofline of {devices} {plural(devices, 'device')}, each as fast as "
+            "it is"
+        )
     yield f"ideal {seconds_text(ideal_s)} ({work}), {times}"
 
     def told(parts: Iterable[tuple[str, float, str]]) -> str:
@@ -67,12 +80,18 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
 def candidates_screen(
     alternatives: Sequence[Alternative], chosen_s: float, most: int | None = None
 ) -> Iterator[RenderableType]:
-    """A row for the best candidate of each strategy, then why others have no plan; nothing where there were none. With
-    `most` rows of the first ones behind the chosen one alone. `chosen_s` are the seconds of the chosen plan's step."""
+    """A row for the best candidate of each strategy, then why others have no plan; nothing where
+    there were none. With `most` rows of the first ones behind the chosen one alone. `chosen_s` are
+    the seconds of the chosen plan's step.
+    """
     best = best_of_each(alternatives)
     if most is not None:
         # Of strategies that came to the same plan one is enough.
-        plans = {(each.step_time_s, each.peak_memory_bytes): each for each in reversed(best) if each.step_time_s}
+        plans = {
+            (each.step_time_s, each.peak_memory_bytes): each
+            for each in reversed(best)
+            if each.step_time_s
+        }
         best = tuple(sorted(plans.values(), key=lambda each: each.rank))[1 : most + 1]
     if not best:
         return
@@ -85,7 +104,9 @@ def candidates_screen(
     table = plain_table(*heads, right=2, no_wrap=True)
     reasons: dict[str, list[str]] = {}
     for each in best:
-        bound_s, memory, schedule = each.lower_bound_s, each.peak_memory_bytes, each.choice.schedule or "any"
+        bound_s = each.lower_bound_s
+        memory = each.peak_memory_bytes
+        schedule = each.choice.schedule or "any"
         at_least, least_s = ("≥ ", bound_s) if each.step_time_s is None else ("", each.step_time_s)
         # Without a schedule it was left out because none of its placement could be the shortest.
         if least_s is None or (each.step_time_s is None and each.choice.schedule is not None):
@@ -110,7 +131,9 @@ def candidates_screen(
 
 def strategy_text(alternative: Alternative) -> str:
     choice = alternative.choice
-    options = " ".join(name if value == "true" else f"{name}={value}" for name, value in choice.options)
+    options = " ".join(
+        name if value == "true" else f"{name}={value}" for name, value in choice.options
+    )
     decided = [
         options,
         "recompute" if choice.recompute != "none" else "",
@@ -134,7 +157,9 @@ REASONS = 4
 
 
 def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str, str]]:
-    """A word and a text each: what is trained, what is not, what is doubtful, with the reasons; then `every` tensor."""
+    """A word and a text each: what is trained, what is not, what is doubtful, with the reasons;
+    then `every` tensor.
+    """
     for word, chosen in (("trained", True), ("not trained", False)):
         found = [each for each in tensors if each.trained is chosen]
         if found or chosen:
@@ -151,10 +176,15 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
 
 
 def gradient_lines(model: Model) -> Iterator[tuple[str, str]]:
-    """Yield a word and a text if the file cannot tell where the module that it came from stops gradients."""
+    """Yield a word and a text if the file cannot tell where the module that it came from stops
+    gradients.
+    """
     if model.mode is Mode.TRAIN and model.unrecorded:
         listed = ", ".join(model.unrecorded)
-        yield "gradients", f"unknown if the module stops any: the file records no {listed} (autopipe export does)"
+        yield (
+            "gradients",
+            f"unknown if the module stops any: the file records no {listed} (autopipe export does)",
+        )
 
 
 def _reasons(tensors: Sequence[Tensor]) -> str:
@@ -166,7 +196,8 @@ def _reasons(tensors: Sequence[Tensor]) -> str:
     if len(told) > REASONS:
         texts.append(f"{sum(count for _, count in told[REASONS:]):,} for other reasons")
     total = (
-        f"{sum(reasons.values()):,} {plural(sum(reasons.values()), 'element')} in {count_text(len(tensors), 'tensor')}"
+        f"{sum(reasons.values()):,} {plural(sum(reasons.values()), 'element')} in "
+        f"{count_text(len(tensors), 'tensor')}"
     )
     return f"{total}: {', '.join(texts)}"
 
@@ -175,25 +206,41 @@ _SAME = 5e-4
 """Relative changes below this are none to a reader."""
 
 
-def plan_delta(folder: Path, before: Plan, now: Plan) -> tuple[dict[str, object], list[RenderableType]]:
-    """A plan against the one that `folder` held: for programs, and the figures and the verdict for a person."""
-    same, was, is_now = plan_digest(before) == plan_digest(now), before.summary, now.summary
+def plan_delta(
+    folder: Path, before: Plan, now: Plan
+) -> tuple[dict[str, object], list[RenderableType]]:
+    """A plan against the one that `folder` held: for programs, and the figures and the verdict for
+    a person.
+    """
+    same = plan_digest(before) == plan_digest(now)
+    was = before.summary
+    is_now = now.summary
     # Samples that the plan before takes while this one takes one: above 1 where this one is worse.
     ratio = was.samples_per_s / is_now.samples_per_s if is_now.samples_per_s else 1.0
     form = {"plan": folder, "same": same, "worse": ratio > 1, "before": encode(was)}
     if same:
         return form, [f"the same plan as {folder} held"]
     table = plain_table("", "before", "now", "change", right=1)
-    times, rates = (was.step_time_s, is_now.step_time_s), (was.samples_per_s, is_now.samples_per_s)
-    bubbles, peaks = (was.bubble_rate, is_now.bubble_rate), [max(each.peak_memory_bytes) for each in (was, is_now)]
+    times = (was.step_time_s, is_now.step_time_s)
+    rates = (was.samples_per_s, is_now.samples_per_s)
+    bubbles = (was.bubble_rate, is_now.bubble_rate)
+    peaks = [max(each.peak_memory_bytes) for each in (was, is_now)]
     table.add_row("step", *map(seconds_text, times), _change(*times))
     table.add_row("samples/s", *(f"{rate:,.1f}" for rate in rates), _change(*rates))
-    table.add_row("bubble", *(f"{rate:.1%}" for rate in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points")
+    table.add_row(
+        "bubble",
+        *(f"{rate:.1%}" for rate in bubbles),
+        f"{100 * (bubbles[1] - bubbles[0]):+.1f} points",
+    )
     table.add_row("peak memory", *map(bytes_text, peaks), _change(*peaks))
     if abs(ratio - 1) < _SAME:
         verdict = "neither better nor worse than"
     elif before.batch_size != now.batch_size:
-        how = f"worse: {1 - 1 / ratio:.1%} fewer" if ratio > 1 else f"better: {1 / ratio - 1:.1%} more"
+        how = (
+            f"worse: {1 - 1 / ratio:.1%} fewer"
+            if ratio > 1
+            else f"better: {1 / ratio - 1:.1%} more"
+        )
         verdict = f"{how} samples a second than"
     elif ratio > 1:
         verdict = f"worse: a step takes {ratio - 1:.1%} longer than"
@@ -211,14 +258,22 @@ _NEXT_BEST = 3
 
 
 def plan_screen(
-    planned: PlanResult, request: Request, folder: Path, found: str, untried: Sequence[str], output: Output
+    planned: PlanResult,
+    request: Request,
+    folder: Path,
+    found: str,
+    untried: Sequence[str],
+    output: Output,
 ) -> Iterator[RenderableType]:
-    """Yield the decisions, the predictions, the next best candidates, the plan's folder and the next commands.
+    """Yield the decisions, the predictions, the next best candidates, the plan's folder and the
+    next commands.
 
-    Stages are listed as far as `MOST_LINES` has room. `found` says how the devices became known; `untried` are the
-    options that only strategy `auto` would have tried.
+    Stages are listed as far as `MOST_LINES` has room. `found` says how the devices became known;
+    `untried` are the options that only strategy `auto` would have tried.
     """
-    plan, problem, every = planned.plan, planned.problem, output.verbosity is Verbosity.DETAILED
+    plan = planned.plan
+    problem = planned.problem
+    every = output.verbosity is Verbosity.DETAILED
     summary = plan.summary
     devices = count_text(summary.devices, "device")
     kinds = f": {counted_text(plan.device_names)}" if plan.device_names else ""
@@ -234,7 +289,10 @@ def plan_screen(
     if problem.train:
         before += [f"{word}: {text}" for word, text in gradient_lines(planned.model)]
         optimizer = problem.optimizer
-        before.append(f"update: {update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}")
+        before.append(
+            "update: "
+            f"{update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}"
+        )
     word = shlex.quote(str(folder))
     degrees = degrees_text(summary)
     after: list[RenderableType] = [
@@ -266,7 +324,8 @@ def untried_line(options: Sequence[str]) -> str:
 
 
 def _batch_line(planned: PlanResult, request: Request) -> str:
-    plan, summary = planned.plan, planned.plan.summary
+    plan = planned.plan
+    summary = planned.plan.summary
     batch = f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'}"
     chosen = "" if request.micro_batches or request.micro_batch_size else " (chosen)"
     count = count_text(summary.micro_batches, "micro-batch")
@@ -280,15 +339,20 @@ def trained_summary(tensors: Sequence[Tensor]) -> Iterator[str]:
     def told(found: Sequence[Tensor]) -> str:
         return (
             f"{sum(each.value.elements for each in found):,} "
-            f"{plural(sum(each.value.elements for each in found), 'element')} in {count_text(len(found), 'tensor')}"
+            f"{plural(sum(each.value.elements for each in found), 'element')} in "
+            f"{count_text(len(found), 'tensor')}"
         )
 
     yield f"trained: {told(trained)}{f'; not trained: {told(frozen)}' if frozen else ''}"
-    yield from (f"{word}: {text}" for word, text in trained_lines(tensors, False) if word == "doubtful")
+    yield from (
+        f"{word}: {text}" for word, text in trained_lines(tensors, False) if word == "doubtful"
+    )
 
 
 def reason_lines(plan: Plan) -> Iterator[RenderableType]:
-    """The lines that `plan_screen` leaves to `explain`: notes and proofs of the search, the parts, candidates."""
+    """The lines that `plan_screen` leaves to `explain`: notes and proofs of the search, the parts,
+    candidates.
+    """
     yield from (f"note: {note}" for note in plan.placement.notes)
     yield from _proof_lines(plan.summary)
     yield from scores_lines(plan.summary)
@@ -299,7 +363,9 @@ def reason_lines(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _memory_limits(plan: Plan) -> str:
-    """The memory that devices have; where there are several kinds, with the peak on those of each."""
+    """The memory that devices have; where there are several kinds, with the peak on those of
+    each.
+    """
     if len(set(plan.device_names)) < 2:
         return f" of {bytes_text(plan.memory_limits[0])}"
     kinds: dict[str, list[int]] = {}
@@ -315,48 +381,66 @@ def _memory_limits(plan: Plan) -> str:
 
 def prediction_line(summary: Summary) -> str:
     return (
-        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, lower bound"
-        f" {seconds_text(summary.lower_bound_s)} for this placement), bubble {summary.bubble_rate:.1%}, peak memory"
+        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, "
+        "lower bound"
+        f" {seconds_text(summary.lower_bound_s)} for this placement), bubble "
+        f"{summary.bubble_rate:.1%}, peak memory"
         f" {bytes_text(max(summary.peak_memory_bytes))}"
     )
 
 
 def degrees_text(summary: Summary) -> str:
-    """Return the degrees, the rate per device and the MFU; "" for a plan of an earlier version of autopipe."""
+    """Return the degrees, the rate per device and the MFU; "" for a plan of an earlier version of
+    autopipe.
+    """
     if summary.degrees is None:
         return ""
     return f"{summary.degrees.text}; {rate_text(summary)}"
 
 
 def rate_text(summary: Summary) -> str:
-    """Return what a device processes per second and the MFU, such as `758 tokens/s per device, MFU 35.1%`."""
+    """Return what a device processes per second and the MFU, such as `758 tokens/s per device, MFU
+    35.1%`.
+    """
     rate, unit = summary.rate_per_device
     mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
     return f"{number_text(rate)} {unit} per device{mfu}"
 
 
 def number_text(number: float) -> str:
-    """Return a number with three significant digits, or as an integer if it has more before the point."""
+    """Return a number with three significant digits, or as an integer if it has more before the
+    point.
+    """
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def traffic_line(summary: Summary) -> str:
     if summary.communication_bytes is None:
         return "communication volume of a step: unknown, as some of the splits cannot be executed"
-    parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
+    parts = (
+        f"{kind.replace('_', '-')} {bytes_text(size)}"
+        for kind, size in summary.communication_bytes
+        if size
+    )
     return f"communication volume of a step: {', '.join(parts) or 'none'}"
 
 
 def scores_lines(summary: Summary) -> Iterator[str]:
-    """Yield one line if the losses can keep or recompute their scores: the choice, its memory, and the other's time."""
+    """Yield one line if the losses can keep or recompute their scores: the choice, its memory, and
+    the other's time.
+    """
     scores = summary.scores
     if scores is None:
         return
     size = f"{bytes_text(scores.saved_bytes)} per micro-batch"
     if scores.choice == "keep":
-        text, other, seconds = f"scores kept, {size}", "recomputed", (scores.keep_s, scores.recompute_s)
+        text = f"scores kept, {size}"
+        other = "recomputed"
+        seconds = (scores.keep_s, scores.recompute_s)
     else:
-        text, other, seconds = f"scores recomputed, saves {size}", "kept", (scores.recompute_s, scores.keep_s)
+        text = f"scores recomputed, saves {size}"
+        other = "kept"
+        seconds = (scores.recompute_s, scores.keep_s)
     own_s, other_s = map(seconds_text, seconds)
     text = f"loss: {text}; its product and the loss take {own_s}, {other_s} if {other}"
     if scores.other_step_s is not None:
@@ -368,11 +452,17 @@ def scores_lines(summary: Summary) -> Iterator[str]:
 
 def _proof_lines(summary: Summary) -> Iterator[str]:
     if (proof := summary.splits) is not None:
-        counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
+        counted = (
+            seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
+        )
         how = "proven the least" if proof.optimal else f"at most {proof.gap:.1%} above the least"
         yield f"splits: {counted} a step as the search counts, {how}"
     if (costs := summary.costs) is not None:
-        rest = f", {costs.judged} by the roofline times what the measured ones took over it" if costs.judged else ""
+        rest = (
+            f", {costs.judged} by the roofline times what the measured ones took over it"
+            if costs.judged
+            else ""
+        )
         yield (
             f"costs: {costs.measured} of {costs.measured + costs.judged} "
             f"{plural(costs.measured + costs.judged, 'node')} as measured{rest}"
@@ -381,15 +471,24 @@ def _proof_lines(summary: Summary) -> Iterator[str]:
 
 def schedule_line(plan: Plan) -> str:
     """Whose order it is, and what is proven of it."""
-    schedule, summary = plan.schedule, plan.summary
+    schedule = plan.schedule
+    summary = plan.summary
     proof = schedule.proof
-    whose = "" if proof is None or proof.order == summary.schedule else f"the order of {proof.order}, "
+    whose = (
+        "" if proof is None or proof.order == summary.schedule else f"the order of {proof.order}, "
+    )
     what = "a step that is"
     if proof is not None and schedule.period is not None:
         what = f"a micro-batch every {seconds_text(schedule.period / plan.placement.pipelines)},"
     if not summary.optimal:
-        return f"schedule: {whose}{what} at most {summary.gap or 0.0:.1%} too long for this placement"
-    rounded = f", times rounded by at most {proof.rounding:.2%}" if proof is not None and proof.rounding else ""
+        return (
+            f"schedule: {whose}{what} at most {summary.gap or 0.0:.1%} too long for this placement"
+        )
+    rounded = (
+        f", times rounded by at most {proof.rounding:.2%}"
+        if proof is not None and proof.rounding
+        else ""
+    )
     return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
 
 
@@ -401,12 +500,17 @@ def gap_text(summary: Summary) -> str:
 
 
 def host_help_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line if stages are bound by the host: the part of the step that is lost, and what helps."""
+    """Yield a line if stages are bound by the host: the part of the step that is lost, and what
+    helps.
+    """
     if not plan.host_bound_stages or plan.breakdown is None:
         return
     share = plan.breakdown.host_s / plan.summary.step_time_s
     fewer = "fewer, larger micro-batches, or " if plan.summary.micro_batches > 1 else ""
-    yield f"bound by the host, for which devices wait {share:.0%} of the step; what helps: {fewer}launch --cuda-graphs"
+    yield (
+        f"bound by the host, for which devices wait {share:.0%} of the step; what helps: "
+        f"{fewer}launch --cuda-graphs"
+    )
 
 
 def host_time_lines(plan: Plan) -> Iterator[str]:
@@ -415,20 +519,28 @@ def host_time_lines(plan: Plan) -> Iterator[str]:
         return
     stages = plan.prediction.stages
     slowest = max(bound, key=lambda index: stages[index].forward_s + stages[index].backward_s)
-    on_host, on_device = stages[slowest].on_host, stages[slowest].on_device
+    on_host = stages[slowest].on_host
+    on_device = stages[slowest].on_device
     assert on_host is not None and on_device is not None, "the stage is bound by the host"
-    of = "" if len(stages) == 1 else f" of stage {slowest}, the slowest of {len(bound)} that are bound by it,"
+    of = (
+        ""
+        if len(stages) == 1
+        else f" of stage {slowest}, the slowest of {len(bound)} that are bound by it,"
+    )
     yield (
-        f"bound by the host: a micro-batch{of} takes the host {seconds_text(on_host.forward_s + on_host.backward_s)},"
+        f"bound by the host: a micro-batch{of} takes the host "
+        f"{seconds_text(on_host.forward_s + on_host.backward_s)},"
         f" the device {seconds_text(on_device.forward_s + on_device.backward_s)}"
     )
 
 
 def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
-    """The figures of the stages, a column each: those that fit a terminal, or with `full` all that are predicted. Kinds
-    of devices, pipelines and micro-batches have a column where stages differ in them, the halves of a backward where
-    the schedule has them."""
-    stages, predicted = plan.placement.stages, plan.prediction.stages
+    """The figures of the stages, a column each: those that fit a terminal, or with `full` all that
+    are predicted. Kinds of devices, pipelines and micro-batches have a column where stages differ
+    in them, the halves of a backward where the schedule has them.
+    """
+    stages = plan.placement.stages
+    predicted = plan.prediction.stages
     columns = {
         "stage": [str(index) for index in range(len(stages))],
         "devices": [devices_text(each.devices) for each in stages],
@@ -442,13 +554,20 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     columns["nodes"] = [str(len(each.nodes)) for each in stages]
     columns["parameters"] = [bytes_text(each.parameter_bytes) for each in predicted]
     columns["forward"] = [seconds_text(each.forward_s) for each in predicted]
-    columns["backward"] = [seconds_text(each.backward_s) if full or plan.mode == "train" else "-" for each in predicted]
+    columns["backward"] = [
+        seconds_text(each.backward_s) if full or plan.mode == "train" else "-" for each in predicted
+    ]
     if not full:
         peaks = plan.summary.peak_memory_bytes
-        columns["memory"] = [bytes_text(max(peaks[device] for device in each.devices)) for each in stages]
+        columns["memory"] = [
+            bytes_text(max(peaks[device] for device in each.devices)) for each in stages
+        ]
         return columns
     if any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order):
-        for name, phase in (("input gradient", Phase.INPUT_GRADIENT), ("weight gradient", Phase.WEIGHT_GRADIENT)):
+        for name, phase in (
+            ("input gradient", Phase.INPUT_GRADIENT),
+            ("weight gradient", Phase.WEIGHT_GRADIENT),
+        ):
             columns[name] = [seconds_text(each.seconds(phase)) for each in predicted]
     columns["gradient sum"] = [seconds_text(each.gradient_s) for each in predicted]
     columns["update"] = [seconds_text(each.update_s) for each in predicted]
@@ -457,13 +576,18 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     columns["recompute"] = ["yes" if each.recompute else "no" for each in stages]
     if any(each.on_host is not None for each in predicted):
         hosts = [each.on_host for each in predicted]
-        columns["host"] = ["-" if each is None else seconds_text(each.forward_s + each.backward_s) for each in hosts]
+        columns["host"] = [
+            "-" if each is None else seconds_text(each.forward_s + each.backward_s)
+            for each in hosts
+        ]
         columns["host-bound"] = ["yes" if each.host_bound else "no" for each in predicted]
     return columns
 
 
 def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
-    """A row a stage; of more than `most` the first and the last, and one that stands for those between."""
+    """A row a stage; of more than `most` the first and the last, and one that stands for those
+    between.
+    """
     columns = stage_columns(plan, full=False)
     table = plain_table(*columns, right=3 if "kind" in columns else 2)
     rows = list(zip(*columns.values(), strict=True))
@@ -477,11 +601,16 @@ def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
 
 def update_line(name: str, lr: float, scheduler: LRScheduler, training: Training) -> str:
     """Such as `adamw, lr 0.001 with 100 warm-up steps, then cosine; max_norm 1`."""
-    text, rate = f"{name}, lr {lr:g}", []
+    text = f"{name}, lr {lr:g}"
+    rate = []
     if scheduler.warmup_steps:
         rate.append(f"{scheduler.warmup_steps} {plural(scheduler.warmup_steps, 'warm-up step')}")
     if scheduler.decay_type != "constant":
-        last = "" if scheduler.decay_ratio is None else f" in the last {scheduler.decay_ratio:.0%} of the steps"
+        last = (
+            ""
+            if scheduler.decay_ratio is None
+            else f" in the last {scheduler.decay_ratio:.0%} of the steps"
+        )
         floor = f" to {scheduler.min_lr_factor * lr:g}" if scheduler.min_lr_factor else ""
         rate.append(f"{scheduler.decay_type} decay{last}{floor}")
     text += f" with {', then '.join(rate)}" if rate else ""
@@ -491,4 +620,6 @@ def update_line(name: str, lr: float, scheduler: LRScheduler, training: Training
         "ema_decay": training.ema_decay,
         "gradient_accumulation_steps": None if batches == 1 else batches,
     }
-    return "; ".join([text, *(f"{key} {value:g}" for key, value in more.items() if value is not None)])
+    return "; ".join(
+        [text, *(f"{key} {value:g}" for key, value in more.items() if value is not None)]
+    )

@@ -1,4 +1,6 @@
-"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the machine at hand."""
+"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the
+machine at hand.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,39 @@ from autopipe.ir.words import bytes_text, plural
 @click.command()
 @click.argument("files", metavar="MODEL", nargs=-1, required=True, type=PATH)
 @click.option("-o", "--output", "target", type=PATH, help="File to write; default MODEL.costs.")
-@click.option("--merge", is_flag=True, help="Join the cost files given in place of MODEL; later ones override.")
-@click.option("--name", help="What to call the device; its product and threads without it.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="What to measure.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Of each rank on a CPU.")
 @click.option(
-    "--micro-batch-sizes", metavar="B,…", help="Samples in a micro-batch; 1, 2 and 4 where the model takes them."
+    "--merge",
+    is_flag=True,
+    help="Join the cost files given in place of MODEL; later ones override.",
 )
-@click.option("--degrees", metavar="D,…", default="2", show_default=True, help="Ways to split operators; none: ''.")
-@click.option("--ranks", type=click.IntRange(2, 64), help="Also measure messages and collectives between ranks.")
+@click.option("--name", help="What to call the device; its product and threads without it.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="What to measure."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Of each rank on a CPU.",
+)
+@click.option(
+    "--micro-batch-sizes",
+    metavar="B,…",
+    help="Samples in a micro-batch; 1, 2 and 4 where the model takes them.",
+)
+@click.option(
+    "--degrees",
+    metavar="D,…",
+    default="2",
+    show_default=True,
+    help="Ways to split operators; none: ''.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(2, 64),
+    help="Also measure messages and collectives between ranks.",
+)
 @click.option(
     "--source",
     type=click.Choice(["torch", "onnxruntime"]),
@@ -37,7 +63,13 @@ from autopipe.ir.words import bytes_text, plural
     show_default=True,
     help="The generated code, or the kernels of ONNX Runtime, forward only.",
 )
-@click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True, help="About how long it takes.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1),
+    default=30.0,
+    show_default=True,
+    help="About how long it takes.",
+)
 @FORCE
 @configuration_options
 @standard_options
@@ -53,10 +85,11 @@ def profile(
     configuration: Configuration,
     **flags: Any,
 ) -> None:
-    """Measure the operators of the ONNX file MODEL, forward and backward, and write a cost file for `plan --costs`.
+    """Measure the operators of the ONNX file MODEL, forward and backward, and write a cost file for
+    `plan --costs`.
 
-    Each distinct operator is run with its local shapes as generated code runs it: whole, for each micro-batch size, and
-    in the shares that splits leave.
+    Each distinct operator is run with its local shapes as generated code runs it: whole, for each
+    micro-batch size, and in the shares that splits leave.
 
     \b
     Example:
@@ -87,7 +120,9 @@ def profile(
         written_to.check()
         profiling = Profiling(
             request=request_of(configuration, files[0]),
-            sizes=None if micro_batch_sizes is None else parsed_sizes(micro_batch_sizes, "--micro-batch-sizes"),
+            sizes=None
+            if micro_batch_sizes is None
+            else parsed_sizes(micro_batch_sizes, "--micro-batch-sizes"),
             degrees=parsed_sizes(degrees, "--degrees"),
             **flags,
         )
@@ -97,7 +132,11 @@ def profile(
         costs = Costs((measured,))
     write_texts({written_to: costs_text(costs)})
     devices = [
-        {"device": each.device, "operations": len(each.operations), "exchanges": len(each.exchanges)}
+        {
+            "device": each.device,
+            "operations": len(each.operations),
+            "exchanges": len(each.exchanges),
+        }
         for each in costs.devices
     ]
     data = {"costs": target, "devices": devices, "refused": refused}
@@ -117,14 +156,19 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
             yield _slowest(device.operations)
         if (tasks := device.tasks) is not None:
             yield (
-                f"  besides its operators a forward takes {seconds_text(tasks.forward_s)}, a backward"
+                f"  besides its operators a forward takes {seconds_text(tasks.forward_s)}, a "
+                "backward"
                 f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait"
                 f" {seconds_text(tasks.waiting_s)} more"
             )
         if device.host_launch_s:
             yield f"  the host takes {seconds_text(device.host_launch_s)} per operator"
         for each in device.exchanges:
-            rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
+            rate = (
+                f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s"
+                if each.fit.per_byte_s
+                else ""
+            )
             what = f"{each.kind.replace('_', '-')} of {each.ranks} {plural(each.ranks, 'rank')}"
             yield f"  {what}: {seconds_text(each.fit.fixed_s)}{rate}"
     if refused:
@@ -147,7 +191,13 @@ def _slowest(operations: Sequence[OperationCost]) -> Table:
         operands = " ".join(text for text in each.operation.operands if text)
         backward = "-" if each.backward is None else seconds_text(each.backward.seconds)
         spread = max(each.forward.spread, each.backward.spread if each.backward else 0.0)
-        table.add_row(each.operation.operator, operands, seconds_text(each.forward.seconds), backward, f"{spread:.0%}")
+        table.add_row(
+            each.operation.operator,
+            operands,
+            seconds_text(each.forward.seconds),
+            backward,
+            f"{spread:.0%}",
+        )
     if len(operations) > _ROWS:
         table.add_row(f"... {len(operations) - _ROWS} more")
     return table

@@ -1,8 +1,10 @@
-"""Programs that the profiler runs: laps of operators, synthetic stages, the whole model, the model on two ranks.
+"""Programs that the profiler runs: laps of operators, synthetic stages, the whole model, the model
+on two ranks.
 
-Operators one by one find operands in the caches, and gradients leave them, otherwise than in the model, where the
-operator before has just written what the next one reads: the model as a whole corrects them. Likewise the model's
-pipeline corrects what messages take of a rank's own time: moving them interrupts its tasks.
+Operators one by one find operands in the caches, and gradients leave them, otherwise than in the
+model, where the operator before has just written what the next one reads: the model as a whole
+corrects them. Likewise the model's pipeline corrects what messages take of a rank's own time:
+moving them interrupts its tasks.
 """
 
 from __future__ import annotations
@@ -68,10 +70,13 @@ class Group:
 
 
 def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
-    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where None. Raises the
-    reason where there is none."""
+    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where
+    None. Raises the reason where there is none.
+    """
     read = read_for(request, None)
-    wanted = sizes or tuple(size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0)
+    wanted = sizes or tuple(
+        size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0
+    )
     found: list[tuple[int, Model]] = []
     refused: list[AutopipeError] = []
     for size in dict.fromkeys(wanted):
@@ -84,8 +89,11 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
     return tuple(found)
 
 
-def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]) -> Iterator[Group]:
-    """Yield all samples: whole nodes of each size first, then the shards that splits `degrees` ways leave.
+def groups_of(
+    models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]
+) -> Iterator[Group]:
+    """Yield all samples: whole nodes of each size first, then the shards that splits `degrees` ways
+    leave.
 
     A model with losses that may keep or recompute their scores has the samples of both forms.
     """
@@ -93,7 +101,11 @@ def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequ
     forms = [(size, form) for size, model in models for form in model.forms]
     for degree in (1, *degrees):
         for size, model in forms:
-            new = [sample for sample in samples_of(model, precision, degree) if sample.operation not in seen]
+            new = [
+                sample
+                for sample in samples_of(model, precision, degree)
+                if sample.operation not in seen
+            ]
             seen |= {sample.operation for sample in new}
             note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")
             yield from (Group(note, size, lap) for lap in _laps(new))
@@ -114,9 +126,12 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample
 
 
 def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
-    """The samples in laps that are short enough and fit into memory, each one's first place in one of them."""
+    """The samples in laps that are short enough and fit into memory, each one's first place in one
+    of them.
+    """
     seen: set[Operation] = set()
-    lap, held = list[Sample](), 0
+    lap = list[Sample]()
+    held = 0
     for sample in samples:
         size = bytes_of(sample)
         if len(lap) >= _LAP or held + size > _LAP_BYTES:
@@ -124,7 +139,8 @@ def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
                 continue
             if lap:
                 yield tuple(lap)
-            lap, held = [], 0
+            lap = []
+            held = 0
         seen.add(sample.operation)
         lap.append(sample)
         held += size
@@ -142,7 +158,9 @@ def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:
     """Numbers of at least 1 between commas. Raises ConfigurationError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if any(not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31 for word in words):
-        raise ConfigurationError(f"{text!r} are no numbers of at least 1", hint="write them as 1,2,4", where=flag)
+        raise ConfigurationError(
+            f"{text!r} are no numbers of at least 1", hint="write them as 1,2,4", where=flag
+        )
     return tuple(int(word) for word in words)
 
 
@@ -151,23 +169,30 @@ _OPERATORS = (
     "Mul", "MatMul", "Relu", "MatMul", "Softmax", "Add", "MatMul", "Tanh", "LayerNormalization", "MatMul",
     "Sigmoid", "MatMul", "Erf", "Abs",
 )  # fmt: skip
-"""Of a layer; the first has a parameter, so that gradients flow through all products of both stages."""
+"""Of a layer; the first has a parameter, so that gradients flow through all products of both
+stages.
+"""
 _LAYERS = 3
 """Of a stage."""
 _FIRST_LAYERS = 2
 """Of the first of two stages of which the second shall be the slower one."""
 _MICRO_BATCHES = 4
 _MANY_MICRO_BATCHES = 12
-_WHOLE, _SPLIT = 0, 1
+_WHOLE = 0
+_SPLIT = 1
 LONGER = 4
-"""How many times as many layers the longer one of two stages has, by which it is measured what any stage takes."""
+"""How many times as many layers the longer one of two stages has, by which it is measured what any
+stage takes.
+"""
 MESSAGE_BYTES = 4 * math.prod(_SHAPE)
 """Of what one stage sends to another."""
 
 
 def write_overhead_stage(folder: Path) -> int:
-    """Write a one-device program that trains two stages of the same layers of different operators. The backward of the
-    second is split. Returns how many of its operators' parameters have gradients that wait."""
+    """Write a one-device program that trains two stages of the same layers of different operators.
+    The backward of the second is split. Returns how many of its operators' parameters have
+    gradients that wait.
+    """
     phases = (
         (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
         (_SPLIT, Phase.WEIGHT_GRADIENT), (_WHOLE, Phase.BACKWARD),
@@ -186,33 +211,52 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
-    """Write a program of two stages, of which the second is slower, on one rank or on two under 1F1B. The second reads
-    `messages` results of the first, of `MESSAGE_BYTES` each."""
+    """Write a program of two stages, of which the second is slower, on one rank or on two under
+    1F1B. The second reads `messages` results of the first, of `MESSAGE_BYTES` each.
+    """
     if ranks == 1:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
         schedule = _in_turn(_MANY_MICRO_BATCHES, phases)
     else:
         numbers = range(_MANY_MICRO_BATCHES)
-        orders = (stage_order(stage, kept=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1))
+        orders = (
+            stage_order(stage, kept=2 - stage, k=1, micro_batches=numbers, train=True)
+            for stage in (0, 1)
+        )
         schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
     _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule, messages)
 
 
 def _in_turn(count: int, phases: Sequence[tuple[int, Phase]]) -> Schedule:
-    """One device's schedule of `count` micro-batches, one after the other: stages and phases of each."""
-    return Schedule(count, (tuple(Task(stage, phase, index) for index in range(count) for stage, phase in phases),))
+    """One device's schedule of `count` micro-batches, one after the other: stages and phases of
+    each.
+    """
+    return Schedule(
+        count,
+        (tuple(Task(stage, phase, index) for index in range(count) for stage, phase in phases),),
+    )
 
 
 def _write(
-    folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule, messages: int = 1
+    folder: Path,
+    layers: tuple[int, ...],
+    devices: tuple[int, ...],
+    schedule: Schedule,
+    messages: int = 1,
 ) -> None:
-    """Write the program of stages of these numbers of layers, on these devices; each adds up `messages` results of the
-    one before.
+    """Write the program of stages of these numbers of layers, on these devices; each adds up
+    `messages` results of the one before.
     """
     weights = {"matrix": _SHAPE[-1:] * 2, "vector": _SHAPE[-1:]}
-    operands = {"MatMul": ("matrix",), "Mul": ("vector",), "Add": ("vector",), "LayerNormalization": ("vector",)}
+    operands = {
+        "MatMul": ("matrix",),
+        "Mul": ("vector",),
+        "Add": ("vector",),
+        "LayerNormalization": ("vector",),
+    }
     nodes: list[Node] = []
-    before, ends = "x", []
+    before = "x"
+    ends = []
     for stage, count in enumerate(layers):
         if stage and messages > 1:
             last = tuple(node.name for node in nodes[-messages:])
@@ -237,7 +281,10 @@ def _write(
         constants=(),
         nodes=tuple(nodes),
         outputs=("loss",),
-        values=(*(Value(node.name, DType.FLOAT32, _SHAPE) for node in nodes[:-1]), Value("loss", DType.FLOAT32, ())),
+        values=(
+            *(Value(node.name, DType.FLOAT32, _SHAPE) for node in nodes[:-1]),
+            Value("loss", DType.FLOAT32, ()),
+        ),
         batch_axes=(("x", 0),),
     )
     stages = (
@@ -248,8 +295,12 @@ def _write(
     _write_program(program, str(folder), "", Optimizer(), "fp32", folder)
 
 
-def _write_program(program: Program, model: str, digest: str, optimizer: Optimizer, precision: str, to: Path) -> None:
-    stages, ranks = (("Timed by the profiler.",) * len(each) for each in (program.stages, program.ranks))
+def _write_program(
+    program: Program, model: str, digest: str, optimizer: Optimizer, precision: str, to: Path
+) -> None:
+    stages, ranks = (
+        ("Timed by the profiler.",) * len(each) for each in (program.stages, program.ranks)
+    )
     provenance = Provenance(model, digest, "", optimizer, precision, 0, 0.0, 0.0)
     write_program([ProgramFiles("", program, stages, ranks)], provenance, to)
 
@@ -267,7 +318,9 @@ def is_small(model: Model, precision: str) -> bool:
 
 def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:
     """Write the files of a program that trains the model, and leaves it as it is."""
-    _write_program(program, str(model.path.absolute()), model.digest, _STANDSTILL, precision, folder)
+    _write_program(
+        program, str(model.path.absolute()), model.digest, _STANDSTILL, precision, folder
+    )
 
 
 _PIPELINE_MICRO_BATCHES = 8
@@ -287,9 +340,12 @@ class Pipeline:
     """Of all of them."""
 
 
-def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Path) -> Pipeline | None:
-    """Write the model in two stages, cut where `costs` say that they take equally long without the ends of messages.
-    None where it is not trained, cannot be cut, or is too large."""
+def write_pipeline(
+    model: Model, precision: str, costs: DeviceCosts, folder: Path
+) -> Pipeline | None:
+    """Write the model in two stages, cut where `costs` say that they take equally long without the
+    ends of messages. None where it is not trained, cannot be cut, or is too large.
+    """
     if model.mode is not Mode.TRAIN or not is_small(model, precision):
         return None
     try:
@@ -298,14 +354,23 @@ def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Pat
         if len(placement.stages) < _RANKS:
             return None
         schedule = KForwardsKBackwards().run(problem, placement)
-        write_timed(model, precision, lower(model.graph, placement, schedule, model.loss, precision=precision), folder)
+        write_timed(
+            model,
+            precision,
+            lower(model.graph, placement, schedule, model.loss, precision=precision),
+            folder,
+        )
     except AutopipeError:
         return None
     whole = sent_bytes(model.graph, precision)
     sizes = [whole[name] for name, _, _ in crossing_values(model.graph, placement)]
     devices = tuple(stage.devices for stage in placement.stages)
     timeline = simulate(schedule, devices, predict(problem, placement))
-    starts = [span.start for span in timeline.spans if span.task.stage == 1 and span.task.phase is Phase.FORWARD]
+    starts = [
+        span.start
+        for span in timeline.spans
+        if span.task.stage == 1 and span.task.phase is Phase.FORWARD
+    ]
     return Pipeline(folder, period_of(starts), len(sizes), sum(sizes))
 
 
@@ -329,12 +394,14 @@ def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
 _MESSAGES = 6
 """Of a task, where it is measured what the others take beside the first."""
 _RUNS = 3
-"""Of the model's pipeline, of which the middle one counts: a program is faster in one process than in another."""
+"""Of the model's pipeline, of which the middle one counts: a program is faster in one process than
+in another.
+"""
 
 
 def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU time of their ends in small
-    pipelines. Raises LaunchError where a rank fails.
+    """Messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU time of
+    their ends in small pipelines. Raises LaunchError where a rank fails.
     """
     found = measure_exchanges(ranks, device, seconds)
     with scratch_folder("profile") as scratch:
@@ -345,7 +412,8 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
     costs: list[ExchangeCost] = []
     for each in found:
         if each.kind == "post":
-            # Of a first message and each further one: from a pipeline, and by bytes from messages alone.
+            # Of a first message and each further one: from a pipeline, and by bytes from messages
+            # alone.
             first, following = (_through(each.fit, seconds, MESSAGE_BYTES) for seconds in ends)
             costs += (replace(each, fit=first), ExchangeCost("follow", each.ranks, following, ()))
         else:
@@ -353,28 +421,39 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
     return tuple(costs)
 
 
-def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str) -> tuple[ExchangeCost, ...]:
-    """The exchanges with what the ends of messages take in the model's pipeline, each but the first as in a small one.
-    Raises LaunchError where it does not run."""
-    follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")  # Bytes count as the first's.
+def in_pipeline(
+    exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str
+) -> tuple[ExchangeCost, ...]:
+    """The exchanges with what the ends of messages take in the model's pipeline, each but the first
+    as in a small one. Raises LaunchError where it does not run.
+    """
+    follow = next(
+        each.fit.fixed_s for each in exchanges if each.kind == "follow"
+    )  # Bytes count as the first's.
     period = statistics.median(measure_period(pipeline.folder, device) for _ in range(_RUNS))
     both = period - pipeline.period_s
     first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)
     return tuple(
-        replace(each, fit=_through(each.fit, first, pipeline.size_bytes)) if each.kind == "post" else each
+        replace(each, fit=_through(each.fit, first, pipeline.size_bytes))
+        if each.kind == "post"
+        else each
         for each in exchanges
     )
 
 
 def _through(line: Affine, seconds: float, size: int) -> Affine:
-    """The line of the same slope, or a flatter one from 0, that gives `seconds` for `size` bytes."""
+    """The line of the same slope, or a flatter one from 0, that gives `seconds` for `size`
+    bytes.
+    """
     if seconds < line.per_byte_s * size:
         return Affine(0.0, seconds / size)
     return Affine(seconds - line.per_byte_s * size, line.per_byte_s)
 
 
 _MOST = 0.6
-"""Part of a task that its start takes at most: starts are measured of larger tasks than the smallest there are."""
+"""Part of a task that its start takes at most: starts are measured of larger tasks than the
+smallest there are.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,10 +471,15 @@ class ModelCorrection:
         return replace(costs, forward_s=self.forward_s, backward_s=self.backward_s)
 
     def of(self, cost: OperationCost) -> OperationCost:
-        forward, backward = cost.forward, cost.backward
+        forward = cost.forward
+        backward = cost.backward
         if backward is not None:
             backward = replace(backward, seconds=backward.seconds * self.backward)
-        return replace(cost, forward=replace(forward, seconds=forward.seconds * self.forward), backward=backward)
+        return replace(
+            cost,
+            forward=replace(forward, seconds=forward.seconds * self.forward),
+            backward=backward,
+        )
 
 
 def measure_whole(
@@ -408,27 +492,32 @@ def measure_whole(
     folder: Path,
     seconds: float,
 ) -> ModelCorrection | None:
-    """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts` what the first ones
-    of a task take more. Files go to `folder`. None where something of it was not measured, or where it is too large or
-    does not run in one process."""
+    """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts`
+    what the first ones of a task take more. Files go to `folder`. None where something of it was
+    not measured, or where it is too large or does not run in one process.
+    """
     samples = tuple(samples_of(model, precision))
     known = {each.operation: each for each in costs}
     own = [known[sample.operation] for sample in samples if sample.operation in known]
     if len(own) < len(samples) or not is_small(model, precision):
         return None
-    # Some forwards and backwards, one after the other: by itself one would find the caches as the update left them.
+    # Some forwards and backwards, one after the other: by itself one would find the caches as the
+    # update left them.
     loss = model.loss if model.mode is Mode.TRAIN else None
     try:
         program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
         write_timed(model, precision, program, folder)
-        forward, backward, around_forward, around_backward = numbers_of("whole", folder, device, seconds)
+        forward, backward, around_forward, around_backward = numbers_of(
+            "whole", folder, device, seconds
+        )
     except AutopipeError:
         return None
     if tasks is not None:
         # All backwards of a step but the first add their gradients to earlier ones.
         sizes = [each.value.bytes for each in model.graph.parameters if each.trainable]
         backward -= (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
-    first, last = min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward))
+    first = min(starts.forward_s, _MOST * forward)
+    last = min(starts.backward_s, _MOST * max(0.0, backward))
     return ModelCorrection(
         _ratio(forward - first, [each.forward for each in own]),
         _ratio(backward - last, [each.backward for each in own if each.backward is not None]),

@@ -42,7 +42,10 @@ from autopipe.ir.words import plural
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Request
 
-_WHOLE, _TASKS, _STARTS, _EXCHANGES = 0.15, 0.1, 0.15, 0.3
+_WHOLE = 0.15
+_TASKS = 0.1
+_STARTS = 0.15
+_EXCHANGES = 0.3
 """Parts of the time."""
 
 
@@ -74,8 +77,9 @@ class Profiling:
             raise ConfigurationError(message, f"--ranks {most}", "--ranks")
 
     def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
-        """Measure; returns costs, and why some operators could not be measured. Raises ConfigurationError where the
-        device is not there, AutopipeError as reading the model does."""
+        """Measure; returns costs, and why some operators could not be measured. Raises
+        ConfigurationError where the device is not there, AutopipeError as reading the model does.
+        """
         device = self._device()
         torch.set_num_threads(self.threads)
         models = models_of(self.request, self.sizes)
@@ -84,44 +88,64 @@ class Profiling:
         with scratch_folder("profile") as name:
             scratch = Path(name)
             measured, refused = self._operations(models, device, train, scratch, bar)
-            tasks, starts = None, TaskStartOverhead()
+            tasks = None
+            starts = TaskStartOverhead()
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
-                starts = measure_starts(Stopwatch(device), *write_rows(scratch), LONGER, _STARTS * self.seconds)
+                starts = measure_starts(
+                    Stopwatch(device), *write_rows(scratch), LONGER, _STARTS * self.seconds
+                )
                 waiting = write_overhead_stage(scratch / "tasks")
-                tasks = measure_tasks(Stopwatch(device), scratch / "tasks", waiting, _TASKS * self.seconds)
-            # How operators go in the model, by the size of its micro-batches, where that can be told.
+                tasks = measure_tasks(
+                    Stopwatch(device), scratch / "tasks", waiting, _TASKS * self.seconds
+                )
+            # How operators go in the model, by the size of its micro-batches, where that can be
+            # told.
             wholes: dict[int, ModelCorrection] = {}
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
-                known, each_s = [cost for _, cost in measured], _WHOLE * self.seconds / len(models)
+                known = [cost for _, cost in measured]
+                each_s = _WHOLE * self.seconds / len(models)
                 precision = self.request.precision
                 for size, model in models:
                     folder = scratch / f"whole-{size}"
-                    whole = measure_whole(model, precision, known, tasks, starts, device.type, folder, each_s)
+                    whole = measure_whole(
+                        model, precision, known, tasks, starts, device.type, folder, each_s
+                    )
                     if whole is not None:
                         wholes[size] = whole
         if tasks is not None:
-            # On the smallest micro-batches task costs matter most; without the model those of the synthetic stage do.
+            # On the smallest micro-batches task costs matter most; without the model those of the
+            # synthetic stage do.
             tasks = wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
         is_cuda = device.type == "cuda"
-        product = torch.cuda.get_device_name(device) if is_cuda else f"{processor()}, {self._threads_text()}"
+        product = (
+            torch.cuda.get_device_name(device)
+            if is_cuda
+            else f"{processor()}, {self._threads_text()}"
+        )
         corrections = (
-            f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and"
+            f"micro-batches of {size}: in the model operators take {whole.forward:.2f} "
+            "(forward) and"
             f" {whole.backward:.2f} (backward) of what they take one by one; that is what is given"
             for size, whole in wholes.items()
         )
         costs = DeviceCosts(
             device=self.name or product,
             measured=(self._how(device, [size for size, _ in models], train), *corrections),
-            operations=tuple(wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured),
+            operations=tuple(
+                wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured
+            ),
             tasks=tasks,
             exchanges=(),
             # A CPU starts operators itself, and their measured times contain it.
             host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
         if self.ranks is not None:
-            bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} {plural(self.ranks, 'rank')}")
+            bar.reach(
+                time.perf_counter() - started,
+                note=f"exchanges of {self.ranks} {plural(self.ranks, 'rank')}",
+            )
             costs = replace(costs, exchanges=self._exchanges(self.ranks, models, device, costs))
         return costs, tuple(dict.fromkeys(refused))
 
@@ -130,17 +154,33 @@ class Profiling:
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() and self.source == "torch" else "cpu"
         if wanted == "cuda" and self.source != "torch":
-            raise ConfigurationError("ONNX Runtime is measured on the CPU alone", hint="--device cpu", where="--device")
+            raise ConfigurationError(
+                "ONNX Runtime is measured on the CPU alone", hint="--device cpu", where="--device"
+            )
         if wanted == "cuda" and not torch.cuda.is_available():
-            raise ConfigurationError("no CUDA device is at hand", hint="use --device cpu", where="--device")
+            raise ConfigurationError(
+                "no CUDA device is at hand", hint="use --device cpu", where="--device"
+            )
         return torch.device(wanted)
 
     def _operations(
-        self, models: Sequence[tuple[int, Model]], device: torch.device, train: bool, folder: Path, bar: Bar
+        self,
+        models: Sequence[tuple[int, Model]],
+        device: torch.device,
+        train: bool,
+        folder: Path,
+        bar: Bar,
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
-        """All groups, one after the other, an equal part of the time each; by the size of micro-batches."""
+        """All groups, one after the other, an equal part of the time each; by the size of
+        micro-batches.
+        """
         groups = tuple(groups_of(models, self.request.precision, self.degrees))
-        rest = 1.0 - _WHOLE - (_TASKS + _STARTS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
+        rest = (
+            1.0
+            - _WHOLE
+            - (_TASKS + _STARTS if train else 0.0)
+            - (_EXCHANGES if self.ranks is not None else 0.0)
+        )
         each_s = rest * self.seconds / max(1, len(groups))
         found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
@@ -148,25 +188,36 @@ class Profiling:
         for group in groups:
             bar.reach(time.perf_counter() - started, note=group.note)
             if self.source == "onnxruntime":
-                costs, reasons = onnxruntime_profiler.measure_operations(group.lap, folder, self.threads, each_s)
+                costs, reasons = onnxruntime_profiler.measure_operations(
+                    group.lap, folder, self.threads, each_s
+                )
             else:
-                costs, reasons = measure_operations(group.lap, Stopwatch(device), folder, train, each_s)
+                costs, reasons = measure_operations(
+                    group.lap, Stopwatch(device), folder, train, each_s
+                )
             found += ((group.size, cost) for cost in costs)
             refused += reasons
         return found, refused
 
     def _exchanges(
-        self, ranks: int, models: Sequence[tuple[int, Model]], device: torch.device, costs: DeviceCosts
+        self,
+        ranks: int,
+        models: Sequence[tuple[int, Model]],
+        device: torch.device,
+        costs: DeviceCosts,
     ) -> tuple[ExchangeCost, ...]:
-        """Messages and collectives; messages' ends by the model's pipeline, on micro-batches of middling size,
-        which shows what messages interrupt."""
+        """Messages and collectives; messages' ends by the model's pipeline, on micro-batches of
+        middling size, which shows what messages interrupt.
+        """
         exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
         if self.source != "torch":
             return exchanges
         _, model = models[len(models) // 2]
         with scratch_folder("profile") as scratch:
             known = replace(costs, exchanges=exchanges)
-            pipeline = write_pipeline(model, self.request.precision, known, Path(scratch) / "pipeline")
+            pipeline = write_pipeline(
+                model, self.request.precision, known, Path(scratch) / "pipeline"
+            )
             if pipeline is not None:
                 with contextlib.suppress(LaunchError):
                     exchanges = in_pipeline(exchanges, pipeline, device.type)
@@ -196,4 +247,6 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU"
+    )

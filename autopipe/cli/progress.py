@@ -1,4 +1,6 @@
-"""How a user follows the passes: a bar, timings with -v, and the values asked for by --dump-after."""
+"""How a user follows the passes: a bar, timings with -v, and the values asked for by
+--dump-after.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,24 @@ from autopipe.passes.pipeline import Observer, Request, pass_names
 
 
 def dumped(value: object) -> Iterator[str]:
-    """A graph node by node, a placement stage by stage, a schedule as its grid; anything else field by field."""
+    """A graph node by node, a placement stage by stage, a schedule as its grid; anything else field
+    by field.
+    """
     match value:
         case Model(graph=graph):
             yield f"graph {graph.name!r}, opset {graph.opset}"
-            yield from (f"input {each.name!r} {each.dtype.value} {list(each.shape)}" for each in graph.inputs)
+            yield from (
+                f"input {each.name!r} {each.dtype.value} {list(each.shape)}"
+                for each in graph.inputs
+            )
             for index, node in enumerate(graph.nodes):
-                shapes = ", ".join(str(list(graph.type_of(name).shape)) for name in node.outputs if name)
-                yield f"{index:5} {node.op} {node.name!r} ({', '.join(map(repr, node.inputs))}) -> {shapes}"
+                shapes = ", ".join(
+                    str(list(graph.type_of(name).shape)) for name in node.outputs if name
+                )
+                yield (
+                    f"{index:5} {node.op} {node.name!r} ({', '.join(map(repr, node.inputs))}) -> "
+                    f"{shapes}"
+                )
             yield f"outputs {', '.join(map(repr, graph.outputs))}"
         case Problem():
             yield "  node  class          forward GFLOP  backward GFLOP  forward MB  kept MB"
@@ -36,7 +48,9 @@ def dumped(value: object) -> Iterator[str]:
             for index, stage in enumerate(value.stages):
                 ranges = " ".join(f"{first}-{last - 1}" for first, last in node_ranges(stage.nodes))
                 yield f"stage {index}: devices {list(stage.devices)}, nodes {ranges}"
-                yield from (f"  node {node}: {' '.join(map(str, splits))}" for node, splits in stage.splits)
+                yield from (
+                    f"  node {node}: {' '.join(map(str, splits))}" for node, splits in stage.splits
+                )
         case Schedule():
             yield value.grid()
         case _:
@@ -51,14 +65,21 @@ class Watcher(Observer):
     """An observer of the pipeline that shows what it hears."""
 
     def __init__(
-        self, output: Output, bar: Bar, request: Request, dump_after: Sequence[str], debug: bool = False
+        self,
+        output: Output,
+        bar: Bar,
+        request: Request,
+        dump_after: Sequence[str],
+        debug: bool = False,
     ) -> None:
         self._names = names_of(request)
         for name in dump_after:
             if name not in self._names:
                 hint = f"they are {', '.join(self._names)}"
                 raise ConfigurationError(f"there is no pass called {name!r}", hint, "--dump-after")
-        self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
+        self._output = output
+        self._bar = bar
+        self._dump_after = frozenset(dump_after)
         self._debug = debug
         """True if a mistake of ours in a candidate ends the command."""
         self._furthest = 0
@@ -75,9 +96,12 @@ class Watcher(Observer):
             self._output.line("\n".join([f"--- after {name}", *dumped(value)]))
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        step, bound = seconds_text(step_s), seconds_text(bound_s)
+        step = seconds_text(step_s)
+        bound = seconds_text(bound_s)
         self._best = f", {step} a step, at least {bound} in all placements tried"
-        self._output.detail(f"best so far: {step} a step (lower bound {bound} for all placements tried)")
+        self._output.detail(
+            f"best so far: {step} a step (lower bound {bound} for all placements tried)"
+        )
 
     def failed(self, error: InternalError) -> None:
         """Warn of what is left out for a mistake of ours; with --debug it is raised."""

@@ -1,4 +1,6 @@
-"""From a configuration to a request to the pipeline, with the strategy and the scheduler that it names; and back."""
+"""From a configuration to a request to the pipeline, with the strategy and the scheduler that it
+names; and back.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import read_costs
 from autopipe.ir.problem import Mode, Scores
-from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
+from autopipe.passes.registry import (
+    Scheduler,
+    Strategy,
+    scheduler_class,
+    strategy_class,
+    strategy_names,
+)
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend import CrossEntropy
@@ -26,8 +34,9 @@ _SEARCHED = "tessel"
 
 
 def chosen_strategy(configuration: Configuration) -> Strategy | None:
-    """The strategy, None where it is left open. Raises ConfigurationError for an unknown name or an option it does not
-    have."""
+    """The strategy, None where it is left open. Raises ConfigurationError for an unknown name or an
+    option it does not have.
+    """
     choice = configuration.strategy
     if choice.name == AUTO:
         _check_no_options(choice, "strategy")
@@ -46,8 +55,10 @@ def _takes_stages(schema: type[Any]) -> bool:
 
 
 def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
-    """The scheduler; None where it is left open, and so is the strategy: one that is named meets the searched schedule.
-    Raises ConfigurationError for an unknown name or an option it does not have."""
+    """The scheduler; None where it is left open, and so is the strategy: one that is named meets
+    the searched schedule. Raises ConfigurationError for an unknown name or an option it does not
+    have.
+    """
     choice = configuration.schedule
     if choice.name == AUTO:
         _check_no_options(choice, "schedule")
@@ -58,8 +69,9 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
 
 
 def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
-    """Choice of a strategy or a scheduler: its name with all of its options. Stages of a given placement are not part
-    of it: they stand in a file of their own."""
+    """Choice of a strategy or a scheduler: its name with all of its options. Stages of a given
+    placement are not part of it: they stand in a file of their own.
+    """
     from autopipe.passes.placement.given import Given
 
     if chosen is None or isinstance(chosen, Given):
@@ -72,7 +84,9 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
         return Entry(str(value) if isinstance(value, Path) else value, place)
 
     fields = dataclasses.fields(cast(Any, chosen))
-    return Choice(chosen.name, tuple((field.name, entry(getattr(chosen, field.name))) for field in fields))
+    return Choice(
+        chosen.name, tuple((field.name, entry(getattr(chosen, field.name))) for field in fields)
+    )
 
 
 def _check_no_options(choice: Choice, path: str) -> None:
@@ -83,7 +97,9 @@ def _check_no_options(choice: Choice, path: str) -> None:
 
 
 def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
-    """The class that `find` knows under the choice's name; an unknown name is told with the place it was written at."""
+    """The class that `find` knows under the choice's name; an unknown name is told with the place
+    it was written at.
+    """
     try:
         return find(choice.name)
     except ConfigurationError as error:
@@ -91,13 +107,17 @@ def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:
-    """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
+    """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what
+    cannot be asked for.
+    """
     from autopipe.passes.cost.measured import measured_cluster
     from autopipe.passes.pipeline import Request
     from autopipe.passes.solvers.pulp_client import check_installed
 
     if configuration.costs == "pase-paper":
-        raise ConfigurationError(f"plans are not made with {configuration.costs!r} costs", where="costs")
+        raise ConfigurationError(
+            f"plans are not made with {configuration.costs!r} costs", where="costs"
+        )
     check_installed(configuration.solver)
     costs = None if configuration.costs == "roofline" else read_costs(Path(configuration.costs))
     cluster = resolve_cluster(configuration)
@@ -118,7 +138,9 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         normalize=loss.normalize if isinstance(loss, Loss) else "auto",
         scores=wanted_scores(configuration),
         batch_size=configuration.batch_size,
-        micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
+        micro_batches=None
+        if configuration.micro_batches == "auto"
+        else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
         optimizer=configuration.optimizer.for_problem(),
         lr_scheduler=configuration.lr_scheduler,
@@ -163,8 +185,11 @@ def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
 
 
 def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Loss | None:
-    """Return the loss with the output that the model has and the form of scores that the plan has."""
-    loss, scores = configuration.loss or planned.model.loss or None, planned.plan.summary.scores
+    """Return the loss with the output that the model has and the form of scores that the plan
+    has.
+    """
+    loss = configuration.loss or planned.model.loss or None
+    scores = planned.plan.summary.scores
     if scores is None:
         return loss
     if not isinstance(loss, Loss):
@@ -175,8 +200,8 @@ def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Lo
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
     """Return the configuration with every option that was open as the plan settles it.
 
-    The number of micro-batches stays open if it was and stages have micro-batches of their own sizes: a number would
-    give all stages one size.
+    The number of micro-batches stays open if it was and stages have micro-batches of their own
+    sizes: a number would give all stages one size.
     """
     from autopipe.passes.open_options import with_settled_options
 
@@ -195,6 +220,8 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         micro_batches="auto" if sizes_stay_open else problem.micro_batches,
         micro_batch_size=None,
         recompute=cast(Literal["none", "full", "auto"], problem.recompute),
-        strategy=choice_of(None if strategy is None else with_settled_options(strategy, planned.plan)),
+        strategy=choice_of(
+            None if strategy is None else with_settled_options(strategy, planned.plan)
+        ),
         schedule=choice_of(planned.request.scheduler),
     )

@@ -23,14 +23,46 @@ _MOST_BLOCKS = 2_000_000
 
 @click.command()
 @click.argument("placement", required=False, type=PATH)
-@click.option("--shape", metavar="v|x|m|nn|k", help="One of the published placements in place of a file.")
-@click.option("--devices", type=click.IntRange(2, 4096), help="Devices of the shape; 4 where not given.")
-@click.option("--mode", type=click.Choice(["train", "infer"]), help="Whether the shape trains; train where not given.")
-@click.option("--memory", type=click.IntRange(0), help="Room on each device of the shape; no limit where not given.")
-@click.option("--units", type=click.IntRange(1), default=32, show_default=True, help="Units that run the blocks.")
-@click.option("--schedule", "name", metavar="NAME", default="tessel", help="tessel searches; or a published schedule.")
-@click.option("--time-limit", metavar="SECONDS", type=float, default=10.0, help="Most seconds that the search takes.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Where the search begins.")
+@click.option(
+    "--shape", metavar="v|x|m|nn|k", help="One of the published placements in place of a file."
+)
+@click.option(
+    "--devices", type=click.IntRange(2, 4096), help="Devices of the shape; 4 where not given."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["train", "infer"]),
+    help="Whether the shape trains; train where not given.",
+)
+@click.option(
+    "--memory",
+    type=click.IntRange(0),
+    help="Room on each device of the shape; no limit where not given.",
+)
+@click.option(
+    "--units",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Units that run the blocks.",
+)
+@click.option(
+    "--schedule",
+    "name",
+    metavar="NAME",
+    default="tessel",
+    help="tessel searches; or a published schedule.",
+)
+@click.option(
+    "--time-limit",
+    metavar="SECONDS",
+    type=float,
+    default=10.0,
+    help="Most seconds that the search takes.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Where the search begins."
+)
 @click.option("-o", "--output", "target", metavar="FILE", type=PATH, help="schedule.json to write.")
 @FORCE
 @standard_options
@@ -64,13 +96,18 @@ def schedule(
     from autopipe.passes.schedule.tessel.search import search
 
     if not (math.isfinite(time_limit) and time_limit > 0):
-        raise ConfigurationError(f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0")
+        raise ConfigurationError(
+            f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0"
+        )
     graph = _graph(placement, shape, **of_shape)
     if units * len(graph.blocks) > _MOST_BLOCKS:
         most = _MOST_BLOCKS // len(graph.blocks)
         raise ConfigurationError(
             f"--units is {units}",
-            hint=f"of {len(graph.blocks)} {plural(len(graph.blocks), 'block')} at most {most} are taken",
+            hint=(
+                f"of {len(graph.blocks)} {plural(len(graph.blocks), 'block')} at most {most} are "
+                "taken"
+            ),
         )
     written_to = None
     if target is not None:
@@ -97,17 +134,27 @@ def schedule(
 
 
 def _graph(
-    placement: Path | None, shape: str | None, devices: int | None, mode: str | None, memory: int | None
+    placement: Path | None,
+    shape: str | None,
+    devices: int | None,
+    mode: str | None,
+    memory: int | None,
 ) -> BlockGraph:
     from autopipe.configs.placement_file import read_placement
     from autopipe.passes.schedule.published import blocks
 
     if (placement is None) == (shape is None):
-        what = "both a file and --shape are given" if shape is not None else "nothing to schedule is given"
+        what = (
+            "both a file and --shape are given"
+            if shape is not None
+            else "nothing to schedule is given"
+        )
         raise ConfigurationError(what, hint="name a file with a placement, or --shape NAME")
     if shape is not None:
         return blocks.shape(shape, devices or 4, train=mode != "infer", memory=memory)
     for flag, value in (("--devices", devices), ("--mode", mode), ("--memory", memory)):
         if value is not None:
-            raise ConfigurationError(f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}")
+            raise ConfigurationError(
+                f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}"
+            )
     return read_placement(cast(Path, placement))

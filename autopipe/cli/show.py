@@ -1,4 +1,6 @@
-"""`autopipe show`: a plan's or a block schedule's timeline and memory, and the task graphs of a plan's ranks."""
+"""`autopipe show`: a plan's or a block schedule's timeline and memory, and the task graphs of a
+plan's ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.drawing.picture import Picture, block_picture, plan_picture
-from autopipe.cli.drawing.report import Report, ScheduleResult, block_report, plan_report, report_page
+from autopipe.cli.drawing.report import (
+    Report,
+    ScheduleResult,
+    block_report,
+    plan_report,
+    report_page,
+)
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
@@ -20,7 +28,12 @@ from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output, devices_text, plain_table, write_texts
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_text import prediction_line, schedule_line, stage_table, traffic_line
-from autopipe.ir.block_schedule import BlockSchedule, block_schedule_form, check_blocks, read_block_schedule
+from autopipe.ir.block_schedule import (
+    BlockSchedule,
+    block_schedule_form,
+    check_blocks,
+    read_block_schedule,
+)
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.output_kinds import ORDER, PICTURE, REPORT, TRACE, OutputFile, plan_inputs
@@ -43,13 +56,33 @@ Outcome = tuple[float, float, tuple[int, ...]]
 
 @click.command()
 @click.argument("plan", metavar="DIR|FILE", type=PATH)
-@click.option("--html", metavar="FILE", type=PATH, help="Write a report as one page, compared with other schedules.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=PATH,
+    help="Write a report as one page, compared with other schedules.",
+)
 @click.option("--trace", metavar="FILE", type=PATH, help="Write a Chrome trace (Perfetto).")
-@click.option("--measured", metavar="FILE", type=PATH, help="Put what launch --trace wrote into --trace, too.")
-@click.option("--csv", metavar="FILE", type=PATH, help="Write the order in PyTorch's schedule CSV: a row a rank.")
+@click.option(
+    "--measured", metavar="FILE", type=PATH, help="Put what launch --trace wrote into --trace, too."
+)
+@click.option(
+    "--csv",
+    metavar="FILE",
+    type=PATH,
+    help="Write the order in PyTorch's schedule CSV: a row a rank.",
+)
 @click.option("--svg", metavar="FILE", type=PATH, help="Write the timeline as a picture.")
-@click.option("--tasks", is_flag=True, help="Show what each rank does in a step, task by task; --json has all of it.")
-@click.option("--rank", type=click.IntRange(min=0), help="The rank whose --tasks are shown [0, with a table of all].")
+@click.option(
+    "--tasks",
+    is_flag=True,
+    help="Show what each rank does in a step, task by task; --json has all of it.",
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    help="The rank whose --tasks are shown [0, with a table of all].",
+)
 @FORCE
 @MODEL
 @standard_options
@@ -66,9 +99,9 @@ def show(
 ) -> None:
     """Show the timeline and the memory of the plan in DIR, or of FILE, a schedule of blocks.
 
-    In the timeline F3 is the forward of micro-batch 3, B3 its backward, I3 and W3 the halves of a split one; 2F3 names
-    the stage where a device has several, f3 a block on several devices. A plan's model is needed for --html, to compare
-    schedules, and for --tasks.
+    In the timeline F3 is the forward of micro-batch 3, B3 its backward, I3 and W3 the halves of a
+    split one; 2F3 names the stage where a device has several, f3 a block on several devices. A
+    plan's model is needed for --html, to compare schedules, and for --tasks.
 
     \b
     Example:
@@ -79,9 +112,15 @@ def show(
     """
     if rank is not None and not tasks:
         raise click.UsageError("--rank goes with --tasks")
-    files = {kind: path for kind in ("html", "trace", "csv", "svg") if (path := targets[kind]) is not None}
+    files = {
+        kind: path
+        for kind in ("html", "trace", "csv", "svg")
+        if (path := targets[kind]) is not None
+    }
     if measured is not None and "trace" not in files:
-        raise ConfigurationError("--measured goes with --trace", hint="name the file to write with --trace FILE")
+        raise ConfigurationError(
+            "--measured goes with --trace", hint="name the file to write with --trace FILE"
+        )
     if tasks:
         if files:
             raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
@@ -94,7 +133,9 @@ def show(
     found = _opened(plan, model)
     writers = {
         "html": lambda: report_page(found.report(output)),
-        "trace": lambda: chrome_trace(found.picture, () if measured is None else read_measured(measured)),
+        "trace": lambda: chrome_trace(
+            found.picture, () if measured is None else read_measured(measured)
+        ),
         "csv": lambda: orders_csv(found.picture),
         "svg": lambda: timeline_svg(found.picture),
     }
@@ -117,7 +158,9 @@ def _opened(path: Path, model: Path | None) -> PlanView | BlockView:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     if start != b"{":  # A model, say.
         hint = "autopipe plan makes the one, autopipe schedule -o FILE the other"
-        raise ConfigurationError(f"{path} is neither the folder of a plan nor a schedule of blocks", hint)
+        raise ConfigurationError(
+            f"{path} is neither the folder of a plan nor a schedule of blocks", hint
+        )
     schedule = read_block_schedule(path)
     return BlockView(path, schedule, blocks_title(schedule, path.name))
 
@@ -135,13 +178,16 @@ class PlanView:
         return plan_picture(self.plan, self.timeline)
 
     def report(self, output: Output) -> Report:
-        """Its page. Other schedules need the model; where it is gone or changed, a warning says so."""
+        """Its page. Other schedules need the model; where it is gone or changed, a warning says
+        so.
+        """
         try:
             planned = open_plan(self.folder, self.model)
         except AutopipeError as error:
             output.warn(f"no other schedules on the page: {error.message}", error.hint)
             return plan_report(self.plan, self.timeline, ())
-        problem, placement = planned.problem, self.plan.placement
+        problem = planned.problem
+        placement = self.plan.placement
         graph = StageGraph.of(problem, placement)
 
         def outcome(timeline: Timeline) -> Outcome:
@@ -161,11 +207,13 @@ class PlanView:
         return plan_report(self.plan, self.timeline, results)
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
-        plan, summary = self.plan, self.plan.summary
+        plan = self.plan
+        summary = self.plan.summary
         yield (
             f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, "
             f"{summary.devices} {plural(summary.devices, 'device')}, "
-            f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')} of {summary.micro_batch_size}"
+            f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')} of "
+            f"{summary.micro_batch_size}"
         )
         yield prediction_line(summary)
         yield traffic_line(summary)
@@ -208,14 +256,19 @@ class BlockView:
         return block_picture(self.schedule, self.title)
 
     def report(self, output: Output) -> Report:
-        graph, units = self.schedule.graph, self.schedule.units
+        graph = self.schedule.graph
+        units = self.schedule.units
 
         def outcome(schedule: BlockSchedule) -> Outcome:
             bubble = 1.0 - sum(graph.loads) * units / (graph.devices * schedule.makespan)
             return schedule.makespan, bubble, schedule.peak_memory
 
         def run(name: str) -> Outcome:
-            found = search(graph, units, SearchOptions()) if name == "tessel" else schedule_blocks(name, graph, units)
+            found = (
+                search(graph, units, SearchOptions())
+                if name == "tessel"
+                else schedule_blocks(name, graph, units)
+            )
             check_blocks(found)
             return outcome(found)
 
@@ -224,10 +277,16 @@ class BlockView:
         return block_report(self.schedule, self.title, str(self.file), results)
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
-        """Period and makespan, each with what is proven of it, the bubble, the timeline and the memory of devices."""
+        """Period and makespan, each with what is proven of it, the bubble, the timeline and the
+        memory of devices.
+        """
         schedule = self.schedule
         yield self.title
-        proof = f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}" if schedule.lower_bound else "no bound known"
+        proof = (
+            f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}"
+            if schedule.lower_bound
+            else "no bound known"
+        )
         proof = "optimal, proven" if schedule.optimal else proof
         period = "no steady state" if schedule.period is None else f"period {schedule.period}"
         if schedule.period is None or schedule.repetend is None:
@@ -237,7 +296,10 @@ class BlockView:
         steady = schedule.steady_bubble_rate
         within = "" if steady is None else f"{steady:.1%} in the steady state, "
         busy = max(schedule.graph.loads) * schedule.units
-        yield f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search {schedule.search_time_s:.2f} s"
+        yield (
+            f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search "
+            f"{schedule.search_time_s:.2f} s"
+        )
         yield from _drawn(self.picture, output)
 
     def data(self) -> dict[str, object]:
@@ -260,14 +322,21 @@ def blocks_title(schedule: BlockSchedule, source: str) -> str:
     )
     return (
         f"{source}: {len(graph.blocks)} {plural(len(graph.blocks), 'block')} on {graph.devices} "
-        f"{plural(graph.devices, 'device')}, {schedule.units} {plural(schedule.units, 'unit')}{per_unit}"
+        f"{plural(graph.devices, 'device')}, {schedule.units} "
+        f"{plural(schedule.units, 'unit')}{per_unit}"
     )
 
 
 def _schedule_results(
-    chosen: str, outcome: Outcome, names: Sequence[str], run: Callable[[str], Outcome], output: Output
+    chosen: str,
+    outcome: Outcome,
+    names: Sequence[str],
+    run: Callable[[str], Outcome],
+    output: Output,
 ) -> list[ScheduleResult]:
-    """The schedule at hand, and that of each of `names` for the same placement or blocks with its default options."""
+    """The schedule at hand, and that of each of `names` for the same placement or blocks with its
+    default options.
+    """
     found = [ScheduleResult(chosen, *outcome, chosen=True)]
     with output.progress("comparing schedules", total=len(names)) as bar:
         for name in names:
@@ -275,34 +344,49 @@ def _schedule_results(
             try:
                 found.append(ScheduleResult(name, *run(name)))
             except AutopipeError as error:
-                found.append(ScheduleResult(name, refusal=" ".join(str(error).partition("\n")[0].split())))
+                found.append(
+                    ScheduleResult(name, refusal=" ".join(str(error).partition("\n")[0].split()))
+                )
             bar.advance()
     return found
 
 
 def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | None) -> None:
-    """Show a table of the ranks and the tasks of rank 0, or the tasks of `rank`, of the plan in `folder`. `model` is
-    the ONNX file in place of the planned one, or None."""
+    """Show a table of the ranks and the tasks of rank 0, or the tasks of `rank`, of the plan in
+    `folder`. `model` is the ONNX file in place of the planned one, or None.
+    """
     from autopipe.passes.lower.lower import lower
     from autopipe.passes.lower.task_graph import TaskSource
 
     planned = open_plan(folder, model)
-    plan, problem = planned.plan, planned.problem
+    plan = planned.plan
+    problem = planned.problem
     devices = plan.schedule.devices
     if rank is not None and rank >= devices:
-        raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
+        raise ConfigurationError(
+            f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}"
+        )
     loss = problem.loss if problem.train else None
     program = lower(
-        problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard, precision=problem.precision
+        problem.graph,
+        plan.placement,
+        plan.schedule,
+        loss,
+        problem.optimizer.shard,
+        precision=problem.precision,
     )
     source = TaskSource(program, problem.graph, plan.placement, plan.prediction.stages)
     if output.as_json:
         ranks = range(program.world_size) if rank is None else (rank,)
-        output.result({"plan": folder, "ranks": [task_graph_form(source.graph(each)) for each in ranks]})
+        output.result(
+            {"plan": folder, "ranks": [task_graph_form(source.graph(each)) for each in ranks]}
+        )
         return
     screen = list(task_screen(source.graph(rank or 0), _buffers(program, rank or 0)))
     if rank is None and program.world_size > 1:
-        table = rank_table([source.graph(each) for each in selected_ranks(program.world_size)], program.world_size)
+        table = rank_table(
+            [source.graph(each) for each in selected_ranks(program.world_size)], program.world_size
+        )
         screen = [table, "", *screen]
     output.result({}, *screen)
 
@@ -321,7 +405,12 @@ def task_graph_form(graph: TaskGraph) -> dict[str, object]:
         "peak_memory_bytes": graph.peak_bytes,
         "tasks": tasks,
         "loops": [
-            {"section": each.section, "first": each.start, "tasks": each.end - each.start, "times": each.count}
+            {
+                "section": each.section,
+                "first": each.start,
+                "tasks": each.end - each.start,
+                "times": each.count,
+            }
             for each in graph.stretches
             if each.count > 1
         ],
@@ -341,11 +430,15 @@ _RIGHT = ("bytes", "memory")
 def selected_ranks(count: int) -> tuple[int, ...]:
     """The ranks of the table of ranks: of many, the first and the last ones."""
     half = _MOST_RANKS // 2
-    return tuple(range(count)) if count <= _MOST_RANKS else (*range(half), *range(count - half, count))
+    return (
+        tuple(range(count)) if count <= _MOST_RANKS else (*range(half), *range(count - half, count))
+    )
 
 
 def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
-    table = plain_table("rank", "stages", "tasks", "sends", "receives", "exchanges", "sums", "memory", right=2)
+    table = plain_table(
+        "rank", "stages", "tasks", "sends", "receives", "exchanges", "sums", "memory", right=2
+    )
     for position, graph in enumerate(graphs):
         if len(graphs) < count and position == len(graphs) // 2:
             table.add_row("...")
@@ -356,13 +449,20 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
             for kinds in (("send",), ("receive",), ("collective",), ("reduce", "gather"))
         )
         texts = (bytes_text(size) if size else "-" for size in sizes)
-        table.add_row(str(graph.rank), devices_text(stages) or "-", str(computed), *texts, bytes_text(graph.peak_bytes))
+        table.add_row(
+            str(graph.rank),
+            devices_text(stages) or "-",
+            str(computed),
+            *texts,
+            bytes_text(graph.peak_bytes),
+        )
     return table
 
 
 def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
     """Table of one rank's tasks; `buffers` describes the memory for messages."""
-    held, peak = bytes_text(graph.static_bytes), bytes_text(graph.peak_bytes)
+    held = bytes_text(graph.static_bytes)
+    peak = bytes_text(graph.peak_bytes)
     yield (
         f"rank {graph.rank}: {len(graph.nodes):,} {plural(len(graph.nodes), 'task')} "
         f"a step; {held} all through it, at most {peak}{buffers}"
@@ -385,10 +485,15 @@ def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
         if found:
             rows += [(_title(section, stretches[0]),), *found]
     # A row of a single cell is a line of its own.
-    widths = [max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)]
+    widths = [
+        max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)
+    ]
     for row in rows:
         cells = zip(row, widths, _HEADS, strict=False)
-        line = (f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}" for cell, width, head in cells)
+        line = (
+            f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}"
+            for cell, width, head in cells
+        )
         yield "  ".join(line).rstrip()
 
 
@@ -400,9 +505,12 @@ def _title(section: str, stretch: LoopedTasks) -> str:
     return f"{section}, {stretch.count} times{further}; the first time:"
 
 
-def _rows(graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]) -> Iterator[_Row]:
-    """A row a task, behind the collectives inside it. Memory is that in use during or, but for computations, after the
-    task; in a loop the first and the last time."""
+def _rows(
+    graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]
+) -> Iterator[_Row]:
+    """A row a task, behind the collectives inside it. Memory is that in use during or, but for
+    computations, after the task; in a loop the first and the last time.
+    """
     inside: list[TaskNode] = []
     for place in range(stretch.start, stretch.end):
         node = graph.nodes[place]
@@ -412,12 +520,21 @@ def _rows(graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[s
             yield from _collectives(inside)
             inside = []
             moved = bytes_text(node.bytes) if node.bytes else ""
-            times = dict.fromkeys((graph.held[place], graph.held[stretch.last + place - stretch.start]))
+            times = dict.fromkeys(
+                (graph.held[place], graph.held[stretch.last + place - stretch.start])
+            )
             memory = " … ".join(map(bytes_text, times))
             after = [graph.nodes[other].name for other in node.after]
             if node.kind == "receive":  # It waits for tasks of the other rank.
                 after = list(dict.fromkeys(each.task for each in node.messages))
-            yield (f"  {node.name}", _does(node), moved, memory, _names(after), _names(freed.get(place, ())))
+            yield (
+                f"  {node.name}",
+                _does(node),
+                moved,
+                memory,
+                _names(after),
+                _names(freed.get(place, ())),
+            )
     yield from _collectives(inside)
 
 
@@ -459,8 +576,24 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _buffers(program: Program, rank: int) -> str:
-    sizes = {piece.channel: piece.bytes for code in program.ranks for wired in code.stages for piece in wired.sends}
-    found = [(each.buffers, sizes[each.number]) for each in program.channels if each.target_rank == rank]
-    found += [(each.gradient_buffers, sizes[each.number]) for each in program.channels if each.source_rank == rank]
-    buffers, total = sum(count for count, _ in found), sum(count * size for count, size in found)
-    return f"; {buffers} buffers of {bytes_text(total)} in all for messages that come" if buffers else ""
+    sizes = {
+        piece.channel: piece.bytes
+        for code in program.ranks
+        for wired in code.stages
+        for piece in wired.sends
+    }
+    found = [
+        (each.buffers, sizes[each.number]) for each in program.channels if each.target_rank == rank
+    ]
+    found += [
+        (each.gradient_buffers, sizes[each.number])
+        for each in program.channels
+        if each.source_rank == rank
+    ]
+    buffers = sum(count for count, _ in found)
+    total = sum(count * size for count, size in found)
+    return (
+        f"; {buffers} buffers of {bytes_text(total)} in all for messages that come"
+        if buffers
+        else ""
+    )

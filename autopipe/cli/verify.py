@@ -1,5 +1,6 @@
-"""`autopipe verify`: the ranks against one device, and one device against ONNX Runtime; with `--static`, proofs about a
-program that need no run."""
+"""`autopipe verify`: the ranks against one device, and one device against ONNX Runtime; with
+`--static`, proofs about a program that need no run.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +48,23 @@ from autopipe.ir.words import plural
 
 @click.command()
 @click.argument("program", type=PATH)
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run."
+)
 @MODEL
 @DATA
 @SEED
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Largest relative difference taken for equal [what roundings and conditioning of the model come to].",
+    help=(
+        "Largest relative difference taken for equal [what roundings and conditioning of the model "
+        "come to]."
+    ),
 )
-@click.option("--static", is_flag=True, help="Prove schedule and messages without a run, and without torch.")
+@click.option(
+    "--static", is_flag=True, help="Prove schedule and messages without a run, and without torch."
+)
 @COMPILE
 @standard_options
 def verify(
@@ -75,10 +83,10 @@ def verify(
 
     PROGRAM is the folder of a program, or that of a plan with its program.
 
-    Training: the loss, every gradient and every buffer of one step, and the parameters after two updates. Inference:
-    every output.
-    Then the forward of one device against ONNX Runtime on the model as it was given. A difference that ONNX Runtime's
-    distance from itself explains, with optimizations or in float64, is reported and accepted.
+    Training: the loss, every gradient and every buffer of one step, and the parameters after two
+    updates. Inference: every output. Then the forward of one device against ONNX Runtime on the
+    model as it was given. A difference that ONNX Runtime's distance from itself explains, with
+    optimizations or in float64, is reported and accepted.
 
     \b
     Example:
@@ -97,7 +105,9 @@ def verify(
         fork_server() as server,
         output.progress("verifying", total=4) as bar,
     ):
-        run = Verification(manifest, model, device, data, seed, scratch, tolerance, **flags, server=server)
+        run = Verification(
+            manifest, model, device, data, seed, scratch, tolerance, **flags, server=server
+        )
         checks = list(run.run(bar.advance))
         failed = [check for check in checks if not check.relative_difference <= check.limit]
         first = run.first_difference({check.reference for check in failed}) if failed else ""
@@ -109,18 +119,31 @@ def verify(
         "checks": checks,
         "equal": not failed,
     }
-    output.result(result, *_lines(checks), f"{'not equal' if failed else 'equal'}: the limit is {limit:.2g}{parts}")
+    output.result(
+        result,
+        *_lines(checks),
+        f"{'not equal' if failed else 'equal'}: the limit is {limit:.2g}{parts}",
+    )
     if failed:
         check = failed[0]
-        away = f"{check.relative_difference:.2e} away from {check.reference} (limit {check.limit:.2g})"
-        raise VerificationError(f"{check.compared}: {away}", first or _first_node(manifest, failed), repr(check.worst))
+        away = (
+            f"{check.relative_difference:.2e} away from {check.reference} (limit {check.limit:.2g})"
+        )
+        raise VerificationError(
+            f"{check.compared}: {away}", first or _first_node(manifest, failed), repr(check.worst)
+        )
 
 
 def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
     """Where to look first: what differs in the order in which a step computes it."""
-    names = {each.tensor for check in failed for each in check.above if not each.difference <= each.limit}
+    names = {
+        each.tensor for check in failed for each in check.above if not each.difference <= each.limit
+    }
     if "loss of the ranks" in (check.compared for check in failed):
-        return f"the loss differs, so forward does, and {len(names) - 1} {plural(len(names) - 1, 'gradient')} with it"
+        return (
+            f"the loss differs, so forward does, and {len(names) - 1} "
+            f"{plural(len(names) - 1, 'gradient')} with it"
+        )
     backward = any(check.compared == "gradients of the ranks" for check in failed)
     node, tensor = node_of(manifest.model, names, last=backward)
     if not node:
@@ -130,11 +153,18 @@ def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
-    """A line a check below the headings, then the limits that were measured as the base limit did not suffice. The
-    worst tensor's name, which may be long, stands last and is never cut."""
+    """A line a check below the headings, then the limits that were measured as the base limit did
+    not suffice. The worst tensor's name, which may be long, stands last and is never cut.
+    """
     rows = [("compared", "with", "tensors", "difference", "worst")]
     rows += [
-        (check.compared, check.reference, str(check.tensors), f"{check.relative_difference:.2e}", check.worst)
+        (
+            check.compared,
+            check.reference,
+            str(check.tensors),
+            f"{check.relative_difference:.2e}",
+            check.worst,
+        )
         for check in checks
     ]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
@@ -143,11 +173,15 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
     for check in checks:
         beyond = [each for each in check.above if each.spread is not None]
         if beyond:
-            yield f"{check.compared}: {_by_spread(max(beyond, key=lambda each: each.difference / each.limit))}"
+            yield (
+                f"{check.compared}: "
+                f"{_by_spread(max(beyond, key=lambda each: each.difference / each.limit))}"
+            )
             continue
         if check.response:
             yield (
-                f"{check.compared}: the limit of {check.worst!r} is {check.limit:.2g}, since one unit "
+                f"{check.compared}: the limit of {check.worst!r} is {check.limit:.2g}, since "
+                "one unit "
                 f"in the last place of every input and weight changes it by {check.response:.1e}"
             )
         if check.note:
@@ -155,10 +189,13 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _by_spread(found: Measured) -> str:
-    """Return whether the spread of the reference explains a difference beyond the limit without it."""
+    """Return whether the spread of the reference explains a difference beyond the limit without
+    it.
+    """
     verb = "is explained by" if found.difference <= found.limit else "is not explained by"
     return (
-        f"the difference of {found.tensor!r}, {found.difference:.2e}, {verb} ONNX Runtime's own spread: "
+        f"the difference of {found.tensor!r}, {found.difference:.2e}, {verb} ONNX Runtime's own "
+        "spread: "
         f"{found.spread}, so the limit is {found.limit:.2g}"
     )
 
@@ -176,7 +213,8 @@ class Check:
     limit: float
     """Of that tensor."""
     response: float = 0.0
-    """How much one step of every input and weight changes it; measured where differences need it."""
+    """How much one step of every input and weight changes it; measured where differences need it.
+    """
     note: str = ""
     above: tuple[Measured, ...] = ()
     """The tensors that differ by more than the bound for well-conditioned ones."""
@@ -191,7 +229,9 @@ class Measured:
     response: float
     limit: float
     spread: Spread | None = None
-    """How far the reference is from itself. None if the limit without it holds, or if it was not measured."""
+    """How far the reference is from itself. None if the limit without it holds, or if it was not
+    measured.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,25 +259,32 @@ class Verification:
         launch_program(self.manifest, arguments, LaunchConfig(), server=self.server)
         advance()
         if self.manifest.train:
-            # One device computes the first step's gradients, and updates by the ranks': where a gradient is all but
-            # zero, optimizers such as AdamW make a whole step of its rounding.
+            # One device computes the first step's gradients, and updates by the ranks': where a
+            # gradient is all but zero, optimizers such as AdamW make a whole step of its rounding.
             replay = self.scratch / "replay"
             recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
             own = self._run_arguments("one", steps) + flag_words(replay=replay)
             run_alone(folder / REFERENCE, own, server=self.server)
             advance()
-            ranks, one = self._losses("ranks"), self._losses("one")
+            ranks = self._losses("ranks")
+            one = self._losses("one")
             worst = [difference("loss", ranks, one)]
             yield self._check("loss of the ranks", "one device", worst, self._training_responses)
             pairs = tensor_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
-            yield self._check("gradients of the ranks", "one device", pairs, self._training_responses)
+            yield self._check(
+                "gradients of the ranks", "one device", pairs, self._training_responses
+            )
             folders = self.scratch / "ranks", self.scratch / "one"
             pairs = tensor_differences(self.manifest, *folders, "parameters", recorded - 1)
             yield self._check(f"parameters after {recorded} updates", "one device", pairs, dict)
             if has_buffers(self.manifest):
                 # One device computes the first step alone.
-                pairs = tensor_differences(self.manifest, *folders, "parameters", 0, trainable=False)
-                yield self._check("buffers after a step", "one device", pairs, self._buffer_responses)
+                pairs = tensor_differences(
+                    self.manifest, *folders, "parameters", 0, trainable=False
+                )
+                yield self._check(
+                    "buffers after a step", "one device", pairs, self._buffer_responses
+                )
         forward = read_manifest(folder / FORWARD, self.model)
         run_alone(folder / FORWARD, self._run_arguments("forward"), server=self.server)
         advance()
@@ -248,7 +295,8 @@ class Verification:
             yield self._check("outputs of the ranks", "one device", pairs, self._forward_responses)
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         together = {
-            name: array if axes[name] is not None else self._of_step(name, array) for name, array in ours.items()
+            name: array if axes[name] is not None else self._of_step(name, array)
+            for name, array in ours.items()
         }
         divided = self.manifest.loss_division.divided
         if divided and self._is_checked_whole(forward):
@@ -257,7 +305,8 @@ class Verification:
         advance()
 
     def _of_step(self, name: str, parts: np.ndarray) -> np.ndarray:
-        """Return an output without samples for a whole batch, given its values for equal parts of the batch.
+        """Return an output without samples for a whole batch, given its values for equal parts of
+        the batch.
 
         The values of the loss are weighted as in a step, those of other outputs are averaged.
         """
@@ -269,32 +318,45 @@ class Verification:
 
     def _divided(self, totals: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
         """Return the loss of a step whose micro-batches give totals, from these."""
-        division, total = self.manifest.loss_division, float(totals[str(self.manifest.loss)])
+        division = self.manifest.loss_division
+        total = float(totals[str(self.manifest.loss)])
         if self.manifest.counts_labels:
             total /= division.divisor(float(totals[COUNTED_LABELS]))
         return np.asarray(division.loss(total), dtype)
 
     def _is_checked_whole(self, forward: Manifest) -> bool:
-        """True if the loss of a step is that of its whole batch, and the only output without samples.
+        """True if the loss of a step is that of its whole batch, and the only output without
+        samples.
 
         Other outputs without samples are averaged over micro-batches, whatever they are.
         """
         single = {entry.value.name for entry in forward.outputs if entry.batch_axis is None}
-        division, loss = self.manifest.loss_division, {self.manifest.loss}
+        division = self.manifest.loss_division
+        loss = {self.manifest.loss}
         if division.divided:
-            loss |= {division.divided, COUNTED_LABELS} if self.manifest.counts_labels else {division.divided}
+            loss |= (
+                {division.divided, COUNTED_LABELS}
+                if self.manifest.counts_labels
+                else {division.divided}
+            )
         return self.manifest.train and division.exact and single == loss
 
     def first_difference(self, references: Collection[str]) -> str:
-        """The first value of forward in which the ranks differ from one device, or one device from ONNX Runtime, by
-        which of them differ; "" where none does, or no plan is at hand."""
+        """The first value of forward in which the ranks differ from one device, or one device from
+        ONNX Runtime, by which of them differ; "" where none does, or no plan is at hand.
+        """
         among_ranks = "one device" in references
-        alone = self.manifest.folder / (REFERENCE if self.manifest.train and among_ranks else FORWARD)
-        ranks, one = self.scratch / "values of ranks", self.scratch / "values of one"
+        alone = self.manifest.folder / (
+            REFERENCE if self.manifest.train and among_ranks else FORWARD
+        )
+        ranks = self.scratch / "values of ranks"
+        one = self.scratch / "values of one"
         ranks.mkdir()
         one.mkdir()
         try:
-            run_alone(alone, [*self._run_arguments("one"), "--values", str(one)], server=self.server)
+            run_alone(
+                alone, [*self._run_arguments("one"), "--values", str(one)], server=self.server
+            )
             if not among_ranks:
                 return first_beside_reference(self.manifest, one, self._reference_values)
             words = [*self._run_arguments("ranks"), "--values", str(ranks)]
@@ -307,9 +369,20 @@ class Verification:
         """Flags of a run that leaves its record under this name."""
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
-        files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
+        files = {
+            "report": folder / "report.jsonl",
+            "outputs": folder / "outputs.npz",
+            "record": folder,
+        }
         model = None if self.model is None else self.model.absolute()
-        return flag_words(steps=steps, device=self.device, model=model, data=self.data or None, seed=self.seed, **files)
+        return flag_words(
+            steps=steps,
+            device=self.device,
+            model=model,
+            data=self.data or None,
+            seed=self.seed,
+            **files,
+        )
 
     def _losses(self, name: str) -> np.ndarray:
         """Of the first step."""
@@ -331,14 +404,17 @@ class Verification:
     ) -> Check:
         """Compare differences with their limits.
 
-        If a difference exceeds the bound for well-conditioned tensors, `responses` measures how much a rounding of
-        inputs and weights changes each tensor. If a difference exceeds the limit that follows, `spreads` measures how
-        far the reference is from itself.
+        If a difference exceeds the bound for well-conditioned tensors, `responses` measures how
+        much a rounding of inputs and weights changes each tensor. If a difference exceeds the limit
+        that follows, `spreads` measures how far the reference is from itself.
         """
-        found, told, bound = list(differences), "", self.manifest.rounding.bound
+        found = list(differences)
+        told = ""
+        bound = self.manifest.rounding.bound
         measured: Mapping[str, float] = {}
         if self.tolerance is None and any(not each.relative <= bound for each in found):
-            measured, told = responses(), note()
+            measured = responses()
+            told = note()
         judged = []
         for each in found:
             moved = measured.get(each.tensor, 0.0)
@@ -359,15 +435,33 @@ class Verification:
             default=(Difference("none", 0.0), bound),
         )
         above = tuple(
-            Measured(each.tensor, each.relative, measured.get(each.tensor, 0.0), own, spread.get(each.tensor))
+            Measured(
+                each.tensor,
+                each.relative,
+                measured.get(each.tensor, 0.0),
+                own,
+                spread.get(each.tensor),
+            )
             for each, own in judged
             if not each.relative <= min(bound, own)
         )
         response = measured.get(worst.tensor, 0.0)
-        return Check(compared, reference, len(found), worst.tensor, worst.relative, limit, response, told, above)
+        return Check(
+            compared,
+            reference,
+            len(found),
+            worst.tensor,
+            worst.relative,
+            limit,
+            response,
+            told,
+            above,
+        )
 
     def _run_moved(self, folder: Path, name: str) -> None:
-        """One device's run for inputs and weights that are each one unit in the last place off, once."""
+        """One device's run for inputs and weights that are each one unit in the last place off,
+        once.
+        """
         if not (self.scratch / name).exists():
             words = [*self._run_arguments(name), "--perturb", repr(self.manifest.rounding.step)]
             run_alone(folder, words, server=self.server)
@@ -377,29 +471,37 @@ class Verification:
         folder = self.manifest.folder / REFERENCE
         self._run_moved(folder, "one moved")
         loss = difference("loss", self._losses("one moved"), self._losses("one"))
-        gradients = tensor_differences(read_manifest(folder), self.scratch / "one moved", self.scratch / "one")
+        gradients = tensor_differences(
+            read_manifest(folder), self.scratch / "one moved", self.scratch / "one"
+        )
         return {each.tensor: each.relative for each in (loss, *gradients)}
 
     def _buffer_responses(self) -> dict[str, float]:
         """Return how much one step of every input and weight changes each buffer."""
         folder = self.manifest.folder / REFERENCE
         self._run_moved(folder, "one moved")
-        manifest, folders = read_manifest(folder), (self.scratch / "one moved", self.scratch / "one")
+        manifest = read_manifest(folder)
+        folders = (self.scratch / "one moved", self.scratch / "one")
         pairs = tensor_differences(manifest, *folders, "parameters", 0, trainable=False)
         return {each.tensor: each.relative for each in pairs}
 
     def _forward_responses(self) -> dict[str, float]:
         """How much one step of every input and weight changes each output."""
         self._run_moved(self.manifest.folder / FORWARD, "forward moved")
-        moved, own = self._outputs("forward moved"), self._outputs("forward")
+        moved = self._outputs("forward moved")
+        own = self._outputs("forward")
         return {name: difference(name, moved[name], own[name]).relative for name in own}
 
     def _reference_check(self, forward: Manifest, ours: dict[str, np.ndarray]) -> Check:
-        """The model's outputs over the step's whole batch against ONNX Runtime's, both without Dropout."""
+        """The model's outputs over the step's whole batch against ONNX Runtime's, both without
+        Dropout.
+        """
 
         def left_out(reason: str) -> Check:
             bound = self.manifest.rounding.bound
-            return Check("outputs of one device", "ONNX Runtime", 0, f"left out: {reason}", 0.0, bound)
+            return Check(
+                "outputs of one device", "ONNX Runtime", 0, f"left out: {reason}", 0.0, bound
+            )
 
         try:
             model, seed = self._reference_model(forward)
@@ -413,7 +515,9 @@ class Verification:
             return left_out(error.message)
 
         def differences(outputs: Mapping[str, np.ndarray]) -> Iterator[Difference]:
-            return (difference(name, outputs[name], expected[name]) for name in ours if name in expected)
+            return (
+                difference(name, outputs[name], expected[name]) for name in ours if name in expected
+            )
 
         optimized: dict[str, float] = {}
 
@@ -422,11 +526,15 @@ class Verification:
             return {each.tensor: each.relative for each in differences(outputs)}
 
         def note() -> str:
-            """Return a sentence if the reference's own optimizations change it by more than the bound."""
+            """Return a sentence if the reference's own optimizations change it by more than the
+            bound.
+            """
             model.optimize()
             optimized.update(distances(self._reference_outputs(forward, model, seed)))
             worst = max(optimized.values(), default=0.0)
-            text = f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
+            text = (
+                f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
+            )
             return "" if worst <= self.manifest.rounding.bound else text
 
         def spreads() -> dict[str, Spread]:
@@ -437,22 +545,31 @@ class Verification:
                 return {name: Spread(away) for name, away in optimized.items()}
             in_float64 = distances(exact)
             return {
-                name: Spread(away, in_float64[name], difference(name, ours[name], exact[name]).relative)
+                name: Spread(
+                    away, in_float64[name], difference(name, ours[name], exact[name]).relative
+                )
                 for name, away in optimized.items()
             }
 
         compared = f"outputs of one device{' without Dropout' if model.dropouts else ''}"
-        return self._check(compared, "ONNX Runtime", differences(ours), self._forward_responses, note, spreads)
+        return self._check(
+            compared, "ONNX Runtime", differences(ours), self._forward_responses, note, spreads
+        )
 
     def _reference_model(self, forward: Manifest) -> tuple[ReferenceModel, int]:
         """The model for ONNX Runtime, and the seed of what its file does not store."""
-        from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not
+        from autopipe.backends.torch.runtime.parameters import (
+            init_shard,
+        )  # Loads torch, which a check of data need not
 
-        seed, weights = forward.seed if self.seed is None else self.seed, {}
+        seed = forward.seed if self.seed is None else self.seed
+        weights = {}
         for entry in forward.parameters:
             if isinstance(entry.storage, Initializer):
                 drawn = init_shard(entry, whole(entry.value.shape), seed)
-                weights[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
+                weights[entry.value.name] = (
+                    drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn
+                ).numpy()
         fixed = dict(self.manifest.fixed_inputs)
         return ReferenceModel(forward.model, weights, self.manifest.is_training_graph, fixed), seed
 
@@ -461,10 +578,18 @@ class Verification:
         forward = read_manifest(self.manifest.folder / FORWARD, self.model)
         model, seed = self._reference_model(forward)
         model.watch(names)
-        source, size = open_source(forward, self.data, seed, settings=forward.data), _evaluation(forward, model)
-        return model.run({each.value.name: filled_rows(source, forward, each, 0, 0, size) for each in forward.inputs})
+        source = open_source(forward, self.data, seed, settings=forward.data)
+        size = _evaluation(forward, model)
+        return model.run(
+            {
+                each.value.name: filled_rows(source, forward, each, 0, 0, size)
+                for each in forward.inputs
+            }
+        )
 
-    def _reference_outputs(self, forward: Manifest, model: ReferenceModel, seed: int) -> dict[str, np.ndarray]:
+    def _reference_outputs(
+        self, forward: Manifest, model: ReferenceModel, seed: int
+    ) -> dict[str, np.ndarray]:
         """The model's outputs over the step's whole batch, as ONNX Runtime gives them."""
         source = open_source(forward, self.data, seed, settings=forward.data)
 
@@ -473,12 +598,17 @@ class Verification:
             found = []
             for start in range(0, forward.batch_size, size):
                 stop = start + size
-                rows = {each.value.name: filled_rows(source, forward, each, 0, start, stop) for each in forward.inputs}
+                rows = {
+                    each.value.name: filled_rows(source, forward, each, 0, start, stop)
+                    for each in forward.inputs
+                }
                 found.append(model.run(rows))
             return found
 
         try:
-            evaluations = evaluated(_evaluation(forward, model, whole=self._is_checked_whole(forward)))
+            evaluations = evaluated(
+                _evaluation(forward, model, whole=self._is_checked_whole(forward))
+            )
         except ModelError:
             # The file may take any batch by its inputs, and fix it inside.
             evaluations = evaluated(_evaluation(forward, model))
@@ -498,29 +628,41 @@ class Verification:
 
 
 def _filled_up(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | None) -> np.ndarray:
-    """Rows that data choose as ranks give them: zeros behind them, to as many rows as there could be."""
+    """Rows that data choose as ranks give them: zeros behind them, to as many rows as there could
+    be.
+    """
     if array.ndim != len(shape) or array.shape == shape:
         return array
     pairs = zip(shape, array.shape, strict=True)
-    behind = [(0, 0 if axis == batch_axis else max(most - have, 0)) for axis, (most, have) in enumerate(pairs)]
+    behind = [
+        (0, 0 if axis == batch_axis else max(most - have, 0))
+        for axis, (most, have) in enumerate(pairs)
+    ]
     return np.pad(array, behind)
 
 
 def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
-    """The same outputs; those that carry no samples are averaged over the micro-batches of their stage."""
+    """The same outputs; those that carry no samples are averaged over the micro-batches of their
+    stage.
+    """
     ratios = {
-        entry.value.name: manifest.stages[entry.places[0].stage].micro_batch_ratio if entry.batch_axis is None else 1
+        entry.value.name: manifest.stages[entry.places[0].stage].micro_batch_ratio
+        if entry.batch_axis is None
+        else 1
         for entry in manifest.outputs
     }
     return {
-        name: array if ratios[name] == 1 else np.mean(array.reshape(-1, ratios[name], *array.shape[1:]), axis=1)
+        name: array
+        if ratios[name] == 1
+        else np.mean(array.reshape(-1, ratios[name], *array.shape[1:]), axis=1)
         for name, array in outputs.items()
     }
 
 
 def _evaluation(manifest: Manifest, model: ReferenceModel, whole: bool = False) -> int:
-    """Return the number of samples that the model takes at once: if its file leaves that open those of a micro-batch,
-    or with `whole` those of a batch."""
+    """Return the number of samples that the model takes at once: if its file leaves that open those
+    of a micro-batch, or with `whole` those of a batch.
+    """
     for entry in manifest.inputs:
         if entry.batch_axis is not None and entry.value.name in model.inputs:
             extent = model.inputs[entry.value.name][entry.batch_axis]
@@ -531,15 +673,18 @@ def _evaluation(manifest: Manifest, model: ReferenceModel, whole: bool = False) 
 
 
 def check_static(program: Path, model: Path | None, output: Output) -> None:
-    """Prove that the schedule of the plan that holds `program` keeps every dependency and that no rank deadlocks, over
-    gloo and over NCCL, and report the files that differ from the plan's.
+    """Prove that the schedule of the plan that holds `program` keeps every dependency and that no
+    rank deadlocks, over gloo and over NCCL, and report the files that differ from the plan's.
 
-    `model` is the ONNX file in place of the planned one, or None. Raises ConfigurationError if the folder has no
-    program of the plan, CodegenError if the program cannot be proven.
+    `model` is the ONNX file in place of the planned one, or None. Raises ConfigurationError if the
+    folder has no program of the plan, CodegenError if the program cannot be proven.
     """
-    manifest, folder = read_manifest(program.absolute()), program.parent
+    manifest = read_manifest(program.absolute())
+    folder = program.parent
     with output.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
-        planned = open_plan(folder, model or manifest.model)  # Its schedule is checked when it is read.
+        planned = open_plan(
+            folder, model or manifest.model
+        )  # Its schedule is checked when it is read.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
             raise other_plan(program, folder)

@@ -45,26 +45,42 @@ def list_models(output: Output) -> None:
         kind = models.model_class(name)
         docs = field_docs(kind)
         settings = {
-            key.name: {"default": key.default, "type": describe(key.hint), "meaning": docs[key.name]}
+            key.name: {
+                "default": key.default,
+                "type": describe(key.hint),
+                "meaning": docs[key.name],
+            }
             for key in keys(kind)
         }
-        entries.append({"name": name, "summary": summary, "sizes": list(kind.presets), "settings": settings})
-        table.add_row(name, summary, " ".join(kind.presets), " ".join(name for name in settings if name not in shared))
+        entries.append(
+            {"name": name, "summary": summary, "sizes": list(kind.presets), "settings": settings}
+        )
+        table.add_row(
+            name,
+            summary,
+            " ".join(kind.presets),
+            " ".join(name for name in settings if name not in shared),
+        )
     output.result({"models": entries}, table, f"\nsettings of all: size {' '.join(shared)}")
 
 
 @zoo.command()
 @click.argument("name")
 @click.option("-o", "--output", "path", type=PATH, help="File to write; default NAME.onnx.")
-@click.option("--set", "words", multiple=True, metavar="KEY=VALUE", help="A size or setting; may be repeated.")
+@click.option(
+    "--set", "words", multiple=True, metavar="KEY=VALUE", help="A size or setting; may be repeated."
+)
 @FORCE
 @standard_options
-def build(output: Output, name: str, path: Path | None, words: tuple[str, ...], force: bool) -> None:
+def build(
+    output: Output, name: str, path: Path | None, words: tuple[str, ...], force: bool
+) -> None:
     """Write model NAME as an ONNX file; `autopipe zoo list` shows the names and their settings.
 
     \b
     Example:
-      autopipe zoo build gpt --set layers=12 --set hidden=768 --set heads=12 --set sequence=256 --set loss=true
+      autopipe zoo build gpt --set layers=12 --set hidden=768 --set heads=12 --set sequence=256
+      --set loss=true
       autopipe zoo build llama -o llama.onnx --set size=70b --set weights=none
     """
     model = models.configure(name, parse_words(words))

@@ -1,4 +1,6 @@
-"""Clusters: the schema of their description, presets by name, and the cluster that is planned for."""
+"""Clusters: the schema of their description, presets by name, and the cluster that is planned
+for.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class PeakRates:
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Fractions of the peak (of the memory bandwidth for operators bound by it) that classes of operators reach."""
+    """Fractions of the peak (of the memory bandwidth for operators bound by it) that classes of
+    operators reach.
+    """
 
     matmul: Fraction
     """Matrix products."""
@@ -75,8 +79,9 @@ class DeviceDescription:
     context: Annotated[int, BYTES, AtLeast(0)] = 0
     """Memory that the CUDA context takes; where given, NCCL's buffers have room too."""
     host_launch: Latency = 0.0
-    """Time in which the host starts one operator of an eager program. A stage takes the longer of its device's time and
-    its host's. 0: the host never limits."""
+    """Time in which the host starts one operator of an eager program. A stage takes the longer of
+    its device's time and its host's. 0: the host never limits.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,9 @@ class LevelDescription:
     bandwidth: Bandwidth
     """Bandwidth from one device to another, in one direction."""
     size: DeviceCount | None = None
-    """Members of the level below in one group; at the outermost level, `null` for as many as are needed."""
+    """Members of the level below in one group; at the outermost level, `null` for as many as are
+    needed.
+    """
 
 
 def level_of(description: LevelDescription, size: int) -> Level:
@@ -98,11 +105,15 @@ def level_of(description: LevelDescription, size: int) -> Level:
 
 def device_of(description: DeviceDescription | str) -> Device:
     """The device as it is planned for."""
-    assert not isinstance(description, str), "names of presets are looked up where a description is read"
+    assert not isinstance(description, str), (
+        "names of presets are looked up where a description is read"
+    )
     return Device(
         name=description.name,
         memory_bytes=description.memory,
-        peak_flops=tuple((name, rate) for name, rate in asdict(description.peak).items() if rate is not None),
+        peak_flops=tuple(
+            (name, rate) for name, rate in asdict(description.peak).items() if rate is not None
+        ),
         bandwidth_bytes_per_s=description.bandwidth,
         launch_latency_s=description.launch_latency,
         efficiency=tuple(asdict(description.efficiency).items()),
@@ -122,8 +133,9 @@ class GroupDescription:
     count: DeviceCount
     """Number of devices."""
     levels: tuple[LevelDescription, ...] = ()
-    """The group's own links, from the innermost (devices in a node) outwards; the preset's where none are given and
-    `device` names one."""
+    """The group's own links, from the innermost (devices in a node) outwards; the preset's where
+    none are given and `device` names one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,41 +146,62 @@ class ClusterDescription:
     name: str
     """A name for reports."""
     levels: tuple[LevelDescription, ...]
-    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` the one level that
-    joins them."""
+    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups`
+    the one level that joins them.
+    """
     device: DeviceDescription | None = None
     """The kind of device, where there is but one."""
     groups: tuple[GroupDescription, ...] = ()
-    """The groups of a mixed cluster, in the order in which devices are counted: `gpus` takes the first ones."""
+    """The groups of a mixed cluster, in the order in which devices are counted: `gpus` takes the
+    first ones.
+    """
 
 
 def build_cluster(
-    description: ClusterDescription, count: int | None, nodes: int | None = None, devices_per_node: int | None = None
+    description: ClusterDescription,
+    count: int | None,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
 ) -> Cluster:
     """A cluster of `count` devices (all there are where it is None), in a mixed one the first.
 
-    `nodes` and `devices_per_node` replace the sizes of the two innermost levels. An outermost level without a size
-    grows to hold `count`. Raises ConfigurationError for levels without a size elsewhere, a level that is missing, or
-    what a mixed cluster cannot have, InfeasibleError where fewer than `count` devices are described.
+    `nodes` and `devices_per_node` replace the sizes of the two innermost levels. An outermost level
+    without a size grows to hold `count`. Raises ConfigurationError for levels without a size
+    elsewhere, a level that is missing, or what a mixed cluster cannot have, InfeasibleError where
+    fewer than `count` devices are described.
     """
     who = f"cluster {description.name}"
     if not description.levels:
         raise ConfigurationError(f"{who} has no levels", hint="describe at least one")
     if description.groups:
         if nodes is not None or devices_per_node is not None:
-            message = f"{who} has groups, so cluster.nodes and cluster.devices_per_node do not say whose nodes"
-            hint = "take the first devices by gpus, or give each group its count in a file of your own"
+            message = (
+                f"{who} has groups, so cluster.nodes and cluster.devices_per_node do not say whose "
+                "nodes"
+            )
+            hint = (
+                "take the first devices by gpus, or give each group its count in a file of your own"
+            )
             raise ConfigurationError(message, hint)
         found = _mixed(description)
         shape = ", ".join(f"{group.count} in {group.name}" for group in description.groups)
     elif description.device is not None:
         sizes = _sizes(description, count, nodes, devices_per_node)
         _check_total(description, math.prod(sizes))
-        levels = tuple(level_of(level, size) for size, level in zip(sizes, description.levels, strict=True))
-        found = Cluster(description.name, (device_of(description.device),) * math.prod(sizes), levels)
-        shape = " x ".join(f"{size} in a {level.name}" for size, level in zip(sizes, description.levels, strict=True))
+        levels = tuple(
+            level_of(level, size) for size, level in zip(sizes, description.levels, strict=True)
+        )
+        found = Cluster(
+            description.name, (device_of(description.device),) * math.prod(sizes), levels
+        )
+        shape = " x ".join(
+            f"{size} in a {level.name}"
+            for size, level in zip(sizes, description.levels, strict=True)
+        )
     else:
-        raise ConfigurationError(f"{who} describes no device", hint="give device, or groups of devices")
+        raise ConfigurationError(
+            f"{who} describes no device", hint="give device, or groups of devices"
+        )
     if count is not None and count > found.size:
         message = (
             f"{who} has {found.size} {plural(found.size, 'device')} ({shape}), "
@@ -189,13 +222,19 @@ def _mixed(description: ClusterDescription) -> Cluster:
         )
         hint = "give one level without a size; the links inside a group are its own levels"
         raise ConfigurationError(
-            f"{who} joins {len(description.groups)} {plural(len(description.groups), 'group')} by {found}", hint
+            (
+                f"{who} joins {len(description.groups)} {plural(len(description.groups), 'group')} "
+                f"by {found}"
+            ),
+            hint,
         )
     names: set[str] = set()
     kinds: dict[str, Device] = {}
     for group in description.groups:
         if group.name in names:
-            raise ConfigurationError(f"{who} has two groups called {group.name!r}", "give each a name of its own")
+            raise ConfigurationError(
+                f"{who} has two groups called {group.name!r}", "give each a name of its own"
+            )
         names.add(group.name)
         device = device_of(group.device)
         if kinds.setdefault(device.name, device) != device:
@@ -203,7 +242,11 @@ def _mixed(description: ClusterDescription) -> Cluster:
             raise ConfigurationError(message, "costs are found by a device's name")
     _check_total(description, sum(group.count for group in description.groups))
     groups = tuple(_group(who, group) for group in description.groups)
-    devices = tuple(device for group in description.groups for device in (device_of(group.device),) * group.count)
+    devices = tuple(
+        device
+        for group in description.groups
+        for device in (device_of(group.device),) * group.count
+    )
     joining = level_of(outer, len(groups))
     full = math.prod(level.size for level in groups[0].levels) == groups[0].size
     if len(set(groups)) == len(set(devices)) == 1 and full:
@@ -239,30 +282,42 @@ def _group(who: str, group: GroupDescription) -> Group:
 def _check_total(description: ClusterDescription, total: int) -> None:
     if total > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be planned for"
-        raise ConfigurationError(f"cluster {description.name} has {total} {plural(total, 'device')}", hint)
+        raise ConfigurationError(
+            f"cluster {description.name} has {total} {plural(total, 'device')}", hint
+        )
 
 
 def _sizes(
-    description: ClusterDescription, count: int | None, nodes: int | None, devices_per_node: int | None
+    description: ClusterDescription,
+    count: int | None,
+    nodes: int | None,
+    devices_per_node: int | None,
 ) -> list[int]:
-    """Members of a group at each level; an outermost one that is open has as many as `count` devices need."""
+    """Members of a group at each level; an outermost one that is open has as many as `count`
+    devices need.
+    """
     sizes = [level.size for level in description.levels]
     if devices_per_node is not None:
         sizes[0] = devices_per_node
     if nodes is not None and len(sizes) > 1:
         sizes[1] = nodes
     elif nodes is not None and nodes > 1:
-        message = f"cluster {description.name} describes no link between nodes, so it cannot have {nodes}"
+        message = (
+            f"cluster {description.name} describes no link between nodes, so it cannot have {nodes}"
+        )
         raise ConfigurationError(message, "leave cluster.nodes out, or describe a second level")
     for level, size in zip(description.levels[:-1], sizes, strict=False):
         if size is None:
             raise _no_size(level, f"cluster {description.name}")
-    fixed, last = [size or 1 for size in sizes[:-1]], sizes[-1]
+    fixed = [size or 1 for size in sizes[:-1]]
+    last = sizes[-1]
     return [*fixed, max(1, -(-(count or 1) // math.prod(fixed))) if last is None else last]
 
 
 def _no_size(level: LevelDescription, who: str) -> ConfigurationError:
-    return ConfigurationError(f"level {level.name} of {who} has no size", hint="only the outermost may have none")
+    return ConfigurationError(
+        f"level {level.name} of {who} has no size", hint="only the outermost may have none"
+    )
 
 
 _HERE = Path(__file__).parent
@@ -274,16 +329,24 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def cluster_preset(name: str, where: str = "") -> ClusterDescription:
-    """The preset `name`; raises ConfigurationError, at `where`, with the nearest names where there is none."""
+    """The preset `name`; raises ConfigurationError, at `where`, with the nearest names where there
+    is none.
+    """
     if name not in cluster_names():
         family = [each for each in cluster_names() if each.startswith(f"{name}-")]
-        hint = f"did you mean {' or '.join(map(repr, family))}?" if family else nearest(name, cluster_names())
+        hint = (
+            f"did you mean {' or '.join(map(repr, family))}?"
+            if family
+            else nearest(name, cluster_names())
+        )
         raise ConfigurationError(f"no cluster preset is named {name!r}", hint, where)
     return read_cluster(_preset_file(name))
 
 
 def preset_text(name: str) -> str:
-    """Return the YAML text of the preset `name`. Raises ConfigurationError as `cluster_preset` does."""
+    """Return the YAML text of the preset `name`. Raises ConfigurationError as `cluster_preset`
+    does.
+    """
     cluster_preset(name)
     return _preset_file(name).read_text(encoding="utf-8")
 
@@ -298,14 +361,18 @@ def read_cluster(path: str | Path) -> ClusterDescription:
 
 
 def with_presets(description: ClusterDescription, where: str) -> ClusterDescription:
-    """The description with the devices of presets in place of their names, and their links for groups without any.
-    Raises ConfigurationError, at `where`, for a name that no preset of one kind of device has."""
+    """The description with the devices of presets in place of their names, and their links for
+    groups without any. Raises ConfigurationError, at `where`, for a name that no preset of one kind
+    of device has.
+    """
     groups = []
     for group in description.groups:
         if isinstance(group.device, str):
             preset = cluster_preset(group.device, where)
             if preset.device is None:
-                message = f"group {group.name} has the device of preset {group.device}, which has several"
+                message = (
+                    f"group {group.name} has the device of preset {group.device}, which has several"
+                )
                 raise ConfigurationError(message, "name a preset with one kind of device", where)
             group = replace(group, device=preset.device, levels=group.levels or preset.levels)
         groups.append(group)

@@ -1,6 +1,8 @@
-"""The configuration: its schema, from which YAML keys, flags, `--set` and the reference are all made, and its loading.
+"""The configuration: its schema, from which YAML keys, flags, `--set` and the reference are all
+made, and its loading.
 
-Defaults are laid under a YAML file, that under the command line; then the rules that concern several keys are checked.
+Defaults are laid under a YAML file, that under the command line; then the rules that concern
+several keys are checked.
 """
 
 from __future__ import annotations
@@ -38,7 +40,20 @@ from autopipe.configs.yaml_source import (
 )
 from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import Above, Amount, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
+from autopipe.ir.codec import (
+    Above,
+    Amount,
+    AtLeast,
+    FilePath,
+    Index,
+    Origin,
+    Rest,
+    Shape,
+    Sparse,
+    encode,
+    keys,
+    unwrap,
+)
 from autopipe.ir.errors import ConfigurationError, quote
 from autopipe.ir.problem import Extent, Size
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
@@ -58,9 +73,10 @@ class Choice:
 
 
 def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
-    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options chosen. `path` is
-    `strategy` or `schedule`. Raises ConfigurationError for an option that `schema` does not have, or of the wrong
-    type."""
+    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options
+    chosen. `path` is `strategy` or `schedule`. Raises ConfigurationError for an option that
+    `schema` does not have, or of the wrong type.
+    """
     return convert(Entry(dict(choice.options), Place(path)), schema, path)
 
 
@@ -73,17 +89,27 @@ class Model:
     dims: tuple[tuple[str, Extent], ...] = ()
     """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
     batch_axes: tuple[tuple[str, Index | None], ...] = ()
-    """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input is not listed."""
+    """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input
+    is not listed.
+    """
     inputs: Annotated[tuple[tuple[str, bool | int | float], ...], Sparse()] = ()
-    """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read for that alone."""
+    """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read
+    for that alone.
+    """
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained: globs or, after `re:`, regular expressions that match the whole name.
-    `re:(?!head\\.).*` is every parameter whose name does not start with `head.`. One pattern needs no list."""
+    """Parameters that are not trained: globs or, after `re:`, regular expressions that match the
+    whole name. `re:(?!head\\.).*` is every parameter whose name does not start with `head.`. One
+    pattern needs no list.
+    """
     trainable: tuple[str, ...] = ()
-    """Tensors that are trained whatever the file says, and though `frozen` matches them too: patterns as there."""
+    """Tensors that are trained whatever the file says, and though `frozen` matches them too:
+    patterns as there.
+    """
     training: Annotated[bool | None, Sparse()] = None
-    """`false` reads a graph that was exported for training as one for evaluation: nothing is dropped, and
-    BatchNormalization reads its running statistics. `null` does so in mode `infer` alone."""
+    """`false` reads a graph that was exported for training as one for evaluation: nothing is
+    dropped, and BatchNormalization reads its running statistics. `null` does so in mode `infer`
+    alone.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +133,18 @@ class Loss:
     output: Annotated[str | None, Sparse()] = None
     """Name of the scalar output to minimise."""
     normalize: Annotated[Literal["auto", "micro_batches", "sum", "tokens"], Sparse()] = "auto"
-    """`auto` computes the loss of the whole batch from the losses of its micro-batches: their average for a mean over
-    samples, their sum for a sum; other losses need a single micro-batch. `micro_batches` averages them and `sum` adds
-    them up, whatever the loss is. `tokens` divides the sum over all labels of the step by the number of
-    those that count, as Hugging Face does; of `cross_entropy`, the label -100 counts for nothing."""
+    """`auto` computes the loss of the whole batch from the losses of its micro-batches: their
+    average for a mean over samples, their sum for a sum; other losses need a single micro-batch.
+    `micro_batches` averages them and `sum` adds them up, whatever the loss is. `tokens` divides the
+    sum over all labels of the step by the number of those that count, as Hugging Face does; of
+    `cross_entropy`, the label -100 counts for nothing.
+    """
     scores: Annotated[Literal["keep", "recompute", "auto"], Sparse()] = "auto"
-    """`keep` saves the scores of a cross-entropy (logits) for backward. `recompute` computes them again there, a block
-    of classes at a time: one more product, and less memory. `auto` keeps them if that fits memory and gives the shorter
-    step; with fewer than 16,384 classes it always keeps them."""
+    """`keep` saves the scores of a cross-entropy (logits) for backward. `recompute` computes them
+    again there, a block of classes at a time: one more product, and less memory. `auto` keeps them
+    if that fits memory and gives the shorter step; with fewer than 16,384 classes it always keeps
+    them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +159,15 @@ class Optimizer(problem.Optimizer):
     betas: tuple[Amount, Amount] | None = None  # type: ignore[assignment]
     """Decay rates of averages, below 1; 0.9 and 0.999 where not given, 0.9 and 0.99 for `lion`."""
     eps: Annotated[float, Above(0)] | None = None  # type: ignore[assignment]
-    """Term added to the denominator of `adamw`, `adam`; 1e-08 where not given, 0.0001 for float16 weights."""
+    """Term added to the denominator of `adamw`, `adam`; 1e-08 where not given, 0.0001 for float16
+    weights.
+    """
     nesterov: Annotated[bool | None, Sparse()] = None  # type: ignore[assignment]
     """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
     shard: bool | None = None  # type: ignore[assignment]
-    """Share out what the optimizer keeps among the devices that hold the same parameters, and the update with it
-    (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other."""
+    """Share out what the optimizer keeps among the devices that hold the same parameters, and the
+    update with it (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other.
+    """
 
     def for_problem(self) -> problem.Optimizer:
         """The same as the passes know it, with `shard` off where it is left open."""
@@ -144,8 +177,17 @@ class Optimizer(problem.Optimizer):
 
     def settled(self, chosen: problem.Optimizer) -> Optimizer:
         """The same with all that it left open, as in `chosen`."""
-        left = ["lr", "momentum", "betas", "eps", "shard", *(["nesterov"] if self.name == "muon" else [])]
-        return replace(self, **{name: getattr(chosen, name) for name in left if getattr(self, name) is None})
+        left = [
+            "lr",
+            "momentum",
+            "betas",
+            "eps",
+            "shard",
+            *(["nesterov"] if self.name == "muon" else []),
+        ]
+        return replace(
+            self, **{name: getattr(chosen, name) for name in left if getattr(self, name) is None}
+        )
 
 
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
@@ -166,8 +208,9 @@ class ClusterChoice:
     selectors: ClassVar[tuple[str, ...]] = ("preset", "file", "inline")
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("preset", "file", "inline"),)
     preset: str | None = None
-    """One of the presets that `autopipe config clusters` lists; where no cluster is chosen, that of the GPUs here, or
-    `cpu-local`."""
+    """One of the presets that `autopipe config clusters` lists; where no cluster is chosen, that of
+    the GPUs here, or `cpu-local`.
+    """
     file: Annotated[str, FilePath()] | None = None
     """A YAML file with the description of a cluster."""
     inline: ClusterDescription | None = None
@@ -177,10 +220,13 @@ class ClusterChoice:
     devices_per_node: DeviceCount | None = None
     """Number of devices in each node, in place of the cluster's own."""
     straddle: bool = False
-    """True if a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
+    """True if a stage may have devices of different kinds. Otherwise none does but where
+    constraints ask for it.
+    """
     internode_bandwidth_factor: Annotated[float, Above(0), Sparse()] = 1.0
-    """Factor of the bandwidth of all links between nodes, whatever the cluster's description says; 0.5 asks for a plan
-    with half the network."""
+    """Factor of the bandwidth of all links between nodes, whatever the cluster's description says;
+    0.5 asks for a plan with half the network.
+    """
 
     @property
     def is_open(self) -> bool:
@@ -210,7 +256,9 @@ class Constraint(problem.Constraint):
     def for_problem(self) -> problem.Constraint:
         """The same as the passes know it, where no devices stand for all of them."""
         settings = {name: getattr(self, name) for name in self.written}
-        return problem.Constraint(**{**settings, "devices": () if self.devices == "all" else self.devices})
+        return problem.Constraint(
+            **{**settings, "devices": () if self.devices == "all" else self.devices}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +268,24 @@ class Configuration:
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("micro_batches", "micro_batch_size"),)
     model: Model = field(default=Model())
     """The model and what its file leaves open."""
-    mode: Literal["train", "infer"] | None = field(default=None, metadata={"flag": "--mode train|infer"})
+    mode: Literal["train", "infer"] | None = field(
+        default=None, metadata={"flag": "--mode train|infer"}
+    )
     """Train or infer; `train` where the graph or `loss` gives a loss, else `infer`."""
     batch_size: Size | None = field(default=None, metadata={"flag": "--batch-size B"})
-    """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it is not given."""
-    micro_batches: Size | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches M"})
+    """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it
+    is not given.
+    """
+    micro_batches: Size | Literal["auto"] = field(
+        default="auto", metadata={"flag": "--micro-batches M"}
+    )
     """Evaluations of the graph in one step; `auto` lets autopipe choose."""
     micro_batch_size: Size | None = field(default=None, metadata={"flag": "--micro-batch-size B"})
     """Samples of one evaluation of the graph, in place of `micro_batches`."""
     loss: str | Loss | None = None
-    """Name of the scalar output to minimise, or a loss to add to the graph. By default the output called `loss`, or the
-    only scalar output that parameters change."""
+    """Name of the scalar output to minimise, or a loss to add to the graph. By default the output
+    called `loss`, or the only scalar output that parameters change.
+    """
     optimizer: Optimizer = field(default=Optimizer())
     """How parameters are updated."""
     eval: Annotated[Evaluation, Sparse()] = field(default=Evaluation())
@@ -240,33 +295,44 @@ class Configuration:
     training: Annotated[Training, Sparse()] = field(default=Training())
     """Clipping, accumulation of gradients, averaging of weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to 19 bits on GPUs that
-    have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole forward through torch's autocast."""
+    """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to
+    19 bits on GPUs that have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole
+    forward through torch's autocast.
+    """
     compile: bool = False
-    """Price stages as `autopipe launch --compile` runs them, by the roofline: neighbouring elementwise operators and
-    reductions are one pass over memory and one launch."""
+    """Price stages as `autopipe launch --compile` runs them, by the roofline: neighbouring
+    elementwise operators and reductions are one pass over memory and one launch.
+    """
     recompute: Literal["none", "full", "auto"] | None = field(
         default=None, metadata={"flag": "--recompute none|full|auto"}
     )
-    """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
-    strategy `auto`, and is `none` under any other."""
+    """Run each stage's forward again for its backward: never, always, or where memory asks for it;
+    `null` leaves it to strategy `auto`, and is `none` under any other.
+    """
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
     """Where `launch` has samples from, and in which order."""
-    cluster: ClusterChoice = field(default=ClusterChoice(), metadata={"flag": "--cluster PRESET|FILE"})
+    cluster: ClusterChoice = field(
+        default=ClusterChoice(), metadata={"flag": "--cluster PRESET|FILE"}
+    )
     """The cluster to plan for; the devices of this machine where none is named."""
     gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus N"})
-    """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given, of this
-    machine all GPUs, or a device a core, at most 8."""
+    """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not
+    given, of this machine all GPUs, or a device a core, at most 8.
+    """
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs roofline|FILE"}
     )
-    """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file that `autopipe
-    profile` wrote."""
+    """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file
+    that `autopipe profile` wrote.
+    """
     strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy NAME"})
-    """The strategy that makes the placement, with its options; `auto` takes the one with the shortest step."""
+    """The strategy that makes the placement, with its options; `auto` takes the one with the
+    shortest step.
+    """
     schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule NAME"})
-    """The scheduler that orders the tasks, with its options; `auto` takes the one with the shortest step under strategy
-    `auto`, and is `tessel` under any other."""
+    """The scheduler that orders the tasks, with its options; `auto` takes the one with the shortest
+    step under strategy `auto`, and is `tessel` under any other.
+    """
     constraints: tuple[Constraint, ...] = ()
     """Decisions that are already made."""
     memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(
@@ -278,27 +344,42 @@ class Configuration:
     )
     """Time that each search may take."""
     solver: Annotated[
-        Literal["auto", "highs", "cbc", "scip", "gurobi", "cplex", "xpress", "mosek", "copt", "cuopt"], Sparse()
+        Literal[
+            "auto", "highs", "cbc", "scip", "gurobi", "cplex", "xpress", "mosek", "copt", "cuopt"
+        ],
+        Sparse(),
     ] = "auto"
-    """The solver of integer programs, which strategy `tepdist` uses: `auto` is HiGHS inside scipy, any other name is
-    run through PuLP if it is installed (`autopipe config solvers` lists the solvers of this machine)."""
+    """The solver of integer programs, which strategy `tepdist` uses: `auto` is HiGHS inside scipy,
+    any other name is run through PuLP if it is installed (`autopipe config solvers` lists the
+    solvers of this machine).
+    """
     seed: Index = 0
     """Seed of searches, and of random weights, data and masks."""
 
 
 def check(configuration: Configuration, document: Entry) -> None:
-    """Raise ConfigurationError, at the entry of `document` that is to blame, for the first rule that is broken."""
-    batch, optimizer, choice = configuration.batch_size, configuration.optimizer, configuration.cluster
+    """Raise ConfigurationError, at the entry of `document` that is to blame, for the first rule
+    that is broken.
+    """
+    batch = configuration.batch_size
+    optimizer = configuration.optimizer
+    choice = configuration.cluster
     for name in ("micro_batches", "micro_batch_size"):
         part = getattr(configuration, name)
         if batch is not None and isinstance(part, int) and batch % part:
-            divisors = [divisor for divisor in range(1, min(batch, 4096) + 1) if batch % divisor == 0]
+            divisors = [
+                divisor for divisor in range(1, min(batch, 4096) + 1) if batch % divisor == 0
+            ]
             near = min(divisors, key=lambda divisor: abs(divisor - part))
             message = f"{name} {part} does not divide batch_size {batch}"
             raise ConfigurationError(message, f"{near} does", _place(document, name))
     if configuration.compile and configuration.costs != "roofline":
-        message = "compile: true prices stages by the roofline, and measured costs are of eager operators"
-        raise ConfigurationError(message, "leave out costs, or compile", _place(document, "compile"))
+        message = (
+            "compile: true prices stages by the roofline, and measured costs are of eager operators"
+        )
+        raise ConfigurationError(
+            message, "leave out costs, or compile", _place(document, "compile")
+        )
     for key in ("interval", "patience"):
         if getattr(configuration.eval, key) is not None and configuration.eval.data is None:
             message = f"eval.{key} is set, and there is no data to validate on"
@@ -309,7 +390,10 @@ def check(configuration: Configuration, document: Entry) -> None:
             _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
     for index, constraint in enumerate(configuration.constraints):
         _check_constraint(
-            constraint, configuration.gpus, f"constraints[{index}]", _place(document, "constraints", index)
+            constraint,
+            configuration.gpus,
+            f"constraints[{index}]",
+            _place(document, "constraints", index),
         )
     if choice.preset is not None:
         cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
@@ -327,20 +411,23 @@ _LACKS = {
 
 def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
     for name in _LACKS[optimizer.name]:
-        if getattr(optimizer, name) not in (getattr(Optimizer(), name), getattr(problem.Optimizer(), name)):
+        if getattr(optimizer, name) not in (
+            getattr(Optimizer(), name),
+            getattr(problem.Optimizer(), name),
+        ):
             message = f"optimizer {optimizer.name} has no {name}"
             raise ConfigurationError(message, "remove it", _place(document, "optimizer", name))
     if optimizer.betas is not None and max(optimizer.betas) >= 1:
-        message, where = f"optimizer.betas are {list(optimizer.betas)}", _place(document, "optimizer", "betas")
+        message = f"optimizer.betas are {list(optimizer.betas)}"
+        where = _place(document, "optimizer", "betas")
         raise ConfigurationError(message, "each must be below 1", where)
     if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum:
-        message, where = "optimizer.nesterov without momentum", _place(document, "optimizer", "nesterov")
+        message = "optimizer.nesterov without momentum"
+        where = _place(document, "optimizer", "nesterov")
         raise ConfigurationError(message, "give optimizer.momentum, such as 0.9", where)
     if optimizer.name == "muon" and optimizer.shard:
-        message, where = (
-            "optimizer muon needs whole matrices, and shards cut them",
-            _place(document, "optimizer", "shard"),
-        )
+        message = "optimizer muon needs whole matrices, and shards cut them"
+        where = _place(document, "optimizer", "shard")
         raise ConfigurationError(message, "leave out optimizer.shard", where)
     for index, group in enumerate(optimizer.groups):
         where = _place(document, "optimizer", "groups", index)
@@ -350,7 +437,10 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
 def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where: str) -> None:
     _check_pattern(constraint.match, f"{path}.match", where)
     devices = constraint.devices
-    if all(each is None for each in (constraint.stage, devices, constraint.split, constraint.micro_batch_size)):
+    if all(
+        each is None
+        for each in (constraint.stage, devices, constraint.split, constraint.micro_batch_size)
+    ):
         hint = "give it stage, devices, split or micro_batch_size"
         raise ConfigurationError(f"{path} decides nothing", hint, where)
     if not isinstance(devices, tuple):
@@ -375,7 +465,8 @@ def _check_pattern(pattern: str, path: str, where: str) -> None:
 def _place(document: Entry, *path: str | int) -> str:
     """Where the entry at `path` was written, or the deepest one above it that was."""
     for step in path:
-        inside, inner = document.value, None
+        inside = document.value
+        inner = None
         if isinstance(inside, dict):
             inner = inside.get(str(step))
         elif isinstance(inside, tuple) and isinstance(step, int):
@@ -403,17 +494,24 @@ OPTION_FLAGS = {
 
 
 def flags() -> dict[str, tuple[str, str]]:
-    """The flags that set a key, in order of declaration: flag -> the key, and the value's metavar."""
+    """The flags that set a key, in order of declaration: flag -> the key, and the value's
+    metavar.
+    """
     words = ((key.name, key.flag.split()) for key in keys(Configuration) if key.flag)
     return {flag: (name, metavar) for name, (flag, metavar) in words}
 
 
 def settings(
-    words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str], batch_axes: Sequence[str] = ()
+    words: Mapping[str, str],
+    dims: Sequence[str],
+    assignments: Sequence[str],
+    batch_axes: Sequence[str] = (),
 ) -> list[Setting]:
-    """Settings of a command line, the later over the earlier. `words` are flags, of `OPTION_FLAGS` too, with their
-    words, `dims` the words of `--dim NAME=EXTENT`, `batch_axes` those of `--batch-axis INPUT=AXIS`, `assignments` those
-    of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name."""
+    """Settings of a command line, the later over the earlier. `words` are flags, of `OPTION_FLAGS`
+    too, with their words, `dims` the words of `--dim NAME=EXTENT`, `batch_axes` those of
+    `--batch-axis INPUT=AXIS`, `assignments` those of `--set KEY=VALUE`. Raises ConfigurationError
+    for a word without `=` or a key without a name.
+    """
     found: list[Setting] = []
     for flag, word in words.items():
         path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else flags()[flag][:1]
@@ -459,7 +557,9 @@ def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
         return over
     merged = dict(base.value)
     for group in getattr(schema, "exclusive", ()):
-        given = {name for name in group if name in over.value and over.value[name].value is not None}
+        given = {
+            name for name in group if name in over.value and over.value[name].value is not None
+        }
         for name in set(group) - given if given else ():
             merged.pop(name, None)
     hints = {key.name: key.hint for key in keys(schema)} if schema else {}
@@ -476,18 +576,22 @@ def load_configuration(
     over: str | Path | None = None,
     batch_axes: Sequence[str] = (),
 ) -> Configuration:
-    """The defaults under a YAML file, under another one, `over`, under the command line, whose parts are as in
-    `settings`. Raises ConfigurationError with `file:line` or the flag."""
+    """The defaults under a YAML file, under another one, `over`, under the command line, whose
+    parts are as in `settings`. Raises ConfigurationError with `file:line` or the flag.
+    """
     documents = [read_file(each) for each in (file, over) if each is not None]
     return effective(
-        documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments, batch_axes)
+        documents or [Entry({}, Place("the command line"))],
+        settings(words or {}, dims, assignments, batch_axes),
     )
 
 
 def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:
-    """The defaults with `documents`, at least one, laid over them in order, and the settings over all, checked. A
-    mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
-    comes without the options of the one it replaces, and of two keys that exclude each other the given one stays."""
+    """The defaults with `documents`, at least one, laid over them in order, and the settings over
+    all, checked. A mapping is merged key by key, with two exceptions that keep leftovers away:
+    another strategy, scheduler or cluster comes without the options of the one it replaces, and of
+    two keys that exclude each other the given one stays.
+    """
     over = Entry({}, documents[0].place)
     for path, entry in given:
         for name in reversed(path):
@@ -509,16 +613,20 @@ def dump_configuration(configuration: Configuration) -> str:
 
 
 def resolve_cluster(configuration: Configuration) -> Cluster:
-    """The devices and links that a configuration plans for. Raises ConfigurationError for a cluster that cannot be
-    read, InfeasibleError where it has fewer than `gpus` devices."""
+    """The devices and links that a configuration plans for. Raises ConfigurationError for a cluster
+    that cannot be read, InfeasibleError where it has fewer than `gpus` devices.
+    """
     given = configuration.cluster
-    choice, count = given.settled(), configuration.gpus
+    choice = given.settled()
+    count = configuration.gpus
     if given.is_open and given.nodes is None and given.devices_per_node is None:
         count = count or local_cluster().count
     if choice.inline is not None:
         description = with_presets(choice.inline, "cluster.inline")
     else:
-        description = read_cluster(choice.file) if choice.file else cluster_preset(choice.preset or "")
+        description = (
+            read_cluster(choice.file) if choice.file else cluster_preset(choice.preset or "")
+        )
     found = build_cluster(description, count, choice.nodes, choice.devices_per_node)
     found = found.with_bandwidth(choice.internode_bandwidth_factor, inside_nodes=False)
     return replace(found, straddle=choice.straddle)

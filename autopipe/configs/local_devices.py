@@ -1,4 +1,6 @@
-"""The devices of this machine, found without torch: its GPUs through NVML, else the cores of its processors."""
+"""The devices of this machine, found without torch: its GPUs through NVML, else the cores of its
+processors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _PRESETS = (
 )
 """Product names as NVML gives them, and the preset of a cluster of these."""
 _LEAST_MEMORY = 0.9
-"""Share of a preset's memory below which a GPU of its name is another product, such as an A100 of 40 GB."""
+"""Share of a preset's memory below which a GPU of its name is another product, such as an A100 of
+40 GB.
+"""
 _CPU = "cpu-local"
 _MOST_CORES = 8
 _NAME_BYTES = 96
@@ -59,22 +63,30 @@ class _Memory(ctypes.Structure):
 
 @functools.cache
 def local_cluster() -> LocalCluster:
-    """The preset of the GPUs that a process sees, with as many devices; else `cpu-local` with a device a core."""
+    """The preset of the GPUs that a process sees, with as many devices; else `cpu-local` with a
+    device a core.
+    """
     cores = own_cores()
     count = min(cores, _MOST_CORES)
     found = visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:
         return LocalCluster(_CPU, count, "no GPU here; --cluster PRESET plans for others")
-    names = " and ".join(f"{number} {name}" for name, number in Counter(gpu.name for gpu in found).items())
+    names = " and ".join(
+        f"{number} {name}" for name, number in Counter(gpu.name for gpu in found).items()
+    )
     presets = {preset_of(gpu) for gpu in found}
     if len(presets) > 1 or None in presets:
         what = "of several kinds" if len(presets) > 1 else "of which there is no preset"
-        return LocalCluster(_CPU, count, "the GPUs here match no preset", f"{names}, {what}, are not planned for")
+        return LocalCluster(
+            _CPU, count, "the GPUs here match no preset", f"{names}, {what}, are not planned for"
+        )
     return LocalCluster(str(presets.pop()), len(found), f"{names} here")
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs of this machine in NVML's order; none where its driver is not installed or does not answer."""
+    """The NVIDIA GPUs of this machine in NVML's order; none where its driver is not installed or
+    does not answer.
+    """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2():
@@ -82,7 +94,9 @@ def installed_gpus() -> tuple[Gpu, ...]:
     except (OSError, AttributeError):
         return ()
     gpus: list[Gpu] = []
-    count, handle, memory = ctypes.c_uint(), ctypes.c_void_p(), _Memory()
+    count = ctypes.c_uint()
+    handle = ctypes.c_void_p()
+    memory = _Memory()
     name, uuid = (ctypes.create_string_buffer(_NAME_BYTES) for _ in range(2))
     try:
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
@@ -104,8 +118,9 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 
 def visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES, `variable`, leaves: by number or by how a UUID begins, up to the first word
-    that names none."""
+    """The GPUs that CUDA_VISIBLE_DEVICES, `variable`, leaves: by number or by how a UUID begins, up
+    to the first word that names none.
+    """
     if variable is None:
         return gpus
     found: list[Gpu] = []

@@ -1,4 +1,6 @@
-"""The schema of a placement given by hand: the blocks of one unit, for schedule search without a model."""
+"""The schema of a placement given by hand: the blocks of one unit, for schedule search without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,15 @@ def read_placement(path: str | Path) -> BlockGraph:
     description = convert(document, PlacementDescription)
     top = str(document.place)
     index = _indices(description.blocks, top)
-    devices, memory = description.devices, description.memory
+    devices = description.devices
+    memory = description.memory
     blocks = tuple(_block(block, index, devices) for block in description.blocks)
     rooms = memory if isinstance(memory, tuple) else (memory,) * devices
     if len(rooms) != devices:
-        message = f"memory has {len(rooms)} {plural(len(rooms), 'number')} for {devices} {plural(devices, 'device')}"
+        message = (
+            f"memory has {len(rooms)} {plural(len(rooms), 'number')} for {devices} "
+            f"{plural(devices, 'device')}"
+        )
         raise ConfigurationError(message, "give one for each device, or one number for all", top)
     graph = BlockGraph(devices, blocks, rooms, description.micro_batches_per_unit)
     try:
@@ -71,14 +77,18 @@ def read_placement(path: str | Path) -> BlockGraph:
     except ConfigurationError as error:  # a circle: all else has been checked with its line
         waiting = min(set(range(len(graph.blocks))) - set(graph.order))
         place = description.blocks[waiting].place
-        raise ConfigurationError(error.message, "remove one of their `after`", str(place)) from error
+        raise ConfigurationError(
+            error.message, "remove one of their `after`", str(place)
+        ) from error
     return graph
 
 
 def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
     if not 0 < len(blocks) <= MOST_BLOCKS:
         raise ConfigurationError(
-            f"there are {len(blocks)} {plural(len(blocks), 'block')}", f"1 to {MOST_BLOCKS} are taken", top
+            f"there are {len(blocks)} {plural(len(blocks), 'block')}",
+            f"1 to {MOST_BLOCKS} are taken",
+            top,
         )
     index: dict[str, int] = {}
     for position, block in enumerate(blocks):
@@ -91,11 +101,14 @@ def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
 
 
 def _block(described: BlockDescription, index: dict[str, int], devices: int) -> Block:
-    name, place = f"block {quote(described.name)}", str(described.place)
+    name = f"block {quote(described.name)}"
+    place = str(described.place)
     if not described.devices:
         raise ConfigurationError(f"{name} is on no device", "name at least one", place)
     if len(set(described.devices)) < len(described.devices):
-        raise ConfigurationError(f"{name} names a device twice: {list(described.devices)}", "name each once", place)
+        raise ConfigurationError(
+            f"{name} names a device twice: {list(described.devices)}", "name each once", place
+        )
     if max(described.devices) >= devices:
         message = f"{name} is on device {max(described.devices)}, but there are {devices}"
         raise ConfigurationError(message, f"devices are numbered 0 to {devices - 1}", place)
@@ -105,9 +118,12 @@ def _block(described: BlockDescription, index: dict[str, int], devices: int) -> 
             raise ConfigurationError(message, nearest(other, index), place)
     if described.delays and len(described.delays) != len(described.after):
         message = (
-            f"{name} has {len(described.delays)} {plural(len(described.delays), 'delay')} for {len(described.after)} "
+            f"{name} has {len(described.delays)} {plural(len(described.delays), 'delay')} for "
+            f"{len(described.after)} "
             f"{plural(len(described.after), 'block')} before it"
         )
         raise ConfigurationError(message, "give one for each of `after`, or none", place)
     after = tuple(index[other] for other in described.after)
-    return Block(described.name, described.devices, described.time, described.memory, after, described.delays)
+    return Block(
+        described.name, described.devices, described.time, described.memory, after, described.delays
+    )

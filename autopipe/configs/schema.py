@@ -1,7 +1,8 @@
-"""Frozen dataclasses as schemas of YAML: fields are keys, types their values, docstrings the reference.
+"""Frozen dataclasses as schemas of YAML: fields are keys, types their values, docstrings the
+reference.
 
-The same holds for the options of strategies and schedulers, which are the fields of their dataclasses. Types and marks
-are those of `autopipe.ir.codec`, which reads and writes the values.
+The same holds for the options of strategies and schedulers, which are the fields of their
+dataclasses. Types and marks are those of `autopipe.ir.codec`, which reads and writes the values.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ def field_docs(schema: type[Dataclass]) -> dict[str, str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(parent)))
             for line, after in itertools.pairwise(typing.cast(ast.ClassDef, tree.body[0]).body):
                 match line, after:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(text))
+                    ):
                         docs[name] = inspect.cleandoc(text)
     return docs
 
 
 def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
-    """The mapping `entry` as an instance of `schema`; `path` names it in errors (`optimizer`, say). Raises
-    ConfigurationError with the place of the first entry that does not fit."""
+    """The mapping `entry` as an instance of `schema`; `path` names it in errors (`optimizer`, say).
+    Raises ConfigurationError with the place of the first entry that does not fit.
+    """
     found: Shape = decode(YamlRecord(entry, key=path), schema)
     return found
 
@@ -62,7 +66,9 @@ def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
 def unknown_key(name: str, known: Iterable[str], place: Place, path: str) -> ConfigurationError:
     """The error for a key that nothing declares, with the nearest one that is declared."""
     within = f" in {path}" if path else ""
-    return ConfigurationError(f"unknown key {quote(name)}{within}", hint=nearest(name, known), where=str(place))
+    return ConfigurationError(
+        f"unknown key {quote(name)}{within}", hint=nearest(name, known), where=str(place)
+    )
 
 
 class YamlRecord(Record):
@@ -76,8 +82,13 @@ class YamlRecord(Record):
 
     @property
     def text(self) -> str | None:
-        # On a command line nobody writes quotes: what YAML reads as something else may be text there.
-        if self.entry.place.is_flag and isinstance(self.value, str | int | float | bool) and self.entry.text:
+        # On a command line nobody writes quotes: what YAML reads as something else may be text
+        # there.
+        if (
+            self.entry.place.is_flag
+            and isinstance(self.value, str | int | float | bool)
+            and self.entry.text
+        ):
             return self.entry.text
         return self.value if isinstance(self.value, str) else None
 
@@ -92,10 +103,13 @@ class YamlRecord(Record):
         return ConfigurationError(message, hint=hint, where=str(self.entry.place))
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
-        return self.error(f"{self.path or 'the file'} lacks the key {key!r}", f"it is {describe(hint)}")
+        return self.error(
+            f"{self.path or 'the file'} lacks the key {key!r}", f"it is {describe(hint)}"
+        )
 
     def refusal_by_all(self, union: Any, refusals: list[ConfigurationError]) -> ConfigurationError:
-        # On a command line a number may stand for text as well; what is wrong with it is wrong with the number.
+        # On a command line a number may stand for text as well; what is wrong with it is wrong with
+        # the number.
         return refusals[-1 if isinstance(self.value, str) else 0]
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> object:
@@ -105,7 +119,9 @@ class YamlRecord(Record):
             if path.refuses is not None and path.refuses(text):
                 raise self.error(f"{self.path}: {quote(text)} is {path.words}", path.hint)
             if ("/" not in text and "." not in text) or "\0" in text:
-                raise self.error(f"{self.path}: {quote(text)} is no path", "a path holds a '.' or a '/'")
+                raise self.error(
+                    f"{self.path}: {quote(text)} is no path", "a path holds a '.' or a '/'"
+                )
             return os.path.normpath(os.path.join(self.entry.place.folder, text))
         if base is str:
             return self.text
@@ -120,7 +136,9 @@ class YamlRecord(Record):
     def listed(self) -> YamlRecord:
         if isinstance(self.value, dict | tuple) or self.text is None:
             return self
-        return YamlRecord(dataclasses.replace(self.entry, value=(self.entry,)), self.parent, self.key)
+        return YamlRecord(
+            dataclasses.replace(self.entry, value=(self.entry,)), self.parent, self.key
+        )
 
     def is_optional(self, key: Key) -> bool:
         return not key.required
@@ -149,7 +167,9 @@ class YamlRecord(Record):
                 raise self.at(together[-1]).error(f"{names} exclude each other", "keep one of them")
 
     def refusal(self, expected: str) -> ConfigurationError:
-        value, text, hint = self.value, self.entry.text, f"expected {expected}"
+        value = self.value
+        text = self.entry.text
+        hint = f"expected {expected}"
         if isinstance(value, dict | tuple):
             found = "a mapping" if isinstance(value, dict) else "a list"
         elif value is None:
@@ -159,6 +179,10 @@ class YamlRecord(Record):
             if self.entry.quoted and "number" in expected and _NUMBER.fullmatch(self.entry.text):
                 hint = f"write {self.entry.text} without quotes"
         else:
-            found = f"{text} (which YAML reads as {str(value).lower()})" if isinstance(value, bool) else text
+            found = (
+                f"{text} (which YAML reads as {str(value).lower()})"
+                if isinstance(value, bool)
+                else text
+            )
             hint += f'; write "{text}" in quotes' if "text" in expected else ""
         return self.error(f"{self.path or 'the file'} is {found}", hint)

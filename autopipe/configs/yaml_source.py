@@ -1,8 +1,9 @@
-"""YAML text turned into entries that know where they stand; quantities such as `14GiB`, `900GB/s`, `5us`.
+"""YAML text turned into entries that know where they stand; quantities such as `14GiB`, `900GB/s`,
+`5us`.
 
-The file is untrusted. Beyond `yaml.safe_load`, which takes them silently, these are refused: duplicate keys, keys that
-are not text, anchors, aliases and tags, several documents, numbers in base 8 or 60, not-a-number and infinity, deep
-nesting and large files.
+The file is untrusted. Beyond `yaml.safe_load`, which takes them silently, these are refused:
+duplicate keys, keys that are not text, anchors, aliases and tags, several documents, numbers in
+base 8 or 60, not-a-number and infinity, deep nesting and large files.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class Entry:
 
 
 def read_file(path: str | Path) -> Entry:
-    """The one YAML document in a file; its outermost value is a mapping. Raises ConfigurationError with `file:line` for
-    a file that cannot be read, is not UTF-8 or is not plain YAML."""
+    """The one YAML document in a file; its outermost value is a mapping. Raises ConfigurationError
+    with `file:line` for a file that cannot be read, is not UTF-8 or is not plain YAML.
+    """
     name = str(path)
     try:
         with open(path, "rb") as file:
@@ -81,22 +83,30 @@ def read_file(path: str | Path) -> Entry:
     except ValueError as error:
         raise ConfigurationError(f"cannot read the file: {error}", where=repr(name)) from error
     if len(content) > MOST_BYTES:
-        raise ConfigurationError("the file is too large for a configuration", hint="at most 8 MiB", where=name)
+        raise ConfigurationError(
+            "the file is too large for a configuration", hint="at most 8 MiB", where=name
+        )
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigurationError("not UTF-8 text", hint="save the file as UTF-8", where=f"{name}:{line}") from error
+        raise ConfigurationError(
+            "not UTF-8 text", hint="save the file as UTF-8", where=f"{name}:{line}"
+        ) from error
     return read_text(text, name, folder=os.path.dirname(os.path.abspath(name)))
 
 
 def read_text(text: str, source: str, folder: str = "") -> Entry:
-    """The one YAML document in `text`; `source` names it in errors. Its outermost value is a mapping."""
+    """The one YAML document in `text`; `source` names it in errors. Its outermost value is a
+    mapping.
+    """
     entry = _read(text, Place(source, 1, folder))
     if entry is None or (entry.value is None and not entry.text):
         raise ConfigurationError("the file is empty", hint="write at least one key", where=source)
     if not isinstance(entry.value, dict):
-        raise ConfigurationError("the document is not a mapping", "write `key: value` lines", str(entry.place))
+        raise ConfigurationError(
+            "the document is not a mapping", "write `key: value` lines", str(entry.place)
+        )
     return entry
 
 
@@ -104,7 +114,8 @@ def read_setting(text: str, flag: str) -> Entry:
     """A value written as YAML on the command line; relative paths start from the working folder."""
     place = Place(flag, None, os.getcwd())
     if text.startswith("*"):
-        # A glob such as `*.bias`. YAML would read the name of an alias, which a configuration cannot have.
+        # A glob such as `*.bias`. YAML would read the name of an alias, which a configuration
+        # cannot have.
         return Entry(text, place, text)
     return _read(text, place) or Entry(None, place)
 
@@ -138,7 +149,9 @@ def _read(text: str, start: Place) -> Entry | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         place = start if start.is_flag else Place(start.source, line)
-        raise ConfigurationError("a control character stands in the text", where=str(place)) from error
+        raise ConfigurationError(
+            "a control character stands in the text", where=str(place)
+        ) from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -159,7 +172,9 @@ class _Composer(yaml.SafeLoader):
             hint = "write the value out, and text that begins with * or & in quotes"
             raise ConfigurationError("anchors and aliases are not taken", hint, place)
         if event.tag is not None:
-            raise ConfigurationError(f"the tag {quote(event.tag)} is not taken", "write the plain value", place)
+            raise ConfigurationError(
+                f"the tag {quote(event.tag)} is not taken", "write the plain value", place
+            )
         if self.depth >= DEEPEST:
             raise ConfigurationError(f"nested deeper than {DEEPEST} levels", where=place)
         self.depth += 1
@@ -190,7 +205,9 @@ class _Composer(yaml.SafeLoader):
             if key in entries:
                 line = entries[key].place.line
                 first = f" (first in line {line})" if line is not None else ""
-                raise ConfigurationError(f"the key {quote(key)} stands twice{first}", "keep one of them", str(place))
+                raise ConfigurationError(
+                    f"the key {quote(key)} stands twice{first}", "keep one of them", str(place)
+                )
             entries[key] = self.entry(value_node, place)
         return entries
 
@@ -215,18 +232,22 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | N
         case "bool":
             return text.lower() in ("yes", "true", "on")
         case "int" if not _DECIMAL_INTEGER.fullmatch(text):
-            message, hint = f"YAML does not read {text} as a decimal number", decimal
+            message = f"YAML does not read {text} as a decimal number"
+            hint = decimal
         case "int" if len(text) > 64 or abs(int(text)) >= 2**63:
-            message, hint = "the number is too large", "at most 2^63 - 1"
+            message = "the number is too large"
+            hint = "at most 2^63 - 1"
         case "int":
             return int(text)
         case "float" if _BASE_SIXTY.fullmatch(text):
-            message, hint = f"YAML reads {text} in base 60", decimal
+            message = f"YAML reads {text} in base 60"
+            hint = decimal
         case "float":
             with suppress(ValueError):  # of `.nan` and `.inf`, as YAML writes them
                 if math.isfinite(value := float(text)):
                     return value
-            message, hint = f"{text} is not a finite number", "write a finite number"
+            message = f"{text} is not a finite number"
+            hint = "write a finite number"
         case _:
             return text
     raise ConfigurationError(message, hint, str(place))
@@ -242,7 +263,12 @@ _MULTIPLES = {
     "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
 }  # fmt: skip
-_FRACTIONS = {"": Fraction(1), "m": Fraction(1, 10**3), "u": Fraction(1, 10**6), "n": Fraction(1, 10**9)}
+_FRACTIONS = {
+    "": Fraction(1),
+    "m": Fraction(1, 10**3),
+    "u": Fraction(1, 10**6),
+    "n": Fraction(1, 10**9),
+}
 _WRITTEN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s*", re.ASCII)
 
 
@@ -267,7 +293,9 @@ class Unit(Spelling):
         if written is None:
             return None
         number, suffix = written.groups()
-        symbol = next((each for each in (self.symbol, *self.eighths) if suffix.endswith(each)), None)
+        symbol = next(
+            (each for each in (self.symbol, *self.eighths) if suffix.endswith(each)), None
+        )
         if suffix and symbol is None:
             return None
         prefixes: Mapping[str, int | Fraction] = _FRACTIONS if self.symbol == "s" else _MULTIPLES
@@ -288,7 +316,9 @@ class Unit(Spelling):
         return f"{self.noun} such as {self.example}, or {words} of {self.symbol}"
 
     def format(self, value: float) -> str:
-        """The shortest exact way to write a whole quantity with a prefix; otherwise the plain number."""
+        """The shortest exact way to write a whole quantity with a prefix; otherwise the plain
+        number.
+        """
         if self.whole and value >= 1:
             for prefix, scale in sorted(_MULTIPLES.items(), key=lambda pair: -pair[1]):
                 if value % scale == 0 and prefix != "K":

@@ -1,8 +1,9 @@
-"""Which of torch's kernels computes softmax(scale · Q Kᵀ + mask) V on a CUDA device: generated programs pin it, and
-costs price it.
+"""Which of torch's kernels computes softmax(scale · Q Kᵀ + mask) V on a CUDA device: generated
+programs pin it, and costs price it.
 
-The rules are those by which torch itself chooses (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), as of torch
-2.6, or stricter. Its `math` kernel, which writes all scores to memory, is taken where no fused one is left.
+The rules are those by which torch itself chooses
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), as of torch 2.6, or stricter. Its `math`
+kernel, which writes all scores to memory, is taken where no fused one is left.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """The traits of an attention that decide about its kernel. `dtype` is that in which it computes, autocast's where
-    that is on; `square` says that queries are as many as keys, `grouped` that query heads share key-value heads."""
+    """The traits of an attention that decide about its kernel. `dtype` is that in which it
+    computes, autocast's where that is on; `square` says that queries are as many as keys, `grouped`
+    that query heads share key-value heads.
+    """
 
     dtype: str
     head_size: int
@@ -49,13 +52,17 @@ def kernels_of(form: AttentionForm, capability: Capability) -> tuple[Kernel, ...
 
 
 def repeats_heads(form: AttentionForm, capability: Capability) -> bool:
-    """True if keys and values are repeated for each query head before, as the fused kernel for masks and fp32 does not
-    know groups: the math kernel repeats them as well, and writes scores besides."""
+    """True if keys and values are repeated for each query head before, as the fused kernel for
+    masks and fp32 does not know groups: the math kernel repeats them as well, and writes scores
+    besides.
+    """
     return form.grouped and kernels_of(form, capability)[0] is Kernel.EFFICIENT
 
 
 def _is_flash(form: AttentionForm, capability: Capability) -> bool:
-    """16 bits from capability 8.0 on, heads of at most 256 numbers (192 where shared memory is small), no mask."""
+    """16 bits from capability 8.0 on, heads of at most 256 numbers (192 where shared memory is
+    small), no mask.
+    """
     small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     return (
         (8, 0) <= capability <= (12, 1)
@@ -81,7 +88,9 @@ def _is_efficient(form: AttentionForm, capability: Capability) -> bool:
 
 
 def capability_of(cluster: Cluster) -> Capability | None:
-    """The least of a cluster's devices, by the precisions that they state a peak for; None where one may be no GPU."""
+    """The least of a cluster's devices, by the precisions that they state a peak for; None where
+    one may be no GPU.
+    """
     found = [{name for name, _ in device.peak_flops} for device in cluster.kinds]
     if all("bf16" in stated for stated in found):
         return 8, 0

@@ -1,9 +1,10 @@
 """Schedules of blocks: the schedule search's own problem and answer, with no model behind them.
 
-A placement of one unit gives blocks; units run the same blocks independently. A block takes whole time on one device,
-or on several at once, and changes the memory in use on each of them when it starts (Lin et al., "Tessel" (HPCA 2024),
-section III). Times and memory are whole numbers in units of the caller's choice. `check_blocks` shares nothing with any
-search. `schedule.json` holds such a schedule; a plan's has the same form.
+A placement of one unit gives blocks; units run the same blocks independently. A block takes whole
+time on one device, or on several at once, and changes the memory in use on each of them when it
+starts (Lin et al., "Tessel" (HPCA 2024), section III). Times and memory are whole numbers in units
+of the caller's choice. `check_blocks` shares nothing with any search. `schedule.json` holds such a
+schedule; a plan's has the same form.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Block:
     after: tuple[Index, ...] = ()
     """Indices of the blocks of the same unit that must have ended before it starts."""
     delays: Annotated[tuple[Whole, ...], Sparse()] = ()
-    """Time from the end of each of `after` to the earliest start (a message under way); () for none."""
+    """Time from the end of each of `after` to the earliest start (a message under way); () for
+    none.
+    """
 
     def delay(self, position: int) -> int:
         return self.delays[position] if self.delays else 0
@@ -55,12 +58,15 @@ class BlockGraph:
     micro_batches_per_unit: Annotated[int, AtLeast(1), Sparse()] = 1
 
     def verify(self) -> None:
-        """Raise ConfigurationError where blocks have no device, one out of range, no time, or wait in a circle."""
+        """Raise ConfigurationError where blocks have no device, one out of range, no time, or wait
+        in a circle.
+        """
         if not self.blocks:
             raise ConfigurationError("there are no blocks")
         if len(self.memory) != self.devices:
             raise ConfigurationError(
-                f"{len(self.memory)} memory limits for {self.devices} {plural(self.devices, 'device')}"
+                f"{len(self.memory)} memory limits for {self.devices} "
+                f"{plural(self.devices, 'device')}"
             )
         for block in self.blocks:
             message, hint = self._wrong(block)
@@ -84,7 +90,10 @@ class BlockGraph:
             return f"its devices {list(block.devices)} name one twice", ""
         for device in block.devices:
             if not 0 <= device < self.devices:
-                return f"there is no device {device}", f"devices are numbered 0 to {self.devices - 1}"
+                return (
+                    f"there is no device {device}",
+                    f"devices are numbered 0 to {self.devices - 1}",
+                )
         if block.time <= 0:
             return f"its time is {block.time}; it must be above 0", ""
         if any(not 0 <= other < len(self.blocks) for other in block.after):
@@ -95,7 +104,9 @@ class BlockGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Indices of the blocks, each after all that it waits for; without those in or behind a circle."""
+        """Indices of the blocks, each after all that it waits for; without those in or behind a
+        circle.
+        """
         left = [len(set(block.after)) for block in self.blocks]
         found = [index for index, count in enumerate(left) if count == 0]
         for index in found:
@@ -111,9 +122,14 @@ class BlockGraph:
 
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each block (other, time): it starts no earlier than that time after the other's start."""
+        """For each block (other, time): it starts no earlier than that time after the other's
+        start.
+        """
         return tuple(
-            tuple((other, self.blocks[other].time + block.delay(at)) for at, other in enumerate(block.after))
+            tuple(
+                (other, self.blocks[other].time + block.delay(at))
+                for at, other in enumerate(block.after)
+            )
             for block in self.blocks
         )
 
@@ -137,9 +153,10 @@ def _inverted(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class BlockRepetend:
-    """A steady state: block i of unit n starts at `starts[i] + period * (n - offsets[i])`. One repetition holds each
-    block once; block i stands in it for the unit `offsets[i]` further than the oldest one: Tessel's micro-batch index
-    of the block."""
+    """A steady state: block i of unit n starts at `starts[i] + period * (n - offsets[i])`. One
+    repetition holds each block once; block i stands in it for the unit `offsets[i]` further than
+    the oldest one: Tessel's micro-batch index of the block.
+    """
 
     starts: tuple[Index, ...]
     offsets: tuple[Index, ...]
@@ -155,9 +172,10 @@ class BlockSchedule:
     period: int | None = None
     """Time between units in the steady state; None where there is none."""
     lower_bound: int = 0
-    """No schedule that repeats with every unit has a shorter period; where `repetend` is None, none a shorter makespan.
-    Where memory is short and the period above the largest load, schedules that repeat with several units together may
-    still take less time a unit."""
+    """No schedule that repeats with every unit has a shorter period; where `repetend` is None, none
+    a shorter makespan. Where memory is short and the period above the largest load, schedules that
+    repeat with several units together may still take less time a unit.
+    """
     optimal: bool = False
     """True if the period (the makespan's where `repetend` is None) is proven to be the least."""
     repetend: BlockRepetend | None = None
@@ -171,17 +189,25 @@ class BlockSchedule:
     def makespan(self) -> int:
         """End of the last block; the first start is 0."""
         blocks = self.graph.blocks
-        return max(start + block.time for unit in self.starts for start, block in zip(unit, blocks, strict=True))
+        return max(
+            start + block.time
+            for unit in self.starts
+            for start, block in zip(unit, blocks, strict=True)
+        )
 
     @property
     def gap(self) -> float:
-        """Share of the period (the makespan where `repetend` is None) that lies above what is proven."""
+        """Share of the period (the makespan where `repetend` is None) that lies above what is
+        proven.
+        """
         value = self.makespan if self.repetend is None or self.period is None else self.period
         return 0.0 if self.optimal else max(0.0, (value - self.lower_bound) / value)
 
     @property
     def steady_bubble_rate(self) -> float | None:
-        """Share of a period in which even the busiest device is idle; None where there is no steady state."""
+        """Share of a period in which even the busiest device is idle; None where there is no steady
+        state.
+        """
         return 1.0 - max(self.graph.loads) / self.period if self.period else None
 
     @property
@@ -197,11 +223,16 @@ class BlockSchedule:
     @property
     def peak_memory(self) -> tuple[int, ...]:
         memory = [block.memory for block in self.graph.blocks]
-        return tuple(max(accumulate((memory[index] for _, _, index in tasks), initial=0)) for tasks in self.tasks)
+        return tuple(
+            max(accumulate((memory[index] for _, _, index in tasks), initial=0))
+            for tasks in self.tasks
+        )
 
 
 def check_blocks(schedule: BlockSchedule) -> None:
-    """Raise InfeasibleError, in one line, for the first block that cannot start when the schedule says."""
+    """Raise InfeasibleError, in one line, for the first block that cannot start when the schedule
+    says.
+    """
     blocks = schedule.graph.blocks
 
     def named(unit: int, index: int) -> str:
@@ -210,7 +241,8 @@ def check_blocks(schedule: BlockSchedule) -> None:
     for unit, starts in enumerate(schedule.starts):
         if len(starts) != len(blocks):
             raise InfeasibleError(
-                f"{len(starts)} starts for {len(blocks)} {plural(len(blocks), 'block')}", where=f"unit {unit}"
+                f"{len(starts)} starts for {len(blocks)} {plural(len(blocks), 'block')}",
+                where=f"unit {unit}",
             )
         for index, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             if start < 0:
@@ -219,21 +251,26 @@ def check_blocks(schedule: BlockSchedule) -> None:
                 ready = starts[other] + blocks[other].time + block.delay(position)
                 if start < ready:
                     raise InfeasibleError(
-                        f"{named(unit, index)} starts at {start}, but {named(unit, other)}, which it comes after, is "
+                        f"{named(unit, index)} starts at {start}, but {named(unit, other)}, "
+                        "which it comes after, is "
                         f"there at {ready}"
                     )
     for device, (tasks, room) in enumerate(zip(schedule.tasks, schedule.graph.memory, strict=True)):
         used = free = 0
-        before, where = "", f"device {device}"
+        before = ""
+        where = f"device {device}"
         for start, unit, index in tasks:
             name = named(unit, index)
             if start < free:
-                raise InfeasibleError(f"{name} starts at {start}, while {before} runs until {free}", where=where)
+                raise InfeasibleError(
+                    f"{name} starts at {start}, while {before} runs until {free}", where=where
+                )
             used += blocks[index].memory
             if room is not None and used > room:
                 message = f"memory in use is {used} when {name} starts, there is room for {room}"
                 raise InfeasibleError(message, where=where)
-            free, before = start + blocks[index].time, name
+            free = start + blocks[index].time
+            before = name
 
 
 def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
@@ -241,9 +278,19 @@ def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object
 
 
 def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
-    """The schedule as lists, dicts and scalars; a block on several devices stands in the order of each."""
+    """The schedule as lists, dicts and scalars; a block on several devices stands in the order of
+    each.
+    """
     graph = schedule.graph
-    figures = "makespan", "period", "lower_bound", "optimal", "gap", "steady_bubble_rate", "peak_memory"
+    figures = (
+        "makespan",
+        "period",
+        "lower_bound",
+        "optimal",
+        "gap",
+        "steady_bubble_rate",
+        "peak_memory",
+    )
     return {
         "format": SCHEDULE_FORMAT,
         "devices": graph.devices,
@@ -253,8 +300,13 @@ def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
         **{name: getattr(schedule, name) for name in figures},
         "repetend": encode_as(schedule.repetend, BlockRepetend | None),
         "search_time_s": schedule.search_time_s,
-        "blocks": [encode(each if any(each.delays) else replace(each, delays=())) for each in graph.blocks],
-        "tasks": [order_form((block, unit, start) for start, unit, block in order) for order in schedule.tasks],
+        "blocks": [
+            encode(each if any(each.delays) else replace(each, delays=())) for each in graph.blocks
+        ],
+        "tasks": [
+            order_form((block, unit, start) for start, unit, block in order)
+            for order in schedule.tasks
+        ],
     }
 
 
@@ -291,21 +343,29 @@ def read_block_schedule(path: Path) -> BlockSchedule:
         check_blocks(schedule)
     except InfeasibleError as error:
         place = f"{path}: {error.where}" if error.where else str(path)
-        raise ConfigurationError(error.message, "the tasks do not fit the blocks; search anew", place) from error
+        raise ConfigurationError(
+            error.message, "the tasks do not fit the blocks; search anew", place
+        ) from error
     if record.get("makespan", Whole) != schedule.makespan:
         record.at("makespan").refuse(f"the end of the last task, {schedule.makespan}")
     return schedule
 
 
 def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
-    """The start of each block of each unit: each stands once in the order of each of its devices, at one time."""
-    units, orders = record.get("units", Count), list(record.at("tasks").items())
+    """The start of each block of each unit: each stands once in the order of each of its devices,
+    at one time.
+    """
+    units = record.get("units", Count)
+    orders = list(record.at("tasks").items())
     if len(orders) != graph.devices:
-        record.at("tasks").refuse(f"one list for each of {graph.devices} {plural(graph.devices, 'device')}")
+        record.at("tasks").refuse(
+            f"one list for each of {graph.devices} {plural(graph.devices, 'device')}"
+        )
     found: dict[tuple[int, int, int], int] = {}
     for device, order in enumerate(orders):
         for task in order.items():
-            unit, index = task.get("unit", Index), task.get("block", Index)
+            unit = task.get("unit", Index)
+            index = task.get("block", Index)
             if unit >= units:
                 task.at("unit").refuse(f"one of {units} {plural(units, 'unit')}")
             if index >= len(graph.blocks) or device not in graph.blocks[index].devices:
@@ -313,15 +373,21 @@ def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], 
             if (unit, index, device) in found:
                 task.refuse("each block of a unit once")
             found[unit, index, device] = task.get("start", Whole)
-    # Units may be many more than the tasks there are: the first that does not run all its blocks ends this.
+    # Units may be many more than the tasks there are: the first that does not run all its blocks
+    # ends this.
     for unit in range(units):
         for index, block in enumerate(graph.blocks):
             starts = {found.get((unit, index, device)) for device in block.devices}
             if len(starts) > 1 or None in starts:
-                what = "does not run" if starts == {None} else "does not start at one time on all its devices"
+                what = (
+                    "does not run"
+                    if starts == {None}
+                    else "does not start at one time on all its devices"
+                )
                 message = f"block {block.name!r} of unit {unit} {what}"
                 hint = "the tasks do not fit the blocks; search anew"
                 raise ConfigurationError(message, hint, f"{record.file}: tasks")
     return tuple(
-        tuple(found[unit, index, block.devices[0]] for index, block in enumerate(graph.blocks)) for unit in range(units)
+        tuple(found[unit, index, block.devices[0]] for index, block in enumerate(graph.blocks))
+        for unit in range(units)
     )

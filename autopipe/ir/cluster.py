@@ -1,4 +1,6 @@
-"""The devices a plan is made for and the links between them, and the memory of a GPU that no tensor can have."""
+"""The devices a plan is made for and the links between them, and the memory of a GPU that no tensor
+can have.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,24 @@ from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.words import plural
 
 _BUFFERS_BYTES = 524_288 + 4_915_200 + 4_194_304
-"""Bytes that a communicator takes for each channel (a CTA of its kernels) to receive into, for the protocols LL, LL128
-and Simple: DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE and DEFAULT_BUFFSIZE (NCCL_BUFFSIZE) of NCCL 2.21's src/init.cc
-and src/include/device.h. Connections, and with them buffers, are made when first used (NCCL_RUNTIME_CONNECT)."""
+"""Bytes that a communicator takes for each channel (a CTA of its kernels) to receive into, for the
+protocols LL, LL128 and Simple: DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE and DEFAULT_BUFFSIZE
+(NCCL_BUFFSIZE) of NCCL 2.21's src/init.cc and src/include/device.h. Connections, and with them
+buffers, are made when first used (NCCL_RUNTIME_CONNECT).
+"""
 MESSAGE_CTAS = 32
-"""Blocks of threads that all of a rank's message communicators may use at once. A kernel that waits for a message spins
-on a multiprocessor for each, of which large GPUs have about a hundred, while the rank computes."""
+"""Blocks of threads that all of a rank's message communicators may use at once. A kernel that waits
+for a message spins on a multiprocessor for each, of which large GPUs have about a hundred, while
+the rank computes.
+"""
 _GROUP_CHANNELS = 24
-"""Channels of a group's communicator, as many as NCCL opens at most: 24 with NVSwitch, 12 with a V100's NVLinks, 2 with
-PCIe alone."""
+"""Channels of a group's communicator, as many as NCCL opens at most: 24 with NVSwitch, 12 with a
+V100's NVLinks, 2 with PCIe alone.
+"""
 _GROUPS = 3
-"""Groups of a rank that sum or gather: one across replicas, one inside a stage, one of tied weights or of all ranks."""
+"""Groups of a rank that sum or gather: one across replicas, one inside a stage, one of tied weights
+or of all ranks.
+"""
 
 
 def nccl_bytes(ranks: int) -> int:
@@ -33,12 +42,14 @@ def nccl_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator (or one processor socket) as a roofline model sees it, and what was measured on it, if anything.
+    """One accelerator (or one processor socket) as a roofline model sees it, and what was measured
+    on it, if anything.
 
-    `peak_flops` are FLOP/s by precision, a multiply-add counting two; `efficiency` is the fraction of the peak (or of
-    the bandwidth to the device's own memory) that is reached, by operator class. Of measured costs, `tasks` are those
-    besides operators, `collectives` of ranks in one node, `post` is the CPU time of posting a message at either end,
-    `follow` that of each further message of the same task.
+    `peak_flops` are FLOP/s by precision, a multiply-add counting two; `efficiency` is the fraction
+    of the peak (or of the bandwidth to the device's own memory) that is reached, by operator class.
+    Of measured costs, `tasks` are those besides operators, `collectives` of ranks in one node,
+    `post` is the CPU time of posting a message at either end, `follow` that of each further message
+    of the same task.
     """
 
     name: str
@@ -53,7 +64,9 @@ class Device:
     post: Affine | None = None
     follow: Affine | None = None
     context_bytes: int = 0
-    """Bytes of a GPU's memory that its process takes before any tensor: the CUDA context with its kernels."""
+    """Bytes of a GPU's memory that its process takes before any tensor: the CUDA context with its
+    kernels.
+    """
     host_launch_s: float = 0.0
     """Seconds of the host for one operator of an eager program, as `cost/host.py` counts operators.
 
@@ -64,15 +77,22 @@ class Device:
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:
-        """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate of fp32. Raises
-        ConfigurationError where neither is stated."""
+        """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate
+        of fp32. Raises ConfigurationError where neither is stated.
+        """
         stated = dict(self.peak_flops)
-        narrow = precision in ("tf32", "fp16", "bf16") and precision not in stated and "fp32" in stated
+        narrow = (
+            precision in ("tf32", "fp16", "bf16") and precision not in stated and "fp32" in stated
+        )
         return self._stated(stated, "fp32" if narrow else precision, "peak FLOP/s for")
 
     def fraction(self, operator_class: str) -> float:
-        """Of the peak or the bandwidth. Raises ConfigurationError where the device does not state it."""
-        return self._stated(dict(self.efficiency), operator_class, "efficiency for operators of class")
+        """Of the peak or the bandwidth. Raises ConfigurationError where the device does not state
+        it.
+        """
+        return self._stated(
+            dict(self.efficiency), operator_class, "efficiency for operators of class"
+        )
 
     def _stated(self, values: dict[str, float], name: str, what: str) -> float:
         if name not in values:
@@ -94,7 +114,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the hierarchy: `size` groups of the level below (devices, at the lowest) joined by `link`."""
+    """One level of the hierarchy: `size` groups of the level below (devices, at the lowest) joined
+    by `link`.
+    """
 
     name: str
     size: int
@@ -115,14 +137,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices 0, 1, ... filled into nodes in order, nodes into the levels above. Where the number of devices is not a
-    multiple of a level's extent, the last group of that level is partly filled. A cluster of `groups` holds each one's
-    devices in order, and one level that joins the groups."""
+    """Devices 0, 1, ... filled into nodes in order, nodes into the levels above. Where the number
+    of devices is not a multiple of a level's extent, the last group of that level is partly filled.
+    A cluster of `groups` holds each one's devices in order, and one level that joins the groups.
+    """
 
     name: str
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
-    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` what joins them."""
+    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups`
+    what joins them.
+    """
     groups: tuple[Group, ...] = ()
     """Where nodes or links are not everywhere alike: the parts within which they are."""
     straddle: bool = False
@@ -132,12 +157,16 @@ class Cluster:
         _check_room(f"cluster {self.name}", len(self.groups or self.devices), self.levels)
         if self.groups and len(self.levels) != 1:
             raise ConfigurationError(
-                f"cluster {self.name} joins groups by {len(self.levels)} {plural(len(self.levels), 'level')}",
+                (
+                    f"cluster {self.name} joins groups by {len(self.levels)} "
+                    f"{plural(len(self.levels), 'level')}"
+                ),
                 hint="give one",
             )
         if self.groups and sum(group.size for group in self.groups) != self.size:
             raise ConfigurationError(
-                f"the groups of cluster {self.name} do not hold its {self.size} {plural(self.size, 'device')}"
+                f"the groups of cluster {self.name} do not hold its {self.size} "
+                f"{plural(self.size, 'device')}"
             )
 
     @property
@@ -161,7 +190,11 @@ class Cluster:
     @property
     def devices_per_node(self) -> int:
         """Number of devices in a full node, the smallest where groups have different ones."""
-        return min(group.levels[0].size for group in self.groups) if self.groups else self.levels[0].size
+        return (
+            min(group.levels[0].size for group in self.groups)
+            if self.groups
+            else self.levels[0].size
+        )
 
     @property
     def node_count(self) -> int:
@@ -169,70 +202,111 @@ class Cluster:
 
     def node(self, device: int) -> int:
         first, levels = self.part(device)
-        before = sum(-(-group.size // group.levels[0].size) for group, start in self._placed() if start < first)
+        before = sum(
+            -(-group.size // group.levels[0].size)
+            for group, start in self._placed()
+            if start < first
+        )
         return before + (device - first) // levels[0].size
 
     def part(self, device: int) -> tuple[int, tuple[Level, ...]]:
-        """The first device, and the levels, of the group that holds `device`; of the cluster where it has no groups."""
+        """The first device, and the levels, of the group that holds `device`; of the cluster where
+        it has no groups.
+        """
         self._check(device)
         if not self.groups:
             return 0, self.levels
-        group, start = next((group, start) for group, start in self._placed() if device < start + group.size)
+        group, start = next(
+            (group, start) for group, start in self._placed() if device < start + group.size
+        )
         return start, group.levels
 
     def level(self, first: int, second: int) -> Level | None:
-        """The level of the smallest group that holds both devices; None for one and the same device."""
+        """The level of the smallest group that holds both devices; None for one and the same
+        device.
+        """
         start, levels = self.part(first)
         if first == second:
             return None
         if self.groups and self.part(second)[0] != start:
             return self.levels[0]
         self._check(second)
-        low, high = first - start, second - start
+        low = first - start
+        high = second - start
         for level in levels[:-1]:
-            low, high = low // level.size, high // level.size
+            low = low // level.size
+            high = high // level.size
             if low == high:
                 return level
         return levels[-1]
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two devices; a device reaches itself at the bandwidth of its memory, without latency."""
+        """The link between two devices; a device reaches itself at the bandwidth of its memory,
+        without latency.
+        """
         level = self.level(first, second)
-        return level.link if level is not None else Link(0.0, self.devices[first].bandwidth_bytes_per_s)
+        return (
+            level.link
+            if level is not None
+            else Link(0.0, self.devices[first].bandwidth_bytes_per_s)
+        )
 
     def slowest_link(self, group: Sequence[int]) -> Link:
-        """The link of least bandwidth (of most latency among equals) between any two devices of `group`."""
+        """The link of least bandwidth (of most latency among equals) between any two devices of
+        `group`.
+        """
         members = sorted(set(group))
         if not members:
             raise ConfigurationError("an empty group of devices has no link")
         if len(members) == 1:
             return self.link(members[0], members[0])
-        # Wherever two members part at some level, so do two members that are neighbours in order of index.
+        # Wherever two members part at some level, so do two members that are neighbours in order of
+        # index.
         return slower(self.link(first, second) for first, second in pairwise(members))
 
     def take(self, count: int) -> Cluster:
-        """The first `count` devices; each level keeps the places still needed. Raises InfeasibleError where there are
-        fewer, ConfigurationError for a count below 1."""
+        """The first `count` devices; each level keeps the places still needed. Raises
+        InfeasibleError where there are fewer, ConfigurationError for a count below 1.
+        """
         if count < 1:
-            raise ConfigurationError(f"cannot plan for {count} {plural(count, 'device')}", hint="give at least 1")
+            raise ConfigurationError(
+                f"cannot plan for {count} {plural(count, 'device')}", hint="give at least 1"
+            )
         if count > self.size:
             fewer = f"{count - self.size} fewer than the {count} asked for"
-            raise InfeasibleError(f"cluster {self.name} has {self.size} {plural(self.size, 'device')}, {fewer}")
+            raise InfeasibleError(
+                f"cluster {self.name} has {self.size} {plural(self.size, 'device')}, {fewer}"
+            )
         if not self.groups:
             return replace(self, devices=self.devices[:count], levels=_filled(self.levels, count))
-        kept = [(group, min(group.size, count - start)) for group, start in self._placed() if start < count]
-        groups = tuple(replace(group, size=size, levels=_filled(group.levels, size)) for group, size in kept)
-        return replace(self, devices=self.devices[:count], levels=_filled(self.levels, len(groups)), groups=groups)
+        kept = [
+            (group, min(group.size, count - start))
+            for group, start in self._placed()
+            if start < count
+        ]
+        groups = tuple(
+            replace(group, size=size, levels=_filled(group.levels, size)) for group, size in kept
+        )
+        return replace(
+            self,
+            devices=self.devices[:count],
+            levels=_filled(self.levels, len(groups)),
+            groups=groups,
+        )
 
     def with_bandwidth(self, factor: float, inside_nodes: bool) -> Cluster:
-        """Return the cluster with `factor` times the bandwidth of the links inside its nodes, or of all other links."""
+        """Return the cluster with `factor` times the bandwidth of the links inside its nodes, or of
+        all other links.
+        """
 
         def scaled(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
             found = []
             for number, level in enumerate(levels, first):
                 if (number == 0) == inside_nodes and level.size > 1:
                     bandwidth = factor * level.link.bandwidth_bytes_per_s
-                    level = replace(level, link=replace(level.link, bandwidth_bytes_per_s=bandwidth))
+                    level = replace(
+                        level, link=replace(level.link, bandwidth_bytes_per_s=bandwidth)
+                    )
                 found.append(level)
             return tuple(found)
 
@@ -241,11 +315,19 @@ class Cluster:
         return replace(self, groups=groups, levels=scaled(self.levels, 1 if groups else 0))
 
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
-        """The groups in another order, and for each device of that cluster its index in this one."""
+        """The groups in another order, and for each device of that cluster its index in this
+        one.
+        """
         placed = list(self._placed())
         groups, starts = zip(*(placed[each] for each in order), strict=True)
-        old = tuple(chain.from_iterable(range(at, at + group.size) for group, at in zip(groups, starts, strict=True)))
-        return replace(self, devices=tuple(self.devices[device] for device in old), groups=groups), old
+        old = tuple(
+            chain.from_iterable(
+                range(at, at + group.size) for group, at in zip(groups, starts, strict=True)
+            )
+        )
+        return replace(
+            self, devices=tuple(self.devices[device] for device in old), groups=groups
+        ), old
 
     def _placed(self) -> Iterable[tuple[Group, int]]:
         """The groups, each with its first device."""
@@ -254,7 +336,9 @@ class Cluster:
 
     def _check(self, device: int) -> None:
         if not 0 <= device < self.size:
-            raise ConfigurationError(f"cluster {self.name} has no device {device}", f"devices are 0 to {self.size - 1}")
+            raise ConfigurationError(
+                f"cluster {self.name} has no device {device}", f"devices are 0 to {self.size - 1}"
+            )
 
 
 def slower(links: Iterable[Link]) -> Link:
@@ -270,7 +354,9 @@ def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
         raise ConfigurationError(f"{who} has a level of size below 1")
     places = math.prod(level.size for level in levels)
     if places < count:
-        raise ConfigurationError(f"{who} has {count} devices or groups, but its levels hold only {places}")
+        raise ConfigurationError(
+            f"{who} has {count} devices or groups, but its levels hold only {places}"
+        )
 
 
 def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:

@@ -1,9 +1,11 @@
-"""One codec between values and documents (JSON, YAML): dataclasses are written and read by their annotations.
+"""One codec between values and documents (JSON, YAML): dataclasses are written and read by their
+annotations.
 
-Fields are keys, in order of declaration, or those that a class names in `written`. Types: `bool`, `int`, `float`,
-`str`, `Literal`, enumerations, `tuple[X, ...]` and `tuple[X, Y]` (lists), `tuple[tuple[str, X], ...]` (a mapping),
-`dict` (as it stands), dataclasses, and unions of these and `None`, each with marks or without: `Annotated[int,
-AtLeast(1)]`. Documents are untrusted: what is missing or does not fit is refused in one line with its place and key.
+Fields are keys, in order of declaration, or those that a class names in `written`. Types: `bool`,
+`int`, `float`, `str`, `Literal`, enumerations, `tuple[X, ...]` and `tuple[X, Y]` (lists),
+`tuple[tuple[str, X], ...]` (a mapping), `dict` (as it stands), dataclasses, and unions of these and
+`None`, each with marks or without: `Annotated[int, AtLeast(1)]`. Documents are untrusted: what is
+missing or does not fit is refused in one line with its place and key.
 """
 
 from __future__ import annotations
@@ -65,9 +67,11 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class FilePath:
-    """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told from a name.
+    """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told
+    from a name.
 
-    A text for which `refuses` holds is rejected: `words` say what it is, `hint` where it may be named.
+    A text for which `refuses` holds is rejected: `words` say what it is, `hint` where it may be
+    named.
     """
 
     refuses: Callable[[str], bool] | None = None
@@ -85,7 +89,9 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Mark of a field whose key is not its name; a dot stands between the keys of nested mappings."""
+    """Mark of a field whose key is not its name; a dot stands between the keys of nested
+    mappings.
+    """
 
     key: str
 
@@ -99,7 +105,9 @@ class Flat:
 
 
 class Row:
-    """Mark of a dataclass that is written as a list of its fields, without the last where those have defaults."""
+    """Mark of a dataclass that is written as a list of its fields, without the last where those
+    have defaults.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,9 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Mark of a field of pairs that holds all keys no other field claims, as they stand; `plain` writes a value."""
+    """Mark of a field of pairs that holds all keys no other field claims, as they stand; `plain`
+    writes a value.
+    """
 
     plain: Callable[[Any], object]
 
@@ -133,9 +143,10 @@ Filled = Fits(bool, "at least one")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key a dataclass takes, with the `name` and the `hint` (its type with marks) of the field that it sets.
-    `default` is `dataclasses.MISSING` where the key must be given, `flag` the command-line flag that sets it, if any,
-    and `path` the keys of nested mappings that lead to it."""
+    """One key a dataclass takes, with the `name` and the `hint` (its type with marks) of the field
+    that it sets. `default` is `dataclasses.MISSING` where the key must be given, `flag` the
+    command-line flag that sets it, if any, and `path` the keys of nested mappings that lead to it.
+    """
 
     name: str
     hint: Any
@@ -156,12 +167,22 @@ def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
-        name, hint, factory = field.name, hints[field.name], field.default_factory
+        name = field.name
+        hint = hints[field.name]
+        factory = field.default_factory
         marks = {type(mark): mark for mark in unwrap(hint)[1]}
         if field.init and marks.keys().isdisjoint((Rest, Origin)):
             default = field.default if factory is dataclasses.MISSING else factory()
             path = tuple(typing.cast(At, marks.get(At, At(name))).key.split("."))
-            found[name] = Key(name, hint, default, field.metadata.get("flag", ""), path, Sparse in marks, Flat in marks)
+            found[name] = Key(
+                name,
+                hint,
+                default,
+                field.metadata.get("flag", ""),
+                path,
+                Sparse in marks,
+                Flat in marks,
+            )
     return tuple(found[name] for name in getattr(schema, "written", found))
 
 
@@ -185,13 +206,21 @@ def is_mapping(base: Any) -> bool:
     """True if a type is a tuple of named values."""
     pair, *more = typing.get_args(base) or (None,)
     is_pair = typing.get_origin(pair) is tuple and typing.get_args(pair)[0] is str
-    return typing.get_origin(base) is tuple and more == [Ellipsis] and is_pair and ... not in typing.get_args(pair)
+    return (
+        typing.get_origin(base) is tuple
+        and more == [Ellipsis]
+        and is_pair
+        and ... not in typing.get_args(pair)
+    )
 
 
 def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] | None:
     """The field that carries a mark of this kind, and the mark, if there is one."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    marks = ((field.name, find(unwrap(hints[field.name])[1], kind)) for field in dataclasses.fields(schema))
+    marks = (
+        (field.name, find(unwrap(hints[field.name])[1], kind))
+        for field in dataclasses.fields(schema)
+    )
     return next(((name, mark) for name, mark in marks if mark is not None), None)
 
 
@@ -201,7 +230,8 @@ def describe(hint: Any) -> str:
     for mark in marks:
         if isinstance(mark, Coded | Fits):
             return mark.words
-    origin, members = typing.get_origin(base), typing.get_args(base)
+    origin = typing.get_origin(base)
+    members = typing.get_args(base)
     if is_union(base):
         return " or ".join(map(describe, members))
     if origin is Literal:
@@ -217,15 +247,25 @@ def describe(hint: Any) -> str:
         return f"a list: {names}" if find(marks, Row) else f"a mapping with {names}"
     if find(marks, FilePath):
         return "a path (text)"
-    plain = {str: "text", bool: "`true` or `false`", int: "a whole number", float: "a number", type(None): "`null`"}
+    plain = {
+        str: "text",
+        bool: "`true` or `false`",
+        int: "a whole number",
+        float: "a number",
+        type(None): "`null`",
+    }
     words = plain.get(base, "a mapping" if origin is dict else str(base))
     if spelling := find(marks, Spelling):
         return spelling.describe(words)
-    return " ".join([words, *(f"{mark.preposition} {mark.bound}" for mark in marks if isinstance(mark, Bound))])
+    return " ".join(
+        [words, *(f"{mark.preposition} {mark.bound}" for mark in marks if isinstance(mark, Bound))]
+    )
 
 
 class Record:
-    """A value of a document and where it stands; each format has its own subclass, and its own words for errors."""
+    """A value of a document and where it stands; each format has its own subclass, and its own
+    words for errors.
+    """
 
     __slots__ = ("key", "parent", "value")
     is_plain: ClassVar[bool] = False
@@ -234,7 +274,8 @@ class Record:
     def __init__(self, value: Any, parent: Record | None = None, key: str | int = "") -> None:
         self.value = value
         """A scalar, a list or tuple, or a dict; those hold values of the format."""
-        self.parent, self.key = parent, key
+        self.parent = parent
+        self.key = key
 
     @property
     def path(self) -> str:
@@ -277,7 +318,9 @@ class Record:
         return self.value
 
     def listed(self) -> Self:
-        """The record to read as a list of texts: this one, unless the format takes one text for a list of it."""
+        """The record to read as a list of texts: this one, unless the format takes one text for a
+        list of it.
+        """
         return self
 
     def is_optional(self, key: Key) -> bool:
@@ -285,7 +328,9 @@ class Record:
         return key.sparse
 
     def rest(self, schema: type[Dataclass]) -> dict[str, object]:
-        """Values of fields that no key sets, where keys that a dataclass does not have are not refused."""
+        """Values of fields that no key sets, where keys that a dataclass does not have are not
+        refused.
+        """
         return {}
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
@@ -326,7 +371,9 @@ Reader = Callable[[Record], Any]
 
 
 def decode(record: Record, hint: Any, **more: object) -> Any:
-    """The record as a value of type `hint`, a dataclass with the fields `more`. Raises ConfigurationError."""
+    """The record as a value of type `hint`, a dataclass with the fields `more`. Raises
+    ConfigurationError.
+    """
     return _read_dataclass(hint, record, **more) if more else _reader(hint)(record)
 
 
@@ -341,9 +388,13 @@ def _reader(hint: Any) -> Reader:
         return functools.partial(_read_union, base)
     if fits := find(marks, Fits):
         inner = tuple(mark for mark in marks if mark is not fits)
-        return functools.partial(_read_fitting, _reader(Annotated[base, *inner] if inner else base), fits)
+        return functools.partial(
+            _read_fitting, _reader(Annotated[base, *inner] if inner else base), fits
+        )
     if dataclasses.is_dataclass(base):
-        return functools.partial(_read_row if find(marks, Row) else _read_dataclass, typing.cast(Any, base))
+        return functools.partial(
+            _read_row if find(marks, Row) else _read_dataclass, typing.cast(Any, base)
+        )
     if origin is Literal:
         return functools.partial(_read_literal, base)
     if origin is tuple:
@@ -387,7 +438,9 @@ def _read_literal(literal: Any, record: Record) -> object:
 
 
 def _is_option(value: object, literal: Any) -> bool:
-    return any(value == option and type(value) is type(option) for option in typing.get_args(literal))
+    return any(
+        value == option and type(value) is type(option) for option in typing.get_args(literal)
+    )
 
 
 def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
@@ -403,7 +456,8 @@ def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
         return tuple(map(_reader(members[0]), record.items()))
     if len(record.value) != len(members):
         raise record.error(
-            f"{record.path}: {len(record.value)} {plural(len(record.value), 'item')} where {len(members)} are expected"
+            f"{record.path}: {len(record.value)} {plural(len(record.value), 'item')} where "
+            f"{len(members)} are expected"
         )
     return tuple(decode(item, member) for item, member in zip(record.items(), members, strict=True))
 
@@ -415,7 +469,9 @@ def _read_row(schema: type[Shape], record: Record) -> Shape:
         inner = keys(unwrap(key.hint)[0]) if key.flat else (key,)
         if len(cells) < len(inner):
             break
-        taken = {each.name: decode(cell, each.hint) for each, cell in zip(inner, cells, strict=False)}
+        taken = {
+            each.name: decode(cell, each.hint) for each, cell in zip(inner, cells, strict=False)
+        }
         values |= {key.name: unwrap(key.hint)[0](**taken)} if key.flat else taken
         cells = cells[len(inner) :]
     if cells or any(key.required and key.name not in values for key in keys(schema)):
@@ -431,7 +487,11 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
     for key, read, quick in _key_readers(schema):
         if key.name in more:
             continue
-        if quick and record.is_plain and (found := quick(record.value.get(key.path[0], _UNFIT))) is not _UNFIT:
+        if (
+            quick
+            and record.is_plain
+            and (found := quick(record.value.get(key.path[0], _UNFIT))) is not _UNFIT
+        ):
             values[key.name] = found
             continue
         if key.flat and missing:
@@ -451,8 +511,13 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
 
 
 @functools.cache
-def _key_readers(schema: type[Dataclass]) -> tuple[tuple[Key, Reader, Callable[[Any], Any] | None], ...]:
-    return tuple((key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None) for key in keys(schema))
+def _key_readers(
+    schema: type[Dataclass],
+) -> tuple[tuple[Key, Reader, Callable[[Any], Any] | None], ...]:
+    return tuple(
+        (key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None)
+        for key in keys(schema)
+    )
 
 
 _UNFIT = object()
@@ -460,8 +525,10 @@ _UNFIT = object()
 
 @functools.cache
 def _quick(hint: Any) -> Callable[[Any], Any] | None:
-    """A function from plain values to what `decode` makes of them, or `_UNFIT` where they need a closer look. Large
-    documents are mostly texts, whole numbers and lists of these, for which no record has to be made."""
+    """A function from plain values to what `decode` makes of them, or `_UNFIT` where they need a
+    closer look. Large documents are mostly texts, whole numbers and lists of these, for which no
+    record has to be made.
+    """
     base, marks = unwrap(hint)
     bounds = [mark for mark in marks if isinstance(mark, Bound)]
     if any(each.holds is not operator.ge for each in bounds) or not all(
@@ -474,7 +541,9 @@ def _quick(hint: Any) -> Callable[[Any], Any] | None:
     if base is int:
         return lambda value: value if type(value) is int and value >= least else _UNFIT
     if base is float:
-        return lambda value: value if type(value) is float and least <= value <= sys.float_info.max else _UNFIT
+        return lambda value: (
+            value if type(value) is float and least <= value <= sys.float_info.max else _UNFIT
+        )
     if is_union(base) and len(members := typing.get_args(base)) == 2 and members[1] is type(None):
         quick = _quick(members[0])
         return quick and (lambda value: None if value is None else quick(value))
@@ -495,7 +564,9 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
     value = float(value) if base is float else value
     for mark in marks:
         if isinstance(mark, Bound) and not mark.holds(value, mark.bound):
-            raise record.error(f"{record.path} is {record.display}", f"it must be {mark.words} {mark.bound}")
+            raise record.error(
+                f"{record.path} is {record.display}", f"it must be {mark.words} {mark.bound}"
+            )
     return value
 
 
@@ -543,7 +614,8 @@ def _same(value: Any) -> Any:
 @functools.cache
 def _writer(hint: Any) -> Writer:
     base, marks = unwrap(hint)
-    origin, members = typing.get_origin(base), typing.get_args(base)
+    origin = typing.get_origin(base)
+    members = typing.get_args(base)
     if coded := find(marks, Coded):
         return coded.write
     if spelling := find(marks, Spelling):
@@ -551,7 +623,9 @@ def _writer(hint: Any) -> Writer:
     if is_union(base):
         if all(_writer(member) is _same for member in members):
             return _same
-        return lambda value: _writer(next(member for member in members if _holds(value, member)))(value)
+        return lambda value: _writer(next(member for member in members if _holds(value, member)))(
+            value
+        )
     if is_mapping(base):
         inner = _writer(typing.get_args(members[0])[1])
         return lambda pairs: {name: inner(value) for name, value in pairs}
@@ -559,11 +633,15 @@ def _writer(hint: Any) -> Writer:
         inner = _writer(members[0])
         return list if inner is _same else lambda values: [inner(value) for value in values]
     if origin is tuple:
-        return lambda values: [_writer(member)(value) for member, value in zip(members, values, strict=True)]
+        return lambda values: [
+            _writer(member)(value) for member, value in zip(members, values, strict=True)
+        ]
     if isinstance(base, type) and issubclass(base, enum.Enum):
         return lambda value: value.value
     if dataclasses.is_dataclass(base):
-        return functools.partial(_write_row if find(marks, Row) else _write_dataclass, typing.cast(Any, base))
+        return functools.partial(
+            _write_row if find(marks, Row) else _write_dataclass, typing.cast(Any, base)
+        )
     return _same
 
 
@@ -589,7 +667,9 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
 
 
 @functools.cache
-def _key_writers(schema: type[Dataclass]) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, Rest] | None]:
+def _key_writers(
+    schema: type[Dataclass],
+) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, Rest] | None]:
     return tuple((key, _writer(key.hint)) for key in keys(schema)), marked_field(schema, Rest)
 
 

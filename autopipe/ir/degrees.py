@@ -1,4 +1,6 @@
-"""Degrees of parallelism of a plan: the groups of devices of its pipeline, and what the devices of a group share."""
+"""Degrees of parallelism of a plan: the groups of devices of its pipeline, and what the devices of
+a group share.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ _MOST_SIZES = 6
 class PlanDegrees:
     """Degrees of a plan, derived from its placement.
 
-    A group is a set of devices that run the same stages. In a group, `data` × `sequence` × `tensor` × `copies` is the
-    number of devices. The four are degrees of products (matrix products, convolutions, recurrent operators), which are
-    most of the work; a product counts if it belongs to the 99% of its stage's FLOPs with the most frequent degrees.
+    A group is a set of devices that run the same stages. In a group, `data` × `sequence` × `tensor`
+    × `copies` is the number of devices. The four are degrees of products (matrix products,
+    convolutions, recurrent operators), which are most of the work; a product counts if it belongs
+    to the 99% of its stage's FLOPs with the most frequent degrees.
     """
 
     groups: Annotated[tuple[Count, ...], Filled]
@@ -34,7 +37,9 @@ class PlanDegrees:
     tensor: Interval
     """Shards of the weights."""
     sequence: Annotated[Interval, Sparse()] = (1, 1)
-    """Shards of what a sample consists of, such as its positions or pixels; each shard reads all weights."""
+    """Shards of what a sample consists of, such as its positions or pixels; each shard reads all
+    weights.
+    """
     copies: Annotated[Interval, Sparse()] = (1, 1)
     """Devices that compute the same."""
     pipelines: Annotated[Count, Sparse()] = 1
@@ -64,9 +69,15 @@ class PlanDegrees:
 
     @property
     def options(self) -> dict[str, int]:
-        """Return the options of the strategy that were left open, with the values that give this plan."""
+        """Return the options of the strategy that were left open, with the values that give this
+        plan.
+        """
         width = max(self.groups)
-        values = {"pipeline": self.pipeline, "data": width // self.tensor[1], "tensor": self.tensor[1]}
+        values = {
+            "pipeline": self.pipeline,
+            "data": width // self.tensor[1],
+            "tensor": self.tensor[1],
+        }
         return {name: values[name] for name in self.settled if name in values}
 
     @property
@@ -80,7 +91,10 @@ class PlanDegrees:
         if self.zero_stage:
             told.append(f"ZeRO-{self.zero_stage}")
         if self.recomputed_stages:
-            told.append(f"recompute {self.recomputed_stages} of {self.stages} {plural(self.stages, 'stage')}")
+            told.append(
+                f"recompute {self.recomputed_stages} of {self.stages} "
+                f"{plural(self.stages, 'stage')}"
+            )
         return ", ".join(told)
 
     def _pipeline_text(self) -> str:

@@ -1,4 +1,6 @@
-"""Exceptions of autopipe, one small family, and words for their messages; only the command line catches them."""
+"""Exceptions of autopipe, one small family, and words for their messages; only the command line
+catches them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from collections.abc import Iterable
 
 
 class AutopipeError(Exception):
-    """A user's mistake or an impossible request, said in one line. `message` says what is wrong, `where` the file,
-    line, node or stage it is wrong at, `hint` what to do about it."""
+    """A user's mistake or an impossible request, said in one line. `message` says what is wrong,
+    `where` the file, line, node or stage it is wrong at, `hint` what to do about it.
+    """
 
     exit_code = 70
 
@@ -46,13 +49,17 @@ class ModelError(AutopipeError):
 
 
 class InfeasibleError(AutopipeError):
-    """A pass found no answer within the limits; the message names the limit and by how much it is missed."""
+    """A pass found no answer within the limits; the message names the limit and by how much it is
+    missed.
+    """
 
     exit_code = 4
 
 
 class OutOfMemoryError(InfeasibleError):
-    """The devices' memory does not hold it, which smaller micro-batches, recomputation or more devices may change."""
+    """The devices' memory does not hold it, which smaller micro-batches, recomputation or more
+    devices may change.
+    """
 
 
 REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
@@ -66,7 +73,9 @@ class LaunchError(AutopipeError):
 
 
 class VerificationError(LaunchError):
-    """Two results that must be equal differ; the message names the worst tensor and the difference."""
+    """Two results that must be equal differ; the message names the worst tensor and the
+    difference.
+    """
 
 
 class CodegenError(AutopipeError):

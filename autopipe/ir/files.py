@@ -1,8 +1,10 @@
-"""Formats of files: documents in JSON (plans, schedules, measured costs, manifests, checkpoints), and safetensors.
+"""Formats of files: documents in JSON (plans, schedules, measured costs, manifests, checkpoints),
+and safetensors.
 
-The header of a safetensors file
-(https://huggingface.co/docs/safetensors) is its length in eight bytes, then as JSON the type, the shape and the place
-of each tensor. The tensors follow, row by row and little-endian."""
+The header of a safetensors file (https://huggingface.co/docs/safetensors) is its length in eight
+bytes, then as JSON the type, the shape and the place of each tensor. The tensors follow, row by row
+and little-endian.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
 
 INLINE_LIMIT: Final = 3 << 29
-"""Bytes of tensors (1.5 GiB) up to which they stand in an ONNX file itself; protobuf cannot hold 2 GiB."""
+"""Bytes of tensors (1.5 GiB) up to which they stand in an ONNX file itself; protobuf cannot hold 2
+GiB.
+"""
 _ALIGNMENT: Final = 4096
 Progress = Callable[[int], None]
 """Told the number of bytes written after every piece."""
@@ -28,7 +32,9 @@ _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
 
 
 def lfs_error(path: Path) -> tuple[str, str] | None:
-    """Return the message and the hint of an error if `path` is a pointer of Git LFS, otherwise None."""
+    """Return the message and the hint of an error if `path` is a pointer of Git LFS, otherwise
+    None.
+    """
     if not path.is_file():  # A read of a pipe would wait.
         return None
     try:
@@ -42,7 +48,9 @@ def lfs_error(path: Path) -> tuple[str, str] | None:
 
 
 def aligned(file: IO[bytes]) -> int:
-    """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns that offset."""
+    """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns
+    that offset.
+    """
     file.write(bytes(-file.tell() % _ALIGNMENT))
     return file.tell()
 
@@ -53,8 +61,13 @@ class JsonRecord(Record):
     __slots__ = ("file",)
     is_plain = True
 
-    def __init__(self, value: Any, file: str, parent: JsonRecord | None = None, key: str | int = "") -> None:
-        self.value, self.file, self.parent, self.key = value, file, parent, key
+    def __init__(
+        self, value: Any, file: str, parent: JsonRecord | None = None, key: str | int = ""
+    ) -> None:
+        self.value = value
+        self.file = file
+        self.parent = parent
+        self.key = key
 
     @property
     def display(self) -> str:
@@ -68,15 +81,18 @@ class JsonRecord(Record):
         return ConfigurationError(message, hint=hint, where=self.file)
 
     def refusal(self, expected: str) -> ConfigurationError:
-        return self.error(f"{self.path or 'the document'} is {self.display}", f"expected {expected}")
+        return self.error(
+            f"{self.path or 'the document'} is {self.display}", f"expected {expected}"
+        )
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
         return self.error(f"{self.child(None, key).path} is missing", "write the file anew")
 
 
 def read_record(path: Path, form: str) -> JsonRecord:
-    """The JSON document in `path`, an object whose `format` is `form`. Raises ConfigurationError for a file that cannot
-    be read, is not JSON, or has another format."""
+    """The JSON document in `path`, an object whose `format` is `form`. Raises ConfigurationError
+    for a file that cannot be read, is not JSON, or has another format.
+    """
     where = str(path)
 
     def refuse_constant(text: str) -> NoReturn:
@@ -91,21 +107,30 @@ def read_record(path: Path, form: str) -> JsonRecord:
     record = JsonRecord(document, where)
     found = record.get("format", str)
     if found != form:
-        raise record.error(f"the format is {found!r}", f"this autopipe reads {form!r}; write the file anew")
+        raise record.error(
+            f"the format is {found!r}", f"this autopipe reads {form!r}; write the file anew"
+        )
     return record
 
 
 def record_text(form: dict[str, object]) -> str:
-    """The document as JSON, an entry of the outer object a line: compact files, and differences that can be read."""
+    """The document as JSON, an entry of the outer object a line: compact files, and differences
+    that can be read.
+    """
     lines = [f"{json.dumps(key)}: {_value_text(value)}" for key, value in form.items()]
     return "{" + ",\n ".join(lines) + "}\n"
 
 
 def _value_text(value: object) -> str:
-    """A value as JSON. What a list holds many times is worked out once: devices that do the same share their tasks."""
+    """A value as JSON. What a list holds many times is worked out once: devices that do the same
+    share their tasks.
+    """
     if not isinstance(value, list | tuple):
         return json.dumps(value, allow_nan=False)
-    texts = {key: json.dumps(entry, allow_nan=False) for key, entry in {id(each): each for each in value}.items()}
+    texts = {
+        key: json.dumps(entry, allow_nan=False)
+        for key, entry in {id(each): each for each in value}.items()
+    }
     return "[" + ", ".join(texts[id(each)] for each in value) + "]"
 
 
@@ -123,16 +148,22 @@ _HEADER_ALIGNMENT = 8
 def safetensors_header(
     tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The header of tensors by name, type and shape, each behind the one before; the byte of the file where each
-    begins; and the file's size. A complex number is written as two real ones."""
+    """The header of tensors by name, type and shape, each behind the one before; the byte of the
+    file where each begins; and the file's size. A complex number is written as two real ones.
+    """
     form: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    starts, end = dict[str, int](), 0
+    starts = dict[str, int]()
+    end = 0
     for name, dtype, shape in tensors:
         pair = _PAIRS.get(dtype)
         starts[name] = end
         end += math.prod(shape) * dtype.itemsize
         stored = (*shape, 2) if pair else shape
-        form[name] = {"dtype": pair or TAGS[dtype], "shape": stored, "data_offsets": [starts[name], end]}
+        form[name] = {
+            "dtype": pair or TAGS[dtype],
+            "shape": stored,
+            "data_offsets": [starts[name], end],
+        }
     text = json.dumps(form).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text

@@ -8,7 +8,8 @@ Grammar::
     Parameter = value + where its numbers lie in the ONNX file (they are never held here)
     Constant  = value + its numbers (small, known while compiling)
 
-Each value is written once. Names come from the model: they are untrusted text and serve as keys and in messages only.
+Each value is written once. Names come from the model: they are untrusted text and serve as keys and
+in messages only.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class DType(enum.Enum):
 
     @property
     def stored(self) -> np.dtype:
-        """Numpy's type of stored elements: little-endian; of types that it does not know, the bits."""
+        """Numpy's type of stored elements: little-endian; of types that it does not know, the
+        bits.
+        """
         bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_eighth else self.held
         return np.dtype(bits).newbyteorder("<")
 
@@ -74,7 +77,9 @@ class DType(enum.Enum):
 
     @property
     def held(self) -> str:
-        """Torch's name of the type of elements in memory: those of less than a byte take one, float4 for its code."""
+        """Torch's name of the type of elements in memory: those of less than a byte take one,
+        float4 for its code.
+        """
         if not self.packed_bits:
             return self.value
         return "int8" if self.value.startswith("int") else "uint8"
@@ -94,14 +99,18 @@ class DType(enum.Enum):
         return self.value.startswith(("int", "uint"))
 
 
-_BITS = {each: int("0" + "".join(filter(str.isdigit, each.value.partition("_")[0]))) for each in DType}
+_BITS = {
+    each: int("0" + "".join(filter(str.isdigit, each.value.partition("_")[0]))) for each in DType
+}
 _ITEMSIZE = {each: max(8, bits) // 8 for each, bits in _BITS.items()}
 _PACKED = {each: bits for each, bits in _BITS.items() if 0 < bits < 8}
 _FLOATING = frozenset(each for each, bits in _BITS.items() if "float" in each.value and bits > 8)
 
 
 COUNTED_LABELS = "autopipe/counted_labels"
-"""The output of a graph that is the number of its labels that count, by which the step's loss is divided."""
+"""The output of a graph that is the number of its labels that count, by which the step's loss is
+divided.
+"""
 
 Whole = Annotated[int, AtLeast(-(2**63))]
 Attribute = Whole | float | str | tuple[Whole, ...] | tuple[float, ...] | tuple[str, ...]
@@ -126,8 +135,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """Numbers stored little-endian and row-major at an offset of a file. `file` is relative to the folder of the ONNX
-    file; "" is the ONNX file itself."""
+    """Numbers stored little-endian and row-major at an offset of a file. `file` is relative to the
+    folder of the ONNX file; "" is the ONNX file itself.
+    """
 
     file: str
     offset: Index
@@ -136,7 +146,9 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class VarintSlice:
-    """Numbers of 16 bits that the ONNX file itself stores one by one, as varints in `length` bytes from `offset` on."""
+    """Numbers of 16 bits that the ONNX file itself stores one by one, as varints in `length` bytes
+    from `offset` on.
+    """
 
     offset: Index
     length: Index
@@ -144,11 +156,11 @@ class VarintSlice:
 
 @dataclass(frozen=True, slots=True)
 class FoldedSlice(FileSlice):
-    """Numbers that an exporter made of a parameter, which is had back from them: of each number itself, or, as `form`
-    says, its `log` or the `log of the negative`.
+    """Numbers that an exporter made of a parameter, which is had back from them: of each number
+    itself, or, as `form` says, its `log` or the `log of the negative`.
 
-    `rows` says where each row of the parameter, a matrix, begins, in elements (() where it is stored as it is), `step`
-    how many elements there are from one of a row's numbers to the next.
+    `rows` says where each row of the parameter, a matrix, begins, in elements (() where it is
+    stored as it is), `step` how many elements there are from one of a row's numbers to the next.
     """
 
     rows: tuple[Index, ...] = ()
@@ -163,8 +175,9 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """How to draw a parameter that has no stored numbers: `normal` (mean 0, standard deviation `scale`), `uniform` (in
-    [-scale, scale]), `zeros` or `ones`."""
+    """How to draw a parameter that has no stored numbers: `normal` (mean 0, standard deviation
+    `scale`), `uniform` (in [-scale, scale]), `zeros` or `ones`.
+    """
 
     scheme: str
     scale: float = 0.0
@@ -174,7 +187,13 @@ Storage = FileSlice | VarintSlice | Fill | Initializer
 
 
 def _write_storage(storage: Storage) -> dict[str, Any]:
-    kinds = {FileSlice: "file", FoldedSlice: "file", VarintSlice: "varints", Fill: "fill", Initializer: "draw"}
+    kinds = {
+        FileSlice: "file",
+        FoldedSlice: "file",
+        VarintSlice: "varints",
+        Fill: "fill",
+        Initializer: "draw",
+    }
     return {"kind": kinds[type(storage)]} | encode(storage)
 
 
@@ -190,7 +209,9 @@ def _read_storage(record: Record) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A value kept from step to step: a weight (trained) or a buffer such as a running mean (not trained)."""
+    """A value kept from step to step: a weight (trained) or a buffer such as a running mean (not
+    trained).
+    """
 
     value: Annotated[Value, Flat()]
     storage: Annotated[Storage, Coded(_write_storage, _read_storage)]
@@ -221,9 +242,10 @@ class Constant:
 class Node:
     """One operator applied to values.
 
-    `inputs` names values, "" where an optional operand is absent; trailing absent operands are dropped. `outputs`
-    likewise. `attributes` holds only what the file states, as (name, value) pairs sorted by name; defaults are the
-    operator's business. `domain` is "" for ONNX's own operators and "com.microsoft" and the like for others.
+    `inputs` names values, "" where an optional operand is absent; trailing absent operands are
+    dropped. `outputs` likewise. `attributes` holds only what the file states, as (name, value)
+    pairs sorted by name; defaults are the operator's business. `domain` is "" for ONNX's own
+    operators and "com.microsoft" and the like for others.
     """
 
     name: str
@@ -259,28 +281,37 @@ class Node:
         for key, value in self.attributes:
             if key == name:
                 if not isinstance(value, kind):
-                    raise ModelError(f"attribute {name!r} of {self.op} has an unexpected type", where=repr(self.name))
+                    raise ModelError(
+                        f"attribute {name!r} of {self.op} has an unexpected type",
+                        where=repr(self.name),
+                    )
                 return value
         return default
 
 
 def tokens_per_sample(inputs: Iterable[tuple[Value, int | None]]) -> int | None:
-    """Return the tokens of a sample: the length of its longest row of integers. `inputs` have their batch axes.
+    """Return the tokens of a sample: the length of its longest row of integers. `inputs` have their
+    batch axes.
 
-    None if an input with samples has floating-point elements, or if no sample has a row of two or more integers.
+    None if an input with samples has floating-point elements, or if no sample has a row of two or
+    more integers.
     """
     with_samples = [(value, axis) for value, axis in inputs if axis is not None]
     if any(value.dtype.is_floating for value, _ in with_samples):
         return None
-    lengths = [value.shape[1] for value, axis in with_samples if axis == 0 and len(value.shape) == 2]
+    lengths = [
+        value.shape[1] for value, axis in with_samples if axis == 0 and len(value.shape) == 2
+    ]
     return max((length for length in lengths if length > 1), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A whole model, or one evaluation of it on one micro-batch. `values` types every value that a node writes, in the
-    order written. `opset` is the version of the "" domain that gives the nodes their meaning. `batch_axes` says, for
-    each input that carries samples, which of its axes counts them."""
+    """A whole model, or one evaluation of it on one micro-batch. `values` types every value that a
+    node writes, in the order written. `opset` is the version of the "" domain that gives the nodes
+    their meaning. `batch_axes` says, for each input that carries samples, which of its axes counts
+    them.
+    """
 
     name: str
     opset: int
@@ -301,7 +332,9 @@ class Graph:
         for value in itertools.chain(self.inputs, (each.value for each in kept), self.values):
             if types.setdefault(value.name, value) is not value:
                 raise ModelError(f"value {value.name!r} is defined twice", where=repr(self.name))
-        producers = {name: index for index, node in enumerate(self.nodes) for name in node.outputs if name}
+        producers = {
+            name: index for index, node in enumerate(self.nodes) for name in node.outputs if name
+        }
         object.__setattr__(self, "_types", types)
         object.__setattr__(self, "_producers", producers)
         object.__setattr__(self, "_held", {each.value.name: each for each in kept})
@@ -336,24 +369,35 @@ class Graph:
 
     @remembered(GRAPHS)
     def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """For each node the values that it reads and another one writes, with that one's index, each once."""
+        """For each node the values that it reads and another one writes, with that one's index,
+        each once.
+        """
         made = self._producers
         return tuple(
-            tuple((name, made[name]) for name in dict.fromkeys(node.inputs) if name in made) for node in self.nodes
+            tuple((name, made[name]) for name in dict.fromkeys(node.inputs) if name in made)
+            for node in self.nodes
         )
 
     def verify(self) -> None:
-        """Raise ModelError unless values are written before they are read, once, and every output exists."""
+        """Raise ModelError unless values are written before they are read, once, and every output
+        exists.
+        """
         known = {value.name for value in self.inputs} | self._held.keys()
         for node in self.nodes:
             for name in node.inputs:
                 if name and name not in known:
-                    raise ModelError(f"{node.op} reads {name!r} before it is written", where=repr(node.name))
+                    raise ModelError(
+                        f"{node.op} reads {name!r} before it is written", where=repr(node.name)
+                    )
             for name in node.outputs:
                 if name and name not in self._types:
-                    raise ModelError(f"{node.op} writes {name!r}, whose type is unknown", where=repr(node.name))
+                    raise ModelError(
+                        f"{node.op} writes {name!r}, whose type is unknown", where=repr(node.name)
+                    )
                 if name and name in known:
-                    raise ModelError(f"{node.op} writes {name!r} a second time", where=repr(node.name))
+                    raise ModelError(
+                        f"{node.op} writes {name!r} a second time", where=repr(node.name)
+                    )
                 known.add(name)
             known.discard("")
         for name in self.outputs:
@@ -361,9 +405,19 @@ class Graph:
                 raise ModelError(f"output {name!r} is never written", where=repr(self.name))
 
     def digest(self) -> str:
-        """SHA-256 over structure, types, constants and where parameters lie; equal for equal graphs."""
+        """SHA-256 over structure, types, constants and where parameters lie; equal for equal
+        graphs.
+        """
         digest = hashlib.sha256()
-        for part in (self.opset, self.inputs, self.parameters, self.nodes, self.outputs, self.values, self.batch_axes):
+        for part in (
+            self.opset,
+            self.inputs,
+            self.parameters,
+            self.nodes,
+            self.outputs,
+            self.values,
+            self.batch_axes,
+        ):
             digest.update(repr(part).encode())
         for constant in self.constants:
             digest.update(repr(constant.value).encode())

@@ -1,8 +1,9 @@
 """Who holds what of a tensor, and what has to move where a group is to hold it in another layout.
 
-The volume is t_x of PaSE (IPDPS 2021, section III): what a device needs and does not have. At an outer level of the
-cluster it is a node that lacks what its devices need and none of them has: each block enters a node once. The same
-arithmetic gives exchanges in a stage, messages between stages, and what either costs: what is predicted is what runs.
+The volume is t_x of PaSE (IPDPS 2021, section III): what a device needs and does not have. At an
+outer level of the cluster it is a node that lacks what its devices need and none of them has: each
+block enters a node once. The same arithmetic gives exchanges in a stage, messages between stages,
+and what either costs: what is predicted is what runs.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 class MeshAxis(NamedTuple):
-    """An axis of the mesh that a group's devices form: the device at position P has place (P // stride) % degree."""
+    """An axis of the mesh that a group's devices form: the device at position P has place (P //
+    stride) % degree.
+    """
 
     degree: int
     stride: int
@@ -81,11 +84,15 @@ MeshAxes = tuple[MeshAxis, ...]
 
 
 def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
-    """One axis for each split, outer to inner over `group` devices; those that the degrees leave over are innermost.
-    The product of the degrees must divide `group`."""
-    found, stride = [], group
+    """One axis for each split, outer to inner over `group` devices; those that the degrees leave
+    over are innermost. The product of the degrees must divide `group`.
+    """
+    found = []
+    stride = group
     for split in splits:
-        assert stride % split.degree == 0, f"{' '.join(map(str, splits))} over {group} {plural(group, 'device')}"
+        assert stride % split.degree == 0, (
+            f"{' '.join(map(str, splits))} over {group} {plural(group, 'device')}"
+        )
         stride //= split.degree
         found.append(MeshAxis(split.degree, stride))
     return tuple(found)
@@ -125,7 +132,9 @@ def degree_of(axes: Iterable[MeshAxis]) -> int:
 
 
 def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
-    """Positions of the devices that differ from the one at `position` along `axes` alone, in the order of the axes."""
+    """Positions of the devices that differ from the one at `position` along `axes` alone, in the
+    order of the axes.
+    """
     found = [position - sum(axis.place(position) * axis.stride for axis in axes)]
     for axis in axes:
         found = [each + place * axis.stride for each in found for place in range(axis.degree)]
@@ -134,8 +143,9 @@ def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WindowedBlocks:
-    """Blocks of a dimension: block i is the `length` elements from i · step + offset on. Blocks may overlap, leave
-    elements out, and stick out of the tensor at its ends."""
+    """Blocks of a dimension: block i is the `length` elements from i · step + offset on. Blocks may
+    overlap, leave elements out, and stick out of the tensor at its ends.
+    """
 
     step: int
     offset: int
@@ -150,12 +160,13 @@ class WindowedBlocks:
 class Layout:
     """How a stage's group holds one tensor.
 
-    `cuts[i]` are the mesh axes that cut dimension i, outer to inner. Over `sums` the devices hold shares of a sum, over
-    `means` equal shares of a mean: along all other axes they hold copies. Axes are merged, so that two layouts are
-    equal where they mean the same.
+    `cuts[i]` are the mesh axes that cut dimension i, outer to inner. Over `sums` the devices hold
+    shares of a sum, over `means` equal shares of a mean: along all other axes they hold copies.
+    Axes are merged, so that two layouts are equal where they mean the same.
 
-    Blocks are even, but for an operand that is read through windows: there `windows[i]` says what each block has of
-    dimension i (None where it is even, () where all are), with `fill` where blocks stick out. No result is left so.
+    Blocks are even, but for an operand that is read through windows: there `windows[i]` says what
+    each block has of dimension i (None where it is even, () where all are), with `fill` where
+    blocks stick out. No result is left so.
     """
 
     shape: tuple[int, ...]
@@ -191,38 +202,58 @@ class Layout:
         return Layout(self.shape, self.cuts)
 
     def even(self) -> Layout:
-        """Even blocks along the same axes; the dimensions read through windows whole where these do not divide them."""
+        """Even blocks along the same axes; the dimensions read through windows whole where these do
+        not divide them.
+        """
         if not self.windows:
             return self
         dimensions = zip(self.shape, self.cuts, self.windows, strict=True)
-        cuts = (() if window and extent % degree_of(axes) else axes for extent, axes, window in dimensions)
+        cuts = (
+            () if window and extent % degree_of(axes) else axes
+            for extent, axes, window in dimensions
+        )
         return Layout(self.shape, tuple(cuts))
 
     def blocks(self) -> tuple[WindowedBlocks, ...]:
         """For each dimension what each block along it has."""
-        even = [extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True)]
+        even = [
+            extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True)
+        ]
         windows = self.windows or (None,) * len(even)
-        return tuple(window or WindowedBlocks(extent, 0, extent) for window, extent in zip(windows, even, strict=True))
+        return tuple(
+            window or WindowedBlocks(extent, 0, extent)
+            for window, extent in zip(windows, even, strict=True)
+        )
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's block."""
         if not self.windows:
-            return tuple(extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True))
+            return tuple(
+                extent // degree_of(axes)
+                for extent, axes in zip(self.shape, self.cuts, strict=True)
+            )
         return tuple(block.length for block in self.blocks())
 
     @property
     def local_elements(self) -> int:
-        return math.prod(self.local_shape()) if self.windows else math.prod(self.shape) // self.parts
+        return (
+            math.prod(self.local_shape()) if self.windows else math.prod(self.shape) // self.parts
+        )
 
     def like_first(self, group: int) -> tuple[int, ...]:
-        """The positions, of `group`, of the devices that hold the same block as the one at position 0."""
+        """The positions, of `group`, of the devices that hold the same block as the one at position
+        0.
+        """
         positions = np.arange(group)
         apart = sum((place_along(axes, positions) for axes in self.cuts), np.zeros_like(positions))
         return tuple(np.flatnonzero(apart == 0).tolist())
 
     def box(self, position: int) -> Box:
-        """Box held by the device at `position` of the group; blocks read through windows may exceed the tensor."""
-        starts, stops = [], []
+        """Box held by the device at `position` of the group; blocks read through windows may exceed
+        the tensor.
+        """
+        starts = []
+        stops = []
         for block, axes in zip(self.blocks(), self.cuts, strict=True):
             starts.append(place_along(axes, position) * block.step + block.offset)
             stops.append(starts[-1] + block.length)
@@ -231,8 +262,9 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def holders_by_box(layout: Layout, group: int) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """Each block, in the order of the first position that holds it, with all positions of `group` that do. Layers
-    repeat, so few layouts are asked for often."""
+    """Each block, in the order of the first position that holds it, with all positions of `group`
+    that do. Layers repeat, so few layouts are asked for often.
+    """
     found: dict[Box, list[int]] = {}
     for position in range(group):
         found.setdefault(layout.box(position), []).append(position)
@@ -244,11 +276,14 @@ def replicated(shape: tuple[int, ...]) -> Layout:
 
 
 def sliced(layout: Layout, group: int) -> Layout:
-    """The layout in which those of `group` devices that hold copies have a slice each, along the first dimension that
-    allows equal ones; the same layout where none does."""
+    """The layout in which those of `group` devices that hold copies have a slice each, along the
+    first dimension that allows equal ones; the same layout where none does.
+    """
     copies: list[MeshAxis] = []
     outer = group
-    for axis in sorted((axis for axes in layout.cuts for axis in axes), key=lambda axis: -axis.stride):
+    for axis in sorted(
+        (axis for axes in layout.cuts for axis in axes), key=lambda axis: -axis.stride
+    ):
         span = axis.stride * axis.degree
         if outer % span:
             return layout
@@ -271,9 +306,10 @@ def operand_layout(
     axes: Mapping[str, MeshAxis],
     windows: Sequence[Windowed] = (),
 ) -> Layout:
-    """Layout in which devices need an operand, or hold a result, of a node whose splits have these `axes_of`. `windows`
-    are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block` says so;
-    callers keep to such splits."""
+    """Layout in which devices need an operand, or hold a result, of a node whose splits have these
+    `axes_of`. `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is
+    a block only where `is_block` says so; callers keep to such splits.
+    """
     cuts = [merged([axes[name] for name in dimension if name in axes]) for dimension in dimensions]
     if not windows:
         return Layout(shape, tuple(cuts))
@@ -282,10 +318,13 @@ def operand_layout(
     for each in windows:
         if each.axis not in axes or axes[each.axis].degree == 1:
             continue
-        degree, extent = axes[each.axis].degree, shape[each.dimension]
+        degree = axes[each.axis].degree
+        extent = shape[each.dimension]
         block = WindowedBlocks(each.stride, each.offset, each.reach).joined(each.count // degree)
         cuts[each.dimension] = merged([axes[each.axis]])
-        is_even = block == WindowedBlocks(extent // degree, 0, extent // degree) and extent % degree == 0
+        is_even = (
+            block == WindowedBlocks(extent // degree, 0, extent // degree) and extent % degree == 0
+        )
         found[each.dimension] = None if is_even else block
         if block.offset < 0 or (degree - 1) * block.step + block.offset + block.length > extent:
             fill = each.fill  # A block sticks out of the tensor.
@@ -293,9 +332,14 @@ def operand_layout(
 
 
 def result_layout(
-    space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], axes: Mapping[str, MeshAxis]
+    space: Space,
+    dimensions: tuple[Dimension, ...],
+    shape: tuple[int, ...],
+    axes: Mapping[str, MeshAxis],
 ) -> Layout:
-    """The layout in which a node leaves a result: like an operand's, and partial over split axes that it reduces."""
+    """The layout in which a node leaves a result: like an operand's, and partial over split axes
+    that it reduces.
+    """
     held = operand_layout(dimensions, shape, axes)
     present = {name for dimension in dimensions for name in dimension}
     sums: list[MeshAxis] = []
@@ -319,9 +363,12 @@ def is_block(space: Space, axis: str, degree: int) -> bool:
 
 
 def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
-    """True if `splits` together leave every device one block of each tensor, equal to the others'. In a dimension made
-    of several axes an inner one may be cut where all those outside it are cut to extent one."""
-    degrees, extents = {split.axis: split.degree for split in splits}, space.extents()
+    """True if `splits` together leave every device one block of each tensor, equal to the others'.
+    In a dimension made of several axes an inner one may be cut where all those outside it are cut
+    to extent one.
+    """
+    degrees = {split.axis: split.degree for split in splits}
+    extents = space.extents()
     if any(extent % degrees.get(axis, 1) for axis, extent in extents.items()):
         return False
     return all(is_one_block(dimension, extents, degrees) for dimension in mixed_dimensions(space))
@@ -334,8 +381,12 @@ def mixed_dimensions(space: Space) -> tuple[Dimension, ...]:
     return tuple(dict.fromkeys(mixed))
 
 
-def is_one_block(dimension: Dimension, extents: Mapping[str, int], degrees: Mapping[str, int]) -> bool:
-    """True if `degrees`, which divide `extents`, cut no axis of a dimension inside of one not down to extent one."""
+def is_one_block(
+    dimension: Dimension, extents: Mapping[str, int], degrees: Mapping[str, int]
+) -> bool:
+    """True if `degrees`, which divide `extents`, cut no axis of a dimension inside of one not down
+    to extent one.
+    """
     outside = 1
     for name in dimension:
         degree = degrees.get(name, 1)
@@ -346,10 +397,13 @@ def is_one_block(dimension: Dimension, extents: Mapping[str, int], degrees: Mapp
 
 
 def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
-    """For each position of a group, the elements of its block under `target` that it lacks under `source`."""
+    """For each position of a group, the elements of its block under `target` that it lacks under
+    `source`.
+    """
     if not target.shape:
         return np.zeros(group, dtype=np.int64)
-    (first, last), (held, end) = _ranges(target, group), _ranges(source, group)
+    (first, last) = _ranges(target, group)
+    (held, end) = _ranges(source, group)
     need = np.maximum(last - first, 0).prod(axis=1)
     overlap = np.minimum(last, end) - np.maximum(first, held)
     missing: NDArray[np.int64] = need - np.maximum(overlap, 0).prod(axis=1)
@@ -357,10 +411,14 @@ def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
 
 
 def of_neighbours(layout: Layout, size: int) -> Layout:
-    """The layout as each `size` neighbouring devices hold it together, counted as one device. Where neighbours' blocks
-    do not make up one block, it is the smallest that has them all."""
+    """The layout as each `size` neighbouring devices hold it together, counted as one device. Where
+    neighbours' blocks do not make up one block, it is the smallest that has them all.
+    """
     windows = layout.windows or (None,) * len(layout.cuts)
-    cut = [cut_by_neighbours(axes, window, size) for axes, window in zip(layout.cuts, windows, strict=True)]
+    cut = [
+        cut_by_neighbours(axes, window, size)
+        for axes, window in zip(layout.cuts, windows, strict=True)
+    ]
     cuts, windows = zip(*cut, strict=True) if cut else ((), ())
     return Layout(layout.shape, cuts, windows=windows if layout.windows else ())
 
@@ -369,21 +427,26 @@ def cut_by_neighbours(
     axes: MeshAxes, window: WindowedBlocks | None, size: int
 ) -> tuple[MeshAxes, WindowedBlocks | None]:
     """The same along one dimension, cut by `axes` and read through `window`, if by any."""
-    found = []  # What tells one set of neighbours from another, up to the first axis that lies within one.
+    # What tells one set of neighbours from another, up to the first axis that lies within one.
+    found = []
     for axis in axes:
         span = axis.stride * axis.degree
         if axis.stride % size == 0:
             found.append(MeshAxis(axis.degree, axis.stride // size))
             continue
         if span > size and span % size == 0 and size % axis.stride == 0:
-            found.append(MeshAxis(span // size, 1))  # The axis's outer part: it goes on inside of a set.
+            found.append(
+                MeshAxis(span // size, 1)
+            )  # The axis's outer part: it goes on inside of a set.
         break
     outer = merged(found)
     return outer, window.joined(degree_of(axes) // degree_of(outer)) if window and outer else None
 
 
 def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the part of each device's block that lies in the tensor begins and ends, [group, dimensions]."""
+    """Where the part of each device's block that lies in the tensor begins and ends, [group,
+    dimensions].
+    """
     positions = np.arange(group)
     starts = np.zeros((group, len(layout.shape)), dtype=np.int64)
     stops = np.zeros_like(starts)
@@ -395,7 +458,9 @@ def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.i
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A block, in coordinates of the whole tensor, that one position of a group gives to another or to itself."""
+    """A block, in coordinates of the whole tensor, that one position of a group gives to another or
+    to itself.
+    """
 
     source: int
     target: int
@@ -403,9 +468,10 @@ class Move:
 
 
 def moves_between(source: Layout, target: Layout, group: int) -> Iterator[Move]:
-    """The moves that make `target` of `source`, whose blocks are even and no shares of sums, by target. A device keeps
-    what it has. Of several holders the nearest one sends, which mostly is in the same node. What of a block sticks out
-    of the tensor nobody sends."""
+    """The moves that make `target` of `source`, whose blocks are even and no shares of sums, by
+    target. A device keeps what it has. Of several holders the nearest one sends, which mostly is in
+    the same node. What of a block sticks out of the tensor nobody sends.
+    """
     holders = holders_by_box(source, group)
     for position in range(group):
         need = target.box(position)
@@ -419,11 +485,12 @@ def moves_between(source: Layout, target: Layout, group: int) -> Iterator[Move]:
 class Relayout:
     """One change of a value's layout: what a group does together, over the axes `over` of its mesh.
 
-    `kind` is `all_reduce` (shares of a sum → the sum), `reduce_scatter` (shares → blocks of the sum along `dimension`),
-    `all_gather` (blocks along `dimension` → all of it), `slice` (of a copy this device's block; nothing is sent),
-    `all_to_all` (blocks along `origin` → blocks along `dimension`) or `redistribute` (any blocks → any blocks: what a
-    device lacks is sent by a device near by that has it). `slice` and `redistribute` also lead to blocks that are read
-    through windows; a slice is then over no axes in particular.
+    `kind` is `all_reduce` (shares of a sum → the sum), `reduce_scatter` (shares → blocks of the sum
+    along `dimension`), `all_gather` (blocks along `dimension` → all of it), `slice` (of a copy this
+    device's block; nothing is sent), `all_to_all` (blocks along `origin` → blocks along
+    `dimension`) or `redistribute` (any blocks → any blocks: what a device lacks is sent by a device
+    near by that has it). `slice` and `redistribute` also lead to blocks that are read through
+    windows; a slice is then over no axes in particular.
     """
 
     kind: str

@@ -1,5 +1,6 @@
-"""Measured costs of devices: seconds by operator and local shapes, by exchange and size, and of tasks besides
-operators. `autopipe profile` writes a file of them, `plan --costs` uses it: JSON, an operation or an exchange a line.
+"""Measured costs of devices: seconds by operator and local shapes, by exchange and size, and of
+tasks besides operators. `autopipe profile` writes a file of them, `plan --costs` uses it: JSON, an
+operation or an exchange a line.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from autopipe.ir.words import plural
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = ("send", "post", "follow")
-"""Measurements of messages between ranks: on their way, the CPU time of one end, and of each further message along with
-it."""
+"""Measurements of messages between ranks: on their way, the CPU time of one end, and of each
+further message along with it.
+"""
 EXCHANGES = (*MESSAGES, *COLLECTIVES)
 FORMAT = "autopipe.costs/1"
-_TYPE = re.compile(rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?")
+_TYPE = re.compile(
+    rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?"
+)
 Attributes = tuple[tuple[str, Attribute], ...]
 _SORTED = Coded(dict, lambda record: tuple(sorted(decode(record, Attributes))))
 TypeText = Annotated[str, Fits(_TYPE.fullmatch, 'a type such as "float32[8,64]"')]
@@ -84,9 +88,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator on one device: what its time depends on, as far as is known while planning. `operands` and `results`
-    are local types such as `float32[8,64]`, "" where absent; `attributes` those that the file states. `gradients` are
-    the places of the operands whose gradients backward gives."""
+    """One operator on one device: what its time depends on, as far as is known while planning.
+    `operands` and `results` are local types such as `float32[8,64]`, "" where absent; `attributes`
+    those that the file states. `gradients` are the places of the operands whose gradients backward
+    gives.
+    """
 
     operator: str
     attributes: Annotated[Attributes, _SORTED]
@@ -99,18 +105,30 @@ class Operation:
 def operation_of(signature: Signature, gradients: Iterable[int], precision: str) -> Operation:
     """The operation that one use of an operator is; `gradients` are places of operands."""
     operands, results = (
-        tuple("" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]" for value in side)
+        tuple(
+            "" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]"
+            for value in side
+        )
         for side in (signature.operands, signature.results)
     )
     node = signature.node
     body: Attributes = () if node.body is None else (("body", node.body.digest()),)
-    return Operation(qualified_name(node), (*body, *node.attributes), operands, results, tuple(gradients), precision)
+    return Operation(
+        qualified_name(node),
+        (*body, *node.attributes),
+        operands,
+        results,
+        tuple(gradients),
+        precision,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """Measured time of an operator (of backward None for inference), with the roofline's figures, by which other
-    operators are judged: its `Operator.kind`, and of forward and of backward operations and bytes read and written."""
+    """Measured time of an operator (of backward None for inference), with the roofline's figures,
+    by which other operators are judged: its `Operator.kind`, and of forward and of backward
+    operations and bytes read and written.
+    """
 
     operation: Annotated[Operation, Flat()]
     kind: str
@@ -122,9 +140,10 @@ class OperationCost:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One operation to measure: a node as one device sees it, whole or its share under `splits`. `signatures` are those
-    of the operator and of what is computed along with it, with local shapes. Gradients flow through the values
-    `wanted`; those of `parameters` stay."""
+    """One operation to measure: a node as one device sees it, whole or its share under `splits`.
+    `signatures` are those of the operator and of what is computed along with it, with local shapes.
+    Gradients flow through the values `wanted`; those of `parameters` stay.
+    """
 
     operation: Operation
     signatures: tuple[Signature, ...]
@@ -138,13 +157,17 @@ class Sample:
     moved_bytes: tuple[float, float]
 
     def cost(self, forward: Timing, backward: Timing | None) -> OperationCost:
-        return OperationCost(self.operation, self.kind, self.flops, self.moved_bytes, forward, backward)
+        return OperationCost(
+            self.operation, self.kind, self.flops, self.moved_bytes, forward, backward
+        )
 
     def operands(self) -> tuple[dict[str, Constant], dict[str, Value]]:
         """Operands whose numbers are known, and those that are fed, by name."""
         known: dict[str, Constant] = {}
         fed: dict[str, Value] = {}
-        written = {value.name for each in self.signatures for value in each.results if value is not None}
+        written = {
+            value.name for each in self.signatures for value in each.results if value is not None
+        }
         for signature in self.signatures:
             for value, array in zip(signature.operands, signature.constants, strict=True):
                 if value is not None and array is not None:
@@ -154,7 +177,9 @@ class Sample:
         return known, fed
 
     def drawn(self, value: Value, generator: np.random.Generator) -> np.ndarray:
-        """Numbers for an operand that is fed: indices below their limit, else such as every operator is defined for."""
+        """Numbers for an operand that is fed: indices below their limit, else such as every
+        operator is defined for.
+        """
         below = dict(self.below).get(value.name)
         if below is not None:
             return np.asarray(generator.integers(below, size=value.shape))
@@ -174,27 +199,35 @@ class TensorCosts:
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
 
-_UPDATES = Fits(lambda updates: len(updates) == 3, "3 entries: an optimizer without states, with one, with two")
+_UPDATES = Fits(
+    lambda updates: len(updates) == 3, "3 entries: an optimizer without states, with one, with two"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCosts:
-    """Cost of a rank's step besides its operators. `forward_s` and `backward_s` are of one stage and micro-batch:
-    finding arguments, starting autograd, handing over."""
+    """Cost of a rank's step besides its operators. `forward_s` and `backward_s` are of one stage
+    and micro-batch: finding arguments, starting autograd, handing over.
+    """
 
     forward_s: Amount
     backward_s: Amount
     waiting_s: Amount
-    """Of an operator whose parameters' gradients wait for the second half of a split backward: how much longer it takes
-    for that, in the forward and both halves together."""
+    """Of an operator whose parameters' gradients wait for the second half of a split backward: how
+    much longer it takes for that, in the forward and both halves together.
+    """
     update_s: Amount
     """Of an optimizer's update, besides what it does to tensors."""
     accumulate: TensorCosts
     """Adding a micro-batch's gradients to those before, by bytes of gradients."""
     bucket: TensorCosts
-    """Putting gradients into a bucket that several ranks sum, and having the sums back, besides the exchange."""
+    """Putting gradients into a bucket that several ranks sum, and having the sums back, besides the
+    exchange.
+    """
     updates: Annotated[tuple[TensorCosts, ...], _UPDATES]
-    """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two (AdamW)."""
+    """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two
+    (AdamW).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +238,10 @@ class TimedBytes:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Messages or collectives of a group of ranks on one machine, and the line through what they took. Bytes are those
-    of `passes/cost/communication.py`: of one message; of what each rank holds before an all-reduce, a reduce-scatter,
-    an all-to-all; of what each holds after an all-gather."""
+    """Messages or collectives of a group of ranks on one machine, and the line through what they
+    took. Bytes are those of `passes/cost/communication.py`: of one message; of what each rank holds
+    before an all-reduce, a reduce-scatter, an all-to-all; of what each holds after an all-gather.
+    """
 
     kind: Annotated[str, Fits(EXCHANGES.__contains__, " or ".join(EXCHANGES))]
     ranks: Annotated[int, AtLeast(2), AtMost(2**20)]
@@ -227,7 +261,9 @@ class DeviceCosts:
     tasks: Annotated[TaskCosts | None, Sparse()] = None
     exchanges: tuple[ExchangeCost, ...] = ()
     host_launch_s: Annotated[Amount | None, Sparse()] = None
-    """Seconds of the host for one operator, as `Device.host_launch_s`: 0 if the device is the host; None if unknown."""
+    """Seconds of the host for one operator, as `Device.host_launch_s`: 0 if the device is the host;
+    None if unknown.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +306,10 @@ def costs_text(costs: Costs) -> str:
             return f'"{key}": [\n  {lines}]'
         return f'"{key}": {json.dumps(value, allow_nan=False)}'
 
-    texts = ("{" + ",\n ".join(itertools.starmap(entry, encode(each).items())) + "}" for each in costs.devices)
+    texts = (
+        "{" + ",\n ".join(itertools.starmap(entry, encode(each).items())) + "}"
+        for each in costs.devices
+    )
     devices = ",\n".join(texts)
     return f'{{"format": {json.dumps(FORMAT)},\n "devices": [\n{devices}\n]}}\n'
 
@@ -285,6 +324,7 @@ def read_costs(path: Path) -> Costs:
         for place, each in zip(device.at("operations").items(), found.operations, strict=True):
             if any(index >= len(each.operation.operands) for index in each.operation.gradients):
                 place.at("gradients").refuse(
-                    f"places of {len(each.operation.operands)} {plural(len(each.operation.operands), 'operand')}"
+                    f"places of {len(each.operation.operands)} "
+                    f"{plural(len(each.operation.operands), 'operand')}"
                 )
     return costs

@@ -17,9 +17,11 @@ GRAPHS = 32
 
 
 def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Arguments, Answer]]:
-    """Makes a pure function keep its last `most` answers. A graph, a problem or a placement is known by identity, since
-    comparing it would cost more than some answers do; numbers, texts and tuples of texts by value. What is kept keeps
-    its arguments alive. Answers must not be changed by who gets them; errors are not kept."""
+    """Makes a pure function keep its last `most` answers. A graph, a problem or a placement is
+    known by identity, since comparing it would cost more than some answers do; numbers, texts and
+    tuples of texts by value. What is kept keeps its arguments alive. Answers must not be changed by
+    who gets them; errors are not kept.
+    """
 
     def remembering(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
         known: OrderedDict[Hashable, tuple[object, Answer]] = OrderedDict()
@@ -42,8 +44,9 @@ def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Ar
 
 
 def once_each(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
-    """Makes a function of one hashable value keep every answer, and every refusal, which it raises again. For one
-    search: answers stay alive as long as what is returned."""
+    """Makes a function of one hashable value keep every answer, and every refusal, which it raises
+    again. For one search: answers stay alive as long as what is returned.
+    """
     known: dict[Key, Answer | AutopipeError] = {}
 
     def answer(key: Key) -> Answer:

@@ -1,7 +1,8 @@
 """Writing and removing files and folders without losing a file that autopipe did not write.
 
-A file or a folder appears whole or not at all. Where several files belong together, one of them, the head, holds the
-SHA-256 digests of all ("its seal") and is replaced last. A file that does not have its digest was edited.
+A file or a folder appears whole or not at all. Where several files belong together, one of them,
+the head, holds the SHA-256 digests of all ("its seal") and is replaced last. A file that does not
+have its digest was edited.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ _CANNOT_EXCHANGE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUP
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block that names no file, such as a full disk's, or a temporary one of `replacing`, the
-    name `path`."""
+    """Give an OSError of the block that names no file, such as a full disk's, or a temporary one of
+    `replacing`, the name `path`.
+    """
     try:
         yield
     except OSError as error:
-        is_temporary = error.filename is not None and Path(str(error.filename)).name.startswith(f".{path.name}.")
+        is_temporary = error.filename is not None and Path(str(error.filename)).name.startswith(
+            f".{path.name}."
+        )
         if error.errno is not None and (error.filename is None or is_temporary):
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
@@ -50,8 +54,8 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file to write that becomes `path` if the block ends well, and is removed otherwise.
 
-    A link is followed, and the permissions of a file that is replaced are kept. A device or a pipe is written to.
-    Raises OSError with the name of the file if it cannot be written.
+    A link is followed, and the permissions of a file that is replaced are kept. A device or a pipe
+    is written to. Raises OSError with the name of the file if it cannot be written.
     """
     with naming(path):
         descriptor = open_descriptor(path)
@@ -72,7 +76,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.chmod(made, 0o644 if mode is None else stat.S_IMODE(mode))
             os.replace(made, path)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):  # The interruption came after the renaming.
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # The interruption came after the renaming.
                 os.unlink(made)
             raise
 
@@ -83,7 +89,9 @@ _MOST_LINKS: Final = 40
 
 
 def open_descriptor(path: Path) -> int | None:
-    """Return the number of the open file that a path such as /dev/stdout stands for, None for any other path."""
+    """Return the number of the open file that a path such as /dev/stdout stands for, None for any
+    other path.
+    """
     place = os.path.abspath(path)
     for _ in range(_MOST_LINKS):
         match = _DESCRIPTOR.fullmatch(place)
@@ -109,8 +117,9 @@ def _mode_of(path: Path) -> int | None:
 
 
 def put_in_place(made: Path, path: Path) -> None:
-    """Move the finished file `made` to `path` by the rules of `replacing`. Both lie in one file system, unless `path`
-    is a device or a pipe, to which the bytes are copied."""
+    """Move the finished file `made` to `path` by the rules of `replacing`. Both lie in one file
+    system, unless `path` is a device or a pipe, to which the bytes are copied.
+    """
     if open_descriptor(path) is not None:
         with open(made, "rb") as source, replacing(path) as stream:
             shutil.copyfileobj(source, stream)
@@ -129,12 +138,13 @@ def put_in_place(made: Path, path: Path) -> None:
 
 @contextmanager
 def replacing_folder(folder: Path, head: str) -> Iterator[Path]:
-    """Yield an empty folder to fill that takes the place of `folder` if the block ends well, and is removed otherwise.
+    """Yield an empty folder to fill that takes the place of `folder` if the block ends well, and is
+    removed otherwise.
 
-    At no moment is there neither the old folder nor the new one. Files whose name is `head` are replaced last where
-    the file system cannot exchange two folders, so that `mixed_file` recognises an interruption. Whoever calls this
-    function has made sure that the old folder holds no file of a user. Raises OSError if the folder cannot be written;
-    the old one is then still there.
+    At no moment is there neither the old folder nor the new one. Files whose name is `head` are
+    replaced last where the file system cannot exchange two folders, so that `mixed_file` recognises
+    an interruption. Whoever calls this function has made sure that the old folder holds no file of
+    a user. Raises OSError if the folder cannot be written; the old one is then still there.
     """
     folder = Path(os.path.realpath(folder))
     with held_folder(f".{folder.name}.", folder.parent) as scratch:
@@ -148,11 +158,15 @@ def replacing_folder(folder: Path, head: str) -> Iterator[Path]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two files or folders in one step. Return False if the system or the file system cannot."""
+    """Exchange two files or folders in one step. Return False if the system or the file system
+    cannot.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    failed = renameat2(_AT_CURRENT_FOLDER, os.fsencode(one), _AT_CURRENT_FOLDER, os.fsencode(other), _EXCHANGE)
+    failed = renameat2(
+        _AT_CURRENT_FOLDER, os.fsencode(one), _AT_CURRENT_FOLDER, os.fsencode(other), _EXCHANGE
+    )
     if not failed:
         return True
     number = ctypes.get_errno()
@@ -162,11 +176,15 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _move_files(made: Path, folder: Path, head: str) -> None:
-    """Move all files of `made` into `folder`, those called `head` last, and remove the other files of `folder`."""
+    """Move all files of `made` into `folder`, those called `head` last, and remove the other files
+    of `folder`.
+    """
     names = [path.relative_to(made) for path in sorted(made.rglob("*")) if not path.is_dir()]
     for parent in sorted({(folder / name).parent for name in names}):
         parent.mkdir(exist_ok=True)
-    rename_all([(made / name, folder / name) for name in sorted(names, key=lambda each: each.name == head)])
+    rename_all(
+        [(made / name, folder / name) for name in sorted(names, key=lambda each: each.name == head)]
+    )
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             with contextlib.suppress(OSError):  # It holds files of the new folder.
@@ -176,7 +194,9 @@ def _move_files(made: Path, folder: Path, head: str) -> None:
 
 
 def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
-    """Rename files in order. An interruption by Ctrl-C waits for the last one, a second interruption does not."""
+    """Rename files in order. An interruption by Ctrl-C waits for the last one, a second
+    interruption does not.
+    """
     interruption: KeyboardInterrupt | None = None
     for source, target in moves:
         try:
@@ -193,11 +213,12 @@ def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
 
 @contextmanager
 def replacing_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
-    """Yield an empty folder; the files that are written there take the places of those of their names in `folder` if
-    the block ends well, `head` last. No other file of `folder` is touched.
+    """Yield an empty folder; the files that are written there take the places of those of their
+    names in `folder` if the block ends well, `head` last. No other file of `folder` is touched.
 
-    The new files lie in a folder `prefix`… inside `folder` meanwhile. It stays there if the process is killed while
-    files are renamed, so that `mixed_file` recognises the mixture of old and new files.
+    The new files lie in a folder `prefix`… inside `folder` meanwhile. It stays there if the process
+    is killed while files are renamed, so that `mixed_file` recognises the mixture of old and new
+    files.
     """
     remove_dead_folders(folder, prefix)
     scratch, lock = _make_held(prefix, folder)
@@ -219,11 +240,11 @@ _MARKER: Final = ".autopipe-scratch"
 
 @contextmanager
 def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder in `parent` (default: the folder for temporary files) that is removed when the block ends,
-    unless `keep_folder` was called.
+    """Yield a new folder in `parent` (default: the folder for temporary files) that is removed when
+    the block ends, unless `keep_folder` was called.
 
-    The process holds a lock on the folder as long as it lives, so that `remove_dead_folders` recognises a folder whose
-    process was killed.
+    The process holds a lock on the folder as long as it lives, so that `remove_dead_folders`
+    recognises a folder whose process was killed.
     """
     path, lock = _make_held(prefix, parent)
     try:
@@ -239,8 +260,9 @@ _TEMPORARY: Final = "autopipe-"
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield a new folder among the temporary files that is removed when the block ends, as `held_folder`. Folders of
-    autopipe's dead processes are removed first."""
+    """Yield a new folder among the temporary files that is removed when the block ends, as
+    `held_folder`. Folders of autopipe's dead processes are removed first.
+    """
     remove_dead_folders(Path(tempfile.gettempdir()), _TEMPORARY)
     with held_folder(f"{_TEMPORARY}{purpose}-") as folder:
         yield folder
@@ -256,7 +278,9 @@ def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # A file system without locks: no process removes the folder either.
+        with contextlib.suppress(
+            OSError
+        ):  # A file system without locks: no process removes the folder either.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Only now may another process take the folder for a dead process's.
         (path / _MARKER).touch()
@@ -264,7 +288,9 @@ def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
 
 
 def remove_dead_folders(parent: Path, *prefixes: str) -> None:
-    """Remove the folders in `parent` that processes made with these prefixes and that died before they removed them."""
+    """Remove the folders in `parent` that processes made with these prefixes and that died before
+    they removed them.
+    """
     try:
         names = [name for name in os.listdir(parent) if name.startswith(prefixes)]
     except OSError:
@@ -288,10 +314,16 @@ def digest_of(content: bytes) -> str:
 
 
 def seal(folder: Path, head: str) -> None:
-    """Add the digests of all files in `folder`, not of those in folders below, to the JSON object in `head`."""
+    """Add the digests of all files in `folder`, not of those in folders below, to the JSON object
+    in `head`.
+    """
     path = folder / head
     body = path.read_text(encoding="utf-8").rstrip().removesuffix("}").rstrip()
-    names = [name for name in sorted(os.listdir(folder)) if name not in (head, _MARKER) and (folder / name).is_file()]
+    names = [
+        name
+        for name in sorted(os.listdir(folder))
+        if name not in (head, _MARKER) and (folder / name).is_file()
+    ]
     digests = {name: digest_of((folder / name).read_bytes()) for name in names}
     digests[head] = digest_of(body.encode())
     path.write_text(body + _SEAL + Seal(head, digests).text, encoding="utf-8")
@@ -323,7 +355,9 @@ class Seal:
 
 
 def read_seal(path: Path) -> Seal | None:
-    """Return the digests in the head at `path`, None if an earlier version of autopipe wrote it or it was edited."""
+    """Return the digests in the head at `path`, None if an earlier version of autopipe wrote it or
+    it was edited.
+    """
     try:
         text = path.read_text(encoding="utf-8").rpartition(_SEAL)[2]
         digests = json.loads(text.rstrip().removesuffix("}"))
@@ -340,8 +374,9 @@ def edited_files(paths: Iterable[Path], seals: Sequence[Seal]) -> list[Path]:
 
 
 def mixed_file(folder: Path, head: str, leftovers: Iterable[Path]) -> Path | None:
-    """Return a file of `folder` that belongs to a later writing than its head, which was interrupted; None if there is
-    none. `leftovers` are the heads that interrupted processes left."""
+    """Return a file of `folder` that belongs to a later writing than its head, which was
+    interrupted; None if there is none. `leftovers` are the heads that interrupted processes left.
+    """
     own = read_seal(folder / head)
     if own is None:
         return None

@@ -1,7 +1,7 @@
 """Kinds of the files that commands write, recognised by content, and the rule for replacing a file.
 
-An output may replace a file of its own kind that is not an input of the same command, and an empty file. Any other
-file is replaced only with `--force`.
+An output may replace a file of its own kind that is not an input of the same command, and an empty
+file. Any other file is replaced only with `--force`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ PRODUCER: Final = "autopipe"
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Files that a command writes: the words that a person reads, and the test of a file's content."""
+    """Files that a command writes: the words that a person reads, and the test of a file's
+    content.
+    """
 
     words: str
     recognises: Callable[[Path], bool]
@@ -55,8 +57,11 @@ def _of_format(name: str) -> Callable[[Path], bool]:
 is_document: Final = _of_format(r"\w+")
 """Return True if the file at a path is one of autopipe's JSON documents."""
 _MODEL_FIELDS: Final = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
-"""Wire types by field number of ONNX's ModelProto; 0 is an integer, 2 is bytes with their length."""
-_PRODUCER_FIELD, _GRAPH_FIELD, _OPSET_FIELD = 2, 7, 8
+"""Wire types by field number of ONNX's ModelProto; 0 is an integer, 2 is bytes with their length.
+"""
+_PRODUCER_FIELD = 2
+_GRAPH_FIELD = 7
+_OPSET_FIELD = 8
 _MOST_VARINT: Final = 10
 
 
@@ -134,12 +139,17 @@ def _is_token_list(path: Path) -> bool:
     )
 
 
-_TRACE = r'\{"traceEvents": \[(\{"ph": "M", "pid": [12], "tid": 0, "name": "process_name"|\], "displayTimeUnit")'
+_TRACE = (
+    r'\{"traceEvents": \[(\{"ph": "M", "pid": [12], "tid": 0, "name": "process_name"|\], '
+    r'"displayTimeUnit")'
+)
 _REPORT = r'(?s)<!DOCTYPE html>.*<meta name="generator" content="autopipe">'
 _ORDER = r"(?:\d+[FBIW]\d+(?:,\d+[FBIW]\d+)*\n)+"
 
 ONNX: Final = FileKind("an ONNX model", lambda path: _onnx_producer(path) is not None)
-ZOO_MODEL: Final = FileKind("an ONNX model of the zoo", lambda path: _onnx_producer(path) == PRODUCER)
+ZOO_MODEL: Final = FileKind(
+    "an ONNX model of the zoo", lambda path: _onnx_producer(path) == PRODUCER
+)
 SAFETENSORS: Final = FileKind("a safetensors file", _is_safetensors)
 SAFETENSORS_INDEX: Final = FileKind("an index of safetensors files", _is_safetensors_index)
 NPZ: Final = FileKind("an .npz file of arrays", _is_npz)
@@ -149,13 +159,17 @@ COSTS: Final = FileKind("a cost file of autopipe", _of_format("costs"))
 SCHEDULE: Final = FileKind("a schedule of autopipe", _of_format("schedule"))
 TRACE: Final = FileKind("a trace of autopipe", _marked(_TRACE))
 REPORT: Final = FileKind("a report of autopipe", _marked(_REPORT))
-PICTURE: Final = FileKind("a picture of autopipe", _marked(r"(?s)<svg [^>]*>\s*<metadata>autopipe</metadata>"))
+PICTURE: Final = FileKind(
+    "a picture of autopipe", _marked(r"(?s)<svg [^>]*>\s*<metadata>autopipe</metadata>")
+)
 ORDER: Final = FileKind("a schedule as CSV", _marked(_ORDER))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file that a command writes, the files and folders that the same command reads, and `--force`."""
+    """A file that a command writes, the files and folders that the same command reads, and
+    `--force`.
+    """
 
     path: Path
     kind: FileKind
@@ -163,11 +177,13 @@ class OutputFile:
     force: bool = False
 
     def check(self) -> None:
-        """Raise ConfigurationError if the file cannot be written or may not be replaced: this is asked before the long
-        work begins."""
+        """Raise ConfigurationError if the file cannot be written or may not be replaced: this is
+        asked before the long work begins.
+        """
         if open_descriptor(self.path) is not None:
             return
-        path, hint = followed(self.path), "choose another place"
+        path = followed(self.path)
+        hint = "choose another place"
         if path.is_dir():
             raise ConfigurationError(f"{self.path} is a folder", hint="name a file")
         parent = path.parent
@@ -185,12 +201,16 @@ class OutputFile:
             return
         why = self._not_replaceable(path)
         if why:
-            raise ConfigurationError(f"{self.path} exists and {why}", f"{hint}, or replace it with --force")
+            raise ConfigurationError(
+                f"{self.path} exists and {why}", f"{hint}, or replace it with --force"
+            )
 
     def _not_replaceable(self, path: Path) -> str:
         """Return why the file at `path` may not be replaced, "" if it may."""
         for each in self.inputs:
-            if os.path.exists(each) and (each.samefile(path) or path.is_relative_to(os.path.realpath(each))):
+            if os.path.exists(each) and (
+                each.samefile(path) or path.is_relative_to(os.path.realpath(each))
+            ):
                 return "is read by this command"
         if not path.is_file():
             return "is no regular file"
@@ -204,13 +224,17 @@ class OutputFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Yield the file to write. Raises ConfigurationError as `check`, or if it cannot be written."""
+        """Yield the file to write. Raises ConfigurationError as `check`, or if it cannot be
+        written.
+        """
         self.check()
         try:
             with replacing(self.path) as file:
                 yield file
         except OSError as error:
-            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}", "choose another place") from error
+            raise ConfigurationError(
+                f"cannot write {self.path}: {error.strerror}", "choose another place"
+            ) from error
 
 
 _PARTS: Final = ("plan.json", "schedule.json", "config.yaml", "placement.yaml")
@@ -223,7 +247,9 @@ _HEADS: Final = (
 
 
 def _holder_of(path: Path) -> str:
-    """Return which plan, program or checkpoint the file at `path` is a part of, "" if it is no such part."""
+    """Return which plan, program or checkpoint the file at `path` is a part of, "" if it is no such
+    part.
+    """
     for head, recognises, words in _HEADS:
         if (path.parent / head).is_file() and recognises(path.parent / head):
             return f"{words} in {path.parent}" if head != _PARTS[0] or path.name in _PARTS else ""
@@ -231,8 +257,9 @@ def _holder_of(path: Path) -> str:
 
 
 def check_data_file(model: Path, data: Path, force: bool) -> None:
-    """Raise ConfigurationError if the file `data`, which is to hold the weights of the ONNX file `model`, exists and
-    holds no weights of the ONNX file that is at `model` now."""
+    """Raise ConfigurationError if the file `data`, which is to hold the weights of the ONNX file
+    `model`, exists and holds no weights of the ONNX file that is at `model` now.
+    """
     if force or not data.exists() or not data.stat().st_size:
         return
     is_own = model.is_file() and ONNX.recognises(model) and data.name.encode() in model.read_bytes()
@@ -242,6 +269,11 @@ def check_data_file(model: Path, data: Path, force: bool) -> None:
 
 
 def plan_inputs(folder: Path) -> tuple[Path, ...]:
-    """Return the files that a command reads of a plan folder or of a program folder; other files there may be outputs
-    of an earlier command."""
-    return tuple(folder / name for name in (*_PARTS, "manifest.json")) if folder.is_dir() else (folder,)
+    """Return the files that a command reads of a plan folder or of a program folder; other files
+    there may be outputs of an earlier command.
+    """
+    return (
+        tuple(folder / name for name in (*_PARTS, "manifest.json"))
+        if folder.is_dir()
+        else (folder,)
+    )

@@ -55,7 +55,10 @@ def _write_splits(splits: tuple[tuple[int, Splits], ...]) -> list[dict[str, obje
     equal: dict[Splits, list[int]] = {}
     for node, split in splits:
         equal.setdefault(split, []).append(node)
-    return [{"split": encode_as(split, Splits), "nodes": node_ranges(sorted(nodes))} for split, nodes in equal.items()]
+    return [
+        {"split": encode_as(split, Splits), "nodes": node_ranges(sorted(nodes))}
+        for split, nodes in equal.items()
+    ]
 
 
 def _read_splits(record: Record) -> tuple[tuple[int, Splits], ...]:
@@ -69,13 +72,14 @@ def _read_splits(record: Record) -> tuple[tuple[int, Splits], ...]:
 class Stage:
     """A set of nodes that run as one task on a group of devices.
 
-    `nodes` are indices into the graph's nodes, ascending. `splits` holds, for the nodes that are split, their splits,
-    outer to inner, over `devices` in order; devices that the degrees leave over replicate (they are innermost).
-    `micro_batch_size` is the number of samples of one forward of the stage. `recompute` drops what backward keeps and
-    runs forward again. `pipeline` says which of the placement's pipelines the stage belongs to. Of the values in
-    `gathers`, which come from other stages, devices that hold copies receive a slice each and gather the rest from one
-    another (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
-    section 4.1).
+    `nodes` are indices into the graph's nodes, ascending. `splits` holds, for the nodes that are
+    split, their splits, outer to inner, over `devices` in order; devices that the degrees leave
+    over replicate (they are innermost). `micro_batch_size` is the number of samples of one forward
+    of the stage. `recompute` drops what backward keeps and runs forward again. `pipeline` says
+    which of the placement's pipelines the stage belongs to. Of the values in `gathers`, which come
+    from other stages, devices that hold copies receive a slice each and gather the rest from one
+    another (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, section 4.1).
     """
 
     written: ClassVar = (
@@ -96,7 +100,9 @@ class Stage:
     pipeline: Index = 0
     gathers: Annotated[tuple[str, ...], Sparse()] = ()
     holds_copies: Annotated[bool, Sparse()] = False
-    """True if the stage recomputes and yet keeps its parameters' copies in 16 bits from micro-batch to micro-batch."""
+    """True if the stage recomputes and yet keeps its parameters' copies in 16 bits from micro-batch
+    to micro-batch.
+    """
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,18 +132,22 @@ class SplitProof:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`. Mostly there is one pipeline,
-    whose stages partition the graph's nodes. Where there are several (Chimera's two directions), each holds all nodes,
-    and micro-batch m runs on pipeline m mod `pipelines`."""
+    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`. Mostly there
+    is one pipeline, whose stages partition the graph's nodes. Where there are several (Chimera's
+    two directions), each holds all nodes, and micro-batch m runs on pipeline m mod `pipelines`.
+    """
 
     written: ClassVar = ("stages", "notes", "options")
     stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
     notes: Annotated[tuple[str, ...], Sparse()] = field(default=(), compare=False)
     """Remarks of the strategy on the model, a line each."""
-    options: Annotated[tuple[tuple[str, int | str], ...], Sparse()] = field(default=(), compare=False)
-    """Options of the strategy that were left open and that no degree of parallelism tells, with the values that give
-    this placement."""
+    options: Annotated[tuple[tuple[str, int | str], ...], Sparse()] = field(
+        default=(), compare=False
+    )
+    """Options of the strategy that were left open and that no degree of parallelism tells, with the
+    values that give this placement.
+    """
 
     @property
     def devices(self) -> int:
@@ -150,26 +160,39 @@ class Placement:
 
     @property
     def length(self) -> int:
-        """Number of stages of a pipeline; the first stage has about as many micro-batches in flight."""
+        """Number of stages of a pipeline; the first stage has about as many micro-batches in
+        flight.
+        """
         return len(self.stages) // self.pipelines
 
     def stage_of(self, pipeline: int = 0) -> dict[int, int]:
         return {
-            node: index for index, stage in enumerate(self.stages) if stage.pipeline == pipeline for node in stage.nodes
+            node: index
+            for index, stage in enumerate(self.stages)
+            if stage.pipeline == pipeline
+            for node in stage.nodes
         }
 
     def verify(self, graph: Graph) -> None:
-        """Raise InfeasibleError unless each pipeline's stages partition the nodes, acyclic in stage order."""
+        """Raise InfeasibleError unless each pipeline's stages partition the nodes, acyclic in stage
+        order.
+        """
         for pipeline in range(self.pipelines):
             seen: dict[int, int] = {}
-            for index, stage in ((index, each) for index, each in enumerate(self.stages) if each.pipeline == pipeline):
+            for index, stage in (
+                (index, each) for index, each in enumerate(self.stages) if each.pipeline == pipeline
+            ):
                 if not stage.devices or len(set(stage.devices)) != len(stage.devices):
                     raise InfeasibleError(f"stage {index} has devices {stage.devices}")
                 for node in stage.nodes:
                     if node in seen:
-                        raise InfeasibleError(f"node {graph.nodes[node].name!r} is in stages {seen[node]} and {index}")
+                        raise InfeasibleError(
+                            f"node {graph.nodes[node].name!r} is in stages {seen[node]} and {index}"
+                        )
                     seen[node] = index
-            missing = [node.name for position, node in enumerate(graph.nodes) if position not in seen]
+            missing = [
+                node.name for position, node in enumerate(graph.nodes) if position not in seen
+            ]
             if missing:
                 where = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
                 raise InfeasibleError(
@@ -186,9 +209,11 @@ _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
 
 @remembered(GRAPHS)
 def recomputed_nodes(graph: Graph) -> frozenset[int]:
-    """Nodes that every stage which needs their values computes for itself: masks, positions, constant tables. Computing
-    them again costs less than sending: they depend on no parameter, so no gradient flows through them, and on no
-    expensive operator; the data inputs they start from can be read by any rank."""
+    """Nodes that every stage which needs their values computes for itself: masks, positions,
+    constant tables. Computing them again costs less than sending: they depend on no parameter, so
+    no gradient flows through them, and on no expensive operator; the data inputs they start from
+    can be read by any rank.
+    """
     found: set[int] = set()
     for index, node in enumerate(graph.nodes):
         row = operator_of(node)
@@ -203,19 +228,23 @@ def recomputed_nodes(graph: Graph) -> frozenset[int]:
 
 
 def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
-    """Each (value, producing stage, consuming stage) with different stages, in topological order, each once. One
-    pipeline after the other; values of `recomputed_nodes` cross no edge."""
+    """Each (value, producing stage, consuming stage) with different stages, in topological order,
+    each once. One pipeline after the other; values of `recomputed_nodes` cross no edge.
+    """
     recomputed = recomputed_nodes(graph)
     for pipeline in range(placement.pipelines):
         stage_of = placement.stage_of(pipeline)
         seen: set[tuple[str, int]] = set()
         for index, sources in enumerate(graph.sources()):
             for name, producer in sources if index not in recomputed else ():
-                source, target = stage_of[producer], stage_of[index]
+                source = stage_of[producer]
+                target = stage_of[index]
                 if source != target and producer not in recomputed and (name, target) not in seen:
                     seen.add((name, target))
                     yield name, source, target
 
 
 def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted({(source, target) for _, source, target in crossing_values(graph, placement)}))
+    return tuple(
+        sorted({(source, target) for _, source, target in crossing_values(graph, placement)})
+    )

@@ -1,8 +1,9 @@
-"""A finished plan: what was decided, for which graph, what it is expected to take, and what else was tried; and its
-files: `plan.json`, all of it but its schedule, and `schedule.json` beside it: who runs what and when.
+"""A finished plan: what was decided, for which graph, what it is expected to take, and what else
+was tried; and its files: `plan.json`, all of it but its schedule, and `schedule.json` beside it:
+who runs what and when.
 
-The schedule's blocks are phases of stages, its units micro-batches. A stage that runs several micro-batches of its own
-for one of the largest has a block for each of these.
+The schedule's blocks are phases of stages, its units micro-batches. A stage that runs several
+micro-batches of its own for one of the largest has a block for each of these.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """All that is decided before a placement and a schedule follow: naming it gives the same plan again. `options` are
-    the strategy's that are not its defaults, as a configuration spells them; `schedule` is None where none was looked
-    at, `micro_batches` where they are left to the strategy; `shard` as `Optimizer.shard`."""
+    """All that is decided before a placement and a schedule follow: naming it gives the same plan
+    again. `options` are the strategy's that are not its defaults, as a configuration spells them;
+    `schedule` is None where none was looked at, `micro_batches` where they are left to the
+    strategy; `shard` as `Optimizer.shard`.
+    """
 
     strategy: str
     options: tuple[tuple[str, str], ...] = ()
@@ -61,9 +64,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A choice and what came of it: figures of its placement and its simulated step, None where there is none.
-    `lower_bound_s` is what no schedule of its placement is shorter than, `refused` why there is no step, and `same_as`
-    the strategy that came to the same placement before: the step is that one's."""
+    """A choice and what came of it: figures of its placement and its simulated step, None where
+    there is none. `lower_bound_s` is what no schedule of its placement is shorter than, `refused`
+    why there is no step, and `same_as` the strategy that came to the same placement before: the
+    step is that one's.
+    """
 
     choice: Choice
     step_time_s: Annotated[Amount | None, Sparse()] = None
@@ -77,15 +82,18 @@ class Alternative:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Seconds of the step, infinite where there is none; of those without, then those of the bound."""
+        """Seconds of the step, infinite where there is none; of those without, then those of the
+        bound.
+        """
         if self.step_time_s is not None:
             return self.step_time_s, 0.0
         return math.inf, math.inf if self.lower_bound_s is None else self.lower_bound_s
 
 
 def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    """Of each strategy the alternative with the shortest step, the first of equals; the best strategy first. Of several
-    that came to the same placement it is the one that did so first."""
+    """Of each strategy the alternative with the shortest step, the first of equals; the best
+    strategy first. Of several that came to the same placement it is the one that did so first.
+    """
     found: dict[str, Alternative] = {}
     for each in alternatives:
         best = found.setdefault(each.choice.strategy, each)
@@ -98,9 +106,10 @@ def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]
 class Breakdown:
     """Seconds of a step that add up to all of it, on average over the devices.
 
-    The ideal is linear speed-up at the roofline: what one device would take for the batch, whatever its memory and
-    without launches, divided by the number of devices. Devices of different kinds share the work in proportion to how
-    fast each would do it alone, and count in averages by that share.
+    The ideal is linear speed-up at the roofline: what one device would take for the batch, whatever
+    its memory and without launches, divided by the number of devices. Devices of different kinds
+    share the work in proportion to how fast each would do it alone, and count in averages by that
+    share.
     """
 
     ideal_s: Amount
@@ -113,19 +122,26 @@ class Breakdown:
     collectives_s: float = 0.0
     """Exchanges inside stages, where operators are split."""
     gradients_s: float = 0.0
-    """Gradients summed over devices at the step's end, parameters gathered again where the optimizer's state is
-    shared."""
+    """Gradients summed over devices at the step's end, parameters gathered again where the
+    optimizer's state is shared.
+    """
     recomputation_s: float = 0.0
     """Forwards that are run again for backwards."""
     repetition_s: float = 0.0
-    """Operators that several devices compute for the same samples, since they are not split, or not as often."""
+    """Operators that several devices compute for the same samples, since they are not split, or not
+    as often.
+    """
     update_s: float = 0.0
-    """The optimizer's update, above a device's share of it: its launch, and that devices update the same parameters."""
+    """The optimizer's update, above a device's share of it: its launch, and that devices update the
+    same parameters.
+    """
     launches_s: float = 0.0
-    """Launches, starts of tasks, posts of messages, and what else work takes longer in small pieces. Less than nothing
-    where devices of different kinds each do what they do best."""
+    """Launches, starts of tasks, posts of messages, and what else work takes longer in small
+    pieces. Less than nothing where devices of different kinds each do what they do best.
+    """
     host_s: Annotated[float, Sparse()] = 0.0
-    """The device waits because the host starts operators more slowly than the device computes them."""
+    """The device waits because the host starts operators more slowly than the device computes them.
+    """
 
     @property
     def step_s(self) -> float:
@@ -134,14 +150,18 @@ class Breakdown:
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
         """Losses on top of the ideal, by name, the largest first."""
-        found = ((field.name.removesuffix("_s"), getattr(self, field.name)) for field in dataclasses.fields(self)[1:])
+        found = (
+            (field.name.removesuffix("_s"), getattr(self, field.name))
+            for field in dataclasses.fields(self)[1:]
+        )
         return tuple(sorted(found, key=lambda each: -each[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class CostCoverage:
-    """How many nodes' own operations were `measured`; those `judged` take what the roofline says, times how much longer
-    than that the measured ones took."""
+    """How many nodes' own operations were `measured`; those `judged` take what the roofline says,
+    times how much longer than that the measured ones took.
+    """
 
     measured: Index
     judged: Index
@@ -149,9 +169,11 @@ class CostCoverage:
 
 @dataclass(frozen=True, slots=True)
 class LossScores:
-    """Form of the losses, which keep their scores (logits) for backward or recompute them, and what either takes.
+    """Form of the losses, which keep their scores (logits) for backward or recompute them, and what
+    either takes.
 
-    Times and bytes are of one micro-batch that a single device computes: the product, the loss and the nodes between.
+    Times and bytes are of one micro-batch that a single device computes: the product, the loss and
+    the nodes between.
     """
 
     choice: Scores
@@ -187,31 +209,38 @@ class Summary:
     lower_bound_s: Amount
     """No schedule of this placement can take less."""
     optimal: bool
-    """True if the schedule is proven the best for the placement: in its period, where a search found a steady state
-    (but for the rounding it states), in its step otherwise."""
+    """True if the schedule is proven the best for the placement: in its period, where a search
+    found a steady state (but for the rounding it states), in its step otherwise.
+    """
     gap: float | None
     """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
     communication_bytes: tuple[tuple[str, Index], ...] | None
-    """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where the placement cannot
-    be executed."""
+    """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where
+    the placement cannot be executed.
+    """
     splits: SplitProof | None = None
     costs: Annotated[CostCoverage | None, Sparse()] = None
     scores: Annotated[LossScores | None, Sparse()] = None
     """None if the model's losses have one form."""
     bound_holds_for: Annotated[Literal["placement"] | None, Sparse()] = None
-    """Scope of `lower_bound_s`, `optimal` and `gap`: every schedule of this placement, and no other placement.
+    """Scope of `lower_bound_s`, `optimal` and `gap`: every schedule of this placement, and no other
+    placement.
 
-    None in a plan of an earlier version of autopipe, like the figures below."""
+    None in a plan of an earlier version of autopipe, like the figures below.
+    """
     degrees: Annotated[PlanDegrees | None, Sparse()] = None
     tokens_per_sample: Annotated[Count | None, Sparse()] = None
     """None if a sample is no sequence of tokens."""
     mfu: Annotated[Amount | None, Sparse()] = None
-    """Model FLOPs utilisation: FLOPs of forward and backward without recomputation, over the step's seconds times the
-    peak FLOP/s of all devices in the number format of products."""
+    """Model FLOPs utilisation: FLOPs of forward and backward without recomputation, over the step's
+    seconds times the peak FLOP/s of all devices in the number format of products.
+    """
 
     @property
     def rate_per_device(self) -> tuple[float, str]:
-        """Return (amount, unit) of what a device processes per second: tokens, or samples of models without tokens."""
+        """Return (amount, unit) of what a device processes per second: tokens, or samples of models
+        without tokens.
+        """
         samples_per_s = self.samples_per_s / self.devices
         if self.tokens_per_sample is None:
             return samples_per_s, "samples/s"
@@ -220,9 +249,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement and a schedule for one graph. `graph_digest` says for which, `model` is its ONNX file's path.
-    `device_names` are kinds of devices, in a cluster of groups, and `alternatives` the candidates of the search and
-    their results, () where the strategy was named. The schedule has a file of its own."""
+    """A placement and a schedule for one graph. `graph_digest` says for which, `model` is its ONNX
+    file's path. `device_names` are kinds of devices, in a cluster of groups, and `alternatives` the
+    candidates of the search and their results, () where the strategy was named. The schedule has a
+    file of its own.
+    """
 
     written: ClassVar = (
         "model", "graph_digest", "mode", "batch_size", "loss_division", "summary", "memory_limits", "device_names",
@@ -244,13 +275,20 @@ class Plan:
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:
-        """The stages whose micro-batches take the host longer than the device, in ascending order."""
-        return tuple(index for index, stage in enumerate(self.prediction.stages) if stage.host_bound)
+        """The stages whose micro-batches take the host longer than the device, in ascending
+        order.
+        """
+        return tuple(
+            index for index, stage in enumerate(self.prediction.stages) if stage.host_bound
+        )
 
     @property
     def has_own_sizes(self) -> bool:
         """True if stages have micro-batches of their own, other than the step's."""
-        return any(stage.micro_batch_size != self.summary.micro_batch_size for stage in self.placement.stages)
+        return any(
+            stage.micro_batch_size != self.summary.micro_batch_size
+            for stage in self.placement.stages
+        )
 
 
 FORMAT = "autopipe.plan/1"
@@ -262,20 +300,28 @@ _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 
 
 def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
-    """Write `plan.json` and `schedule.json` into `folder`. The path of the model is written relative to `home`, the
-    folder that they are moved to (default: `folder`)."""
+    """Write `plan.json` and `schedule.json` into `folder`. The path of the model is written
+    relative to `home`, the folder that they are moved to (default: `folder`).
+    """
     model = relative_path(plan.model, home or folder)
-    (folder / PLAN_FILE).write_text(record_text(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8")
-    (folder / SCHEDULE_FILE).write_text(record_text(schedule_form(plan, timeline)), encoding="utf-8")
+    (folder / PLAN_FILE).write_text(
+        record_text(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8"
+    )
+    (folder / SCHEDULE_FILE).write_text(
+        record_text(schedule_form(plan, timeline)), encoding="utf-8"
+    )
 
 
 def plan_form(plan: Plan) -> dict[str, Any]:
-    """The plan, without its schedule, as lists, dicts and scalars; columns of messages have names."""
+    """The plan, without its schedule, as lists, dicts and scalars; columns of messages have
+    names.
+    """
     form = encode(plan)
     stages, messages = form["predictions"].values()
     columns = _COLUMNS + _SLICE_COLUMNS
     if all(each.source_slice.of * each.target_slice.of == 1 for each in plan.prediction.messages):
-        columns, messages = _COLUMNS, [row[: len(_COLUMNS)] for row in messages]
+        columns = _COLUMNS
+        messages = [row[: len(_COLUMNS)] for row in messages]
     form["predictions"] = {"stages": stages, "message_columns": list(columns), "messages": messages}
     return {"format": FORMAT, **form}
 
@@ -286,13 +332,23 @@ def plan_digest(plan: Plan) -> str:
 
     Search times, the strategy's notes and options and the file's path do not count.
     """
-    form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=(), options=())))
-    chosen = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
-    return hashlib.sha256((json.dumps(chosen, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
+    form = plan_form(
+        dataclasses.replace(
+            plan, placement=dataclasses.replace(plan.placement, notes=(), options=())
+        )
+    )
+    chosen = {
+        key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")
+    }
+    return hashlib.sha256(
+        (json.dumps(chosen, sort_keys=True) + plan.schedule.grid()).encode()
+    ).hexdigest()
 
 
 def read_plan(folder: Path) -> Plan:
-    """Return the plan in `folder`, with an absolute path of its model. Raises ConfigurationError with file and key."""
+    """Return the plan in `folder`, with an absolute path of its model. Raises ConfigurationError
+    with file and key.
+    """
     record = read_record(folder / PLAN_FILE, FORMAT)
     plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
     _check_prediction(record.at("predictions"), plan.prediction, plan.placement)
@@ -300,15 +356,19 @@ def read_plan(folder: Path) -> Plan:
     peaks = summary.peak_memory_bytes
     if len(peaks) < max(1, plan.placement.devices):
         record.at("summary").at("peak_memory_bytes").refuse(
-            f"an entry for each of {plan.placement.devices} {plural(plan.placement.devices, 'device')}"
+            f"an entry for each of {plan.placement.devices} "
+            f"{plural(plan.placement.devices, 'device')}"
         )
     if plan.memory_limits and len(plan.memory_limits) != len(peaks):
         record.at("memory_limits").refuse(
             f"{len(peaks)} {plural(len(peaks), 'entry')}, one for each device of the cluster"
         )
-    count, size = summary.micro_batches, summary.micro_batch_size
+    count = summary.micro_batches
+    size = summary.micro_batch_size
     if plan.batch_size != count * size:
-        record.at("batch_size").refuse(f"{count * size}, for {count} {plural(count, 'micro-batch')} of {size}")
+        record.at("batch_size").refuse(
+            f"{count * size}, for {count} {plural(count, 'micro-batch')} of {size}"
+        )
     if summary.communication_bytes is not None:
         moved = record.at("summary").at("communication_bytes")
         summary = dataclasses.replace(
@@ -317,9 +377,13 @@ def read_plan(folder: Path) -> Plan:
     try:
         ratios = micro_batch_ratios(plan.placement, summary.micro_batch_size)
     except InfeasibleError as error:
-        raise ConfigurationError(error.message, "plan again", f"{record.file}: placement") from error
+        raise ConfigurationError(
+            error.message, "plan again", f"{record.file}: placement"
+        ) from error
     groups = tuple(stage.devices for stage in plan.placement.stages)
-    stages = StageGraph(plan.placement.devices, groups, plan.prediction.edges, pipelines_of(plan.placement), ratios)
+    stages = StageGraph(
+        plan.placement.devices, groups, plan.prediction.edges, pipelines_of(plan.placement), ratios
+    )
     schedule = _read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train")
     if schedule.micro_batches != count:
         message = (
@@ -327,18 +391,24 @@ def read_plan(folder: Path) -> Plan:
             f"{plural(schedule.micro_batches, 'micro-batch')}, its plan {count}"
         )
         raise ConfigurationError(message, "plan again", f"{folder / SCHEDULE_FILE}: units")
-    return dataclasses.replace(plan, model=path_from(folder, plan.model), summary=summary, schedule=schedule)
+    return dataclasses.replace(
+        plan, model=path_from(folder, plan.model), summary=summary, schedule=schedule
+    )
 
 
 def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:
     """Refuse predictions of other stages than the placement's, and messages between others."""
     if len(prediction.stages) != len(placement.stages):
         record.at("stages").refuse(
-            f"one entry for each of {len(placement.stages)} {plural(len(placement.stages), 'stage')}"
+            f"one entry for each of {len(placement.stages)} "
+            f"{plural(len(placement.stages), 'stage')}"
         )
     for row, each in zip(record.at("messages").items(), prediction.messages, strict=True):
         if len(row.value) not in (len(_COLUMNS), len(_COLUMNS + _SLICE_COLUMNS)):
-            row.refuse(f"{len(_COLUMNS)} {plural(len(_COLUMNS), 'column')}, or {len(_SLICE_COLUMNS)} more with turns")
+            row.refuse(
+                f"{len(_COLUMNS)} {plural(len(_COLUMNS), 'column')}, or {len(_SLICE_COLUMNS)} "
+                "more with turns"
+            )
         if not each.source_stage < each.target_stage < len(placement.stages):
             row.refuse("a message from a stage to a later one")
         for stage, device in ((each.source_stage, each.source), (each.target_stage, each.target)):
@@ -356,12 +426,17 @@ _HALVES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
-    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in bytes. A block's memory
-    is what it adds: a forward what it keeps, a backward, or its halves together, as much less."""
-    schedule, stages = plan.schedule, plan.prediction.stages
+    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in
+    bytes. A block's memory is what it adds: a forward what it keeps, a backward, or its halves
+    together, as much less.
+    """
+    schedule = plan.schedule
+    stages = plan.prediction.stages
     proof = None if schedule.period is None else schedule.proof
     ratios = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
-    distinct = {id(order): order for order in schedule.tasks}.values()  # Devices of a group mostly have one.
+    distinct = {
+        id(order): order for order in schedule.tasks
+    }.values()  # Devices of a group mostly have one.
 
     def kind_of(task: Task) -> Kind:
         return task.stage, task.phase, task.micro_batch % ratios[task.stage]
@@ -372,9 +447,15 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     graph = StageGraph(schedule.devices, (), plan.prediction.edges, (), ratios)
     blocks = []
     for stage, phase, turn in kinds:
-        own, needs = stages[stage], set(graph.needs(stage, phase, turn))
+        own = stages[stage]
+        needs = set(graph.needs(stage, phase, turn))
         if phase in _HALVES:  # Another stage may have its backward whole or split.
-            needs |= {(other, half, part) for other, _, part in needs if other != stage for half in _HALVES}
+            needs |= {
+                (other, half, part)
+                for other, _, part in needs
+                if other != stage
+                for half in _HALVES
+            }
         block = {
             "name": f"{stage}{phase.value}" + (f".{turn}" if ratios[stage] > 1 else ""),
             "devices": list(plan.placement.stages[stage].devices),
@@ -387,7 +468,11 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     lanes = timeline.lanes or tuple((device,) for device in range(schedule.devices))
     orders = [
         order_form(
-            (index[kind_of(task)], task.micro_batch // ratios[task.stage], round(starts[devices[0], task], 12))
+            (
+                index[kind_of(task)],
+                task.micro_batch // ratios[task.stage],
+                round(starts[devices[0], task], 12),
+            )
             for task in schedule.tasks[devices[0]]
         )
         for devices in lanes
@@ -398,7 +483,8 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "units": schedule.micro_batches,
         "makespan": max((span.end for span in timeline.own_spans), default=0.0),
         "period": schedule.period,
-        # `optimal` and `gap` count from the period's bound where there is a proven period, else from the step's.
+        # `optimal` and `gap` count from the period's bound where there is a proven period, else
+        # from the step's.
         "lower_bound": plan.summary.lower_bound_s if proof is None else proof.lower_bound,
         "optimal": plan.summary.optimal,
         "gap": plan.summary.gap,
@@ -425,7 +511,10 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
         record.get("proof", Proof | None),
     )
     if devices < stages.devices:
-        message = f"tasks are for {devices} {plural(devices, 'device')}, the placement has {stages.devices}"
+        message = (
+            f"tasks are for {devices} {plural(devices, 'device')}, the placement has "
+            f"{stages.devices}"
+        )
         raise ConfigurationError(message, where=str(path))
     try:
         schedule.verify(dataclasses.replace(stages, devices=devices), train)
@@ -435,13 +524,20 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
     return schedule
 
 
-def _orders_of(tasks: JsonRecord, kinds: list[Kind], stages: StageGraph) -> Iterator[tuple[Task, ...]]:
-    """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
+def _orders_of(
+    tasks: JsonRecord, kinds: list[Kind], stages: StageGraph
+) -> Iterator[tuple[Task, ...]]:
+    """The order of each device: one and the same where lists are equal, as they are within groups
+    of devices.
+    """
 
     def task_of(record: JsonRecord) -> Task:
-        block, unit = record.get("block", Index), record.get("unit", Index)
+        block = record.get("block", Index)
+        unit = record.get("unit", Index)
         if block >= len(kinds):
-            record.at("block").refuse(f"the index of one of {len(kinds)} {plural(len(kinds), 'block')}")
+            record.at("block").refuse(
+                f"the index of one of {len(kinds)} {plural(len(kinds), 'block')}"
+            )
         stage, phase, turn = kinds[block]
         return Task(stage, phase, unit * stages.micro_batch_ratio_at(stage) + turn)
 
@@ -457,8 +553,11 @@ def _orders_of(tasks: JsonRecord, kinds: list[Kind], stages: StageGraph) -> Iter
 def _kind_of(record: JsonRecord, stages: StageGraph) -> Kind:
     match = _BLOCK.fullmatch(record.get("name", str))
     if match is None or int(match[1]) >= len(stages.stage_devices):
-        record.at("name").refuse(f"a stage below {len(stages.stage_devices)} and a phase, such as 0F")
-    stage, turn = int(match[1]), int(match[3] or 0)
+        record.at("name").refuse(
+            f"a stage below {len(stages.stage_devices)} and a phase, such as 0F"
+        )
+    stage = int(match[1])
+    turn = int(match[3] or 0)
     if turn >= (turns := stages.micro_batch_ratio_at(stage)):
         record.at("name").refuse(f"one of {turns} turns of stage {stage}, counted from 0")
     if record.get("devices", tuple[Index, ...]) != (devices := stages.stage_devices[stage]):

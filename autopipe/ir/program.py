@@ -1,8 +1,9 @@
 """Instructions of each rank, as data: the last value before Python text.
 
-For each stage the operations of its forward on local shards (`StageCode`); for each rank a list of instructions, loops
-rolled up (`RankCode`). Backward is autograd's. Gradients of parameters that the same ranks add up travel together
-(`Bucket`), and the exchanges of a step have `KINDS`, one definition for predictions and for counts.
+For each stage the operations of its forward on local shards (`StageCode`); for each rank a list of
+instructions, loops rolled up (`RankCode`). Backward is autograd's. Gradients of parameters that the
+same ranks add up travel together (`Bucket`), and the exchanges of a step have `KINDS`, one
+definition for predictions and for counts.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ FORWARD = "forward"
 """Folder, inside a program's, of the model's forward on one device."""
 
 HARDWARE_QUEUES = 32
-"""CUDA_DEVICE_MAX_CONNECTIONS of ranks, for which programs are proven to end: as many as there may be."""
+"""CUDA_DEVICE_MAX_CONNECTIONS of ranks, for which programs are proven to end: as many as there may
+be.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operator on local shards: `signature` holds local shapes. `mesh` has the axis of the group's mesh that each
-    split lies along; `joint` has the sets of split axes over which the operator itself asks for a group: see
-    `Call.group`. `samples` says where samples are counted in what a random operator draws."""
+    """One operator on local shards: `signature` holds local shapes. `mesh` has the axis of the
+    group's mesh that each split lies along; `joint` has the sets of split axes over which the
+    operator itself asks for a group: see `Call.group`. `samples` says where samples are counted in
+    what a random operator draws.
+    """
 
     node: int
     signature: Signature
@@ -51,7 +56,11 @@ class Compute:
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
         """The axes of the mesh over which the node is split along `axes`."""
         wanted = frozenset(axes)
-        return merged(place for split, place in zip(self.splits, self.mesh, strict=True) if split.axis in wanted)
+        return merged(
+            place
+            for split, place in zip(self.splits, self.mesh, strict=True)
+            if split.axis in wanted
+        )
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -64,14 +73,17 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A redistribution of a value inside a stage's group; its backward is the transpose. `source` and `result` are the
-    shards of one device before and after it."""
+    """A redistribution of a value inside a stage's group; its backward is the transpose. `source`
+    and `result` are the shards of one device before and after it.
+    """
 
     source: Value
     result: Value
     relayout: Relayout
     itemsize: int
-    """Bytes per element while the value is sent: under autocast less than the declared type of `source` may need."""
+    """Bytes per element while the value is sent: under autocast less than the declared type of
+    `source` may need.
+    """
 
     @property
     def largest_bytes(self) -> int:
@@ -92,8 +104,9 @@ Operation = Compute | Collective
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Nodes of a stage that recomputes, which run again together if gradients come back to any of their results: those
-    of the local names `flowing`."""
+    """Nodes of a stage that recomputes, which run again together if gradients come back to any of
+    their results: those of the local names `flowing`.
+    """
 
     nodes: tuple[int, ...]
     flowing: frozenset[str]
@@ -103,10 +116,11 @@ class Segment:
 class StageCode:
     """The forward of one stage, the same for all devices of its group.
 
-    `inputs` and `outputs` are local values in the order of the function's arguments and results. `parameters` pairs
-    the index in the graph's parameters with the local value. `constants` are local too. `deferred` are nodes whose
-    parameters' gradients are left to the second half of a split backward. Where the stage recomputes and trains,
-    `segments` have its nodes in the order in which they run.
+    `inputs` and `outputs` are local values in the order of the function's arguments and results.
+    `parameters` pairs the index in the graph's parameters with the local value. `constants` are
+    local too. `deferred` are nodes whose parameters' gradients are left to the second half of a
+    split backward. Where the stage recomputes and trains, `segments` have its nodes in the order in
+    which they run.
     """
 
     stage: int
@@ -124,8 +138,11 @@ class StageCode:
     segments: tuple[Segment, ...] = ()
 
     def meshes(self) -> tuple[MeshAxes, ...]:
-        """The axes along which ranks of the group exchange anything, each once, sorted; one axis where all ranks do."""
-        whole, found = (MeshAxis(len(self.devices), 1),), set[MeshAxes]()
+        """The axes along which ranks of the group exchange anything, each once, sorted; one axis
+        where all ranks do.
+        """
+        whole = (MeshAxis(len(self.devices), 1),)
+        found = set[MeshAxes]()
         for operation in self.operations:
             if isinstance(operation, Compute):
                 found.update(map(operation.mesh_of, operation.joint))
@@ -134,8 +151,12 @@ class StageCode:
         return tuple(sorted(found - {()}))
 
     def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
-        """The operations of each segment, of all where there are none; an exchange goes with what is computed next."""
-        segment_of = {node: number for number, segment in enumerate(self.segments) for node in segment.nodes}
+        """The operations of each segment, of all where there are none; an exchange goes with what
+        is computed next.
+        """
+        segment_of = {
+            node: number for number, segment in enumerate(self.segments) for node in segment.nodes
+        }
         groups: list[list[Operation]] = [[] for _ in self.segments or (None,)]
         waiting: list[Operation] = []
         number = 0
@@ -153,11 +174,12 @@ class StageCode:
 class MessageBlock:
     """A block of a tensor that one rank sends to another when a task is done.
 
-    `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
-    `sent` is the block of `tensor` in coordinates of the sender's local one, `received` of the receiver's.
-    `needs_gradient` says that its gradient travels the same way back. Both travel as `dtype`, which may be narrower
-    than the value's own. Where the stages' micro-batches are unequal, it is sent after those of `source_slice` and
-    needed by those of `target_slice`.
+    `channel` numbers the pieces of a program: messages of one channel arrive in the order in which
+    they are sent. `sent` is the block of `tensor` in coordinates of the sender's local one,
+    `received` of the receiver's. `needs_gradient` says that its gradient travels the same way back.
+    Both travel as `dtype`, which may be narrower than the value's own. Where the stages'
+    micro-batches are unequal, it is sent after those of `source_slice` and needed by those of
+    `target_slice`.
     """
 
     channel: int
@@ -180,10 +202,12 @@ class MessageBlock:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Messages from one rank to another: one block of each micro-batch of its slice, and its gradient back. `buffers`
-    and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
+    """Messages from one rank to another: one block of each micro-batch of its slice, and its
+    gradient back. `buffers` and `gradient_buffers` are how many messages the target, and of
+    gradients the source, holds at once.
 
-    A rank asks for all that another one sends in the order in which it does, over one NCCL communicator.
+    A rank asks for all that another one sends in the order in which it does, over one NCCL
+    communicator.
     """
 
     number: Index
@@ -201,9 +225,10 @@ class DataInput:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its gradient. `home` is
-    the one stage that uses the block, where there is one and all of those ranks run it: its last backward completes the
-    gradient on all of them."""
+    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its
+    gradient. `home` is the one stage that uses the block, where there is one and all of those ranks
+    run it: its last backward completes the gradient on all of them.
+    """
 
     parameter: Index
     box: Annotated[Box, Flat()]
@@ -212,7 +237,9 @@ class Shard:
 
 
 class Verb(enum.Enum):
-    """Action of one line of a rank's program; `input_gradient` and `weight_gradient` are halves of a split backward."""
+    """Action of one line of a rank's program; `input_gradient` and `weight_gradient` are halves of
+    a split backward.
+    """
 
     RECEIVE = "receive"
     FORWARD = "forward"
@@ -226,9 +253,11 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once. A
-    receive is of what one stage, `source`, sends; of what all stages send where it is None. Where a micro-batch takes
-    parts of several of the source's, it is of the `part` from those of the slice with this index."""
+    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send`
+    returns at once. A receive is of what one stage, `source`, sends; of what all stages send where
+    it is None. Where a micro-batch takes parts of several of the source's, it is of the `part` from
+    those of the slice with this index.
+    """
 
     verb: Verb
     stage: int
@@ -242,8 +271,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`body`, `count` times, each time on micro-batches `stride` further. Where stages with micro-batches of different
-    sizes take part, `strides` says it for each instruction of the body."""
+    """`body`, `count` times, each time on micro-batches `stride` further. Where stages with
+    micro-batches of different sizes take part, `strides` says it for each instruction of the body.
+    """
 
     body: tuple[Instruction, ...]
     count: int
@@ -284,9 +314,11 @@ class OutputShard:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The stage that gives an output, as which of its results, the blocks that make it up, and how they combine.
-    `combine` is `concat` where the blocks are parts (or copies) of the value, and `sum` where the value is the sum of
-    all ranks' blocks, divided by `copies`. `copies` ranks have each part."""
+    """The stage that gives an output, as which of its results, the blocks that make it up, and how
+    they combine. `combine` is `concat` where the blocks are parts (or copies) of the value, and
+    `sum` where the value is the sum of all ranks' blocks, divided by `copies`. `copies` ranks have
+    each part.
+    """
 
     stage: Index
     position: Index
@@ -297,8 +329,9 @@ class OutputPlace:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A value of a micro-batch of the stage that gives it, and where each pipeline has it. Micro-batches are
-    concatenated along `batch_axis`, averaged where it is None."""
+    """A value of a micro-batch of the stage that gives it, and where each pipeline has it.
+    Micro-batches are concatenated along `batch_axis`, averaged where it is None.
+    """
 
     value: Annotated[Value, Flat()]
     batch_axis: Index | None
@@ -307,7 +340,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class InputBounds:
-    """Whole numbers in [`least`, `below`) for a block of an input of one micro-batch, of all samples."""
+    """Whole numbers in [`least`, `below`) for a block of an input of one micro-batch, of all
+    samples.
+    """
 
     least: int
     below: int
@@ -317,9 +352,11 @@ class InputBounds:
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """Range of a graph input's numbers: rows of tables and classes, by where they are used. Random data are whole
-    numbers in [0, `below`) (any real number where it is None), in `drawn` blocks within bounds of their own. In
-    `allowed` blocks other numbers are refused, but for the label `ignored`, which counts for nothing."""
+    """Range of a graph input's numbers: rows of tables and classes, by where they are used. Random
+    data are whole numbers in [0, `below`) (any real number where it is None), in `drawn` blocks
+    within bounds of their own. In `allowed` blocks other numbers are refused, but for the label
+    `ignored`, which counts for nothing.
+    """
 
     value: Annotated[Value, Flat()]
     batch_axis: Index | None
@@ -331,8 +368,9 @@ class InputRange:
 
 @dataclass(frozen=True, slots=True)
 class RunningCalls:
-    """The calls of BatchNormalization that move a running statistic which several stages of a pipeline hold, in the
-    order of the graph."""
+    """The calls of BatchNormalization that move a running statistic which several stages of a
+    pipeline hold, in the order of the graph.
+    """
 
     parameter: Index
     """Index of the statistic."""
@@ -348,8 +386,9 @@ class RunningCalls:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size` samples. `channels`
-    are those between different ranks, by number; `shard` is `Optimizer.shard`."""
+    """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size`
+    samples. `channels` are those between different ranks, by number; `shard` is `Optimizer.shard`.
+    """
 
     world_size: int
     train: bool
@@ -365,7 +404,9 @@ class Program:
     shard: bool = False
     loss_division: LossDivision = AVERAGED
     labels: int | None = None
-    """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a mean."""
+    """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a
+    mean.
+    """
     low_precision: tuple[int, ...] = ()
     """Parameters, by index, that stages read as a copy in 16 bits."""
     running_calls: tuple[RunningCalls, ...] = ()
@@ -373,11 +414,18 @@ class Program:
 
     @property
     def roundings(self) -> int:
-        """The most boundaries between stages, on a way through the model, at which values are rounded for their
-        messages; their gradients are rounded on the way back."""
-        types = {(code.stage, value.name): value.dtype for code in self.stages for value in code.outputs}
+        """The most boundaries between stages, on a way through the model, at which values are
+        rounded for their messages; their gradients are rounded on the way back.
+        """
+        types = {
+            (code.stage, value.name): value.dtype for code in self.stages for value in code.outputs
+        }
         edges = {
-            (each.source_stage, each.target_stage, each.dtype is not types[each.source_stage, each.tensor])
+            (
+                each.source_stage,
+                each.target_stage,
+                each.dtype is not types[each.source_stage, each.tensor],
+            )
             for rank in self.ranks
             for stage in rank.stages
             for each in stage.sends
@@ -399,15 +447,18 @@ class Program:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""A bucket takes no further block once it has as many; 25 MiB is what torch's DistributedDataParallel found good."""
+"""A bucket takes no further block once it has as many; 25 MiB is what torch's
+DistributedDataParallel found good.
+"""
 _ALIGNMENT = 16
 """Bytes at whose multiples blocks and shares begin, as vector loads of a GPU want them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A trained block of a parameter that several ranks hold. `home` is the stage whose last backward completes its
-    gradient on all of them, None where there is none."""
+    """A trained block of a parameter that several ranks hold. `home` is the stage whose last
+    backward completes its gradient on all of them, None where there is none.
+    """
 
     parameter: int
     elements: int
@@ -419,7 +470,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Neighbouring elements, row by row, of a parameter's block: from `start` up to `stop`, at `at` of the share."""
+    """Neighbouring elements, row by row, of a parameter's block: from `start` up to `stop`, at `at`
+    of the share.
+    """
 
     parameter: int
     start: int
@@ -431,7 +484,8 @@ class ElementRange:
         if not shape:
             yield Box((), ())
             return
-        inner, stop = math.prod(shape[1:]), self.stop
+        inner = math.prod(shape[1:])
+        stop = self.stop
         row, offset = divmod(self.start, inner)
         if offset or row == (stop - 1) // inner:  # Part of a row comes first.
             end = min(inner, stop - row * inner)
@@ -447,9 +501,11 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Blocks of one element type whose gradients the same ranks add up in one exchange. One that is shared out (ZeRO-1)
-    is one row of elements: its blocks one behind the other, each at a multiple of 16 bytes, filled up so that all ranks
-    have equal shares, which begin and end wherever that is in the parameters."""
+    """Blocks of one element type whose gradients the same ranks add up in one exchange. One that is
+    shared out (ZeRO-1) is one row of elements: its blocks one behind the other, each at a multiple
+    of 16 bytes, filled up so that all ranks have equal shares, which begin and end wherever that is
+    in the parameters.
+    """
 
     blocks: tuple[Block, ...]
 
@@ -489,45 +545,61 @@ class Bucket:
         first = self.ranks.index(rank) * self.share
         last = first + self.share
         for block, begin in zip(self.blocks, self.starts, strict=True):
-            start, stop = max(first, begin), min(last, begin + block.elements)
+            start = max(first, begin)
+            stop = min(last, begin + block.elements)
             if start < stop:
                 yield ElementRange(block.parameter, start - begin, stop - begin, start - first)
 
 
 def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:
-    """The buckets of a rank's blocks, in the order in which all of their ranks exchange them. Those without a home come
-    first, and parameters are taken last first, since backward finishes with the first."""
+    """The buckets of a rank's blocks, in the order in which all of their ranks exchange them. Those
+    without a home come first, and parameters are taken last first, since backward finishes with the
+    first.
+    """
     groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):
         groups.setdefault((-1 if block.home is None else block.home, block.ranks), []).append(block)
     packed: list[list[Block]] = []
     for key in sorted(groups):
-        size, dtype = BUCKET_BYTES, ""
+        size = BUCKET_BYTES
+        dtype = ""
         for block in groups[key]:
             if size >= BUCKET_BYTES or dtype != block.dtype:
                 packed.append([])
-                size, dtype = 0, block.dtype
+                size = 0
+                dtype = block.dtype
             packed[-1].append(block)
             size += block.elements * block.itemsize
     return tuple(Bucket(tuple(each)) for each in packed)
 
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "redistribute", "gradient", "parameter", "send")
+KINDS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "redistribute",
+    "gradient",
+    "parameter",
+    "send",
+)
 """Kinds of a step's exchanges, in the order in which they are listed, and what their bytes are.
 
-Each device counts every exchange that it takes part in, forwards and backwards; a total is over all devices.
+Each device counts every exchange that it takes part in, forwards and backwards; a total is over all
+devices.
 
 * `all_reduce`: the tensor that is added up, or of which the largest is taken;
 * `reduce_scatter`: the tensor that is put in;
 * `all_gather`: the tensor that comes out;
 * `all_to_all`: the block of which each device sends a part to every other;
 * `redistribute`: what arrives from other devices;
-* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shards;
+* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in
+  shards;
 * `parameter`: parameters that are gathered once a step, where each device has updated a shard;
 * `send`: what goes to another device's stage, activations and their gradients.
 
-What an operator that is split along a joint axis tells the group counts as what it is. Cutting a copy moves nothing.
-Reports, outputs of inference and checkpoints are no part of a step.
+What an operator that is split along a joint axis tells the group counts as what it is. Cutting a
+copy moves nothing. Reports, outputs of inference and checkpoints are no part of a step.
 """
 
 

@@ -1,4 +1,5 @@
-"""Iteration spaces: which axes an operator runs over, and which dimension of which tensor each one indexes.
+"""Iteration spaces: which axes an operator runs over, and which dimension of which tensor each one
+indexes.
 
 One line of notation a node, for instance of a batched product::
 
@@ -11,10 +12,11 @@ Grammar::
     dimension = axis | "1" | "(" axis {axis} ")" | "[" axis stride offset reach "]"
     axis      = letter {letter | digit | "_"} [mark]
 
-`1` is a dimension that no axis indexes: extent one where others broadcast, or an extent the operator makes up itself.
-`(a b)` is a dimension made of several axes, outer to inner (row-major). `[o 2 -1 3]` is a dimension of an operand that
-is read through windows (convolution, pooling): index o reads the three elements from 2 · o - 1 on, and in place of
-those that lie outside of the tensor a fill. Marks, given where the axis first stands:
+`1` is a dimension that no axis indexes: extent one where others broadcast, or an extent the
+operator makes up itself. `(a b)` is a dimension made of several axes, outer to inner (row-major).
+`[o 2 -1 3]` is a dimension of an operand that is read through windows (convolution, pooling): index
+o reads the three elements from 2 · o - 1 on, and in place of those that lie outside of the tensor a
+fill. Marks, given where the axis first stands:
 
     !   the axis must stay whole: the operator cannot be split along it (yet)
     +   partial results over a split of this axis add up            (MatMul's k, ReduceSum)
@@ -41,8 +43,9 @@ Dimension = tuple[str, ...]
 
 
 class AxisKind(enum.Enum):
-    """Meaning of a split along the axis: a parallel one, which indexes every result, leaves independent shards; for the
-    others see the marks."""
+    """Meaning of a split along the axis: a parallel one, which indexes every result, leaves
+    independent shards; for the others see the marks.
+    """
 
     PARALLEL = "parallel"
     WHOLE = "whole"
@@ -66,8 +69,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """A dimension of an operand that is read through windows: index i of `axis`, of `count`, reads the `reach` elements
-    from i · stride + offset on; those outside of the tensor count as `fill`."""
+    """A dimension of an operand that is read through windows: index i of `axis`, of `count`, reads
+    the `reach` elements from i · stride + offset on; those outside of the tensor count as `fill`.
+    """
 
     operand: int
     dimension: int
@@ -85,8 +89,9 @@ class Windowed:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A node's iteration space. `operands[i]` is None where the operand is absent. A dimension that is read through
-    windows is in `windows`; among the operands no axis indexes it."""
+    """A node's iteration space. `operands[i]` is None where the operand is absent. A dimension that
+    is read through windows is in `windows`; among the operands no axis indexes it.
+    """
 
     axes: tuple[Axis, ...]
     operands: tuple[tuple[Dimension, ...] | None, ...]
@@ -119,20 +124,34 @@ class Space:
             words = []
             for dimension in tensor:
                 names = [name + kinds[name] for name in dimension]
-                words.append("1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})")
+                words.append(
+                    "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
+                )
             for each in windows:
-                words[each.dimension] = f"[{each.axis}{kinds[each.axis]} {each.stride} {each.offset} {each.reach}]"
+                words[each.dimension] = (
+                    f"[{each.axis}{kinds[each.axis]} {each.stride} {each.offset} {each.reach}]"
+                )
             return " ".join(words)
 
-        operands = (spell(tensor, self.windows_of(index)) for index, tensor in enumerate(self.operands))
+        operands = (
+            spell(tensor, self.windows_of(index)) for index, tensor in enumerate(self.operands)
+        )
         return f"{', '.join(operands)} -> {', '.join(map(spell, self.results))}"
 
 
 class NotationError(ModelError):
-    """A line of notation that does not fit the tensors it is meant for, which a file's node may have of any shape."""
+    """A line of notation that does not fit the tensors it is meant for, which a file's node may
+    have of any shape.
+    """
 
 
-_MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT, "=": AxisKind.AGREED}
+_MARKS = {
+    "!": AxisKind.WHOLE,
+    "+": AxisKind.SUM,
+    "~": AxisKind.MEAN,
+    "&": AxisKind.JOINT,
+    "=": AxisKind.AGREED,
+}
 _TOKEN = re.compile(r"\([^)]*\)|\[[^\]]*\]|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
 
 
@@ -143,9 +162,11 @@ def parse(
     extents: dict[str, int] | None = None,
     fill: float = 0.0,
 ) -> Space:
-    """The space that `notation` describes for tensors of these shapes (None where a tensor is absent). Extents follow
-    from the shapes; those of axes inside merged dimensions that occur alone nowhere must be given in `extents`. Windows
-    that stick out of a tensor read `fill` there. Raises NotationError where notation and shapes disagree."""
+    """The space that `notation` describes for tensors of these shapes (None where a tensor is
+    absent). Extents follow from the shapes; those of axes inside merged dimensions that occur alone
+    nowhere must be given in `extents`. Windows that stick out of a tensor read `fill` there. Raises
+    NotationError where notation and shapes disagree.
+    """
     left, arrow, right = notation.partition("->")
     if not arrow:
         raise NotationError(f"no arrow in notation {notation!r}")
@@ -155,12 +176,19 @@ def parse(
     results = _tensors(right, len(result_shapes), marks, [])
     pairs = [*zip(operands, operand_shapes, strict=True), *zip(results, result_shapes, strict=True)]
     known = _solved_extents(pairs, dict(extents or {}), notation)
-    written = [{name for dimension in tensor for name in dimension} for tensor in results if tensor is not None]
+    written = [
+        {name for dimension in tensor for name in dimension}
+        for tensor in results
+        if tensor is not None
+    ]
     in_results = set.intersection(*written) if written else set()
     unmarked = {name: AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE for name in marks}
-    axes = tuple(Axis(name, known[name], _MARKS.get(mark) or unmarked[name]) for name, mark in marks.items())
+    axes = tuple(
+        Axis(name, known[name], _MARKS.get(mark) or unmarked[name]) for name, mark in marks.items()
+    )
     through = tuple(
-        Windowed(operand, dimension, axis, known[axis], *numbers, fill) for operand, dimension, axis, numbers in windows
+        Windowed(operand, dimension, axis, known[axis], *numbers, fill)
+        for operand, dimension, axis, numbers in windows
     )
     return Space(axes, tuple(operands), tuple(results), through)
 
@@ -175,12 +203,16 @@ def _tensors(
     parts = side.split(",") if count else []
     if len(parts) != count:
         raise NotationError(
-            f"notation {side!r} names {len(parts)} {plural(len(parts), 'tensor')}, the node has {count}"
+            f"notation {side!r} names {len(parts)} {plural(len(parts), 'tensor')}, the node "
+            "has "
+            f"{count}"
         )
     return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(parts)]
 
 
-def _tensor(text: str, marks: dict[str, str], index: int, windows: list[_Window]) -> tuple[Dimension, ...] | None:
+def _tensor(
+    text: str, marks: dict[str, str], index: int, windows: list[_Window]
+) -> tuple[Dimension, ...] | None:
     if text == "?":
         return None
 
@@ -194,17 +226,25 @@ def _tensor(text: str, marks: dict[str, str], index: int, windows: list[_Window]
     for token in _TOKEN.findall(text):
         if token.startswith("["):
             word, stride, offset, reach = token[1:-1].split()
-            windows.append((index, len(dimensions), marked(word), (int(stride), int(offset), int(reach))))
+            windows.append(
+                (index, len(dimensions), marked(word), (int(stride), int(offset), int(reach)))
+            )
             dimensions.append(())
         else:
-            dimensions.append(tuple(marked(word) for word in token.strip("()").split() if word != "1"))
+            dimensions.append(
+                tuple(marked(word) for word in token.strip("()").split() if word != "1")
+            )
     return tuple(dimensions)
 
 
 def _solved_extents(
-    pairs: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]], known: dict[str, int], notation: str
+    pairs: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]],
+    known: dict[str, int],
+    notation: str,
 ) -> dict[str, int]:
-    """`known` with the extents that follow from the tensors' shapes: first of axes that are a whole dimension."""
+    """`known` with the extents that follow from the tensors' shapes: first of axes that are a whole
+    dimension.
+    """
     dimensions: list[tuple[Dimension, int]] = []
     for tensor, shape in pairs:
         if tensor is not None and shape is not None:
@@ -213,7 +253,9 @@ def _solved_extents(
             dimensions += zip(tensor, shape, strict=True)
     for dimension, extent in dimensions:
         if len(dimension) == 1 and known.setdefault(dimension[0], extent) != extent:
-            raise NotationError(f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}")
+            raise NotationError(
+                f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}"
+            )
     for dimension, extent in dimensions:
         missing = [name for name in dimension if name not in known]
         if len(missing) > 1:
@@ -223,5 +265,7 @@ def _solved_extents(
             known[missing[0]] = extent // max(product, 1)
             product *= known[missing[0]]
         if dimension and product != extent:
-            raise NotationError(f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}")
+            raise NotationError(
+                f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}"
+            )
     return known

@@ -1,8 +1,9 @@
-"""The record in an ONNX file of a module's `state_dict`, which `autopipe export` writes into the file's metadata.
+"""The record in an ONNX file of a module's `state_dict`, which `autopipe export` writes into the
+file's metadata.
 
-A file holds each tensor once, under one name, and only tensors that its nodes read. The record has the other names of
-tied tensors. Tensors that no node reads are initializers whose names begin with `PREFIX`. Buffers that the module does
-not save are not in the record.
+A file holds each tensor once, under one name, and only tensors that its nodes read. The record has
+the other names of tied tensors. Tensors that no node reads are initializers whose names begin with
+`PREFIX`. Buffers that the module does not save are not in the record.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ class StateNames:
     """The entries of a module's `state_dict`."""
 
     names: Mapping[str, str]
-    """The initializer of the file that holds an entry, by the entry's name, in the order of the module."""
+    """The initializer of the file that holds an entry, by the entry's name, in the order of the
+    module.
+    """
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The increment of a counter per forward pass in training, such as 1 for BatchNorm's `num_batches_tracked`, by the
-    name of the counter's initializer."""
+    """The increment of a counter per forward pass in training, such as 1 for BatchNorm's
+    `num_batches_tracked`, by the name of the counter's initializer.
+    """
 
     def text(self) -> str:
         """Return the record as it stands in the metadata."""
@@ -53,8 +57,9 @@ class StateNames:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], initializers: Collection[str]) -> StateNames | None:
-        """Return the record of a file, None if it has none. Raises ModelError if the record does not fit the
-        initializers."""
+        """Return the record of a file, None if it has none. Raises ModelError if the record does
+        not fit the initializers.
+        """
         text = metadata.get(KEY)
         if text is None:
             return None
@@ -64,7 +69,8 @@ class StateNames:
             raise _wrong("is no JSON") from error
         if not isinstance(document, dict) or document.keys() != {"names", "counts"}:
             raise _wrong("is no object of 'names' and 'counts'")
-        names, counts = document["names"], document["counts"]
+        names = document["names"]
+        counts = document["counts"]
         if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
             raise _wrong("does not give the tensor of each name")
         if len(names) > MOST_NAMES:

@@ -1,4 +1,6 @@
-"""A simulated or measured step over time, and the predicted times of stages and messages that it is simulated from."""
+"""A simulated or measured step over time, and the predicted times of stages and messages that it is
+simulated from.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ class EndSpan:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message between two devices: the values that a stage sends to another for one micro-batch. `task` is the one
-    that sends: a forward sends activations, a backward gradients."""
+    """A message between two devices: the values that a stage sends to another for one micro-batch.
+    `task` is the one that sends: a forward sends activations, a backward gradients.
+    """
 
     source: int
     target: int
@@ -55,18 +58,21 @@ class Transfer:
 
 
 Links = tuple[tuple[tuple[int, int], ...], ...]
-"""Pairs of devices by what they exchange: all pairs of one entry exchange the same at the same time."""
+"""Pairs of devices by what they exchange: all pairs of one entry exchange the same at the same
+time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step. `memory[d]` holds (time, bytes in use from then on) for device d, ascending, the first at 0.
+    """One step. `memory[d]` holds (time, bytes in use from then on) for device d, ascending, the
+    first at 0.
 
-    `static_memory[d]` is the part of it that never changes: parameters, gradients, optimizer state. `end` counts the
-    gradient all-reduce and the update.
+    `static_memory[d]` is the part of it that never changes: parameters, gradients, optimizer state.
+    `end` counts the gradient all-reduce and the update.
 
-    Of devices that do the same at the same time only the first one's spans are held, and of links between them only the
-    first one's transfers: a step of thousands of devices has millions.
+    Of devices that do the same at the same time only the first one's spans are held, and of links
+    between them only the first one's transfers: a step of thousands of devices has millions.
     """
 
     own_spans: tuple[Span, ...]
@@ -108,7 +114,9 @@ class Timeline:
             of_lane.setdefault(span.device, []).append(span)
         firsts = self._firsts
         return tuple(
-            replace(span, device=device) for device in sorted(firsts) for span in of_lane.get(firsts[device], ())
+            replace(span, device=device)
+            for device in sorted(firsts)
+            for span in of_lane.get(firsts[device], ())
         )
 
     @property
@@ -148,7 +156,9 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeconds:
-    """Seconds that a stage's tasks take for one micro-batch, on the host alone or on the device alone."""
+    """Seconds that a stage's tasks take for one micro-batch, on the host alone or on the device
+    alone.
+    """
 
     forward_s: Amount
     backward_s: Amount = 0.0
@@ -168,7 +178,9 @@ class TaskSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """Predicted seconds and bytes of a stage on each of its devices, for one micro-batch where nothing else is said."""
+    """Predicted seconds and bytes of a stage on each of its devices, for one micro-batch where
+    nothing else is said.
+    """
 
     forward_s: Amount
     backward_s: Amount = 0.0
@@ -176,8 +188,9 @@ class StagePrediction:
     input_gradient_s: Amount = 0.0
     weight_gradient_s: Amount = 0.0
     split_s: Amount = 0.0
-    """Seconds more that a micro-batch takes because its backward is split, most of them in the forward and in the first
-    half: they count with the first half."""
+    """Seconds more that a micro-batch takes because its backward is split, most of them in the
+    forward and in the first half: they count with the first half.
+    """
     gradient_s: Amount = 0.0
     """Seconds, once a step, in which gradients are summed over devices."""
     update_s: Amount = 0.0
@@ -187,13 +200,18 @@ class StagePrediction:
     kept_bytes: Index = 0
     """Bytes held from the start of a forward to the end of its backward."""
     weight_kept_bytes: Index = 0
-    """Bytes that a split backward's second half needs: held from the end of the first to its own end."""
+    """Bytes that a split backward's second half needs: held from the end of the first to its own
+    end.
+    """
     transient_bytes: Index = 0
     """Bytes that come and go within a backward or, without training, a forward."""
     on_host: Annotated[TaskSeconds | None, Sparse()] = None
-    """Seconds in which the host starts each task's operators; None if the host's time does not count."""
+    """Seconds in which the host starts each task's operators; None if the host's time does not
+    count.
+    """
     on_device: Annotated[TaskSeconds | None, Sparse()] = None
-    """Seconds in which the device computes and exchanges; None if the host's time does not count."""
+    """Seconds in which the device computes and exchanges; None if the host's time does not count.
+    """
 
     @property
     def host_bound(self) -> bool:
@@ -218,7 +236,9 @@ class StagePrediction:
         }[phase]
 
     def added_bytes(self, phase: Phase) -> int:
-        """Bytes that a task of a step that trains adds to those in use, less than nothing where it frees."""
+        """Bytes that a task of a step that trains adds to those in use, less than nothing where it
+        frees.
+        """
         return {
             Phase.FORWARD: self.kept_bytes,
             Phase.BACKWARD: -self.kept_bytes,
@@ -229,9 +249,11 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message from a device of one stage to a device of a later one after a forward; its gradient comes back after the
-    backward. Where the stages have micro-batches of different sizes it is for the samples that those of one slice of
-    the source and those of one slice of the target have in common: the number of the message is the same for both."""
+    """Message from a device of one stage to a device of a later one after a forward; its gradient
+    comes back after the backward. Where the stages have micro-batches of different sizes it is for
+    the samples that those of one slice of the source and those of one slice of the target have in
+    common: the number of the message is the same for both.
+    """
 
     source_stage: Index
     target_stage: Index
@@ -247,7 +269,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Stages in order, and the messages of one micro-batch: of the largest, where stages have different ones."""
+    """Stages in order, and the messages of one micro-batch: of the largest, where stages have
+    different ones.
+    """
 
     stages: tuple[StagePrediction, ...] = ()
     messages: tuple[Annotated[Message, Row()], ...] = ()

@@ -1,4 +1,6 @@
-"""How a run trains, besides its optimizer: its data, learning rates by step, clipping and the like, validation."""
+"""How a run trains, besides its optimizer: its data, learning rates by step, clipping and the like,
+validation.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,27 @@ def is_data_function(path: str) -> bool:
 
 
 def with_path(data: str | None, change: Callable[[str], str]) -> str | None:
-    """Return `data` with the path that it is changed by `change`; None and `module:function` stay."""
+    """Return `data` with the path that it is changed by `change`; None and `module:function`
+    stay.
+    """
     return data if data is None or is_data_function(data) else change(data)
 
 
 _ON_COMMAND_LINE = "name it on the command line: autopipe launch PROGRAM --data module:function"
 DataPath = Annotated[
     str,
-    FilePath(is_data_function, "Python code, which no plan and no configuration may name", _ON_COMMAND_LINE),
-    Fits(lambda path: not is_data_function(path), "a path (`launch --data` alone names Python code)"),
+    FilePath(
+        is_data_function,
+        "Python code, which no plan and no configuration may name",
+        _ON_COMMAND_LINE,
+    ),
+    Fits(
+        lambda path: not is_data_function(path), "a path (`launch --data` alone names Python code)"
+    ),
 ]
-"""A file or a folder with samples. Plans and configurations are not trusted, so that they name no code."""
+"""A file or a folder with samples. Plans and configurations are not trusted, so that they name no
+code.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +47,38 @@ class DataSettings:
     """Where samples come from and in which order."""
 
     path: DataPath | None = None
-    """File or folder with the data of `launch`. Default: random data. `launch --data` alone names Python code."""
+    """File or folder with the data of `launch`. Default: random data. `launch --data` alone names
+    Python code.
+    """
     shuffle: bool = False
     """Take samples in an order that the seed and the epoch decide; else as they are stored."""
     epochs: Count | None = None
     """Passes through the data, after which training ends, where `launch` has no `--steps`."""
     last_batch: Literal["drop", "pad"] = "drop"
-    """Samples at an epoch's end that fill no batch are left out, or trained on with a batch filled up by samples that
-    count nothing; that takes a cross-entropy that ignores a label."""
+    """Samples at an epoch's end that fill no batch are left out, or trained on with a batch filled
+    up by samples that count nothing; that takes a cross-entropy that ignores a label.
+    """
     sequence_length: Count | None = None
     """Tokens of a sample of a token file, which is the graph's; another is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class LRScheduler:
-    """The learning rate by step, as a factor of `optimizer.lr`: it warms up, may stay, and decays."""
+    """The learning rate by step, as a factor of `optimizer.lr`: it warms up, may stay, and
+    decays.
+    """
 
     warmup_steps: Annotated[Index, Sparse()] = 0
     """Steps in which the rate rises in a straight line, from 0 at the first."""
     decay_type: Annotated[Literal["constant", "linear", "cosine", "sqrt"], Sparse()] = "constant"
-    """How the rate decays after the warm-up: `linear` and `cosine` are transformers' `get_linear_schedule_with_warmup`
-    and `get_cosine_schedule_with_warmup`, `sqrt` is 1 - √progress."""
+    """How the rate decays after the warm-up: `linear` and `cosine` are transformers'
+    `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup`, `sqrt` is 1 -
+    √progress.
+    """
     decay_ratio: Annotated[Annotated[float, Above(0), AtMost(1)] | None, Sparse()] = None
-    """Part of all steps, the last ones, in which the rate decays (WSD), as torchtitan counts: a warm-up's first step
-    has 1 / `warmup_steps`. All steps after the warm-up where not given."""
+    """Part of all steps, the last ones, in which the rate decays (WSD), as torchtitan counts: a
+    warm-up's first step has 1 / `warmup_steps`. All steps after the warm-up where not given.
+    """
     min_lr_factor: Annotated[float, AtLeast(0), AtMost(1), Sparse()] = 0.0
     """Where the decay ends, as a factor of `optimizer.lr`."""
     total_steps: Annotated[Annotated[int, AtLeast(1)] | None, Sparse()] = None
@@ -72,7 +92,9 @@ class LRScheduler:
     def factor(self, step: int, steps: int) -> float:
         """Of a step, counted from 0, of a launch of `steps` in all."""
         total = self.total_steps or steps
-        warmup = min(self.warmup_steps, total) if self.decay_ratio is not None else self.warmup_steps
+        warmup = (
+            min(self.warmup_steps, total) if self.decay_ratio is not None else self.warmup_steps
+        )
         # What transformers counts from 0, torchtitan counts from 1, and its rate is never 0.
         counted = step if self.decay_ratio is None else step + 1
         if step < warmup:
@@ -97,12 +119,16 @@ class Training:
     """Clipping, accumulation and averaging: the rest of an update, besides its optimizer."""
 
     max_norm: Annotated[Annotated[float, Above(0)] | None, Sparse()] = None
-    """Norm of all gradients together above which they are scaled down to it, as torch's `clip_grad_norm_` does."""
+    """Norm of all gradients together above which they are scaled down to it, as torch's
+    `clip_grad_norm_` does.
+    """
     gradient_accumulation_steps: Annotated[int, AtLeast(1), Sparse()] = 1
-    """Batches whose gradients an update averages: a step takes as many times `batch_size` samples."""
+    """Batches whose gradients an update averages: a step takes as many times `batch_size` samples.
+    """
     ema_decay: Annotated[Annotated[float, AtLeast(0), AtMost(1)] | None, Sparse()] = None
-    """Decay of an exponential moving average of the weights, which checkpoints hold beside them; none where not
-    given."""
+    """Decay of an exponential moving average of the weights, which checkpoints hold beside them;
+    none where not given.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +140,6 @@ class Evaluation:
     interval: Annotated[Count | None, Sparse()] = None
     """Steps from one validation to the next; there is one after the last step anyhow."""
     patience: Annotated[Count | None, Sparse()] = None
-    """The run ends after as many validations in a row without a lower loss; `null` for all its steps."""
+    """The run ends after as many validations in a row without a lower loss; `null` for all its
+    steps.
+    """

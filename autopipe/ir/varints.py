@@ -10,14 +10,17 @@ _MORE = 0x80
 
 
 def varint_bits(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the low 16 bits of each varint of a packed field: of float16 and bfloat16 all that they have
-    (https://onnx.ai/onnx/api/classes.html, `TensorProto.int32_data`)."""
+    """Return the low 16 bits of each varint of a packed field: of float16 and bfloat16 all that
+    they have (https://onnx.ai/onnx/api/classes.html, `TensorProto.int32_data`).
+    """
     if not payload.size:
         return np.empty(0, np.uint16)
     ends = np.flatnonzero(payload < _MORE)
     starts = np.concatenate(([0], ends[:-1] + 1))
     places = np.arange(int(ends[-1]) + 1) - np.repeat(starts, ends - starts + 1)
     # Seven bits a byte, the lowest first; later bytes have none of the low 16 bits.
-    parts = (payload[: places.size] & 0x7F).astype(np.uint32) << np.minimum(7 * places, 31).astype(np.uint32)
+    parts = (payload[: places.size] & 0x7F).astype(np.uint32) << np.minimum(7 * places, 31).astype(
+        np.uint32
+    )
     parts[places > 2] = 0
     return np.asarray(np.add.reduceat(parts, starts) & 0xFFFF, dtype=np.uint16)

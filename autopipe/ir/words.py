@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_BYTES = (("EiB", 2**60), ("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_BYTES = (
+    ("EiB", 2**60),
+    ("PiB", 2**50),
+    ("TiB", 2**40),
+    ("GiB", 2**30),
+    ("MiB", 2**20),
+    ("KiB", 2**10),
+)
 
 
 def plural(count: float, noun: str, many: str = "") -> str:
     """Return `noun` if `count` is 1, otherwise its plural.
 
-    `many` is the plural if no rule gives it, for example of a noun with its verb: `plural(n, "node is", "nodes are")`.
+    `many` is the plural if no rule gives it, for example of a noun with its verb: `plural(n, "node
+    is", "nodes are")`.
     """
     if count == 1:
         return noun

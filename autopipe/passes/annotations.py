@@ -1,4 +1,5 @@
-"""ONNX's multi-device annotations: read as constraints on nodes, and written for a plan into a copy of its file.
+"""ONNX's multi-device annotations: read as constraints on nodes, and written for a plan into a copy
+of its file.
 
 All other bytes of the serialised model are copied unread, weights included.
 """
@@ -15,7 +16,16 @@ from typing import Final
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Layout, MeshAxes, axes_of, degree_of, mesh_of, operand_layout, place_along, result_layout
+from autopipe.ir.layout import (
+    Layout,
+    MeshAxes,
+    axes_of,
+    degree_of,
+    mesh_of,
+    operand_layout,
+    place_along,
+    result_layout,
+)
 from autopipe.ir.output_files import replacing
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint
@@ -37,23 +47,30 @@ from autopipe.passes.frontend.model import Model, Origin, owners_of
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """An axis of a node's iteration space in `degree` parts; `places` says which one each device has, ascending."""
+    """An axis of a node's iteration space in `degree` parts; `places` says which one each device
+    has, ascending.
+    """
 
     axis: str
     degree: int
     places: tuple[int, ...]
 
 
-Cuts = tuple[AxisSplit, ...]  # All cuts of a node, in any order; () where each device computes it whole.
+Cuts = tuple[
+    AxisSplit, ...
+]  # All cuts of a node, in any order; () where each device computes it whole.
 
 
 def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
-    """The splits, outer to inner over the devices in this order, that make `cuts`; None where none do. Devices that the
-    splits leave over are innermost, as in a stage."""
+    """The splits, outer to inner over the devices in this order, that make `cuts`; None where none
+    do. Devices that the splits leave over are innermost, as in a stage.
+    """
     rank = {device: index for index, device in enumerate(sorted(order))}
     places = {cut.axis: tuple(cut.places[rank[device]] for device in order) for cut in cuts}
     # The further out a split is, the later comes the first device that is not in its first part.
-    outer = sorted(cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0))
+    outer = sorted(
+        cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0)
+    )
     splits = tuple(Split(cut.axis, cut.degree) for cut in outer)
     if len(order) % math.prod(split.degree for split in splits):
         return None
@@ -63,10 +80,13 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
 
 
 def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, ...] | None:
-    """An order of a group's devices over which splits make all of `cuts`; None where none of the candidates does.
-    Candidates are the orders in which `shardings`, all of this group, list its devices, first of values that each
-    device holds whole, and the ascending one; of these first those that list copies of a block in the same order."""
-    listings, wanted = tuple(dict.fromkeys(sharding.devices for sharding in shardings)), tuple(dict.fromkeys(cuts))
+    """An order of a group's devices over which splits make all of `cuts`; None where none of the
+    candidates does. Candidates are the orders in which `shardings`, all of this group, list its
+    devices, first of values that each device holds whole, and the ascending one; of these first
+    those that list copies of a block in the same order.
+    """
+    listings = tuple(dict.fromkeys(sharding.devices for sharding in shardings))
+    wanted = tuple(dict.fromkeys(cuts))
     candidates = [groups[0] for groups in listings if len(groups) == 1]
     for groups in listings:
         listed = tuple(itertools.chain(*groups))
@@ -74,7 +94,9 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
 
     def breaks(order: tuple[int, ...]) -> bool:
         position = {device: index for index, device in enumerate(order)}
-        copies = (pair for groups in listings for group in groups for pair in itertools.pairwise(group))
+        copies = (
+            pair for groups in listings for group in groups for pair in itertools.pairwise(group)
+        )
         return any(position[first] >= position[second] for first, second in copies)
 
     for order in sorted(dict.fromkeys(candidates), key=breaks):
@@ -84,16 +106,19 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
 
 
 def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Sharding]) -> Cuts:
-    """The cuts of a node, some of whose tensors have these layouts; axes that none of them tells of are whole. Raises
-    ModelError, naming the node and the tensor, for dimensions that do not exist or cannot be cut so, and for layouts
-    that contradict one another."""
+    """The cuts of a node, some of whose tensors have these layouts; axes that none of them tells of
+    are whole. Raises ModelError, naming the node and the tensor, for dimensions that do not exist
+    or cannot be cut so, and for layouts that contradict one another.
+    """
     own = graph.nodes[node]
     where = f"{own.op} {own.name!r}"
     groups = {name: sharding.group() for name, sharding in shardings.items()}
     first = next(iter(groups))
     other = next((name for name in groups if groups[name] != groups[first]), None)
     if other is not None:
-        raise ModelError(f"its tensors {first!r} and {other!r} are annotated for different devices", where=where)
+        raise ModelError(
+            f"its tensors {first!r} and {other!r} are annotated for different devices", where=where
+        )
     devices = sorted(groups[first])
     found: dict[str, tuple[AxisSplit, str]] = {}
     tensors = zip((*own.inputs, *own.outputs), (*space.operands, *space.results), strict=True)
@@ -107,11 +132,14 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
             for axis, degree, inner in _parts(own_axes, space.extents(), count, here):
                 if degree == 1 and axis in windows.values():
                     continue  # each device may hold more than what its windows read
-                cut = AxisSplit(axis, degree, tuple(held[device] // inner % degree for device in devices))
+                cut = AxisSplit(
+                    axis, degree, tuple(held[device] // inner % degree for device in devices)
+                )
                 known, source = found.setdefault(axis, (cut, name))
                 if known != cut:
                     raise ModelError(
-                        f"the annotations of its tensors {source!r} and {name!r} contradict each other:"
+                        f"the annotations of its tensors {source!r} and {name!r} contradict "
+                        "each other:"
                         f" they cut its axis {axis!r} into {known.degree} and {degree} "
                         f"{plural(degree, 'part')}, or in another order",
                         hint="autopipe finds itself what must be exchanged before and after a node",
@@ -120,8 +148,12 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
     return tuple(cut for cut, _ in found.values() if cut.degree > 1)
 
 
-def _blocks_of(shape: tuple[int, ...], sharding: Sharding, where: str) -> Iterator[tuple[int, dict[int, int], str]]:
-    """For each dimension of a tensor (number of blocks, which one each device has, place for messages)."""
+def _blocks_of(
+    shape: tuple[int, ...], sharding: Sharding, where: str
+) -> Iterator[tuple[int, dict[int, int], str]]:
+    """For each dimension of a tensor (number of blocks, which one each device has, place for
+    messages).
+    """
     for dimension, _ in sharding.cuts:
         if not -len(shape) <= dimension < len(shape):
             raise ModelError(f"it has no dimension {dimension}", f"its shape is {shape}", where)
@@ -131,7 +163,11 @@ def _blocks_of(shape: tuple[int, ...], sharding: Sharding, where: str) -> Iterat
         here = f"{where}, dimension {index}"
         if shape[index] % blocks:
             raise ModelError(
-                f"{blocks} {plural(blocks, 'shard does', 'shards do')} not divide its extent {shape[index]}", where=here
+                (
+                    f"{blocks} {plural(blocks, 'shard does', 'shards do')} not divide its extent "
+                    f"{shape[index]}"
+                ),
+                where=here,
             )
         yield blocks, held, here
 
@@ -139,9 +175,11 @@ def _blocks_of(shape: tuple[int, ...], sharding: Sharding, where: str) -> Iterat
 def _parts(
     dimension: Sequence[str], extents: Mapping[str, int], blocks: int, where: str
 ) -> Iterator[tuple[str, int, int]]:
-    """The cut of a dimension as cuts of its axes, of which an inner one is cut where the outer are in parts of one.
-    Yields (axis, its parts, blocks in one of them)."""
-    found, rest = [], blocks
+    """The cut of a dimension as cuts of its axes, of which an inner one is cut where the outer are
+    in parts of one. Yields (axis, its parts, blocks in one of them).
+    """
+    found = []
+    rest = blocks
     for axis in dimension:
         degree = max(1, min(rest, extents[axis]))
         if rest % degree or extents[axis] % degree:
@@ -154,14 +192,20 @@ def _parts(
         found.append((axis, degree, rest))
     if rest > 1:
         raise ModelError(
-            f"the operator has no axis there that {blocks} {plural(blocks, 'shard')} could be cut along", where=where
+            (
+                f"the operator has no axis there that {blocks} {plural(blocks, 'shard')} could be "
+                "cut along"
+            ),
+            where=where,
         )
     yield from found
 
 
 @dataclass(frozen=True, slots=True)
 class _Annotated:
-    """A node of the graph as the annotations want it; without `shardings` they say nothing of its tensors."""
+    """A node of the graph as the annotations want it; without `shardings` they say nothing of its
+    tensors.
+    """
 
     node: int
     stage: int | None
@@ -175,20 +219,29 @@ class _Annotated:
 
 
 def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
-    """Constraints that the annotations of `model` are for `devices` devices; () where it has none. Raises
-    ConfigurationError where no configuration, or more than one, is for that number, and ModelError, naming the node,
-    for annotations that do not fit its operator or its tensors' shapes, or contradict one another."""
+    """Constraints that the annotations of `model` are for `devices` devices; () where it has none.
+    Raises ConfigurationError where no configuration, or more than one, is for that number, and
+    ModelError, naming the node, for annotations that do not fit its operator or its tensors'
+    shapes, or contradict one another.
+    """
     known = [each for each in model.configurations if each.annotations]
     fitting = [each for each in known if each.devices == devices]
     if not known:
         return ()
     if not fitting:
         names = ", ".join(f"{each.name!r} for {each.devices}" for each in known)
-        reason = f"the model is annotated, but not for {devices} {plural(devices, 'device')}: {names}"
-        raise ConfigurationError(reason, "plan for as many devices, or the model without its annotations")
+        reason = (
+            f"the model is annotated, but not for {devices} {plural(devices, 'device')}: {names}"
+        )
+        raise ConfigurationError(
+            reason, "plan for as many devices, or the model without its annotations"
+        )
     if len(fitting) > 1:
         names = " and ".join(repr(each.name) for each in fitting)
-        reason = f"the model's device configurations {names} are all for {devices} {plural(devices, 'device')}"
+        reason = (
+            f"the model's device configurations {names} are all for {devices} "
+            f"{plural(devices, 'device')}"
+        )
         raise ConfigurationError(reason, "leave one of them in the file")
     try:
         return tuple(_constraints(model, fitting[0]))
@@ -197,7 +250,9 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
 
 
 def _constraints(model: Model, configuration: Configuration) -> Iterator[Constraint]:
-    """One for stage and devices of the nodes that share them, and one for each split of some of these."""
+    """One for stage and devices of the nodes that share them, and one for each split of some of
+    these.
+    """
     samples = sample_axes(model.graph)
     annotated = _annotated_nodes(model, configuration, samples)
     stages = sorted({each.stage for each in annotated if each.stage is not None})
@@ -215,16 +270,21 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
             splits = splits_over(order, each.cuts) if order and each.shardings else None
             if splits is not None:
                 own = samples.axes[each.node]
-                split = tuple((BATCH_AXIS if cut.axis == own else cut.axis, cut.degree) for cut in splits)
+                split = tuple(
+                    (BATCH_AXIS if cut.axis == own else cut.axis, cut.degree) for cut in splits
+                )
                 by_split.setdefault(split, []).append(names[each.node])
         for split, named in by_split.items():
             yield Constraint(source, split=split, nodes=tuple(named))
 
 
-def _annotated_nodes(model: Model, configuration: Configuration, samples: SampleAxes) -> list[_Annotated]:
-    """The annotated nodes of the graph, in its order. A node of the file that writes what the graph's node does says
-    most. Of others that became part of the same operator (its scores, its softmax) only layouts of tensors are taken
-    that the first says nothing of."""
+def _annotated_nodes(
+    model: Model, configuration: Configuration, samples: SampleAxes
+) -> list[_Annotated]:
+    """The annotated nodes of the graph, in its order. A node of the file that writes what the
+    graph's node does says most. Of others that became part of the same operator (its scores, its
+    softmax) only layouts of tensors are taken that the first says nothing of.
+    """
     annotations = {each.node: each for each in configuration.annotations}
     stages: dict[int, int | None] = {}
     layouts: dict[int, dict[str, Sharding]] = {}
@@ -233,7 +293,8 @@ def _annotated_nodes(model: Model, configuration: Configuration, samples: Sample
         annotation = annotations.get(origin.position)
         if annotation is None or owner is None:
             continue
-        known, own = layouts.setdefault(owner, {}), _own_shardings(model.graph, owner, origin, annotation)
+        known = layouts.setdefault(owner, {})
+        own = _own_shardings(model.graph, owner, origin, annotation)
         if origin.writes is not None:
             stages[owner] = annotation.stage
             known.update(own)
@@ -251,9 +312,12 @@ def _annotated_nodes(model: Model, configuration: Configuration, samples: Sample
     ]
 
 
-def _own_shardings(graph: Graph, node: int, origin: Origin, annotation: Annotation) -> dict[str, Sharding]:
+def _own_shardings(
+    graph: Graph, node: int, origin: Origin, annotation: Annotation
+) -> dict[str, Sharding]:
     """The annotation's layouts of what `node` reads and writes, by the graph's names."""
-    tensors, names = {*graph.nodes[node].inputs, *graph.nodes[node].outputs}, dict(origin.values)
+    tensors = {*graph.nodes[node].inputs, *graph.nodes[node].outputs}
+    names = dict(origin.values)
     found: dict[str, Sharding] = {}
     for sharding in annotation.shardings:
         name = names.get(sharding.tensor)
@@ -262,31 +326,44 @@ def _own_shardings(graph: Graph, node: int, origin: Origin, annotation: Annotati
         other = found.setdefault(name, sharding)
         if (other.cuts, other.devices) != (sharding.cuts, sharding.devices):
             raise ModelError(
-                f"its annotations of {other.tensor!r} and {sharding.tensor!r}, which are one value, differ",
+                (
+                    f"its annotations of {other.tensor!r} and {sharding.tensor!r}, which are one "
+                    "value, differ"
+                ),
                 where=origin.title,
             )
     return found
 
 
 def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | None:
-    """The devices of a stage in the order over which its nodes are split; None where no layout tells them."""
+    """The devices of a stage in the order over which its nodes are split; None where no layout
+    tells them.
+    """
     if not members:
         return None
     first = members[0]
-    name, listed = graph.nodes[first.node].name, ", ".join(map(str, sorted(first.group)))
+    name = graph.nodes[first.node].name
+    listed = ", ".join(map(str, sorted(first.group)))
     other = next((each for each in members if each.group != first.group), None)
     if other is not None:
         raise ModelError(
-            f"it is annotated for devices {', '.join(map(str, sorted(other.group)))}, but {name!r} of its stage for"
+            f"it is annotated for devices {', '.join(map(str, sorted(other.group)))}, but "
+            f"{name!r} of its stage for"
             f" {listed}",
             hint="all nodes of a stage are on the same devices",
             where=repr(graph.nodes[other.node].name),
         )
-    order = order_of((sharding for each in members for sharding in each.shardings), (each.cuts for each in members))
+    order = order_of(
+        (sharding for each in members for sharding in each.shardings),
+        (each.cuts for each in members),
+    )
     if order is None:
         raise ModelError(
             f"its stage's nodes are annotated for blocks that no splits over devices {listed} make",
-            hint="equal parts, outer to inner over the devices in one order, copies innermost, can be followed",
+            hint=(
+                "equal parts, outer to inner over the devices in one order, copies innermost, can "
+                "be followed"
+            ),
             where=repr(name),
         )
     return order
@@ -295,13 +372,15 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
 def annotated(
     graph: Graph, placement: Placement, origins: Sequence[Origin], device_names: tuple[str, ...]
 ) -> tuple[Configuration, tuple[str, ...]]:
-    """The annotations that say for the file's nodes what `placement` says for the graph's, and what they leave out.
+    """The annotations that say for the file's nodes what `placement` says for the graph's, and what
+    they leave out.
 
-    The names are of the graph's nodes that the annotations do not tell all of: no node of the file is theirs, as with
-    an added loss, or an axis that is split indexes but tensors that have no annotation. A result of which devices hold
-    shares of a sum is annotated as it is once they are added up. A node of the file that reading took out has the stage
-    in which its result is read. Raises ConfigurationError for a placement of several pipelines, where each node is in
-    several stages.
+    The names are of the graph's nodes that the annotations do not tell all of: no node of the file
+    is theirs, as with an added loss, or an axis that is split indexes but tensors that have no
+    annotation. A result of which devices hold shares of a sum is annotated as it is once they are
+    added up. A node of the file that reading took out has the stage in which its result is read.
+    Raises ConfigurationError for a placement of several pipelines, where each node is in several
+    stages.
     """
     if placement.pipelines > 1:
         raise ConfigurationError(
@@ -313,43 +392,69 @@ def annotated(
     group_of = {node: placement.stages[stage] for node, stage in stage_of.items()}
     spaces = [use.space for use in uses_of(graph)]
     layouts = [_layouts(graph, node, space, group_of[node]) for node, space in enumerate(spaces)]
-    stages: list[int | None] = [None if owner is None else stage_of[owner] for owner in owners_of(origins)]
+    stages: list[int | None] = [
+        None if owner is None else stage_of[owner] for owner in owners_of(origins)
+    ]
     for index in range(len(stages) - 1, -1, -1):
         if stages[index] is None:  # That of the first stage that reads it; none where none does.
-            readers = [stage for reader in origins[index].readers if (stage := stages[reader]) is not None]
+            readers = [
+                stage for reader in origins[index].readers if (stage := stages[reader]) is not None
+            ]
             stages[index] = min(readers, default=None)
-    annotations, covered = [], dict[int, set[str]]()
+    annotations = []
+    covered = dict[int, set[str]]()
     for origin, owner, stage in zip(origins, owners_of(origins), stages, strict=True):
         shardings: list[Sharding] = []
         if owner is not None:
             named = [(name, own) for name, own in origin.values if own in layouts[owner]]
             devices = group_of[owner].devices
-            shardings = [Sharding(name, *_blocks(layouts[owner][own].cuts, devices)) for name, own in named]
+            shardings = [
+                Sharding(name, *_blocks(layouts[owner][own].cuts, devices)) for name, own in named
+            ]
             covered.setdefault(owner, set()).update(own for _, own in named)
         if stage is not None:
             annotations.append(Annotation(origin.position, stage, tuple(shardings)))
     written = {origin.writes for origin in origins}
 
     def is_covered(index: int) -> bool:
-        node, space = graph.nodes[index], spaces[index]
-        dimensions = zip((*node.inputs, *node.outputs), (*space.operands, *space.results), strict=True)
-        axes = {axis for name, own in dimensions if name in covered[index] for each in own or () for axis in each}
+        node = graph.nodes[index]
+        space = spaces[index]
+        dimensions = zip(
+            (*node.inputs, *node.outputs), (*space.operands, *space.results), strict=True
+        )
+        axes = {
+            axis
+            for name, own in dimensions
+            if name in covered[index]
+            for each in own or ()
+            for axis in each
+        }
         return {split.axis for split in group_of[index].splits_of(index)} <= axes
 
-    left_out = (each.name for at, each in enumerate(graph.nodes) if at not in written or not is_covered(at))
+    left_out = (
+        each.name for at, each in enumerate(graph.nodes) if at not in written or not is_covered(at)
+    )
     size = len(device_names)
-    return Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)), tuple(left_out)
+    return Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)), tuple(
+        left_out
+    )
 
 
 def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
-    """How the stage's devices hold what a node reads and writes. Without values that it reads in several layouts, or
-    through windows that equal blocks do not stand for."""
-    own, axes = graph.nodes[node], axes_of(stage.splits_of(node), len(stage.devices))
+    """How the stage's devices hold what a node reads and writes. Without values that it reads in
+    several layouts, or through windows that equal blocks do not stand for.
+    """
+    own = graph.nodes[node]
+    axes = axes_of(stage.splits_of(node), len(stage.devices))
     found: dict[str, set[Layout]] = {}
     for place, (name, dimensions) in enumerate(zip(own.inputs, space.operands, strict=True)):
         if name and dimensions is not None:
-            layout = operand_layout(dimensions, graph.type_of(name).shape, axes, space.windows_of(place))
-            found.setdefault(name, set()).add(layout.even() if layout.even().cuts == layout.cuts else layout)
+            layout = operand_layout(
+                dimensions, graph.type_of(name).shape, axes, space.windows_of(place)
+            )
+            found.setdefault(name, set()).add(
+                layout.even() if layout.even().cuts == layout.cuts else layout
+            )
     for name, dimensions in zip(own.outputs, space.results, strict=True):
         if name and dimensions is not None:
             layout = result_layout(space, dimensions, graph.type_of(name).shape, axes)
@@ -380,16 +485,21 @@ Piece = bytes | memoryview
 
 
 def write_annotated(model: Path, target: Path, configuration: Configuration) -> None:
-    """Write the file `model` with the annotations of `configuration` to `target`, whole or not at all. Weights stay
-    where they are: in the copy, or in files beside it. Functions of the file's own are inlined. Raises
-    ConfigurationError where `target` cannot be written, is `model`, or is not beside the files with its weights."""
+    """Write the file `model` with the annotations of `configuration` to `target`, whole or not at
+    all. Weights stay where they are: in the copy, or in files beside it. Functions of the file's
+    own are inlined. Raises ConfigurationError where `target` cannot be written, is `model`, or is
+    not beside the files with its weights.
+    """
     import onnx
 
     if target.exists() and target.samefile(model):
         raise ConfigurationError(f"{target} is the model itself", hint="name another file")
-    graph, folder = load(model).graph, model.absolute().parent
+    graph = load(model).graph
+    folder = model.absolute().parent
     constants = (attribute.t for node in graph.node for attribute in node.attribute)
-    has_files = any(tensor.external_data for tensors in (graph.initializer, constants) for tensor in tensors)
+    has_files = any(
+        tensor.external_data for tensors in (graph.initializer, constants) for tensor in tensors
+    )
     if has_files and target.absolute().parent.resolve() != folder.resolve():
         raise ConfigurationError(
             f"{target} is not in the folder of the model, whose weights lie in files beside it",
@@ -403,30 +513,44 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
             for piece in _spliced(data, configuration):
                 file.write(piece)
     except OSError as error:
-        raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
+        raise ConfigurationError(
+            f"cannot write {target}: {error.strerror}", hint="choose another place"
+        ) from error
 
 
 def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
-    """The serialised model `data` with the annotations of `configuration`, piece by piece. They take the place of those
-    for as many devices, and of those of the same name."""
+    """The serialised model `data` with the annotations of `configuration`, piece by piece. They
+    take the place of those for as many devices, and of those of the same name.
+    """
     import onnx
 
     fields = list(wire.fields_of(data, 0, len(data)))
     versions = [each for each in fields if each.number == wire.MODEL_IR_VERSION]
     newest = max((wire.varint(data, each.payload, each.end)[0] for each in versions), default=0)
     declared = {
-        field.start: onnx.DeviceConfigurationProto.FromString(bytes(data[field.payload : field.end]))
+        field.start: onnx.DeviceConfigurationProto.FromString(
+            bytes(data[field.payload : field.end])
+        )
         for field in fields
         if _is(field, wire.MODEL_CONFIGURATION)
     }
-    name, devices = configuration.name, configuration.devices
-    replaced = {each.name for each in declared.values() if each.name == name or each.num_devices == devices}
-    dropped = {each.start for each in versions} | {at for at, each in declared.items() if each.name in replaced}
+    name = configuration.name
+    devices = configuration.devices
+    replaced = {
+        each.name for each in declared.values() if each.name == name or each.num_devices == devices
+    }
+    dropped = {each.start for each in versions} | {
+        at for at, each in declared.items() if each.name in replaced
+    }
     annotations = {
-        each.node: wire.framed(wire.NODE_CONFIGURATION, annotation_proto(each, configuration.name).SerializeToString())
+        each.node: wire.framed(
+            wire.NODE_CONFIGURATION, annotation_proto(each, configuration.name).SerializeToString()
+        )
         for each in configuration.annotations
     }
-    yield wire.encoded(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encoded(max(IR_VERSION, newest))
+    yield wire.encoded(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encoded(
+        max(IR_VERSION, newest)
+    )
     positions = itertools.count()
     for field in fields:
         if _is(field, wire.MODEL_GRAPH):
@@ -435,13 +559,21 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
             yield from pieces
         elif field.start not in dropped:
             yield data[field.start : field.end]
-    yield wire.framed(wire.MODEL_CONFIGURATION, configuration_proto(configuration).SerializeToString())
+    yield wire.framed(
+        wire.MODEL_CONFIGURATION, configuration_proto(configuration).SerializeToString()
+    )
 
 
 def _graph(
-    data: memoryview, graph: wire.Field, replaced: set[str], annotations: Mapping[int, bytes], positions: Iterator[int]
+    data: memoryview,
+    graph: wire.Field,
+    replaced: set[str],
+    annotations: Mapping[int, bytes],
+    positions: Iterator[int],
 ) -> Iterator[Piece]:
-    """Contents of the graph's field, its nodes without annotations for the configurations `replaced`."""
+    """Contents of the graph's field, its nodes without annotations for the configurations
+    `replaced`.
+    """
     import onnx
 
     for part in wire.fields_of(data, graph.payload, graph.end):
@@ -450,8 +582,16 @@ def _graph(
             continue
         pieces: list[Piece] = []
         for field in wire.fields_of(data, part.payload, part.end):
-            own = bytes(data[field.payload : field.end]) if _is(field, wire.NODE_CONFIGURATION) else None
-            if own is None or onnx.NodeDeviceConfigurationProto.FromString(own).configuration_id not in replaced:
+            own = (
+                bytes(data[field.payload : field.end])
+                if _is(field, wire.NODE_CONFIGURATION)
+                else None
+            )
+            if (
+                own is None
+                or onnx.NodeDeviceConfigurationProto.FromString(own).configuration_id
+                not in replaced
+            ):
                 pieces.append(data[field.start : field.end])
         pieces.append(annotations.get(next(positions), b""))
         yield wire.header(wire.GRAPH_NODE, sum(map(len, pieces)))

@@ -10,8 +10,9 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 AUTO_PER_DEVICE = 4
-"""`auto` takes at most this many micro-batches a device: a pipeline of p stages then idles at most (p-1)/(5p-1) of the
-step, and more micro-batches gain less than they lose to smaller kernels."""
+"""`auto` takes at most this many micro-batches a device: a pipeline of p stages then idles at most
+(p-1)/(5p-1) of the step, and more micro-batches gain less than they lose to smaller kernels.
+"""
 
 MOST_MICRO_BATCHES = 2**16
 """Every micro-batch is a task on every device that a schedule lists."""
@@ -25,13 +26,16 @@ class Division(enum.Enum):
     FEW = "few"
     """Into as few as memory takes: nothing is pipelined."""
     OWN = "own"
-    """As the strategy says: it chooses the micro-batches of each stage, up to the largest there can be."""
+    """As the strategy says: it chooses the micro-batches of each stage, up to the largest there can
+    be.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A step's samples, and how many evaluations of the graph they make. `sizes` are the samples that stages may have
-    in a micro-batch, ascending, where a strategy chooses."""
+    """A step's samples, and how many evaluations of the graph they make. `sizes` are the samples
+    that stages may have in a micro-batch, ascending, where a strategy chooses.
+    """
 
     batch_size: int
     micro_batches: int
@@ -53,11 +57,12 @@ def batchings(
 ) -> Iterator[Batching]:
     """The divisions that respect what is given, best first.
 
-    `own` is the batch that the model's file fixes: a micro-batch is a part of it. Where no batch is given it is the
-    file's own, one of it for each micro-batch asked for; without one, a sample a micro-batch. Where the number of
-    micro-batches is open, it is the largest divisor of the batch that is at most `AUTO_PER_DEVICE` times the devices
-    (1 on one device), then smaller ones, then larger ones; with a `division` other than `MANY` the smallest comes
-    first. Raises ConfigurationError for what does not divide.
+    `own` is the batch that the model's file fixes: a micro-batch is a part of it. Where no batch is
+    given it is the file's own, one of it for each micro-batch asked for; without one, a sample a
+    micro-batch. Where the number of micro-batches is open, it is the largest divisor of the batch
+    that is at most `AUTO_PER_DEVICE` times the devices (1 on one device), then smaller ones, then
+    larger ones; with a `division` other than `MANY` the smallest comes first. Raises
+    ConfigurationError for what does not divide.
     """
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
     if micro_batch_size is None and micro_batches is None:
@@ -83,7 +88,8 @@ def batchings(
             )
     else:
         assert micro_batches is not None
-        count, batch = micro_batches, batch_size or (own or 1) * micro_batches
+        count = micro_batches
+        batch = batch_size or (own or 1) * micro_batches
         if batch % count:
             near = min(divisors(batch), key=lambda divisor: abs(divisor - count))
             raise ConfigurationError(
@@ -104,15 +110,24 @@ def batchings(
 
 def _not_of_own(size: int, own: int | None) -> ConfigurationError:
     return ConfigurationError(
-        f"micro-batches of {size} {plural(size, 'sample')} cannot be made of the {own} that the model's file fixes",
-        hint=f"choose a micro-batch size that divides {own}, or export the model with a symbolic batch",
+        (
+            f"micro-batches of {size} {plural(size, 'sample')} cannot be made of the {own} that "
+            "the "
+            "model's file fixes"
+        ),
+        hint=(
+            f"choose a micro-batch size that divides {own}, or export the model with a symbolic "
+            "batch"
+        ),
     )
 
 
 def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
-    """Try `places` from the one at index `start` on, then those after it and those before it while steps get shorter.
-    `places` are numbers, or sizes, of micro-batches in order. `seconds` tries one of them and gives the time of its
-    step: infinite where it has none, None where memory refuses it, but may hold those after it, and none before it."""
+    """Try `places` from the one at index `start` on, then those after it and those before it while
+    steps get shorter. `places` are numbers, or sizes, of micro-batches in order. `seconds` tries
+    one of them and gives the time of its step: infinite where it has none, None where memory
+    refuses it, but may hold those after it, and none before it.
+    """
     first = last = seconds(places[start])
     for place in places[start + 1 :]:
         found = seconds(place)

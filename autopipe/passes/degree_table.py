@@ -1,7 +1,9 @@
-"""Alternatives to a plan by degrees: the best step of each factorisation of the devices, and why it is not the plan.
+"""Alternatives to a plan by degrees: the best step of each factorisation of the devices, and why it
+is not the plan.
 
-Strategy `grid` places each factorisation, with the micro-batches that give it the shortest step under 1F1B. A row whose
-step could be shorter than the plan's is ordered by the plan's own scheduler, too.
+Strategy `grid` places each factorisation, with the micro-batches that give it the shortest step
+under 1F1B. A row whose step could be shorter than the plan's is ordered by the plan's own
+scheduler, too.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _MOST_TASKS = 2**13
 _SEARCH_S = 5.0
 """Seconds of a search for the order of one row."""
 _MOST_FORMS = 4
-"""Maximum number of factorisations on which a named schedule is tried: those with the shortest steps under 1F1B."""
+"""Maximum number of factorisations on which a named schedule is tried: those with the shortest
+steps under 1F1B.
+"""
 _FEWEST_SECONDS = 1e-12
 """Differences of times below it are rounding."""
 
@@ -55,7 +59,9 @@ class DegreeRow:
     """One factorisation of the devices, and what came of it."""
 
     pipeline: int | None
-    """None, like the other two, if no factorisation has the degrees that were asked for and this one was not."""
+    """None, like the other two, if no factorisation has the degrees that were asked for and this
+    one was not.
+    """
     data: int | None
     tensor: int | None
     schedule: str
@@ -83,7 +89,9 @@ class DegreeRow:
 
 
 def scheduler_family(prefix: str) -> tuple[Scheduler, ...]:
-    """Return the published schedules whose names begin with `prefix`. Raises ConfigurationError if there is none."""
+    """Return the published schedules whose names begin with `prefix`. Raises ConfigurationError if
+    there is none.
+    """
     names = [name for name in scheduler_names() if name.startswith(prefix)]
     found = [scheduler_class(name)() for name in names if name != "csv"]
     if not prefix or not found:
@@ -100,13 +108,15 @@ def degree_rows(
 ) -> tuple[DegreeRow, ...]:
     """Return a row for each factorisation with the `wanted` degrees, the shortest step first.
 
-    With `family`, one row for each schedule whose name begins with it: the best factorisation for that schedule.
-    `started` is called with the degrees, or the schedule, that are tried next.
+    With `family`, one row for each schedule whose name begins with it: the best factorisation for
+    that schedule. `started` is called with the degrees, or the schedule, that are tried next.
     """
     schedulers = () if family is None else scheduler_family(family)
     table = _Table(planned)
     given = {name: wanted.get(name) for name in DEGREES}
-    every = tuple(factorisations(planned.problem.cluster, given["pipeline"], given["data"], given["tensor"]))
+    every = tuple(
+        factorisations(planned.problem.cluster, given["pipeline"], given["data"], given["tensor"])
+    )
     if not every:
         return (_impossible(planned, wanted),)
     rows = []
@@ -153,19 +163,33 @@ class _Table:
         self._planned = planned
         self._runner = Runner()
         batch = planned.problem.batch_size
-        opened = replace(opened_request(planned), batch_size=batch, micro_batches=None, micro_batch_size=None)
-        self._request = replace(opened, recompute="auto" if planned.problem.train else opened.recompute)
+        opened = replace(
+            opened_request(planned), batch_size=batch, micro_batches=None, micro_batch_size=None
+        )
+        self._request = replace(
+            opened, recompute="auto" if planned.problem.train else opened.recompute
+        )
         self._plan_breakdown = planned.plan.breakdown
-        self._searches: dict[tuple[Grid, bool, Scores | None, str | None], tuple[Request, Model, GridSearch]] = {}
+        self._searches: dict[
+            tuple[Grid, bool, Scores | None, str | None], tuple[Request, Model, GridSearch]
+        ] = {}
 
     def row(self, degrees: Degrees) -> _Trial:
-        """Return the row of a factorisation under 1F1B, recomputing and sharing state if memory asks for it."""
+        """Return the row of a factorisation under 1F1B, recomputing and sharing state if memory
+        asks for it.
+        """
         return self._trial(degrees, Grid(), "1f1b")
 
     def _trial(
-        self, degrees: Degrees, form: Grid, schedule: str, most: int | None = None, recompute: str | None = None
+        self,
+        degrees: Degrees,
+        form: Grid,
+        schedule: str,
+        most: int | None = None,
+        recompute: str | None = None,
     ) -> _Trial:
-        """Return the best placement of a factorisation in a form, with micro-batches of at most `most` samples.
+        """Return the best placement of a factorisation in a form, with micro-batches of at most
+        `most` samples.
 
         `recompute` replaces `auto`.
         """
@@ -173,12 +197,15 @@ class _Table:
         refused: AutopipeError | None = None
         for shard, scores in self._variations():
             try:
-                request, model, search = self._search(form, shard, scores, recompute or self._request.recompute)
+                request, model, search = self._search(
+                    form, shard, scores, recompute or self._request.recompute
+                )
                 sizes = required_sizes(search.problem, resolved_constraints(search.problem))
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:
                     break  # Smaller micro-batches than one sample.
-                search.best, search.refused = None, []
+                search.best = None
+                search.refused = []
                 search.run((degrees,), open_sizes)
                 assert search.best is not None, "run raises if there is no placement"
                 problem = search.sized(search.best.size)
@@ -188,11 +215,17 @@ class _Table:
                 refused = refused or error
             except REFUSALS as error:
                 return _Trial(replace(row, reason=(refused or error).message), degrees)
-        reason = refused.message if refused is not None else "the schedule needs more micro-batches than the batch has"
+        reason = (
+            refused.message
+            if refused is not None
+            else "the schedule needs more micro-batches than the batch has"
+        )
         return _Trial(replace(row, reason=reason), degrees)
 
     def _variations(self) -> Iterator[tuple[bool, Scores | None]]:
-        """Yield (shared state, form of losses): the plan's own first, then forms that need less memory."""
+        """Yield (shared state, form of losses): the plan's own first, then forms that need less
+        memory.
+        """
         own = self._planned.problem.optimizer.shard
         scores = self._planned.model.scores if self._planned.model.other is not None else None
         shards = (own,) if own or not self._planned.problem.train else (False, True)
@@ -205,13 +238,21 @@ class _Table:
         key = form, shard, scores, recompute
         if key not in self._searches:
             optimizer = replace(self._request.optimizer, shard=shard)
-            request = replace(self._request, strategy=form, optimizer=optimizer, recompute=recompute)
+            request = replace(
+                self._request, strategy=form, optimizer=optimizer, recompute=recompute
+            )
             request = replace(request, scores=scores or request.scores)
             model, problem = next(problems_of(request, form, self._runner))
-            self._searches[key] = request, model, GridSearch(problem, form.chunks, form.wave, form.opposite)
+            self._searches[key] = (
+                request,
+                model,
+                GridSearch(problem, form.chunks, form.wave, form.opposite),
+            )
         return self._searches[key]
 
-    def _timed(self, row: DegreeRow, degrees: Degrees, form: Grid, request: Request, placed: Placed) -> _Trial:
+    def _timed(
+        self, row: DegreeRow, degrees: Degrees, form: Grid, request: Request, placed: Placed
+    ) -> _Trial:
         """Return the row with its step under 1F1B."""
         problem = placed.problem
         step = predicted_step(placed.graph, placed.prediction, problem.micro_batches, problem.train)
@@ -234,7 +275,9 @@ class _Table:
         trial = _Trial(filled, degrees, candidate, placed)
         return self._with_step(trial, row.schedule, step.end, max(step.peak_memory), found)
 
-    def _with_step(self, trial: _Trial, schedule: str, step_s: float, peak: int, found: Breakdown) -> _Trial:
+    def _with_step(
+        self, trial: _Trial, schedule: str, step_s: float, peak: int, found: Breakdown
+    ) -> _Trial:
         assert trial.candidate is not None and trial.placed is not None
         problem = trial.placed.problem
         row = replace(
@@ -249,21 +292,33 @@ class _Table:
         return replace(trial, row=replace(row, reason=self._reason(row, found)))
 
     def ordered(self, trials: Sequence[_Trial]) -> list[_Trial]:
-        """Return the rows, with the plan's own scheduler in those that it may make shorter than the plan."""
+        """Return the rows, with the plan's own scheduler in those that it may make shorter than the
+        plan.
+        """
         _, scheduler = strategy_and_scheduler(self._planned.request)
         plan_s = self._planned.plan.summary.step_time_s
         left = _MOST_ORDERED
         found = []
         for trial in sorted(trials, key=lambda each: each.row.rank):
-            bound_s, placed = trial.row.lower_bound_s, trial.placed
-            if bound_s is not None and placed is not None and left and bound_s < plan_s * (1 - SAME):
+            bound_s = trial.row.lower_bound_s
+            placed = trial.placed
+            if (
+                bound_s is not None
+                and placed is not None
+                and left
+                and bound_s < plan_s * (1 - SAME)
+            ):
                 left -= 1
                 trial = self._scheduled(trial, placed, scheduler)
             found.append(trial)
         return found
 
-    def _scheduled(self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False) -> _Trial:
-        """Return the trial under a scheduler if that is shorter, or `always`; unchanged if it cannot be run."""
+    def _scheduled(
+        self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False
+    ) -> _Trial:
+        """Return the trial under a scheduler if that is shorter, or `always`; unchanged if it
+        cannot be run.
+        """
         problem = placed.problem
         if len(placed.placement.stages) * problem.micro_batches > _MOST_TASKS and not always:
             return trial
@@ -273,16 +328,23 @@ class _Table:
             placed, scheduled = schedule_placed(placed, scheduler, self._runner)
         except REFUSALS as error:
             if always:
-                return replace(trial, row=replace(_without_step(trial.row, scheduler.name), reason=error.message))
+                return replace(
+                    trial,
+                    row=replace(_without_step(trial.row, scheduler.name), reason=error.message),
+                )
             return trial
         step = scheduled.timeline
         if not always and trial.row.step_time_s is not None and step.end >= trial.row.step_time_s:
             return trial
         found = breakdown_under_1f1b(placed.problem, placed.placement, placed.prediction, step.end)
-        return self._with_step(replace(trial, placed=placed), scheduler.name, step.end, max(step.peak_memory), found)
+        return self._with_step(
+            replace(trial, placed=placed), scheduler.name, step.end, max(step.peak_memory), found
+        )
 
     def best_of_schedule(self, scheduler: Scheduler, trials: Sequence[_Trial]) -> _Trial:
-        """Return the best row of a schedule, on the factorisations of the first trials in the form that it runs."""
+        """Return the best row of a schedule, on the factorisations of the first trials in the form
+        that it runs.
+        """
         form = _form_of(scheduler)
         found: list[_Trial] = []
         for trial in [each for each in trials if _is_for(form, each.degrees)][:_MOST_FORMS]:
@@ -294,16 +356,20 @@ class _Table:
         if not found:
             first = trials[0].row
             reason = (
-                f"{scheduler.name} needs two groups of devices or more in a line, and an even number in two directions"
+                f"{scheduler.name} needs two groups of devices or more in a line, and an even "
+                "number in two directions"
             )
-            return _Trial(replace(_without_step(first, scheduler.name), reason=reason), trials[0].degrees)
+            return _Trial(
+                replace(_without_step(first, scheduler.name), reason=reason), trials[0].degrees
+            )
         return min(found, key=lambda each: each.row.rank)
 
     def _best_in_form(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
         """Return a factorisation under a schedule.
 
-        1F1B chooses micro-batches and recomputation, but the schedule may need more micro-batches or keep more of
-        them: then smaller micro-batches are tried, at last with recomputation of all stages.
+        1F1B chooses micro-batches and recomputation, but the schedule may need more micro-batches
+        or keep more of them: then smaller micro-batches are tried, at last with recomputation of
+        all stages.
         """
         first: _Trial | None = None
         for recompute in (None, "full") if self._planned.problem.train else (None,):
@@ -320,8 +386,11 @@ class _Table:
         return first
 
     def _reason(self, row: DegreeRow, found: Breakdown) -> str:
-        """Return what takes longer than in the plan, and whether another schedule could change that."""
-        plan, step_s = self._planned.plan, row.step_time_s or 0.0
+        """Return what takes longer than in the plan, and whether another schedule could change
+        that.
+        """
+        plan = self._planned.plan
+        step_s = row.step_time_s or 0.0
         plan_s = plan.summary.step_time_s
         if row.is_plan:
             return "the degrees of the plan"
@@ -331,34 +400,57 @@ class _Table:
         told = []
         if own is not None:
             parts = [field.name for field in dataclasses.fields(Breakdown)]
-            more = {name.removesuffix("_s"): getattr(found, name) - getattr(own, name) for name in parts}
+            more = {
+                name.removesuffix("_s"): getattr(found, name) - getattr(own, name) for name in parts
+            }
             most = sorted(more.items(), key=lambda each: -each[1])[:2]
             longer = [(name, seconds) for name, seconds in most if seconds > _FEWEST_SECONDS]
             # The step of a graph that only moves data takes no time.
-            told = [f"{name} {seconds / plan_s:+.1%}" if plan_s else name for name, seconds in longer]
+            told = [
+                f"{name} {seconds / plan_s:+.1%}" if plan_s else name for name, seconds in longer
+            ]
         reason = ", ".join(told) or "longer"
         if row.lower_bound_s is not None and row.lower_bound_s >= plan_s * (1 - SAME):
             reason += "; too long under any schedule"
         return reason
 
     def _is_plan(self, trial: _Trial) -> bool:
-        own, row = self._planned.plan.summary.degrees, trial.row
+        own = self._planned.plan.summary.degrees
+        row = trial.row
         assert trial.candidate is not None
         form = replace(cast(Grid, trial.candidate.strategy), pipeline=None, data=None, tensor=None)
         if own is None or form != Grid():
             return False
-        same = (row.pipeline, (row.data, row.data), (row.tensor, row.tensor)) == (own.pipeline, own.data, own.tensor)
-        alone = own.pipelines == 1 and own.stages_per_group == (1, 1) and own.sequence == own.copies == (1, 1)
+        same = (row.pipeline, (row.data, row.data), (row.tensor, row.tensor)) == (
+            own.pipeline,
+            own.data,
+            own.tensor,
+        )
+        alone = (
+            own.pipelines == 1
+            and own.stages_per_group == (1, 1)
+            and own.sequence == own.copies == (1, 1)
+        )
         return same and alone and len(set(own.groups)) == 1
 
 
 def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
-    return DegreeRow(row.pipeline, row.data, row.tensor, schedule, row.text, row.micro_batches, row.micro_batch_size)
+    return DegreeRow(
+        row.pipeline,
+        row.data,
+        row.tensor,
+        schedule,
+        row.text,
+        row.micro_batches,
+        row.micro_batch_size,
+    )
 
 
 def _form_of(scheduler: Scheduler) -> Grid:
     """Return strategy grid in the form of placement that a schedule runs."""
-    form: Form | None = getattr(scheduler, "form", None) if isinstance(scheduler, Published) else None
+    form: Form | None = (
+        getattr(scheduler, "form", None) if isinstance(scheduler, Published) else None
+    )
     if form is None:
         return Grid()
     if form.pipelines == 2:

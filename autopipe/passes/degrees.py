@@ -29,7 +29,9 @@ def open_degrees(strategy: object) -> tuple[str, ...]:
     return tuple(name for name in DEGREES if getattr(strategy, name, 0) is None)
 
 
-def plan_degrees(problem: Problem, placement: Placement, settled: tuple[str, ...] = ()) -> PlanDegrees:
+def plan_degrees(
+    problem: Problem, placement: Placement, settled: tuple[str, ...] = ()
+) -> PlanDegrees:
     """Return the degrees of a placement, which is any DAG of stages on any groups of devices.
 
     `settled` are the options of the strategy that were left open.
@@ -40,7 +42,9 @@ def plan_degrees(problem: Problem, placement: Placement, settled: tuple[str, ...
     for stage in stages:
         groups[frozenset(stage.devices)][stage.pipeline] += 1
     per_stage = [_degrees_of(work) for work in works]
-    data, sequence, tensor = ([each[place] for found in per_stage for each in found] for place in range(3))
+    data, sequence, tensor = (
+        [each[place] for found in per_stage for each in found] for place in range(3)
+    )
     copies = [
         len(work.stage.devices) // math.prod(each)
         for work, found in zip(works, per_stage, strict=True)
@@ -51,7 +55,9 @@ def plan_degrees(problem: Problem, placement: Placement, settled: tuple[str, ...
     shares = shards and any(len(devices) > 1 for devices in holders_of(works).values())
     return PlanDegrees(
         groups=tuple(map(len, groups)),
-        stages_per_group=_interval(count for counts in groups.values() for count in counts.values()),
+        stages_per_group=_interval(
+            count for counts in groups.values() for count in counts.values()
+        ),
         data=_interval(data),
         tensor=_interval(tensor),
         sequence=_interval(sequence),
@@ -72,12 +78,14 @@ def _interval(values: Iterable[int]) -> Interval:
 
 
 def _degrees_of(work: StageWork) -> list[_Degrees]:
-    """Return the degrees of a stage's products, without the rarest, which together are at most `_REST` of the FLOPs.
+    """Return the degrees of a stage's products, without the rarest, which together are at most
+    `_REST` of the FLOPs.
 
-    Products that read weights count; in a stage without them all products, weighted by FLOPs, and in a stage without
-    products all operators that move data, weighted by bytes.
+    Products that read weights count; in a stage without them all products, weighted by FLOPs, and
+    in a stage without products all operators that move data, weighted by bytes.
     """
-    own, weights = work.problem, weights_of(work.problem.graph)
+    own = work.problem
+    weights = weights_of(work.problem.graph)
     products = [each for each in work.nodes if each.use.row.kind in PRODUCT_KINDS]
     weighted = [each for each in products if any(map(weights.get, each.node.inputs))]
     by_flops = {each.index: own.work[each.index].forward_flops for each in weighted or products}
@@ -98,12 +106,15 @@ def _degrees_of(work: StageWork) -> list[_Degrees]:
 
 
 def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
-    """Return into how many shards a stage's devices divide the samples, what a sample consists of, and the weights.
+    """Return into how many shards a stage's devices divide the samples, what a sample consists of,
+    and the weights.
 
-    A dimension that merges samples and positions is divided first between samples. Axes of a product without weights
-    are counted as axes of weights: its heads are the columns of the product before it.
+    A dimension that merges samples and positions is divided first between samples. Axes of a
+    product without weights are counted as axes of weights: its heads are the columns of the product
+    before it.
     """
-    samples, weights = sample_axes(work.problem.graph), weights_of(work.problem.graph)
+    samples = sample_axes(work.problem.graph)
+    weights = weights_of(work.problem.graph)
     pairs = zip(node.node.inputs, node.use.space.operands, strict=True)
     operands = [words for name, words in pairs if name in weights and words is not None]
     of_weights = {axis for words in operands for dimension in words for axis in dimension}

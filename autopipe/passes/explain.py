@@ -1,4 +1,5 @@
-"""Why a plan is as it is: reports of devices and nodes, and what other choices and other problems would give.
+"""Why a plan is as it is: reports of devices and nodes, and what other choices and other problems
+would give.
 
 The price of a change is the step of the edited placement, scheduled by the plan's own scheduler.
 """
@@ -56,7 +57,8 @@ class DeviceReport:
     messages_s: float
     """Seconds that it waits for messages on their way."""
     end_s: float
-    """Seconds that it waits at the end, for gradients of others or for the last device to be done."""
+    """Seconds that it waits at the end, for gradients of others or for the last device to be done.
+    """
     first_s: float
     """When its first task starts."""
     static_bytes: int
@@ -67,7 +69,9 @@ class DeviceReport:
         return sum(seconds for _, _, seconds in self.tasks) + self.gradients_s + self.update_s
 
 
-def device_report(placement: Placement, prediction: Prediction, timeline: Timeline, device: int) -> DeviceReport:
+def device_report(
+    placement: Placement, prediction: Prediction, timeline: Timeline, device: int
+) -> DeviceReport:
     spans = [span for span in timeline.spans if span.device == device]
     stages = tuple(index for index, stage in enumerate(placement.stages) if device in stage.devices)
     waits, messages = _waits(placement, timeline, spans)
@@ -93,7 +97,9 @@ def device_report(placement: Placement, prediction: Prediction, timeline: Timeli
     )
 
 
-def _waits(placement: Placement, timeline: Timeline, spans: list[Span]) -> tuple[Mapping[int, float], float]:
+def _waits(
+    placement: Placement, timeline: Timeline, spans: list[Span]
+) -> tuple[Mapping[int, float], float]:
     """Seconds by device that is waited for, and seconds of waiting for messages on their way.
 
     A task starts at the very float at which the task or message that it waited for ends.
@@ -120,7 +126,9 @@ def _waits(placement: Placement, timeline: Timeline, spans: list[Span]) -> tuple
             if gap > flying:
                 waits[last.source] += gap - flying
         else:
-            before = [each.device for each in ends.get(span.start, ()) if each.device != span.device]
+            before = [
+                each.device for each in ends.get(span.start, ()) if each.device != span.device
+            ]
             own = [device for device in before if device in group]
             waits[min(own or before, default=span.device)] += gap
     return waits, messages
@@ -136,7 +144,8 @@ class WhatIf:
 
     what: str
     planned_again: bool
-    """True if the strategy was run again; else the placement is that of the plan, scheduled anew."""
+    """True if the strategy was run again; else the placement is that of the plan, scheduled anew.
+    """
     samples_per_s: float | None = None
     refused: str | None = None
     """Why there is no such step."""
@@ -149,14 +158,18 @@ def opened_request(planned: PlanResult) -> Request:
 
 
 def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
-    """Yield one change at a time, in words and as a request: twice the memory, links as fast, or more micro-batches.
+    """Yield one change at a time, in words and as a request: twice the memory, links as fast, or
+    more micro-batches.
 
     If stages are bound by the host, also fewer micro-batches, and hosts whose time does not count.
     """
-    request, problem = opened_request(planned), planned.problem
+    request = opened_request(planned)
+    problem = planned.problem
     cluster = request.cluster
     if request.memory_limit is None:
-        roomy = tuple(replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices)
+        roomy = tuple(
+            replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices
+        )
         yield "twice the memory", replace(request, cluster=replace(cluster, devices=roomy))
     else:
         yield "twice the memory", replace(request, memory_limit=2 * request.memory_limit)
@@ -164,7 +177,8 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
         faster = cluster.with_bandwidth(2, inside)
         if faster != cluster:
             yield f"twice the bandwidth {where}", replace(request, cluster=faster)
-    count, size = problem.micro_batches, problem.batch_size
+    count = problem.micro_batches
+    size = problem.batch_size
     if size % (2 * count) == 0:
         halves = replace(request, batch_size=size, micro_batches=2 * count, micro_batch_size=None)
         yield "twice the micro-batches, of half the size", halves
@@ -172,7 +186,9 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
     yield "twice the micro-batches, of the same size", longer
     if planned.plan.host_bound_stages:
         if count % 2 == 0:
-            doubled = replace(request, batch_size=size, micro_batches=count // 2, micro_batch_size=None)
+            doubled = replace(
+                request, batch_size=size, micro_batches=count // 2, micro_batch_size=None
+            )
             yield "half the micro-batches, of twice the size", doubled
         free = tuple(replace(device, host_launch_s=0.0) for device in cluster.devices)
         yield (
@@ -193,18 +209,26 @@ def _samples_per_s(samples: int, seconds: float) -> float:
 
 
 def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
-    """Result of a change: planned `again` by strategy and scheduler, or the placement as it is where that is better.
+    """Result of a change: planned `again` by strategy and scheduler, or the placement as it is
+    where that is better.
 
-    A search that is no exact one may end with a worse plan under better conditions: the placement that there is stays
-    its floor, in the plan's own order and in one made anew.
+    A search that is no exact one may end with a worse plan under better conditions: the placement
+    that there is stays its floor, in the plan's own order and in one made anew.
     """
     problem = planned.problem
-    count, size = request.micro_batches or problem.micro_batches, request.batch_size or problem.batch_size
+    count = request.micro_batches or problem.micro_batches
+    size = request.batch_size or problem.batch_size
     rates: list[float] = []
     refused = "asks for another placement, and this one was long searched for"
     if request.cluster.size == problem.cluster.size and size // count == problem.micro_batch_size:
         limit = request.memory_limit
-        changed = replace(problem, cluster=request.cluster, memory_limit=limit, micro_batches=count, batch_size=size)
+        changed = replace(
+            problem,
+            cluster=request.cluster,
+            memory_limit=limit,
+            micro_batches=count,
+            batch_size=size,
+        )
         try:
             placed = predict_placement(planned.model, changed, planned.plan.placement, Runner())
             if count == problem.micro_batches:
@@ -224,7 +248,8 @@ def granted(planned: PlanResult, what: str, request: Request, again: bool) -> Wh
 
 def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
     """The step of a placement under the plan's own scheduler."""
-    runner, (_, scheduler) = Runner(), strategy_and_scheduler(planned.request)
+    runner = Runner()
+    (_, scheduler) = strategy_and_scheduler(planned.request)
     return schedule_placed(placed, scheduler, runner)[1].timeline
 
 
@@ -261,15 +286,19 @@ class NodeReport:
     """Seconds of a micro-batch on a device."""
     backward_s: float
     recomputed: bool
-    """True if each stage that reads its values computes it for itself, as it costs less than sending."""
+    """True if each stage that reads its values computes it for itself, as it costs less than
+    sending.
+    """
     edges: tuple[Edge, ...]
 
 
 def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport:
     stage_of = placement.stage_of()
     index = stage_of[node]
-    stage, work = placement.stages[index], stage_work(problem, placement)[index]
-    own, graph = work.problem, work.problem.graph
+    stage = placement.stages[index]
+    work = stage_work(problem, placement)[index]
+    own = work.problem
+    graph = work.problem.graph
     assigned = next((each for each in work.nodes if each.index == node), None)
     share = 1.0 if assigned is None else assigned.sharing.share
     kinds = {own.cluster.devices[device] for device in stage.devices}
@@ -296,12 +325,21 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
     )
 
 
-def _edge(work: StageWork, value: str, reads: bool, other: int | None, stage_of: Mapping[int, int]) -> Edge:
-    graph, group = work.problem.graph, work.stage.devices
-    steps = [step.step for step in exchanges_of(work) if step.value == value] if len(group) > 1 else []
-    width = exchanged_element_bytes(graph, work.problem.precision, value, is_received=value in work.received)
+def _edge(
+    work: StageWork, value: str, reads: bool, other: int | None, stage_of: Mapping[int, int]
+) -> Edge:
+    graph = work.problem.graph
+    group = work.stage.devices
+    steps = (
+        [step.step for step in exchanges_of(work) if step.value == value] if len(group) > 1 else []
+    )
+    width = exchanged_element_bytes(
+        graph, work.problem.precision, value, is_received=value in work.received
+    )
     directions = 2 if value in differentiable_values(graph) and work.problem.train else 1
-    seconds = directions * sum(relayout_seconds(work.problem.cluster, group, step, width) for step in steps)
+    seconds = directions * sum(
+        relayout_seconds(work.problem.cluster, group, step, width) for step in steps
+    )
     kinds = tuple(dict.fromkeys(step.kind for step in steps))
     name, stage = ("", None) if other is None else (graph.nodes[other].name, stage_of[other])
     return Edge(value, reads, name, stage, graph.type_of(value).bytes, kinds, seconds)
@@ -313,7 +351,9 @@ _MOST = 6
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An edited placement, what was edited, in words, and, where it is priced, its step, or why there is none."""
+    """An edited placement, what was edited, in words, and, where it is priced, its step, or why
+    there is none.
+    """
 
     kind: str
     """Of changes of one kind only the best is of interest."""
@@ -340,14 +380,17 @@ def priced(planned: PlanResult, change: Change) -> Change:
 
 
 def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[Change, ...]:
-    """The best change of each kind, the one that costs least first; then those that looked as cheap and have no plan.
+    """The best change of each kind, the one that costs least first; then those that looked as cheap
+    and have no plan.
 
     All are weighed in the order of the plan's schedule, the most promising are scheduled anew.
     """
     by_placement: dict[Placement, Change] = {}
     for change in changes:
         by_placement[change.placement] = by_placement.pop(change.placement, change)
-    weighed = sorted(((_weight(planned, each), each) for each in by_placement.values()), key=lambda each: each[0])
+    weighed = sorted(
+        ((_weight(planned, each), each) for each in by_placement.values()), key=lambda each: each[0]
+    )
     best: dict[str, Change] = {}
     for weight, change in weighed:
         if weight < math.inf:
@@ -367,7 +410,9 @@ def _weight(planned: PlanResult, change: Change) -> float:
         return math.inf
     if len(placed.placement.stages) == len(planned.plan.placement.stages):
         try:
-            return simulate(planned.plan.schedule, placed.graph.stage_devices, placed.prediction).end
+            return simulate(
+                planned.plan.schedule, placed.graph.stage_devices, placed.prediction
+            ).end
         except InfeasibleError:
             pass  # The order cannot run any more: its scheduler finds another one.
     return lower_bound(placed.problem, placed.placement, placed.prediction)
@@ -379,19 +424,29 @@ def _placed(planned: PlanResult, placement: Placement) -> Placed:
 
 
 def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The other splits of a node, alone, over the devices of its stage in the first pipeline: a kind for any axes."""
+    """The other splits of a node, alone, over the devices of its stage in the first pipeline: a
+    kind for any axes.
+    """
     index = placement.stage_of()[node]
     stage = placement.stages[index]
     for splits in _legal(_samples_of(problem, stage), node, len(stage.devices)):
         if splits != stage.splits_of(node):
             found = {**dict(stage.splits), node: splits}
-            edited = replace(stage, splits=tuple(sorted((each, own) for each, own in found.items() if own)))
+            edited = replace(
+                stage, splits=tuple(sorted((each, own) for each, own in found.items() if own))
+            )
             kind = " ".join(split.axis for split in splits)
-            yield Change(kind, ", ".join(map(str, splits)) or "not split", _with_stages(placement, {index: edited}))
+            yield Change(
+                kind,
+                ", ".join(map(str, splits)) or "not split",
+                _with_stages(placement, {index: edited}),
+            )
 
 
 def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, ...]]:
-    """Splits of a node over `group` devices: along one axis in any degree, or two that take all of them."""
+    """Splits of a node over `group` devices: along one axis in any degree, or two that take all of
+    them.
+    """
     yield ()
     axes = [axis.name for axis in samples.uses[node].space.axes if axis.kind is not AxisKind.WHOLE]
     degrees = [degree for degree in range(2, group + 1) if group % degree == 0]
@@ -410,15 +465,21 @@ def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, 
 
 
 def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The node in the stage before or after its own in the first pipeline, samples shared there where they can be.
+    """The node in the stage before or after its own in the first pipeline, samples shared there
+    where they can be.
 
-    With it go the nodes of its stage that it reads from, or that read from it: stages are run one after the other.
+    With it go the nodes of its stage that it reads from, or that read from it: stages are run one
+    after the other.
     """
     index = placement.stage_of()[node]
     nodes = placement.stages[index].nodes
     for other in _neighbours(placement, index):
         along = _along(problem.graph, nodes, node, readers=other > index)
-        moved = _moved_nodes(problem, placement, along, index, other) if len(along) < len(nodes) else None
+        moved = (
+            _moved_nodes(problem, placement, along, index, other)
+            if len(along) < len(nodes)
+            else None
+        )
         if moved is not None:
             why = "read from it" if other > index else "it reads from"
             others = f", with {len(along) - 1} that {why}" if len(along) > 1 else ""
@@ -435,7 +496,9 @@ def _neighbours(placement: Placement, index: int) -> Iterator[int]:
 
 
 def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tuple[int, ...]:
-    """The node with all of a stage's, ascending, that read from it, directly or not; else with all it reads from."""
+    """The node with all of a stage's, ascending, that read from it, directly or not; else with all
+    it reads from.
+    """
     found = {node}
     for each in nodes if readers else reversed(nodes):
         producers = {graph.producer(name) for name in graph.nodes[each].inputs if name}
@@ -449,12 +512,15 @@ def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tu
 def _moved_nodes(
     problem: Problem, placement: Placement, nodes: tuple[int, ...], source: int, target: int
 ) -> Placement | None:
-    """The placement with nodes of one stage in another, split as before on as many devices, else by samples.
+    """The placement with nodes of one stage in another, split as before on as many devices, else by
+    samples.
 
     None where samples cannot be shared there.
     """
-    old, new = placement.stages[source], placement.stages[target]
-    samples, group = _samples_of(problem, new), len(new.devices)
+    old = placement.stages[source]
+    new = placement.stages[target]
+    samples = _samples_of(problem, new)
+    group = len(new.devices)
     splits = dict(new.splits)
     for node in nodes:
         if len(old.devices) == group and old.micro_batch_size == new.micro_batch_size:
@@ -471,18 +537,23 @@ def _moved_nodes(
         nodes=tuple(node for node in old.nodes if node not in gone),
         splits=tuple(each for each in old.splits if each[0] not in gone),
     )
-    joined = replace(new, nodes=tuple(sorted((*new.nodes, *nodes))), splits=tuple(sorted(splits.items())))
+    joined = replace(
+        new, nodes=tuple(sorted((*new.nodes, *nodes))), splits=tuple(sorted(splits.items()))
+    )
     return _with_stages(placement, {source: left, target: joined})
 
 
 def _with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
     """The placement with other stages in place of some."""
-    return Placement(tuple(stages.get(index, stage) for index, stage in enumerate(placement.stages)))
+    return Placement(
+        tuple(stages.get(index, stage) for index, stage in enumerate(placement.stages))
+    )
 
 
 def _samples_of(problem: Problem, stage: Stage) -> SampleAxes:
     """The sample axes of the graph on the stage's own micro-batches."""
-    graph, size = problem.graph, stage.micro_batch_size
+    graph = problem.graph
+    size = stage.micro_batch_size
     return sample_axes(graph if size == problem.micro_batch_size else rebatched(graph, size))
 
 
@@ -493,7 +564,11 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
     stage = placement.stages[index]
     if problem.train:
-        what = "its forward is not run again" if stage.recompute else "its forward is run again for its backward"
+        what = (
+            "its forward is not run again"
+            if stage.recompute
+            else "its forward is run again for its backward"
+        )
         edited = replace(stage, recompute=not stage.recompute)
         yield Change("recomputation", what, _with_stages(placement, {index: edited}))
     sampled = _by_samples(problem, stage, stage.devices, stage.nodes)
@@ -518,32 +593,44 @@ def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) 
             if edited is not None:
                 end = "last" if target > source else "first"
                 which = f"{end} {count} {plural(count, 'node')}" if count > 1 else f"{end} node"
-                told = f"its {which} in stage {other}" if source == index else f"the {which} of stage {other} in it"
+                told = (
+                    f"its {which} in stage {other}"
+                    if source == index
+                    else f"the {which} of stage {other} in it"
+                )
                 yield Change(f"end {other}", told, edited)
 
 
-def _moved_devices(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
+def _moved_devices(
+    problem: Problem, placement: Placement, index: int, other: int
+) -> Iterator[Change]:
     """Half of one stage's devices for its neighbour, both sharing out samples."""
     for giver, taker in ((index, other), (other, index)):
-        old, new = placement.stages[giver], placement.stages[taker]
+        old = placement.stages[giver]
+        new = placement.stages[taker]
         half = len(old.devices) // 2
         if not half or set(old.devices) & set(new.devices):
             continue
         if taker > giver:
-            kept, devices = old.devices[:-half], (*old.devices[-half:], *new.devices)
+            kept = old.devices[:-half]
+            devices = (*old.devices[-half:], *new.devices)
         else:
-            kept, devices = old.devices[half:], (*new.devices, *old.devices[:half])
+            kept = old.devices[half:]
+            devices = (*new.devices, *old.devices[:half])
         left = _by_samples(problem, old, kept, old.nodes)
         joined = _by_samples(problem, new, devices, new.nodes)
         if left is not None and joined is not None:
-            whose, whom = ("its", f"stage {other}") if giver == index else (f"stage {other}'s", "it")
+            whose, whom = (
+                ("its", f"stage {other}") if giver == index else (f"stage {other}'s", "it")
+            )
             edited = _with_stages(placement, {giver: left, taker: joined})
             yield Change(f"devices {other}", f"{half} of {whose} devices for {whom}", edited)
 
 
 def _merged(problem: Problem, placement: Placement, first: int, second: int) -> Iterator[Change]:
     """A stage and the next as one, on the devices of both."""
-    old, new = placement.stages[first], placement.stages[second]
+    old = placement.stages[first]
+    new = placement.stages[second]
     devices = tuple(dict.fromkeys((*old.devices, *new.devices)))
     joined = _by_samples(problem, old, devices, tuple(sorted((*old.nodes, *new.nodes))))
     if joined is not None and old.micro_batch_size == new.micro_batch_size:
@@ -552,8 +639,12 @@ def _merged(problem: Problem, placement: Placement, first: int, second: int) -> 
         yield Change(told, told, Placement(stages[:second] + stages[second + 1 :]))
 
 
-def _by_samples(problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]) -> Stage | None:
-    """The stage with other devices and nodes, sharing samples; None where these cannot be shared so."""
+def _by_samples(
+    problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]
+) -> Stage | None:
+    """The stage with other devices and nodes, sharing samples; None where these cannot be shared
+    so.
+    """
     try:
         splits = _samples_of(problem, stage).splits(nodes, len(devices))
     except InfeasibleError:

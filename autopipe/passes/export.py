@@ -1,10 +1,12 @@
 """A copy of an ONNX file with trained numbers, streamed: no tensor is ever whole in memory.
 
-A message's fields may stand in any order (https://protobuf.dev/programming-guides/encoding): a tensor's numbers come
-last in it, the tensors last in the graph, and the graph last in the model, so that all lengths are known beforehand.
+A message's fields may stand in any order (https://protobuf.dev/programming-guides/encoding): a
+tensor's numbers come last in it, the tensors last in the graph, and the graph last in the model, so
+that all lengths are known beforehand.
 
-Most parameters have the name of a tensor in the file. Of the others, those into which an exporter folded operators are
-computed from a parameter again, copies follow their parameter, and a constant amid the graph is a node's result.
+Most parameters have the name of a tensor in the file. Of the others, those into which an exporter
+folded operators are computed from a parameter again, copies follow their parameter, and a constant
+amid the graph is a node's result.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ PIECE: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A tensor by name, element type and shape, and how to read a block of it. `read` gives little-endian elements in
-    the block's shape; of bfloat16, the bits."""
+    """A tensor by name, element type and shape, and how to read a block of it. `read` gives
+    little-endian elements in the block's shape; of bfloat16, the bits.
+    """
 
     value: Value
     read: Callable[[Box], npt.NDArray[np.generic]]
@@ -76,9 +79,13 @@ class Numbers:
             file.write(piece)
             progress(len(piece))
 
-    def computed(self, value: Value, folded: Folded, others: Mapping[str, Numbers] | None = None) -> Numbers:
-        """Return the tensor into which an exporter had folded operators, from the data of the parameter and of `others`
-        that are operands. A tensor that is only moved is read a block at a time, all else at once."""
+    def computed(
+        self, value: Value, folded: Folded, others: Mapping[str, Numbers] | None = None
+    ) -> Numbers:
+        """Return the tensor into which an exporter had folded operators, from the data of the
+        parameter and of `others` that are operands. A tensor that is only moved is read a block at
+        a time, all else at once.
+        """
         steps = [step.operator for step in folded.steps]
         if not steps:
             return Numbers(replace(self.value, name=value.name), self.read)
@@ -101,7 +108,11 @@ class Numbers:
                 arrays = {name: (others or {})[name] for name in folded.others}
                 read = {name: each.read(whole(each.value.shape)) for name, each in arrays.items()}
                 return folded.apply(stored, read).astype(stored.dtype)
-            bits = folded.apply((stored.astype(np.uint32) << 16).view(np.float32)).astype(np.float32).view(np.uint32)
+            bits = (
+                folded.apply((stored.astype(np.uint32) << 16).view(np.float32))
+                .astype(np.float32)
+                .view(np.uint32)
+            )
             # Rounded to the nearest, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
@@ -117,18 +128,26 @@ def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
             yield Box((at, *box.starts), (at + 1, *box.stops))
     elif row:
         for start in range(0, shape[0], limit // row):
-            yield Box((start, *(0 for _ in shape[1:])), (min(start + limit // row, shape[0]), *shape[1:]))
+            yield Box(
+                (start, *(0 for _ in shape[1:])), (min(start + limit // row, shape[0]), *shape[1:])
+            )
 
 
 def kept_tensors(
     graph: onnx.GraphProto, source: Source, trained: Collection[str]
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Initializers and constants of `graph` without numbers there, but for those that are `trained`. First those whose
-    numbers lie in the file itself, then those in files beside it. `graph` is that of the file of `source` without the
-    numbers of its large tensors."""
+    """Initializers and constants of `graph` without numbers there, but for those that are
+    `trained`. First those whose numbers lie in the file itself, then those in files beside it.
+    `graph` is that of the file of `source` without the numbers of its large tensors.
+    """
     tensors = [(tensor.name, tensor) for tensor in graph.initializer]
     constants = (node for node in graph.node if node.op_type == "Constant")
-    tensors += ((node.output[0], each.t) for node in constants for each in node.attribute if each.name == "value")
+    tensors += (
+        (node.output[0], each.t)
+        for node in constants
+        for each in node.attribute
+        if each.name == "value"
+    )
     inside: list[Numbers] = []
     beside: list[Numbers] = []
     for name, tensor in tensors:
@@ -151,7 +170,9 @@ def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> 
     path = model.parent / place.file if place.file else model
 
     def read(box: Box) -> npt.NDArray[np.generic]:
-        stored = np.memmap(path, value.dtype.stored, mode="r", offset=place.offset, shape=value.shape or (1,))
+        stored = np.memmap(
+            path, value.dtype.stored, mode="r", offset=place.offset, shape=value.shape or (1,)
+        )
         return stored[box.slices].reshape(box.shape)
 
     return Numbers(value, read)
@@ -166,16 +187,21 @@ def write_model(
     places: Mapping[str, int],
     progress: Progress,
 ) -> None:
-    """Write the model with these tensors besides its own; those that have `places` lie there in the file `data`. A
-    tensor is the value of the node that `constants` has for it, else an initializer. `model` loses its graph."""
+    """Write the model with these tensors besides its own; those that have `places` lie there in the
+    file `data`. A tensor is the value of the node that `constants` has for it, else an initializer.
+    `model` loses its graph.
+    """
     graph = model.graph.SerializeToString()
     model.ClearField("graph")
-    nodes, initializers = [], []
+    nodes = []
+    initializers = []
     for each in tensors:
         if node := constants.get(each.value.name):
             nodes.append((_node_head(node, each.value), each))
         else:
-            initializers.append((_initializer_head(each.value, data, places.get(each.value.name)), each))
+            initializers.append(
+                (_initializer_head(each.value, data, places.get(each.value.name)), each)
+            )
     streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
     size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
     file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
@@ -212,7 +238,9 @@ def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
     import onnx
 
     tensor = _tensor_head(value)
-    attribute = onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR).SerializeToString()
+    attribute = onnx.AttributeProto(
+        name="value", type=onnx.AttributeProto.TENSOR
+    ).SerializeToString()
     attribute += header(ATTRIBUTE_TENSOR, len(tensor) + value.bytes) + tensor
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
@@ -229,12 +257,18 @@ FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
 def file_tensors(
     source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
 ) -> tuple[tuple[Numbers, ...], frozenset[str]]:
-    """New values of the tensors of file `graph` from the parameters `trained`, and the names of those it lacks. A
-    tensor it lacks is a name that nothing writes. `source` is the same file, its functions inlined. Raises ModelError,
-    naming the parameter, for one that no tensor of the file is, or one of another type or shape."""
+    """New values of the tensors of file `graph` from the parameters `trained`, and the names of
+    those it lacks. A tensor it lacks is a name that nothing writes. `source` is the same file, its
+    functions inlined. Raises ModelError, naming the parameter, for one that no tensor of the file
+    is, or one of another type or shape.
+    """
     held = Weights(source, roles_of(source), Chosen()).initializers()
     folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
-    bases = {each.source.value.name: each.source for each in folded.values() if not isinstance(each.source, str)}
+    bases = {
+        each.source.value.name: each.source
+        for each in folded.values()
+        if not isinstance(each.source, str)
+    }
     results = {name: node.op_type for node in graph.node for name in node.output if name}
     given = {info.name for info in graph.input}
     read = {name for node in graph.node for name in node.input}
@@ -245,7 +279,8 @@ def file_tensors(
         stored = bases[name].value if name in bases else held[name].value if name in held else None
         if stored is None and name in unread:
             stored = value_of(unread[name], name, name)
-        own, where = numbers.value, f"parameter {name!r}"
+        own = numbers.value
+        where = f"parameter {name!r}"
         if stored is not None and (stored.dtype, stored.shape) != (own.dtype, own.shape):
             there, here = (f"{each.dtype.value}{list(each.shape)}" for each in (stored, own))
             raise ModelError(f"it was trained as {here}, the file has {there}", where=where)
@@ -253,7 +288,10 @@ def file_tensors(
             continue
         if stored is None and results.get(name) not in FIXED:
             if name not in read or name in results or name in given:
-                message = "no tensor of the file holds this parameter: it was made while the model was read"
+                message = (
+                    "no tensor of the file holds this parameter: it was made while the model was "
+                    "read"
+                )
                 raise ModelError(message, where=where)
             lacking.add(name)
         found[name] = numbers
@@ -294,19 +332,23 @@ def write_trained(
 ) -> WrittenFiles:
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
-    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer, as what the
-    exporter had merged become several. Where tensors have more than `inline_limit` bytes in all, trained initializers
-    lie in `target`.data; what else stands in the file stays there: only so are masks known for what they are. Files
-    appear whole or not at all, `target` last. `progress` is told the bytes of every piece. Raises ModelError for a
-    parameter that no tensor of the file is, ConfigurationError where a file cannot be written or would take the place
-    of the model's own, or, without `force`, `target`.data that of a file of something else.
+    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an
+    initializer, as what the exporter had merged become several. Where tensors have more than
+    `inline_limit` bytes in all, trained initializers lie in `target`.data; what else stands in the
+    file stays there: only so are masks known for what they are. Files appear whole or not at all,
+    `target` last. `progress` is told the bytes of every piece. Raises ModelError for a parameter
+    that no tensor of the file is, ConfigurationError where a file cannot be written or would take
+    the place of the model's own, or, without `force`, `target`.data that of a file of something
+    else.
     """
     import onnx
 
     source = load(model)
     stripped, slices = strip_weights(opened(model))
     proto = onnx.ModelProto.FromString(stripped)
-    take_apart(proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, model))
+    take_apart(
+        proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, model)
+    )
     try:
         numbers, lacking = file_tensors(source, proto.graph, trained)
     except ModelError as error:
@@ -332,16 +374,21 @@ def write_trained(
             for each in beside:
                 places[each.value.name] = aligned(opened_files[data])
                 each.write(opened_files[data], progress)
-            write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
+            write_model(
+                opened_files[target], proto, tensors, constants, data.name, places, progress
+            )
     except OSError as error:
         raise ConfigurationError(
-            f"cannot write {error.filename or target}: {error.strerror}", hint="choose another place"
+            f"cannot write {error.filename or target}: {error.strerror}",
+            hint="choose another place",
         ) from error
     return WrittenFiles(files, len(numbers) - len(lacking), len(lacking), size)
 
 
 def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
-    """Remove what says these tensors in the file: initializers, types, and nodes. Those of constants are returned."""
+    """Remove what says these tensors in the file: initializers, types, and nodes. Those of
+    constants are returned.
+    """
     graph = proto.graph
     # What an exporter says of a tensor besides its type stays true.
     infos = [each for each in graph.value_info if each.name not in names or each.metadata_props]
@@ -350,7 +397,9 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
     taken: list[onnx.NodeProto] = []
     for node in graph.node:
         namesake = node.op_type == "Identity" and node.output[0].endswith(NAMESAKE)
-        (taken if namesake or (node.op_type in FIXED and node.output[0] in names) else kept).append(node)
+        (taken if namesake or (node.op_type in FIXED and node.output[0] in names) else kept).append(
+            node
+        )
     constants = {node.output[0]: node for node in taken if node.op_type == "Constant"}
     if len(constants) < len(taken):
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
@@ -367,5 +416,9 @@ def _check_places(source: Source, files: tuple[Path, ...]) -> None:
     entries = (entry for tensor in source.graph.initializer for entry in tensor.external_data)
     own = [source.path, *(folder / entry.value for entry in entries if entry.key == "location")]
     for path in files:
-        if path.exists() and any(each.exists() and path.samefile(each) for each in dict.fromkeys(own)):
-            raise ConfigurationError(f"{path} belongs to the model itself", hint="name another file")
+        if path.exists() and any(
+            each.exists() and path.samefile(each) for each in dict.fromkeys(own)
+        ):
+            raise ConfigurationError(
+                f"{path} belongs to the model itself", hint="name another file"
+            )

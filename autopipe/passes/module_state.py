@@ -1,8 +1,9 @@
 """The `state_dict` of a module from an ONNX file and the trained weights of it.
 
-A file of `autopipe export` has a record of all entries (`ir/state_names.py`). In other files of torch's newer exporter
-the signature of the traced program names parameters and buffers; a tied parameter has there one of its names. The files
-of torch's older exporter name the tensors that their nodes read.
+A file of `autopipe export` has a record of all entries (`ir/state_names.py`). In other files of
+torch's newer exporter the signature of the traced program names parameters and buffers; a tied
+parameter has there one of its names. The files of torch's older exporter name the tensors that
+their nodes read.
 """
 
 from __future__ import annotations
@@ -41,25 +42,28 @@ class ModuleState:
     absent: tuple[str, ...] = ()
     """Names that the file has for entries of which it holds no tensor."""
     others: tuple[str, ...] = ()
-    """Names of tensors that were trained and are no entries of the module, such as parameters of its loss. They are
-    among `tensors`."""
+    """Names of tensors that were trained and are no entries of the module, such as parameters of
+    its loss. They are among `tensors`.
+    """
 
 
 def module_state(
     model: Path, trained: Mapping[str, Numbers], trainable: Collection[str], forwards: int | None
 ) -> ModuleState:
-    """Return the state of the module of an ONNX file with the weights `trained`, by the names of the graph's
-    parameters, of which some are `trainable`.
+    """Return the state of the module of an ONNX file with the weights `trained`, by the names of
+    the graph's parameters, of which some are `trainable`.
 
-    Counters of batches have counted `forwards` micro-batches, none if it is None. Raises ModelError if the file's
-    record of the module does not fit the file.
+    Counters of batches have counted `forwards` micro-batches, none if it is None. Raises ModelError
+    if the file's record of the module does not fit the file.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
     held = table.initializers()
     tensors = initializers_of(source)
     state = StateNames.of(source.metadata, tensors)
-    plain = {name: in_module_layout(each, table.layouts.get(name)) for name, each in trained.items()}
+    plain = {
+        name: in_module_layout(each, table.layouts.get(name)) for name, each in trained.items()
+    }
     if state is None:
         return _signed_state(source, table, plain, trainable)
     counted = counters(source, state, forwards)
@@ -81,17 +85,25 @@ def module_state(
 def _signed_state(
     source: Source, table: Weights, trained: Mapping[str, Numbers], trainable: Collection[str]
 ) -> ModuleState:
-    """Return the state as far as the signature of the traced program tells it: without buffers that the module does not
-    save, and with the persistent buffers that the file holds and the graph does not keep."""
+    """Return the state as far as the signature of the traced program tells it: without buffers that
+    the module does not save, and with the persistent buffers that the file holds and the graph does
+    not keep.
+    """
     signature = table.roles.signature
-    found = {name: each for name, each in trained.items() if name in trainable or name not in signature.temporary}
+    found = {
+        name: each
+        for name, each in trained.items()
+        if name in trainable or name not in signature.temporary
+    }
     for name, tensor in initializers_of(source).items():
         if name in signature.buffers and name not in signature.temporary and name not in found:
             numbers = file_numbers(tensor, source)
             if numbers is not None:
                 found[name] = numbers
     expected = signature.arguments.values()
-    absent = tuple(name for name in expected if name not in found and name not in signature.temporary)
+    absent = tuple(
+        name for name in expected if name not in found and name not in signature.temporary
+    )
     return ModuleState(tuple(found.values()), absent)
 
 
@@ -112,8 +124,9 @@ def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
 
 
 def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
-    """Return an initializer of a file; None if the file does not hold its data. Raises ModelError if its data do not
-    fill its shape."""
+    """Return an initializer of a file; None if the file does not hold its data. Raises ModelError
+    if its data do not fill its shape.
+    """
     where = f"initializer {tensor.name!r}"
     value = value_of(tensor, tensor.name, where)
     place: FileSlice | VarintSlice | None = source.slices.get(tensor.name)
@@ -130,8 +143,9 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
 
 
 def counters(source: Source, state: StateNames, forwards: int | None) -> dict[str, Numbers]:
-    """Return the counters of a file after `forwards` micro-batches of training, by the name of the initializer; none if
-    it is not known how many there were."""
+    """Return the counters of a file after `forwards` micro-batches of training, by the name of the
+    initializer; none if it is not known how many there were.
+    """
     if forwards is None:
         return {}
     tensors = initializers_of(source)
@@ -144,15 +158,18 @@ def counters(source: Source, state: StateNames, forwards: int | None) -> dict[st
 
 
 def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
-    """Return the counters of the ONNX file `model` after `forwards` micro-batches of training; none without a record of
-    the module."""
+    """Return the counters of the ONNX file `model` after `forwards` micro-batches of training; none
+    without a record of the module.
+    """
     source = load(model)
     state = StateNames.of(source.metadata, initializers_of(source))
     return {} if state is None else counters(source, state, forwards)
 
 
 def _increased(numbers: Numbers, amount: int, box: Box) -> npt.NDArray[np.generic]:
-    """Return a block of integers to which an amount is added. A sum that is too large wraps around, as torch's does."""
+    """Return a block of integers to which an amount is added. A sum that is too large wraps around,
+    as torch's does.
+    """
     stored = np.asarray(numbers.read(box))
     bits = 8 * stored.dtype.itemsize
     unsigned = stored.view(f"<u{stored.dtype.itemsize}")
@@ -189,9 +206,12 @@ class RecordedEntries:
     """Tensors that are no entries, by their own names."""
 
 
-def recorded_entries(stored: Mapping[str, Numbers], state: StateNames, weights: Path) -> RecordedEntries:
-    """Return the tensors of the file `weights` by the initializers of a model that hold them. Raises ModelError if two
-    names of a tied tensor have different data."""
+def recorded_entries(
+    stored: Mapping[str, Numbers], state: StateNames, weights: Path
+) -> RecordedEntries:
+    """Return the tensors of the file `weights` by the initializers of a model that hold them.
+    Raises ModelError if two names of a tied tensor have different data.
+    """
     by_tensor: dict[str, Numbers] = {}
     for name, tensor in state.names.items():
         numbers = stored.get(name)
@@ -200,7 +220,10 @@ def recorded_entries(stored: Mapping[str, Numbers], state: StateNames, weights: 
         first = by_tensor.setdefault(tensor, numbers)
         if first is not numbers and not _are_equal(first, numbers):
             raise ModelError(
-                f"{first.value.name!r} and {name!r} have different data, the model has one tensor for both",
+                (
+                    f"{first.value.name!r} and {name!r} have different data, the model has one "
+                    "tensor for both"
+                ),
                 where=str(weights),
             )
     rest = {name: each for name, each in stored.items() if name not in state.names}
@@ -215,7 +238,9 @@ def _are_equal(one: Numbers, other: Numbers) -> bool:
 
 
 def unread_tensors(source: Source) -> Iterator[tuple[str, Value]]:
-    """Yield the initializers of a file that are there for the module's `state_dict` only, with their types."""
+    """Yield the initializers of a file that are there for the module's `state_dict` only, with
+    their types.
+    """
     for name, tensor in initializers_of(source).items():
         if is_for_state_only(name):
             yield name, value_of(tensor, name, name)

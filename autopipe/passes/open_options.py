@@ -1,4 +1,6 @@
-"""Options of a strategy that a request leaves open, and the values that a plan settles them with."""
+"""Options of a strategy that a request leaves open, and the values that a plan settles them
+with.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
         for name, value in _settled(plan).items()
         if name in defaults and getattr(strategy, name) == defaults[name]
     }
-    return cast(Strategy, dataclasses.replace(cast(Any, strategy), **settled)) if settled else strategy
+    return (
+        cast(Strategy, dataclasses.replace(cast(Any, strategy), **settled)) if settled else strategy
+    )
 
 
 def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
     """Return the strategy with those options open that its plan settles."""
     defaults = _defaults(strategy)
     opened = {name: defaults[name] for name in _settled(plan) if name in defaults}
-    return cast(Strategy, dataclasses.replace(cast(Any, strategy), **opened)) if opened else strategy
+    return (
+        cast(Strategy, dataclasses.replace(cast(Any, strategy), **opened)) if opened else strategy
+    )
 
 
 def _settled(plan: Plan) -> dict[str, int | str]:

@@ -1,6 +1,7 @@
 """The order of the passes, from a request to its plan: read, cost, place, schedule, simulate.
 
-`make_plan` runs them; each is a function below it, in that order, timed and named in failures by a `Runner`.
+`make_plan` runs them; each is a function below it, in that order, timed and named in failures by a
+`Runner`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,29 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import LossScores, Plan, plan_digest
-from autopipe.ir.problem import AVERAGED, Constraint, LossDivision, Mode, Optimizer, Problem, Scores, Work
+from autopipe.ir.problem import (
+    AVERAGED,
+    Constraint,
+    LossDivision,
+    Mode,
+    Optimizer,
+    Problem,
+    Scores,
+    Work,
+)
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, Mixing, mixed_output
 from autopipe.passes.analysis.joined_samples import joining_node
-from autopipe.passes.analysis.loss_division import divided_loss, form_of, in_totals, note_on, trained_loss
+from autopipe.passes.analysis.loss_division import (
+    divided_loss,
+    form_of,
+    in_totals,
+    note_on,
+    trained_loss,
+)
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
@@ -68,14 +84,19 @@ class Request:
     trainable: tuple[str, ...] = ()
     mode: Mode | None = None
     training_graph: bool | None = None
-    """True if Dropout drops and BatchNormalization takes the batch's statistics where the file says so; as the mode
-    where None."""
+    """True if Dropout drops and BatchNormalization takes the batch's statistics where the file says
+    so; as the mode where None.
+    """
     loss: str | CrossEntropy | None = None
     """The output to minimise, or a loss to add; the model's own where None."""
     normalize: str = "auto"
-    """How the losses of micro-batches make the loss of the step: the value of the key `loss.normalize`."""
+    """How the losses of micro-batches make the loss of the step: the value of the key
+    `loss.normalize`.
+    """
     scores: Scores | None = None
-    """Form of the losses, which keep their scores for backward or recompute them; None if the plan decides."""
+    """Form of the losses, which keep their scores for backward or recompute them; None if the plan
+    decides.
+    """
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -83,7 +104,9 @@ class Request:
     lr_scheduler: LRScheduler = field(default=LRScheduler())
     training: Training = field(default=Training())
     shard_open: bool = True
-    """True if the search for the best plan may share out the optimizer's state where `optimizer` does not."""
+    """True if the search for the best plan may share out the optimizer's state where `optimizer`
+    does not.
+    """
     eps_open: bool = False
     """True if `optimizer.eps` is not given, and larger where weights in float16 are trained."""
     precision: str = "fp32"
@@ -110,32 +133,45 @@ class Observer:
         """A pass gave `value`, which has been checked."""
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        """There is a plan with a shorter step than any before; no placement so far can have one below `bound_s`."""
+        """There is a plan with a shorter step than any before; no placement so far can have one
+        below `bound_s`.
+        """
 
     def failed(self, error: InternalError) -> None:
-        """A candidate, one of several, ended with an internal error, and is left out unless this raises."""
+        """A candidate, one of several, ended with an internal error, and is left out unless this
+        raises.
+        """
 
 
 class Runner:
-    """Runs the passes of requests for one model on one cluster, and keeps what these have in common."""
+    """Runs the passes of requests for one model on one cluster, and keeps what these have in
+    common.
+    """
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
         self.models: dict[int | None, Model] = {}
         """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
         self.totals: dict[tuple[int | None, Scores], Model] = {}
-        """Models of which micro-batches give totals, by their samples and by how their losses have their scores."""
+        """Models of which micro-batches give totals, by their samples and by how their losses have
+        their scores.
+        """
         self.work: dict[tuple[int | None, Scores, str], tuple[Work, ...]] = {}
-        """Costs of the nodes of each model, by how its losses have their scores, and by the loss that is divided."""
+        """Costs of the nodes of each model, by how its losses have their scores, and by the loss
+        that is divided.
+        """
         self.loss_forms: dict[str, LossForm | None] = {}
         """How the loss, by name, depends on the losses of parts of a batch."""
         self.mixed_output: Mixing | None = None
         """Why micro-batches may change an output of inference; None if it was not looked for."""
         self.costed: dict[Hashable, tuple[Model, Problem]] = {}
-        """Models on micro-batches and the problems that they pose, by all in which problems differ: equal requests pose
-        one and the same, about which answers are remembered."""
+        """Models on micro-batches and the problems that they pose, by all in which problems differ:
+        equal requests pose one and the same, about which answers are remembered.
+        """
         self.failures = 0  # Candidates that ended with a mistake of ours.
-        self.seconds: dict[str, float] = {}  # Wall-clock seconds by pass, in the order in which they first ran.
+        self.seconds: dict[
+            str, float
+        ] = {}  # Wall-clock seconds by pass, in the order in which they first ran.
 
     def run(
         self,
@@ -144,8 +180,9 @@ class Runner:
         requires: Callable[[], None] | None = None,
         verify: Callable[[Result], None] | None = None,
     ) -> Result:
-        """`compute()` between its requirements and the check of its result. A failure is told with the name of the pass
-        and of those before it."""
+        """`compute()` between its requirements and the check of its result. A failure is told with
+        the name of the pass and of those before it.
+        """
         self.observer.started(name)
         begin = time.perf_counter()
         try:
@@ -156,12 +193,18 @@ class Runner:
                 verify(result)
         except AutopipeError as error:
             error.where = error.where or self._place(name)
-            if type(error) is AutopipeError:  # of a solver: nobody's choice and no fault of the model
-                raise InternalError(error.message, error.hint or "rerun with --debug", error.where) from error
+            if (
+                type(error) is AutopipeError
+            ):  # of a solver: nobody's choice and no fault of the model
+                raise InternalError(
+                    error.message, error.hint or "rerun with --debug", error.where
+                ) from error
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise InternalError(f"internal error: {reason}", "rerun with --debug", self._place(name)) from error
+            raise InternalError(
+                f"internal error: {reason}", "rerun with --debug", self._place(name)
+            ) from error
         seconds = time.perf_counter() - begin
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.observer.finished(name, result, seconds)
@@ -193,8 +236,9 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan with the problem it answers, the step it is expected to take and the request that gives it again, which
-    names the strategy and the scheduler."""
+    """A plan with the problem it answers, the step it is expected to take and the request that
+    gives it again, which names the strategy and the scheduler.
+    """
 
     plan: Plan
     problem: Problem
@@ -204,17 +248,23 @@ class PlanResult:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan: equal for equal decisions on equal graphs, however long the search took."""
+        """SHA-256 of the plan: equal for equal decisions on equal graphs, however long the search
+        took.
+        """
         return plan_digest(self.plan)
 
 
-def make_plan(request: Request, observer: Observer | None = None, advise: bool = False) -> PlanResult:
-    """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
+def make_plan(
+    request: Request, observer: Observer | None = None, advise: bool = False
+) -> PlanResult:
+    """Read the model, cost it, place it, schedule it and simulate a step, as the request names
+    strategy and scheduler.
 
-    If the request leaves open whether losses keep their scores, the plan keeps them first. It is made again with scores
-    that are recomputed if memory may be short or recomputing is faster for the loss itself; the shorter step wins.
-    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass if the message itself names no place. With
-    `advise` the hint of an OutOfMemoryError names options that make the plan fit, found within about `_OPTIONS_S`.
+    If the request leaves open whether losses keep their scores, the plan keeps them first. It is
+    made again with scores that are recomputed if memory may be short or recomputing is faster for
+    the loss itself; the shorter step wins. Raises ConfigurationError, ModelError or
+    InfeasibleError, naming the pass if the message itself names no place. With `advise` the hint of
+    an OutOfMemoryError names options that make the plan fit, found within about `_OPTIONS_S`.
     """
     runner = Runner(observer)
     request = with_whole_batch(request, runner)
@@ -230,7 +280,8 @@ def _made(request: Request, runner: Runner) -> PlanResult:
     """Return the plan of a request whose batch is known, with either form of the losses."""
     if request.scores is not None or read(request, runner).other is None:
         return assemble_plan(request, *_planned(request, runner), runner)
-    keeping, recomputing = replace(request, scores="keep"), replace(request, scores="recompute")
+    keeping = replace(request, scores="keep")
+    recomputing = replace(request, scores="recompute")
     kept: tuple[Placed, Scheduled] | None = None
     refused: str | None = None
     try:
@@ -252,19 +303,23 @@ def _made(request: Request, runner: Runner) -> PlanResult:
 
 
 _OPTIONS_S = 20.0
-"""Seconds for which options are tried after memory refused a plan; a search that has begun may take as long again."""
+"""Seconds for which options are tried after memory refused a plan; a search that has begun may take
+as long again.
+"""
 
 
 def memory_options(request: Request, runner: Runner) -> Iterator[str]:
-    """Yield hints for a request that memory refused: which of recomputation and a sharded optimizer state suffice.
+    """Yield hints for a request that memory refused: which of recomputation and a sharded optimizer
+    state suffice.
 
-    Each is planned with the same strategy and scheduler, both together only if neither suffices, and named with the
-    peak memory of the fullest device.
+    Each is planned with the same strategy and scheduler, both together only if neither suffices,
+    and named with the peak memory of the fullest device.
     """
     model = read(request, runner)
     if model.mode is not Mode.TRAIN:
         return
-    full, shard = "--recompute full", "--set optimizer.shard=true"
+    full = "--recompute full"
+    shard = "--set optimizer.shard=true"
     sharded = replace(request.optimizer, shard=True)
     scores = request.scores if model.other is None else request.scores or "recompute"
     limit_s = _OPTIONS_S if request.time_limit is None else min(request.time_limit, _OPTIONS_S)
@@ -276,12 +331,15 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
         varied[shard,] = replace(base, optimizer=sharded)
     if len(varied) == 2:
         varied[full, shard] = replace(base, recompute="full", optimizer=sharded)
-    end, found, refused = time.monotonic() + limit_s, list[str](), list[str]()
+    end = time.monotonic() + limit_s
+    found = list[str]()
+    refused = list[str]()
     for options, each in varied.items():
         if time.monotonic() > end or (found and len(options) > 1):
             break
         own = Runner()  # An observer of the request sees no passes of the options.
-        own.models, own.work = runner.models, runner.work
+        own.models = runner.models
+        own.work = runner.work
         try:
             timeline = _planned(each, own)[1].timeline
         except OutOfMemoryError:
@@ -293,21 +351,28 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
     if found:
         yield f"add {' or '.join(found)}"
         settled = {full: request.recompute is not None, shard: not request.shard_open}
-        left_out = [option for option in (full, shard) if (option,) in varied and not settled[option]]
+        left_out = [
+            option for option in (full, shard) if (option,) in varied and not settled[option]
+        ]
         if left_out:
-            yield f"a named strategy leaves out {' and '.join(left_out)}, which plan without --strategy tries"
+            yield (
+                f"a named strategy leaves out {' and '.join(left_out)}, which plan without "
+                "--strategy tries"
+            )
     elif refused:
         yield f"{refused[-1]} does not suffice"
 
 
 def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
-    """Return the options that strategy `auto` would have tried and the strategy that `request` names did not try.
+    """Return the options that strategy `auto` would have tried and the strategy that `request`
+    names did not try.
 
-    `request` is the one that `planned` was made from. Recomputation counts if memory may be short and nobody decided
-    on it: neither the request nor a placement that is given. A sharded optimizer state counts if the request leaves it
-    open and several devices hold equal parameters.
+    `request` is the one that `planned` was made from. Recomputation counts if memory may be short
+    and nobody decided on it: neither the request nor a placement that is given. A sharded optimizer
+    state counts if the request leaves it open and several devices hold equal parameters.
     """
-    plan, problem = planned.plan, planned.problem
+    plan = planned.plan
+    problem = planned.problem
     if request.strategy is None or not problem.train:
         return ()
     options = []
@@ -315,7 +380,12 @@ def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
     if request.recompute is None and not recomputed and may_be_short(problem):
         options.append("--recompute")
     degrees = plan.summary.degrees
-    if request.shard_open and not problem.optimizer.shard and degrees is not None and degrees.has_replicas:
+    if (
+        request.shard_open
+        and not problem.optimizer.shard
+        and degrees is not None
+        and degrees.has_replicas
+    ):
         options.append("optimizer.shard=true")
     return tuple(options)
 
@@ -334,17 +404,25 @@ def _may_gain(kept: Placed) -> bool:
 
 
 def _sample_seconds(planned: tuple[Placed, Scheduled]) -> float:
-    """Seconds of a step per sample: plans may differ in their batch if the request leaves it open."""
+    """Seconds of a step per sample: plans may differ in their batch if the request leaves it
+    open.
+    """
     placed, scheduled = planned
     return scheduled.timeline.end / placed.problem.batch_size
 
 
-def with_other_scores(result: PlanResult, step_s: float | None = None, refused: str | None = None) -> PlanResult:
-    """Return the result, told the step of the plan with the other form of the losses, or why there is none."""
+def with_other_scores(
+    result: PlanResult, step_s: float | None = None, refused: str | None = None
+) -> PlanResult:
+    """Return the result, told the step of the plan with the other form of the losses, or why there
+    is none.
+    """
     scores = result.plan.summary.scores
     if scores is None:
         return result
-    summary = replace(result.plan.summary, scores=replace(scores, other_step_s=step_s, other_refused=refused))
+    summary = replace(
+        result.plan.summary, scores=replace(scores, other_step_s=step_s, other_refused=refused)
+    )
     return replace(result, plan=replace(result.plan, summary=summary))
 
 
@@ -368,12 +446,17 @@ def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
 
 
 def read_for(
-    request: Request, micro_batch_size: int | None, source: Source | None = None, opened: bool = False
+    request: Request,
+    micro_batch_size: int | None,
+    source: Source | None = None,
+    opened: bool = False,
 ) -> Model:
-    """Return the model on micro-batches of that many samples; on what its file fixes, else one, if that is None.
+    """Return the model on micro-batches of that many samples; on what its file fixes, else one, if
+    that is None.
 
-    `source` is the parsed file if it is available. `opened` is as in `read_model`. Raises ModelError as `read_model`,
-    and if a tensor would be trained in place of the parameters that an exporter computed it from.
+    `source` is the parsed file if it is available. `opened` is as in `read_model`. Raises
+    ModelError as `read_model`, and if a tensor would be trained in place of the parameters that an
+    exporter computed it from.
     """
     model = read_model(
         source or request.model,
@@ -394,7 +477,9 @@ def read_for(
     return model
 
 
-def read(request: Request, runner: Runner, size: int | None = None, source: Source | None = None) -> Model:
+def read(
+    request: Request, runner: Runner, size: int | None = None, source: Source | None = None
+) -> Model:
     """Return the model as `read_for` does, with losses that have their scores as requested.
 
     A run reads it once per size of micro-batches, for both forms of its losses.
@@ -412,33 +497,45 @@ _COUNTING = frozenset({"Shape", "Size"})
 
 
 def with_whole_batch(request: Request, runner: Runner) -> Request:
-    """Return the request with micro-batches of a whole batch if inference computes an output from several samples.
+    """Return the request with micro-batches of a whole batch if inference computes an output from
+    several samples.
 
-    The whole batch is the one that the model's file fixes, otherwise the step's. Raises ConfigurationError if the
-    request asks for smaller micro-batches.
+    The whole batch is the one that the model's file fixes, otherwise the step's. Raises
+    ConfigurationError if the request asks for smaller micro-batches.
     """
     model = read(request, runner)
     if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
         return request
-    node = joining_node(model.graph if model.batch > 1 else _several_samples(request, runner, model))
+    node = joining_node(
+        model.graph if model.batch > 1 else _several_samples(request, runner, model)
+    )
     if node is None:
         return request
     fixed = model.batch if model.batch > 1 else None
-    size, count = request.micro_batch_size, request.micro_batches
-    batch = request.batch_size or fixed or next(batchings(None, None, None, None, request.cluster.size)).batch_size
+    size = request.micro_batch_size
+    count = request.micro_batches
+    batch = (
+        request.batch_size
+        or fixed
+        or next(batchings(None, None, None, None, request.cluster.size)).batch_size
+    )
     if size == (fixed or batch):
         return request
     if size is not None or (count is not None and (fixed is None or batch // count != fixed)):
         raise ConfigurationError(
-            f"{node.op} {node.name!r} computes an output from several samples, which micro-batches would change",
+            (
+                f"{node.op} {node.name!r} computes an output from several samples, which "
+                "micro-batches would change"
+            ),
             hint="--micro-batches 1" if fixed is None else f"--micro-batch-size {fixed}",
         )
     return replace(request, batch_size=batch, micro_batch_size=fixed or batch)
 
 
 def _several_samples(request: Request, runner: Runner, model: Model, times: int = 1) -> Graph:
-    """Return the model's graph on several samples, or on `times` as many; the graph on one sample, in which none can be
-    followed, if the model cannot be read on more."""
+    """Return the model's graph on several samples, or on `times` as many; the graph on one sample,
+    in which none can be followed, if the model cannot be read on more.
+    """
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     if size not in runner.models:
         try:
@@ -449,17 +546,33 @@ def _several_samples(request: Request, runner: Runner, model: Model, times: int 
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
-    """The model on micro-batches of a division of the batch, and the problem that it poses with its operators costed.
-    It is read and costed once a run for each size of micro-batches."""
-    model, size = read(request, runner), None
+    """The model on micro-batches of a division of the batch, and the problem that it poses with its
+    operators costed. It is read and costed once a run for each size of micro-batches.
+    """
+    model = read(request, runner)
+    size = None
     if model.batch not in (None, batching.micro_batch_size):
         size = batching.micro_batch_size
         first = model
         model = read(request, runner, size, first.source)
         _require_loss(first, model)
     updates = request.optimizer, request.lr_scheduler, request.training
-    settled = *updates, request.precision, request.recompute, request.memory_limit, request.constraints
-    key = batching, *settled, request.compiled, request.time_limit, request.solver, request.seed, model.scores
+    settled = (
+        *updates,
+        request.precision,
+        request.recompute,
+        request.memory_limit,
+        request.constraints,
+    )
+    key = (
+        batching,
+        *settled,
+        request.compiled,
+        request.time_limit,
+        request.solver,
+        request.seed,
+        model.scores,
+    )
     if key not in runner.costed:
         division, divided = _loss_division(request, model, batching, runner)
         costed = _in_totals(request, model, division, batching, runner)
@@ -471,17 +584,25 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
     if model.mode is not Mode.TRAIN:
         note = _note_on_outputs(request, model, batching, runner)
     else:
-        note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
+        note = (
+            ""
+            if request.normalize != "auto"
+            else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
+        )
     return replace(model, warnings=(*model.warnings, note)) if note else model, problem
 
 
 def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
-    """Return a warning if micro-batches may change an output of inference and no other warning says so, else ""."""
+    """Return a warning if micro-batches may change an output of inference and no other warning says
+    so, else "".
+    """
     if model.batch is None or (batching.micro_batches == 1 and not batching.sizes):
         return ""
     if runner.mixed_output is None:
         several = model.graph if model.batch > 1 else _several_samples(request, runner, model)
-        counts = model.source is not None and any(node.op_type in _COUNTING for node in model.source.nodes)
+        counts = model.source is not None and any(
+            node.op_type in _COUNTING for node in model.source.nodes
+        )
         more = _several_samples(request, runner, model, 2) if counts else None
         runner.mixed_output = mixed_output(several, more)
     mixing = runner.mixed_output
@@ -491,41 +612,59 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
 
 
 def _require_loss(first: Model, model: Model) -> None:
-    """Raise ModelError if the loss of a model that was read on fewer samples is no number on those of `model`."""
+    """Raise ModelError if the loss of a model that was read on fewer samples is no number on those
+    of `model`.
+    """
     if first.mode is not Mode.TRAIN or model.loss == first.loss:
         return
-    shape = list(model.graph.type_of(first.loss).shape) if model.graph.has(first.loss) else "unknown"
+    shape = (
+        list(model.graph.type_of(first.loss).shape) if model.graph.has(first.loss) else "unknown"
+    )
     samples = f"{model.batch} {plural(model.batch or 0, 'sample')}"
     message = f"on {samples} the loss {first.loss!r} is no number: its shape is {shape}"
-    raise ModelError(message, "reduce it to one number in the model, or use --mode infer", str(model.path))
+    raise ModelError(
+        message, "reduce it to one number in the model, or use --mode infer", str(model.path)
+    )
 
 
 def _work(request: Request, model: Model) -> tuple[Work, ...]:
-    """Return the cost of each node of the model. Raises ConfigurationError if the loss to train with is missing or one
-    of several outputs, ModelError if nothing of the model would be trained."""
+    """Return the cost of each node of the model. Raises ConfigurationError if the loss to train
+    with is missing or one of several outputs, ModelError if nothing of the model would be trained.
+    """
     train = model.mode is Mode.TRAIN
     if request.mode is not Mode.INFER and model.loss_choices:
         named = ", ".join(map(repr, model.loss_choices))
         hint = f"name one by --set loss={model.loss_choices[0]}, or use --mode infer"
         raise ConfigurationError(
-            f"{len(model.loss_choices)} {plural(len(model.loss_choices), 'output')} can be the loss: {named}", hint
+            (
+                f"{len(model.loss_choices)} {plural(len(model.loss_choices), 'output')} can be the "
+                f"loss: {named}"
+            ),
+            hint,
         )
     if train and not model.loss:
         hint = "name one by --set loss=NAME, or use --mode infer"
         raise ConfigurationError("the model has no output called 'loss' to train", hint)
     if train and not any(each.trainable for each in model.graph.parameters):
-        hint = "autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer"
+        hint = (
+            "autopipe inspect -v says why; name what is to be trained in model.trainable, or use "
+            "--mode infer"
+        )
         raise ModelError("nothing in it would be trained", hint, str(model.path))
     if train and request.data.last_batch == "pad":
         check_padding(model.graph, model.loss)
     if train:
         check_groups(request.optimizer, model.graph)
-    return costed_work(model.graph, request.precision, request.cluster, request.costs, request.compiled)
+    return costed_work(
+        model.graph, request.precision, request.cluster, request.costs, request.compiled
+    )
 
 
-def _loss_division(request: Request, model: Model, batching: Batching, runner: Runner) -> tuple[LossDivision, Batching]:
-    """Return (division, batching): how the losses of micro-batches make the loss of the step, and the division of the
-    batch without sizes of micro-batches that would change the loss.
+def _loss_division(
+    request: Request, model: Model, batching: Batching, runner: Runner
+) -> tuple[LossDivision, Batching]:
+    """Return (division, batching): how the losses of micro-batches make the loss of the step, and
+    the division of the batch without sizes of micro-batches that would change the loss.
 
     Raises InfeasibleError if the losses of micro-batches do not make the loss of the step.
     """
@@ -533,7 +672,9 @@ def _loss_division(request: Request, model: Model, batching: Batching, runner: R
         return AVERAGED, batching
     if model.loss not in runner.loss_forms:
         first = read(request, runner)
-        runner.loss_forms[model.loss] = form_of(first, lambda size: read_for(request, size, first.source, opened=True))
+        runner.loss_forms[model.loss] = form_of(
+            first, lambda size: read_for(request, size, first.source, opened=True)
+        )
     form = runner.loss_forms[model.loss]
     divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
     if form is not None and form.kind is not divisible:
@@ -541,8 +682,12 @@ def _loss_division(request: Request, model: Model, batching: Batching, runner: R
     return divided_loss(form, model, request.normalize, batching), batching
 
 
-def _in_totals(request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner) -> Model:
-    """Return the model of which micro-batches give totals, if the loss of the step is divided by one."""
+def _in_totals(
+    request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
+) -> Model:
+    """Return the model of which micro-batches give totals, if the loss of the step is divided by
+    one.
+    """
     if not division.divided:
         return model
     key = model.batch, model.scores
@@ -552,7 +697,11 @@ def _in_totals(request: Request, model: Model, division: LossDivision, batching:
 
 
 def _problem(
-    request: Request, model: Model, batching: Batching, work: tuple[Work, ...], division: LossDivision
+    request: Request,
+    model: Model,
+    batching: Batching,
+    work: tuple[Work, ...],
+    division: LossDivision,
 ) -> Problem:
     return Problem(
         graph=model.graph,
@@ -583,8 +732,9 @@ _EPS_OF_HALVES = 1e-4
 
 
 def _optimizer(request: Request, graph: Graph) -> Optimizer:
-    """The optimizer asked for. Adam's averages of squares have the type of the weights: in float16 they are 0 below
-    6e-8, and what is left of a denominator must not be 0 too."""
+    """The optimizer asked for. Adam's averages of squares have the type of the weights: in float16
+    they are 0 below 6e-8, and what is left of a denominator must not be 0 too.
+    """
     halves = any(each.trainable and each.value.dtype is DType.FLOAT16 for each in graph.parameters)
     if not (request.eps_open and halves and request.optimizer.name in ("adamw", "adam", "muon")):
         return request.optimizer
@@ -592,8 +742,9 @@ def _optimizer(request: Request, graph: Graph) -> Optimizer:
 
 
 def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
-    """Divisions of the batch, best first; `model` is as `read` gives it. One sample may be what the file fixes or what
-    an open batch was bound to: first it is taken for open."""
+    """Divisions of the batch, best first; `model` is as `read` gives it. One sample may be what the
+    file fixes or what an open batch was bound to: first it is taken for open.
+    """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     seen: set[Batching] = set()
     for own in (None, 1) if model.batch == 1 else (model.batch or 1,):
@@ -607,41 +758,56 @@ def divisions(request: Request, division: Division, model: Model) -> Iterator[Ba
                 raise
 
 
-def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:
-    """The problems that the model and the strategy take, with the best division of the batch first. Raises the reason
-    against the best division where there is none."""
+def problems_of(
+    request: Request, strategy: Strategy, runner: Runner
+) -> Iterator[tuple[Model, Problem]]:
+    """The problems that the model and the strategy take, with the best division of the batch first.
+    Raises the reason against the best division where there is none.
+    """
     model = read(request, runner)
-    reasons: dict[str, AutopipeError] = {}  # The first against a division, of the model and of the strategy.
-    found, declined = False, None
+    reasons: dict[
+        str, AutopipeError
+    ] = {}  # The first against a division, of the model and of the strategy.
+    found = False
+    declined = None
     try:
         for batching in divisions(request, strategy.division(model.graph), model):
             by = "strategy"
             try:
                 if declined is not None:
-                    # What it asks of the division alone is known before the model is read on so many samples.
+                    # What it asks of the division alone is known before the model is read on so
+                    # many samples.
                     strategy.requires(replace(declined, micro_batches=batching.micro_batches))
-                by, declined = "model", None
+                by = "model"
+                declined = None
                 model, problem = cost(request, batching, runner)
-                by, declined = "strategy", problem
+                by = "strategy"
+                declined = problem
                 strategy.requires(problem)
-                found, declined = True, None
+                found = True
+                declined = None
             except REFUSALS as error:
                 reasons.setdefault(by, error)
             else:
                 yield model, problem
     except ConfigurationError as error:
-        # That there is no division says more than why the model refused one, but less than that its loss did.
+        # That there is no division says more than why the model refused one, but less than that its
+        # loss did.
         if not isinstance(reasons.get("model"), InfeasibleError):
             reasons["model"] = error
     if not found:
         raise reasons.get("strategy") or reasons["model"]
 
 
-def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
-    """The placement, of the first division that has one: smaller micro-batches help where memory is short. They do so
-    for a strategy that wants as few as there can be, and therefore begins with the largest. One that chooses the size
-    of micro-batches gets the model on those it chose, the largest where stages differ; where the frontend leaves other
-    operators in a model of so few samples, the strategy is asked again, for those. Raises as `make_plan`."""
+def run_strategy(
+    request: Request, strategy: Strategy, runner: Runner
+) -> tuple[Model, Problem, Placement]:
+    """The placement, of the first division that has one: smaller micro-batches help where memory is
+    short. They do so for a strategy that wants as few as there can be, and therefore begins with
+    the largest. One that chooses the size of micro-batches gets the model on those it chose, the
+    largest where stages differ; where the frontend leaves other operators in a model of so few
+    samples, the strategy is asked again, for those. Raises as `make_plan`.
+    """
 
     def answer(problem: Problem) -> Placement:
         return runner.run(
@@ -666,7 +832,9 @@ def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[
                 break
             sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
             known = [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
-            model, problem = cost(request, Batching(problem.batch_size, problem.batch_size // size, sizes), runner)
+            model, problem = cost(
+                request, Batching(problem.batch_size, problem.batch_size // size, sizes), runner
+            )
             if [(node.op, node.name, node.outputs) for node in problem.graph.nodes] != known:
                 placement = answer(problem)
         return model, problem, placement
@@ -675,8 +843,9 @@ def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
-    """A placement that is known, for a division of the batch, and what it is expected to take. Raises as `make_plan`
-    does, InfeasibleError where the placement does not fit the graph."""
+    """A placement that is known, for a division of the batch, and what it is expected to take.
+    Raises as `make_plan` does, InfeasibleError where the placement does not fit the graph.
+    """
     model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(
@@ -687,9 +856,13 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
     return predict_placement(model, problem, placement, runner)
 
 
-def predict_placement(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
-    """Stage and message times of a placement that fits the problem's graph, its stages gathering what that pays for.
-    Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size."""
+def predict_placement(
+    model: Model, problem: Problem, placement: Placement, runner: Runner
+) -> Placed:
+    """Stage and message times of a placement that fits the problem's graph, its stages gathering
+    what that pays for. Raises ConfigurationError or InfeasibleError where a stage cannot run on
+    micro-batches of its size.
+    """
     check_portions(problem.graph, placement, problem.loss if problem.train else None)
     check_whole_matrices(problem, placement)
     placement = with_gathers(problem, with_copies(problem, placement))
@@ -697,9 +870,13 @@ def predict_placement(model: Model, problem: Problem, placement: Placement, runn
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
 
 
-def schedule_placed(placed: Placed, scheduler: Scheduler, runner: Runner) -> tuple[Placed, Scheduled]:
-    """The schedule and the step that it makes, with the placement: where memory is short stages that recompute hold no
-    copies of parameters. Raises InfeasibleError where the scheduler cannot take it or memory does not hold it."""
+def schedule_placed(
+    placed: Placed, scheduler: Scheduler, runner: Runner
+) -> tuple[Placed, Scheduled]:
+    """The schedule and the step that it makes, with the placement: where memory is short stages
+    that recompute hold no copies of parameters. Raises InfeasibleError where the scheduler cannot
+    take it or memory does not hold it.
+    """
     try:
         return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
     except OutOfMemoryError:
@@ -712,7 +889,9 @@ def schedule_placed(placed: Placed, scheduler: Scheduler, runner: Runner) -> tup
 
 
 def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
-    """The schedule that a scheduler makes. Raises InfeasibleError where it cannot take the placement."""
+    """The schedule that a scheduler makes. Raises InfeasibleError where it cannot take the
+    placement.
+    """
     return runner.run(
         scheduler.name,
         lambda: scheduler.run(placed.problem, placed.placement),
@@ -721,35 +900,52 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
     )
 
 
-def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
-    """A schedule that can run, simulated; one of the orders of a `known` one makes the same step. Raises
-    InfeasibleError where memory does not hold what it keeps."""
+def time_schedule(
+    placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
+) -> Scheduled:
+    """A schedule that can run, simulated; one of the orders of a `known` one makes the same step.
+    Raises InfeasibleError where memory does not hold what it keeps.
+    """
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
     if same is not None:
         return Scheduled(schedule, same.timeline)
-    timeline = runner.run("simulate", lambda: simulate(schedule, placed.graph.stage_devices, placed.prediction))
+    timeline = runner.run(
+        "simulate", lambda: simulate(schedule, placed.graph.stage_devices, placed.prediction)
+    )
     check_memory(placed.problem, placed.placement, timeline)
     return Scheduled(schedule, timeline)
 
 
-def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner: Runner) -> PlanResult:
+def assemble_plan(
+    request: Request, placed: Placed, scheduled: Scheduled, runner: Runner
+) -> PlanResult:
     """The plan of a request that names the strategy and the scheduler which these are of."""
     from autopipe.passes.degrees import open_degrees
-    from autopipe.passes.summary import finished_plan  # All of lowering, for the plan that is chosen.
+    from autopipe.passes.summary import (
+        finished_plan,
+    )  # All of lowering, for the plan that is chosen.
 
     strategy, scheduler = strategy_and_scheduler(request)
-    problem, timeline = placed.problem, scheduled.timeline
+    problem = placed.problem
+    timeline = scheduled.timeline
     step = placed.placement, placed.prediction, scheduled.schedule, timeline
     names = strategy.name, scheduler.name
     plan = finished_plan(
-        request.model, names, problem, *step, tuple(runner.seconds.items()), scores_of(placed), open_degrees(strategy)
+        request.model,
+        names,
+        problem,
+        *step,
+        tuple(runner.seconds.items()),
+        scores_of(placed),
+        open_degrees(strategy),
     )
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 
 def read_planned(request: Request, plan: Plan) -> Model:
-    """Return the model of a plan, on its micro-batches. Raises as `read_for`, and InfeasibleError if the loss of the
-    model is no longer divided as the plan says."""
+    """Return the model of a plan, on its micro-batches. Raises as `read_for`, and InfeasibleError
+    if the loss of the model is no longer divided as the plan says.
+    """
     model = read_for(request, plan.summary.micro_batch_size)
     if not plan.loss_division.divided:
         return model
@@ -758,24 +954,35 @@ def read_planned(request: Request, plan: Plan) -> Model:
 
 
 def reopen(request: Request, plan: Plan) -> PlanResult:
-    """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
-    `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
-    plan does not belong to the model."""
+    """The plan again, with its problem made anew from the model's file and its step simulated from
+    its predictions. `request` must fix what the plan was made with: mode, batch and micro-batches.
+    Raises ConfigurationError where the plan does not belong to the model.
+    """
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
     model = read_planned(request, plan)
     problem = _problem(request, model, batching, _work(request, model), plan.loss_division)
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(
-            f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
+            (
+                f"the plan does not belong to this model: the graph of {request.model} is not the "
+                "one that was planned"
+            ),
             hint="plan again, or restore the model's file",
         )
     # The plan's files may have been edited.
     if problem.mode.value != plan.mode:
-        raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
-    devices, size = plan.schedule.devices, problem.cluster.size
+        raise ConfigurationError(
+            f"the plan is to {plan.mode}, its configuration to {problem.mode.value}"
+        )
+    devices = plan.schedule.devices
+    size = problem.cluster.size
     if plan.placement.devices > size or devices != size:
-        raise ConfigurationError(f"the plan is for {devices} {plural(devices, 'device')}, its configuration for {size}")
-    if max(max(stage.nodes, default=-1) for stage in plan.placement.stages) >= len(problem.graph.nodes):
+        raise ConfigurationError(
+            f"the plan is for {devices} {plural(devices, 'device')}, its configuration for {size}"
+        )
+    if max(max(stage.nodes, default=-1) for stage in plan.placement.stages) >= len(
+        problem.graph.nodes
+    ):
         raise ConfigurationError(
             f"the plan places nodes that the graph of {len(problem.graph.nodes)} "
             f"{plural(len(problem.graph.nodes), 'node')} has not"
@@ -785,4 +992,6 @@ def reopen(request: Request, plan: Plan) -> PlanResult:
         stage_devices = StageGraph.of(problem, plan.placement).stage_devices
     except InfeasibleError as error:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
-    return PlanResult(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
+    return PlanResult(
+        plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request
+    )

@@ -1,5 +1,6 @@
-"""A decoder's plan carried over to steps that feed more tokens of each sequence: the same stages, devices, splits and
-schedule."""
+"""A decoder's plan carried over to steps that feed more tokens of each sequence: the same stages,
+devices, splits and schedule.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +14,45 @@ from autopipe.passes.pipeline import PlanResult, read_for
 
 
 def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
-    """The plan for steps that feed `length` tokens of each sequence; None where its own feed as many, or the file fixes
-    the number. Raises as reading the model does, and InfeasibleError where the graph is another one in those shapes."""
-    graph, source = planned.problem.graph, planned.model.source
+    """The plan for steps that feed `length` tokens of each sequence; None where its own feed as
+    many, or the file fixes the number. Raises as reading the model does, and InfeasibleError where
+    the graph is another one in those shapes.
+    """
+    graph = planned.problem.graph
+    source = planned.model.source
     if source is None or graph.type_of(TOKENS).shape[1] >= length:
         return None
-    symbol = next(info.type.tensor_type.shape.dim[1].dim_param for info in source.graph.input if info.name == TOKENS)
+    symbol = next(
+        info.type.tensor_type.shape.dim[1].dim_param
+        for info in source.graph.input
+        if info.name == TOKENS
+    )
     if not symbol:
         return None
     dims = tuple(pair for pair in planned.request.dims if pair[0] != symbol)
     request = replace(planned.request, dims=(*dims, (symbol, length)))
     model = read_for(request, planned.plan.summary.micro_batch_size, source)
     plan = replace(planned.plan, placement=_carried(planned.plan.placement, graph, model.graph))
-    return replace(planned, plan=plan, model=model, problem=replace(planned.problem, graph=model.graph))
+    return replace(
+        planned, plan=plan, model=model, problem=replace(planned.problem, graph=model.graph)
+    )
 
 
 def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
-    """The placement of `graph` for `other`, the same model in other shapes, in which tables that a small shape makes
-    constants may be computed. Raises InfeasibleError where more differs."""
+    """The placement of `graph` for `other`, the same model in other shapes, in which tables that a
+    small shape makes constants may be computed. Raises InfeasibleError where more differs.
+    """
     places = {(node.op, node.outputs): index for index, node in enumerate(other.nodes)}
-    own = [places[node.op, node.outputs] for node in graph.nodes if (node.op, node.outputs) in places]
+    own = [
+        places[node.op, node.outputs] for node in graph.nodes if (node.op, node.outputs) in places
+    ]
     more = set(range(len(other.nodes))) - set(own)
     weights = [[entry.value for entry in each.parameters] for each in (graph, other)]
-    if len(own) < len(graph.nodes) or weights[0] != weights[1] or not more <= recomputed_nodes(other):
+    if (
+        len(own) < len(graph.nodes)
+        or weights[0] != weights[1]
+        or not more <= recomputed_nodes(other)
+    ):
         raise InfeasibleError("the model is another graph in those shapes")
 
     def carried(stage: Stage, more: set[int]) -> Stage:
@@ -44,7 +61,12 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
         return replace(stage, nodes=tuple(nodes), splits=tuple(splits))
 
     # Every stage computes tables for itself that it reads, wherever they are placed.
-    firsts = {stage.pipeline: index for index, stage in reversed(tuple(enumerate(placement.stages)))}
+    firsts = {
+        stage.pipeline: index for index, stage in reversed(tuple(enumerate(placement.stages)))
+    }
     stages = enumerate(placement.stages)
-    found = (carried(stage, more if firsts[stage.pipeline] == index else set()) for index, stage in stages)
+    found = (
+        carried(stage, more if firsts[stage.pipeline] == index else set())
+        for index, stage in stages
+    )
     return replace(placement, stages=tuple(found))

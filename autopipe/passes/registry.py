@@ -1,7 +1,9 @@
-"""Strategies and schedulers: their interfaces, the built-in ones by name, and those that installed packages announce.
+"""Strategies and schedulers: their interfaces, the built-in ones by name, and those that installed
+packages announce.
 
-Each is a frozen dataclass with a `name` whose other fields are its options. A package announces one through the entry
-point groups `autopipe.strategies` and `autopipe.schedulers`: the point's name is its name, its object the class.
+Each is a frozen dataclass with a `name` whose other fields are its options. A package announces one
+through the entry point groups `autopipe.strategies` and `autopipe.schedulers`: the point's name is
+its name, its object the class.
 """
 
 from __future__ import annotations
@@ -96,8 +98,9 @@ def scheduler_names() -> tuple[str, ...]:
 
 
 def strategy_class(name: str) -> type[Any]:
-    """The class of the strategy called `name`, whose constructor takes its options. Raises ConfigurationError, with the
-    nearest name, where there is none."""
+    """The class of the strategy called `name`, whose constructor takes its options. Raises
+    ConfigurationError, with the nearest name, where there is none.
+    """
     return _find("strategy", name, {**_announced("autopipe.strategies"), **STRATEGIES})
 
 
@@ -108,7 +111,9 @@ def scheduler_class(name: str) -> type[Any]:
 
 @functools.cache
 def _announced(group: str) -> dict[str, str]:
-    """The places that installed packages announce: to look through all of them takes milliseconds."""
+    """The places that installed packages announce: to look through all of them takes
+    milliseconds.
+    """
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 
 

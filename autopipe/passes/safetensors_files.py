@@ -1,7 +1,7 @@
 """Safetensors files, one or several with an index, as Hugging Face's libraries write and read them.
 
-The index of a sharded set, `NAME.safetensors.index.json`, is a JSON object whose member `weight_map` has the file of
-each tensor by name. The files lie in the folder of the index.
+The index of a sharded set, `NAME.safetensors.index.json`, is a JSON object whose member
+`weight_map` has the file of each tensor by name. The files lie in the folder of the index.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ _MOST_INDEX: Final = 100_000_000
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return True if the name of a file says that it is a safetensors file or the index of several."""
+    """Return True if the name of a file says that it is a safetensors file or the index of
+    several.
+    """
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
 def read_safetensors(path: Path) -> dict[str, Numbers]:
-    """Return all tensors of a safetensors file, or of all files of an index, by name. Anybody may have written the
-    files. Raises ConfigurationError if a file cannot be read or the index does not fit the files."""
+    """Return all tensors of a safetensors file, or of all files of an index, by name. Anybody may
+    have written the files. Raises ConfigurationError if a file cannot be read or the index does not
+    fit the files.
+    """
     return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
 
 
@@ -49,9 +53,13 @@ def _read_index(path: Path) -> dict[str, Numbers]:
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise ValueError("its 'weight_map' does not name the file of each tensor")
     except OSError as error:
-        raise ConfigurationError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
+        raise ConfigurationError(
+            f"cannot read the weights: {error.strerror}", where=str(path)
+        ) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigurationError(f"no index of safetensors files: {error}", where=str(path)) from error
+        raise ConfigurationError(
+            f"no index of safetensors files: {error}", where=str(path)
+        ) from error
     found: dict[str, Numbers] = {}
     for file in sorted(set(files.values())):
         if not file or Path(file).name != file or file == "..":
@@ -79,7 +87,9 @@ def _read_file(path: Path) -> dict[str, Numbers]:
             entries = json.loads(file.read(length))
         return dict(_entries(path, entries, 8 + length, size))
     except OSError as error:
-        raise ConfigurationError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
+        raise ConfigurationError(
+            f"cannot read the weights: {error.strerror}", where=str(path)
+        ) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigurationError(f"no safetensors file: {error}", where=str(path)) from error
 
@@ -104,7 +114,9 @@ def _count(number: object) -> int:
 
 
 def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers]]:
-    """Return the tensors in consecutive groups of at most `most` bytes; a larger tensor is a group of its own."""
+    """Return the tensors in consecutive groups of at most `most` bytes; a larger tensor is a group
+    of its own.
+    """
     groups: list[list[Numbers]] = [[]]
     size = 0
     for each in tensors:
@@ -117,21 +129,30 @@ def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers
 
 
 def safetensors_paths(target: Path, count: int) -> list[Path]:
-    """Return the files of a set of `count` safetensors files: `target` alone, or the numbered shards and, last, their
-    index. A `target` that is an index is sharded even if there is one shard."""
+    """Return the files of a set of `count` safetensors files: `target` alone, or the numbered
+    shards and, last, their index. A `target` that is an index is sharded even if there is one
+    shard.
+    """
     is_index = target.name.endswith(INDEX_SUFFIX)
     if count == 1 and not is_index:
         return [target]
     stem = target.name.removesuffix(INDEX_SUFFIX if is_index else SUFFIX)
-    shards = [target.with_name(f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(1, count + 1)]
+    shards = [
+        target.with_name(f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}")
+        for number in range(1, count + 1)
+    ]
     return [*shards, target.with_name(f"{stem}{INDEX_SUFFIX}")]
 
 
 def write_safetensors(
-    target: Path, tensors: Sequence[Numbers], progress: Progress = lambda _: None, most: int | None = None
+    target: Path,
+    tensors: Sequence[Numbers],
+    progress: Progress = lambda _: None,
+    most: int | None = None,
 ) -> tuple[list[Path], int]:
-    """Write tensors under their names to `target`, or to shards of at most `most` bytes beside an index if they do not
-    fit. Each file appears whole or not at all, the index last. Return (files, bytes):
+    """Write tensors under their names to `target`, or to shards of at most `most` bytes beside an
+    index if they do not fit. Each file appears whole or not at all, the index last. Return (files,
+    bytes):
 
     the files that were written,
     the bytes of all tensors.
@@ -140,7 +161,9 @@ def write_safetensors(
     """
     for value in (each.value for each in tensors):
         if value.dtype not in TAGS:
-            raise ConfigurationError(f"{value.name!r} is {value.dtype.value}, which safetensors does not know")
+            raise ConfigurationError(
+                f"{value.name!r} is {value.dtype.value}, which safetensors does not know"
+            )
         if value.name == _METADATA:
             raise ConfigurationError(f"safetensors has no tensor of the name {_METADATA!r}")
     groups = shards_of(tensors, most)
@@ -153,12 +176,16 @@ def write_safetensors(
             _write_index(paths, groups, total)
     except OSError as error:
         place = error.filename or target
-        raise ConfigurationError(f"cannot write {place}: {error.strerror}", hint="choose another place") from error
+        raise ConfigurationError(
+            f"cannot write {place}: {error.strerror}", hint="choose another place"
+        ) from error
     return paths, total
 
 
 def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> None:
-    ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)  # So that each is aligned.
+    ordered = sorted(
+        tensors, key=lambda each: -each.value.dtype.itemsize
+    )  # So that each is aligned.
     listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
     header, _, _ = safetensors_header(listed, {"format": "pt"})
     with replacing(path) as file:
@@ -168,7 +195,11 @@ def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> N
 
 
 def _write_index(paths: Sequence[Path], groups: Sequence[Sequence[Numbers]], total: int) -> None:
-    files = {each.value.name: path.name for path, group in zip(paths, groups, strict=False) for each in group}
+    files = {
+        each.value.name: path.name
+        for path, group in zip(paths, groups, strict=False)
+        for each in group
+    }
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     with replacing(paths[-1]) as file:
         file.write(json.dumps(document, indent=2).encode() + b"\n")

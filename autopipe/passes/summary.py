@@ -32,7 +32,8 @@ def finished_plan(
 ) -> Plan:
     """Return the plan of a model by the strategy and the scheduler of these `names`.
 
-    `settled` are the options of the strategy that were left open and that the plan's degrees settle.
+    `settled` are the options of the strategy that were left open and that the plan's degrees
+    settle.
     """
     cluster = problem.cluster
     graph = problem.graph
@@ -63,7 +64,9 @@ def finished_plan(
         scores=scores,
         bound_holds_for="placement",
         degrees=plan_degrees(problem, placement, settled),
-        tokens_per_sample=tokens_per_sample((value, batch_axes.get(value.name)) for value in graph.inputs),
+        tokens_per_sample=tokens_per_sample(
+            (value, batch_axes.get(value.name)) for value in graph.inputs
+        ),
         mfu=problem.step_flops / peak_flops if peak_flops else None,
     )
     return Plan(
@@ -82,15 +85,17 @@ def finished_plan(
     )
 
 
-def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
+def _communication_bytes(
+    problem: Problem, placement: Placement
+) -> tuple[tuple[str, int], ...] | None:
     """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
-    loss, count, how = (
-        problem.loss if problem.train else None,
-        problem.micro_batches,
-        (problem.optimizer.shard, problem.precision),
-    )
+    loss = problem.loss if problem.train else None
+    count = problem.micro_batches
+    how = (problem.optimizer.shard, problem.precision)
     try:
-        found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, *how)
+        found = communication_bytes(
+            problem.graph, placement, count, problem.cluster.size, loss, *how
+        )
     except CodegenError:
         return None
     return tuple(found.items())

@@ -1,7 +1,8 @@
-"""Weights of a model from other files, safetensors or the ONNX file of another model, and the layouts of a module.
+"""Weights of a model from other files, safetensors or the ONNX file of another model, and the
+layouts of a module.
 
-Tensors are matched by the names that the module has for its parameters. They are read a piece at a time. An export for
-training and one for evaluation are one model if they differ in nothing else.
+Tensors are matched by the names that the module has for its parameters. They are read a piece at a
+time. An export for training and one for evaluation are one model if they differ in nothing else.
 """
 
 from __future__ import annotations
@@ -43,15 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MatchedWeights:
-    """`numbers` for the parameters of a model, the `missing` ones and what the file holds besides, `unused`."""
+    """`numbers` for the parameters of a model, the `missing` ones and what the file holds besides,
+    `unused`.
+    """
 
     numbers: Mapping[str, Numbers]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     passed_over: tuple[str, ...]
-    """Tensors of the file that no training needs: counters of batches, and second names of tied parameters."""
+    """Tensors of the file that no training needs: counters of batches, and second names of tied
+    parameters.
+    """
     kept: tuple[str, ...] = ()
-    """Parameters that are no part of the module's `state_dict`, as those of its loss, and not in the file."""
+    """Parameters that are no part of the module's `state_dict`, as those of its loss, and not in
+    the file.
+    """
 
 
 COUNTER: Final = "num_batches_tracked"
@@ -59,13 +66,13 @@ COUNTER: Final = "num_batches_tracked"
 
 
 def matched_weights(weights: Path, model: Path) -> MatchedWeights:
-    """Return the tensors of `weights` under the names, in the layouts and the element types of the parameters of
-    `model`.
+    """Return the tensors of `weights` under the names, in the layouts and the element types of the
+    parameters of `model`.
 
-    Each trained parameter and running statistic of the model must be there, under one of the names that the record of
-    the module has for it, and each parameter that the forward does not read. Tables, constants and counters may be.
-    Raises ModelError for a tensor of another shape and for data of tied names that differ, ConfigurationError if a file
-    cannot be read.
+    Each trained parameter and running statistic of the model must be there, under one of the names
+    that the record of the module has for it, and each parameter that the forward does not read.
+    Tables, constants and counters may be. Raises ModelError for a tensor of another shape and for
+    data of tied names that differ, ConfigurationError if a file cannot be read.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -96,9 +103,19 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
         if name in kept:
             found[name] = _as_held(numbers, kept[name], table.layouts.get(name), weights)
     named_by_nodes = _named_by_nodes(source)
-    found.update((name, each) for name, each in stored.items() if name in named_by_nodes and name not in found)
-    required = [name for name, each in kept.items() if each.trainable or table.roles.is_statistic(name)]
-    kept_names = [name for name in required if entered is not None and name not in entered and name not in found]
+    found.update(
+        (name, each)
+        for name, each in stored.items()
+        if name in named_by_nodes and name not in found
+    )
+    required = [
+        name for name, each in kept.items() if each.trainable or table.roles.is_statistic(name)
+    ]
+    kept_names = [
+        name
+        for name in required
+        if entered is not None and name not in entered and name not in found
+    ]
     required = [name for name in required if name not in kept_names]
     required += [name for name, value in unread.items() if value.dtype.is_floating]
     unused = [name for name in stored if name in needed and name not in found]
@@ -113,13 +130,19 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
 
 
 def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
-    """Return a tensor of the file `weights` in the element type of an initializer that no node reads."""
+    """Return a tensor of the file `weights` in the element type of an initializer that no node
+    reads.
+    """
     plain = replace(value, name=module_name(value.name))
-    return named(_as_held(numbers, Parameter(plain, Fill(0.0), trainable=False), None, weights), value.name)
+    return named(
+        _as_held(numbers, Parameter(plain, Fill(0.0), trainable=False), None, weights), value.name
+    )
 
 
 def _kept(table: Weights) -> dict[str, Parameter]:
-    """Return the tensors of a model that a file of weights may hold, by the names that the graph has for them."""
+    """Return the tensors of a model that a file of weights may hold, by the names that the graph
+    has for them.
+    """
     found: dict[str, Parameter] = {}
     for each in table.initializers().values():
         held = each.source if isinstance(each, Folded) else each
@@ -131,7 +154,9 @@ def _kept(table: Weights) -> dict[str, Parameter]:
 
 
 def _named_by_nodes(source: Source) -> set[str]:
-    """Return the results of nodes that may be parameters, and the names that nodes read and nothing writes."""
+    """Return the results of nodes that may be parameters, and the names that nodes read and nothing
+    writes.
+    """
     constant = {name for node in source.nodes if node.op_type in FIXED for name in node.output}
     written = {name for node in source.nodes for name in node.output}
     written.update(each.name for each in (*source.graph.input, *source.graph.initializer))
@@ -140,19 +165,28 @@ def _named_by_nodes(source: Source) -> set[str]:
 
 
 def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: Path) -> Numbers:
-    """Return a tensor of the file `weights` in the layout and the element type of a model's parameter."""
+    """Return a tensor of the file `weights` in the layout and the element type of a model's
+    parameter.
+    """
     value = held.value
     shape = value.shape if layout is None else layout.shape
     if numbers.value.shape != shape:
         there = list(numbers.value.shape)
-        raise ModelError(f"{value.name!r} has shape {there}, the model's has {list(shape)}", where=str(weights))
+        raise ModelError(
+            f"{value.name!r} has shape {there}, the model's has {list(shape)}", where=str(weights)
+        )
     converted = _converted(numbers, replace(value, shape=shape))
-    return converted if layout is None else converted.computed(value, Folded(value, value.name, layout.steps))
+    return (
+        converted
+        if layout is None
+        else converted.computed(value, Folded(value, value.name, layout.steps))
+    )
 
 
 def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Numbers]) -> bool:
-    """Return True if a model needs nothing of a tensor that it does not hold: a counter of batches, or a second name of
-    a tied parameter whose data are equal to the first name's."""
+    """Return True if a model needs nothing of a tensor that it does not hold: a counter of batches,
+    or a second name of a tied parameter whose data are equal to the first name's.
+    """
     name = numbers.value.name
     signature = table.roles.signature
     if not numbers.value.dtype.is_floating:
@@ -169,12 +203,17 @@ def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Number
 
 
 def _converted(numbers: Numbers, value: Value) -> Numbers:
-    """The same numbers in the element type of `value`. Raises ModelError where one of the types is no float."""
+    """The same numbers in the element type of `value`. Raises ModelError where one of the types is
+    no float.
+    """
     own = numbers.value.dtype
     if own is value.dtype:
         return replace(numbers, value=value)
     if not own.is_floating or not value.dtype.is_floating or value.dtype is DType.BFLOAT16:
-        raise ModelError(f"{value.name!r} is {own.value}, the model's {value.dtype.value}: they are not converted")
+        raise ModelError(
+            f"{value.name!r} is {own.value}, the model's {value.dtype.value}: they are not "
+            "converted"
+        )
 
     def read(box: Box) -> npt.NDArray[np.generic]:
         block = numbers.read(box)
@@ -188,9 +227,8 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
 def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
     """Return (tensors, needed) of an ONNX file:
 
-    its parameters and constants, by the module's names and in the module's layouts, and what it holds of the module
-    besides,
-    the names of its own trained parameters and running statistics.
+    its parameters and constants, by the module's names and in the module's layouts, and what it
+    holds of the module besides, the names of its own trained parameters and running statistics.
     """
     source = load(path)
     table = Weights(source, roles_of(source), Chosen())
@@ -220,13 +258,17 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
 
 
 def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
-    """Return a parameter that is computed from a tensor of the file; None if the tensor is no floating-point one."""
+    """Return a parameter that is computed from a tensor of the file; None if the tensor is no
+    floating-point one.
+    """
     array = folded_numbers(parameter, path)
     return None if array is None else Numbers(parameter.value, partial(block, array))
 
 
 def layouts_of(model: Path) -> Mapping[str, Layout]:
-    """Return the layouts of the parameters that an ONNX file holds in another layout than the module, by name."""
+    """Return the layouts of the parameters that an ONNX file holds in another layout than the
+    module, by name.
+    """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
     table.initializers()
@@ -234,8 +276,10 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
 
 
 def are_one_model(one: Source, other: Source) -> bool:
-    """True if two files compute the same where nothing is dropped and BatchNormalization reads running statistics, from
-    tensors of the same names. What values in between and nodes are called does not count."""
+    """True if two files compute the same where nothing is dropped and BatchNormalization reads
+    running statistics, from tensors of the same names. What values in between and nodes are called
+    does not count.
+    """
     if sorted(one.opsets) != sorted(other.opsets) or _interface(one) != _interface(other):
         return False
     return list(_computed(one)) == list(_computed(other))
@@ -246,7 +290,9 @@ def _interface(source: Source) -> tuple[list[str], list[str]]:
 
 
 def _computed(source: Source) -> Iterator[object]:
-    """All that decides on the outputs: nodes with their operands by where these come from, and tensors by name."""
+    """All that decides on the outputs: nodes with their operands by where these come from, and
+    tensors by name.
+    """
     same: dict[str, str] = {}
     nodes = []
     for node in source.nodes:
@@ -263,12 +309,19 @@ def _computed(source: Source) -> Iterator[object]:
             kept.append((node, operands))
     places: dict[str, object] = {}
     for number, (node, operands) in enumerate(reversed(kept)):
-        yield node.op_type, node.domain, _settings(node), [places.get(name, name) for name in operands]
+        yield (
+            node.op_type,
+            node.domain,
+            _settings(node),
+            [places.get(name, name) for name in operands],
+        )
         places |= {name: (number, index) for index, name in enumerate(_results(node))}
     yield [places.get(same.get(each.name, each.name), each.name) for each in source.graph.output]
     tensors = {each.name: each for each in source.graph.initializer if each.name in needed}
     # Large ones are read without their numbers, which may differ.
-    yield sorted((name, each.SerializeToString(deterministic=True)) for name, each in tensors.items())
+    yield sorted(
+        (name, each.SerializeToString(deterministic=True)) for name, each in tensors.items()
+    )
 
 
 def _is(node: onnx.NodeProto, operator: str) -> bool:
@@ -282,4 +335,8 @@ def _results(node: onnx.NodeProto) -> list[str]:
 
 def _settings(node: onnx.NodeProto) -> list[bytes]:
     ignored = {"training_mode"} if _is(node, "BatchNormalization") else set()
-    return sorted(each.SerializeToString(deterministic=True) for each in node.attribute if each.name not in ignored)
+    return sorted(
+        each.SerializeToString(deterministic=True)
+        for each in node.attribute
+        if each.name not in ignored
+    )

@@ -1,7 +1,9 @@
-"""A process that has imported torch once and forks for each command, which then begins without imports.
+"""A process that has imported torch once and forks for each command, which then begins without
+imports.
 
-On a slow host the imports take longer than most rows measure. The server never uses the device: a process cannot use
-CUDA after its parent has. It reads requests and writes events, each a JSON object in a line.
+On a slow host the imports take longer than most rows measure. The server never uses the device: a
+process cannot use CUDA after its parent has. It reads requests and writes events, each a JSON
+object in a line.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ class ForkServer:
     def start(environment: Mapping[str, str], folder: Path) -> ForkServer:
         """Start a server; what it says goes to a file in `folder`."""
         # Torch then asks NVML for devices, and not the driver, whose state a fork would break.
-        changed = os.environ | environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        changed = (
+            os.environ
+            | environment
+            | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        )
         with (folder / "fork_server").open("wb") as said:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.cuda.fork_server"],
@@ -83,8 +89,17 @@ class ForkServer:
         threading.Thread(target=server._listen, daemon=True).start()
         return server
 
-    def run(self, words: tuple[str, ...], environment: Mapping[str, str], folder: Path, out: Path, err: Path) -> Forked:
-        """Start a command of Python in `folder`, with its outputs in two files. Raises ServerLost."""
+    def run(
+        self,
+        words: tuple[str, ...],
+        environment: Mapping[str, str],
+        folder: Path,
+        out: Path,
+        err: Path,
+    ) -> Forked:
+        """Start a command of Python in `folder`, with its outputs in two files. Raises
+        ServerLost.
+        """
         paths = {"folder": str(folder), "out": str(out), "err": str(err)}
         request = {"words": words, "environment": dict(environment), **paths}
         with self._starting:
@@ -131,8 +146,9 @@ class ForkServer:
 
 
 def serve(requests: IO[bytes], events: IO[bytes]) -> dict[str, Any] | None:
-    """Fork for each request, and tell of each start and end. Return the request in a child, None in the server when
-    there are no more requests."""
+    """Fork for each request, and tell of each start and end. Return the request in a child, None in
+    the server when there are no more requests.
+    """
 
     def tell(event: Mapping[str, int]) -> None:
         events.write((json.dumps(event) + "\n").encode())

@@ -1,6 +1,7 @@
 """Processes that rows start on the device: `python -m benchmarks.cuda.parts NAME ARGUMENT...`.
 
-Each prints one JSON object as its last line. On the CPU they show that they run, and measure nothing that counts.
+Each prints one JSON object as its last line. On the CPU they show that they run, and measure
+nothing that counts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def measure_ceilings(device: str) -> dict[str, Any]:
-    """Return the rates of a product of 8192³ in bf16 and in fp32 (TFLOP/s) and of a copy (GB/s, read and written)."""
+    """Return the rates of a product of 8192³ in bf16 and in fp32 (TFLOP/s) and of a copy (GB/s,
+    read and written).
+    """
     import torch
 
     size, length = (8192, 2**31) if device == "cuda" else (64, 2**16)
@@ -54,7 +57,8 @@ def measure_ceilings(device: str) -> dict[str, Any]:
             begin = time.perf_counter()
             work()
             return time.perf_counter() - begin
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()
@@ -69,12 +73,16 @@ def measure_ceilings(device: str) -> dict[str, Any]:
         found[f"{name}_tflops"] = 2 * size**3 / median(times[3:]) / _TERA
     source = torch.empty(length, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found["copy_gb_s"] = 2 * length / min(seconds(lambda: target.copy_(source)) for _ in range(4)) / _GIGA
+    found["copy_gb_s"] = (
+        2 * length / min(seconds(lambda: target.copy_(source)) for _ in range(4)) / _GIGA
+    )
     return found
 
 
 def measure_host(device: str) -> dict[str, Any]:
-    """Return the host's seconds per eager operator on small tensors: without autograd, in forward, and in backward."""
+    """Return the host's seconds per eager operator on small tensors: without autograd, in forward,
+    and in backward.
+    """
     import torch
 
     def wait() -> None:
@@ -121,7 +129,8 @@ def _started(folder: str, device: str, *flags: str) -> tuple[Any, Callable[[], N
     sys.path.insert(0, folder)
     sys.argv = ["rank", "--device", device, "--steps", "3", *flags]
     names = runpy.run_path(str(Path(folder) / "rank_000.py"))
-    rank, step = names["rank"], names["step"]
+    rank = names["rank"]
+    step = names["step"]
     rank.set_up()
     rank.run(step)
     rank.run(step)
@@ -129,8 +138,9 @@ def _started(folder: str, device: str, *flags: str) -> tuple[Any, Callable[[], N
 
 
 def measure_gaps(folder: str, device: str, *flags: str) -> dict[str, Any]:
-    """Return the seconds of a step, its number of kernels (on the CPU: of operators), and the idle fraction of the time
-    from the start of the first kernel to the end of the last one."""
+    """Return the seconds of a step, its number of kernels (on the CPU: of operators), and the idle
+    fraction of the time from the start of the first kernel to the end of the last one.
+    """
     import torch
     from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -146,15 +156,23 @@ def measure_gaps(folder: str, device: str, *flags: str) -> dict[str, Any]:
 
     step_s = median(seconds() for _ in range(10))
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    ) as profiled:
         seconds()
-    events = [each for each in profiled.events() or () if each.device_type == kind and each.cpu_parent is None]
+    events = [
+        each
+        for each in profiled.events() or ()
+        if each.device_type == kind and each.cpu_parent is None
+    ]
     spans = sorted((each.time_range.start, each.time_range.end) for each in events)
     return {"step_s": step_s, "kernels": len(spans), "idle_fraction": idle_fraction(spans)}
 
 
 def idle_fraction(spans: list[tuple[float, float]]) -> float:
-    """Return the fraction of the time from the first start to the last end that none of the sorted spans covers."""
+    """Return the fraction of the time from the first start to the last end that none of the sorted
+    spans covers.
+    """
     idle = 0.0
     end = spans[0][0]
     for first, last in spans:
@@ -164,7 +182,9 @@ def idle_fraction(spans: list[tuple[float, float]]) -> float:
 
 
 def run_alone(device: str) -> dict[str, Any]:
-    """Check the communicators of a rank in a world of one: collectives, and over NCCL a message to itself."""
+    """Check the communicators of a rank in a world of one: collectives, and over NCCL a message to
+    itself.
+    """
     from datetime import timedelta
 
     import torch
@@ -189,14 +209,18 @@ def run_alone(device: str) -> dict[str, Any]:
     dist.all_gather_into_tensor(gathered, numbers, group=group)
     equal = [torch.equal(summed, numbers), torch.equal(gathered, numbers)]
     if device == "cuda":
-        exchange([dist.P2POp(dist.isend, numbers, 0, group), dist.P2POp(dist.irecv, received, 0, group)]).wait()
+        exchange(
+            [dist.P2POp(dist.isend, numbers, 0, group), dist.P2POp(dist.irecv, received, 0, group)]
+        ).wait()
         equal.append(torch.equal(received, numbers))
     dist.destroy_process_group()
     return {"equal": all(equal)}
 
 
 def step_without_waiting(folder: str, device: str) -> dict[str, Any]:
-    """Run three steps of a one-rank program, the last of which must not make the host wait for the device."""
+    """Run three steps of a one-rank program, the last of which must not make the host wait for the
+    device.
+    """
     import torch
 
     _, step = _started(folder, device)
@@ -209,7 +233,9 @@ def step_without_waiting(folder: str, device: str) -> dict[str, Any]:
 
 
 def measure_optimizers(device: str, size: str) -> dict[str, Any]:
-    """Return the seconds of AdamW's step over 125 million parameters: fused, and in its loop over lists."""
+    """Return the seconds of AdamW's step over 125 million parameters: fused, and in its loop over
+    lists.
+    """
     import torch
 
     found = {}
@@ -231,14 +257,19 @@ def measure_optimizers(device: str, size: str) -> dict[str, Any]:
 
 
 def compare_random_numbers(device: str, *kinds: str) -> dict[str, Any]:
-    """Return whether the device draws the bits that the CPU draws, and the kinds of numbers that differ; with
-    `compiled` also in functions that torch compiles."""
+    """Return whether the device draws the bits that the CPU draws, and the kinds of numbers that
+    differ; with `compiled` also in functions that torch compiles.
+    """
     import torch
 
     from autopipe.backends.torch.random_comparison import compare
 
     found = compare(torch.device(device), compiled="compiled" in kinds)
-    return {"equal": all(found.values()), "kinds": len(found), "differ": [name for name in found if not found[name]]}
+    return {
+        "equal": all(found.values()),
+        "kinds": len(found),
+        "differ": [name for name in found if not found[name]],
+    }
 
 
 PARTS: Mapping[str, Callable[..., dict[str, Any]]] = {

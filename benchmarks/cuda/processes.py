@@ -1,4 +1,6 @@
-"""Processes of a benchmark, each with a time limit after which it ends with all processes that it started."""
+"""Processes of a benchmark, each with a time limit after which it ends with all processes that it
+started.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Processes:
     _closed: bool = False
 
     def free_port(self) -> int:
-        """Return a port of this machine that nobody listens on and that no other caller was given."""
+        """Return a port of this machine that nobody listens on and that no other caller was
+        given.
+        """
         with self._lock:
             while True:
                 with socket.socket() as probe:
@@ -57,13 +61,16 @@ class Processes:
     def run_together(self, commands: Sequence[Command], end: float) -> list[str]:
         """Run the commands at the same time and return what each prints.
 
-        `end` is the moment of `time.monotonic` at which they are killed. Raises Failed as soon as one fails or the time
-        is over, after the others are killed.
+        `end` is the moment of `time.monotonic` at which they are killed. Raises Failed as soon as
+        one fails or the time is over, after the others are killed.
         """
         started: list[_Running] = []
         with tempfile.TemporaryDirectory(prefix="autopipe-cuda-") as folder:
             try:
-                started += [self._start(each, Path(folder) / str(index)) for index, each in enumerate(commands)]
+                started += [
+                    self._start(each, Path(folder) / str(index))
+                    for index, each in enumerate(commands)
+                ]
                 self._wait(started, end)
                 return [each.printed() for each in started]
             finally:
@@ -84,7 +91,8 @@ class Processes:
         outputs.mkdir()
         if self._closed:
             raise Failed("the run has ended")
-        # Files, not pipes: what a killed process leaves running may keep a pipe open, and its reader waiting.
+        # Files, not pipes: what a killed process leaves running may keep a pipe open, and its
+        # reader waiting.
         with (outputs / "out").open("wb") as out, (outputs / "err").open("wb") as err:
             process = self._fork(command, outputs) or subprocess.Popen(
                 command.words,
@@ -103,12 +111,16 @@ class Processes:
         return _Running(process, outputs, command.checked)
 
     def _fork(self, command: Command, outputs: Path) -> Forked | None:
-        """Start the command in the fork server; None if there is none, or if the command is not for it."""
+        """Start the command in the fork server; None if there is none, or if the command is not for
+        it.
+        """
         if self.server is None or not command.forked:
             return None
         try:
             words = command.words[1:]
-            return self.server.run(words, command.environment, ROOT, outputs / "out", outputs / "err")
+            return self.server.run(
+                words, command.environment, ROOT, outputs / "out", outputs / "err"
+            )
         except ServerLost:
             self.server = None
             return None
@@ -117,7 +129,9 @@ class Processes:
         """Return when all processes have ended well. Raises Failed otherwise."""
         while True:
             codes = [each.process.poll() for each in started]
-            failed = [each for each, code in zip(started, codes, strict=True) if code and each.checked]
+            failed = [
+                each for each, code in zip(started, codes, strict=True) if code and each.checked
+            ]
             if failed:
                 raise Failed(" | ".join(failed[0].last_lines()))
             if None not in codes:
@@ -162,19 +176,26 @@ class _Running:
 
     def last_lines(self) -> list[str]:
         """Return the last lines that the process wrote to stderr, or else to stdout."""
-        texts = ((self.outputs / name).read_text(encoding="utf-8", errors="replace").strip() for name in ("err", "out"))
+        texts = (
+            (self.outputs / name).read_text(encoding="utf-8", errors="replace").strip()
+            for name in ("err", "out")
+        )
         text = next(filter(None, texts), f"exit code {self.process.poll()} and no output")
         return text.splitlines()[-_TOLD:]
 
 
 def python(*words: object, **environment: object) -> Command:
-    """Return the command of Python that runs `words` with this tree's modules, and no plan from a cache."""
+    """Return the command of Python that runs `words` with this tree's modules, and no plan from a
+    cache.
+    """
     given = {name: str(value) for name, value in environment.items()}
     return Command((sys.executable, *map(str, words)), environment_of_python() | given)
 
 
 def environment_of_python() -> dict[str, str]:
-    """Return the changes to the environment with which Python finds this tree's modules, and no plan from a cache."""
+    """Return the changes to the environment with which Python finds this tree's modules, and no
+    plan from a cache.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "AUTOPIPE_CACHE": os.devnull}
 
@@ -187,13 +208,20 @@ def kill_tree(pid: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the numbers of the processes that `pid` and its descendants started and that still run."""
+    """Return the numbers of the processes that `pid` and its descendants started and that still
+    run.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError):  # It has ended meanwhile.
                 # The name of the program, in parentheses, may contain blanks.
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                fields = (
+                    (entry / "stat")
+                    .read_text(encoding="utf-8", errors="replace")
+                    .rpartition(")")[2]
+                    .split()
+                )
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = list(children.get(pid, ()))
     for each in found:
@@ -218,8 +246,9 @@ class Runner:
         return self.processes.run_together(commands, self.end)
 
     def run_forked(self, *words: object, **environment: object) -> str:
-        """Return what Python prints for `words`, in a fork of a process that has imported torch if there is one. Raises
-        Failed."""
+        """Return what Python prints for `words`, in a fork of a process that has imported torch if
+        there is one. Raises Failed.
+        """
         return self.together(replace(python(*words, **environment), forked=True))[0]
 
     def last_object(self, *words: object, **environment: object) -> Any:

@@ -1,7 +1,7 @@
 """Models, plans and programs of the rows: made on any machine, and read where the GPU is.
 
-A prepared folder can be moved. It has the models without weights, a plan folder with its program for each
-`PlannedProgram`, and `prepared.json`, which says what could not be made.
+A prepared folder can be moved. It has the models without weights, a plan folder with its program
+for each `PlannedProgram`, and `prepared.json`, which says what could not be made.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PlannedProgram:
     def model(self) -> str:
         """Name of the model's file, which programs of equal models share."""
         sizes = [
-            f"{key}-{value if isinstance(value, str | int) else '-'.join(map(str, value))}"
+            f"{key}-{'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
             for key, value in self.settings
         ]
         return "_".join([self.zoo, *sizes]).replace(".", "-") + ".onnx"
@@ -79,8 +79,12 @@ class Prepared:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
-def prepare(folder: Path, programs: Iterable[PlannedProgram], tiny: bool, note: Callable[[str], None]) -> Prepared:
-    """Make the models, plans and programs in `folder` and return it. `note` is told of each program and failure."""
+def prepare(
+    folder: Path, programs: Iterable[PlannedProgram], tiny: bool, note: Callable[[str], None]
+) -> Prepared:
+    """Make the models, plans and programs in `folder` and return it. `note` is told of each program
+    and failure.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     failures: dict[str, str] = {}
     for planned in programs:
@@ -100,7 +104,9 @@ def open_prepared(folder: Path, tiny: bool) -> Prepared:
     record = read_record(folder / INDEX, _FORMAT)
     if record.get("tiny", bool) is not tiny:
         sizes = "for --tiny" if not tiny else "not for --tiny"
-        raise ConfigurationError(f"the folder was prepared {sizes}", "use the same sizes for both", str(folder))
+        raise ConfigurationError(
+            f"the folder was prepared {sizes}", "use the same sizes for both", str(folder)
+        )
     return Prepared(folder, dict(record.get("failures", dict[str, str])))
 
 
@@ -109,7 +115,9 @@ def _make(folder: Path, planned: PlannedProgram) -> None:
     model = folder / "models" / planned.model
     if not model.exists():
         model.parent.mkdir(exist_ok=True)
-        build(configure(planned.zoo, {**dict(planned.settings), "loss": True, "weights": "none"})).save(model)
+        build(
+            configure(planned.zoo, {**dict(planned.settings), "loss": True, "weights": "none"})
+        ).save(model)
     plan = _plan_folder(folder, planned)
     plan.parent.mkdir(exist_ok=True)
     cluster = _slow_host(model.parent) if planned.on_slow_host else CLUSTER
@@ -144,8 +152,9 @@ def _autopipe(*words: object) -> None:
 
 
 def predictions(program: Path) -> Mapping[str, Any]:
-    """Return the predictions of a program's plan: seconds of a step, and those of them in which the device waits for
-    the host, bytes of the largest rank, FLOPs of the model."""
+    """Return the predictions of a program's plan: seconds of a step, and those of them in which the
+    device waits for the host, bytes of the largest rank, FLOPs of the model.
+    """
     plan = json.loads((program.parent / "plan.json").read_text(encoding="utf-8"))
     summary = plan["summary"]
     manifest = json.loads((program / "manifest.json").read_text(encoding="utf-8"))

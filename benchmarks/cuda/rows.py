@@ -1,6 +1,7 @@
 """The rows of a run on one GPU, in order of value, and the programs that they read.
 
-A row that measures no time may run beside others. `--tiny` keeps one or two rows of each kind, in the smallest sizes.
+A row that measures no time may run beside others. `--tiny` keeps one or two rows of each kind, in
+the smallest sizes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ _STEP_PROGRAMS = (
 STEP_PROGRAMS = tuple(replace(each, on_slow_host=True) for each in _STEP_PROGRAMS)
 """Programs of one rank whose steps and memory are compared with their plans."""
 GRAPHED_STEPS = ("bert-4-micro-batches", "llama-1-6b")
-"""Programs of `STEP_PROGRAMS` whose steps are measured as CUDA graphs too: those that the host bounds most."""
+"""Programs of `STEP_PROGRAMS` whose steps are measured as CUDA graphs too: those that the host
+bounds most.
+"""
 HAND_SIZES: Mapping[str, Setting] = {
     "layers": 24, "hidden": 1024, "heads": 16, "vocabulary": 50257, "sequence": 1024,
 }  # fmt: skip
@@ -83,7 +86,9 @@ def small(zoo: str, title: str, samples: int, ranks: int, *flags: str) -> Planne
 
 
 def one_rank(zoo: str, precision: str) -> PlannedProgram:
-    return small(zoo, precision, 4, 1, "--micro-batches", "1", *ADAMW, "--set", f"precision={precision}")
+    return small(
+        zoo, precision, 4, 1, "--micro-batches", "1", *ADAMW, "--set", f"precision={precision}"
+    )
 
 
 def hand_program(title: str, layers: int, tiny: bool) -> PlannedProgram:
@@ -91,11 +96,21 @@ def hand_program(title: str, layers: int, tiny: bool) -> PlannedProgram:
     sizes = {**HAND_SIZES, "layers": layers} if not tiny else _TINY_HAND
     settings = tuple(sizes.items())
     return PlannedProgram(
-        f"hand-{title}", "gpt", settings, HAND_BATCH if not tiny else 1, ("--micro-batches", "1", *BF16)
+        f"hand-{title}",
+        "gpt",
+        settings,
+        HAND_BATCH if not tiny else 1,
+        ("--micro-batches", "1", *BF16),
     )
 
 
-_TINY_HAND: Mapping[str, Setting] = {"layers": 1, "hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 16}
+_TINY_HAND: Mapping[str, Setting] = {
+    "layers": 1,
+    "hidden": 32,
+    "heads": 2,
+    "vocabulary": 64,
+    "sequence": 16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,9 @@ class Rows:
     def step_programs(self) -> Sequence[PlannedProgram]:
         if not self.tiny:
             return STEP_PROGRAMS
-        return (replace(small("gpt", "step", 4, 1, "--micro-batches", "2", *ADAMW), name="step-gpt"),)
+        return (
+            replace(small("gpt", "step", 4, 1, "--micro-batches", "2", *ADAMW), name="step-gpt"),
+        )
 
     @property
     def launched(self) -> PlannedProgram:
@@ -143,7 +160,8 @@ class Rows:
         ranks = 2 if self.tiny else 4
         titles = list(NODES)[: 1 if self.tiny else None]
         return {
-            title: small("gpt", f"nodes-{title}", 16, ranks, "--micro-batches", "8", *NODES[title]) for title in titles
+            title: small("gpt", f"nodes-{title}", 16, ranks, "--micro-batches", "8", *NODES[title])
+            for title in titles
         }
 
     @property
@@ -153,19 +171,31 @@ class Rows:
         kinds = list(FOUR_RANKS)[: 1 if self.tiny else None]
         pairs = [(zoo, kind) for kind in kinds for zoo in zoos]
         return {
-            f"{zoo}, {kind}": small(zoo, f"four-{kind}", 16, 4, "--micro-batches", "4", *ADAMW, *FOUR_RANKS[kind])
+            f"{zoo}, {kind}": small(
+                zoo, f"four-{kind}", 16, 4, "--micro-batches", "4", *ADAMW, *FOUR_RANKS[kind]
+            )
             for zoo, kind in pairs
         }
 
     @property
     def hand(self) -> Mapping[str, PlannedProgram]:
         whole = hand_program("whole", int(str(HAND_SIZES["layers"])), self.tiny)
-        return {"whole": whole, "part": whole if self.tiny else hand_program("part", COMPILED_LAYERS, False)}
+        return {
+            "whole": whole,
+            "part": whole if self.tiny else hand_program("part", COMPILED_LAYERS, False),
+        }
 
     def programs(self) -> Sequence[PlannedProgram]:
         """Return all programs that the rows read, once each."""
         mappings = chain(self.nodes.values(), self.four.values(), self.hand.values())
-        found = [self.launched, *self.verified, *self.verified_tf32, *self.step_programs, self.gaps, *mappings]
+        found = [
+            self.launched,
+            *self.verified,
+            *self.verified_tf32,
+            *self.step_programs,
+            self.gaps,
+            *mappings,
+        ]
         return tuple({each.name: each for each in found}.values())
 
     # Groups
@@ -176,7 +206,10 @@ class Rows:
         lanes = max(1, len(os.sched_getaffinity(0)) // _CORES_PER_RANK)
         return [
             [Group("describe", [Row("describe", measure.describe, measure.limit(75))], 1)],
-            [Group("launch", list(measure.launch_rows()), lanes), Group("nccl", list(measure.nccl_rows()), 1)],
+            [
+                Group("launch", list(measure.launch_rows()), lanes),
+                Group("nccl", list(measure.nccl_rows()), 1),
+            ],
             [Group("steps", list(measure.step_rows()), 1)],
             [Group("hand", list(measure.hand_rows()), 1)],
             [
@@ -201,7 +234,9 @@ class _Measurements:
         return self.rows.device
 
     def limit(self, seconds: float) -> float:
-        """Return a row's time limit: a few cores take longer for the smallest sizes than a GPU for the real ones."""
+        """Return a row's time limit: a few cores take longer for the smallest sizes than a GPU for
+        the real ones.
+        """
         return max(_TINY_S, seconds) if self.rows.tiny else seconds
 
     # Launch and verify
@@ -215,20 +250,30 @@ class _Measurements:
 
     def tf32_rows(self) -> Iterator[Row]:
         if not self.rows.tiny:
-            yield Row("random numbers, compiled", partial(self.random, ("compiled",)), self.limit(150))
+            yield Row(
+                "random numbers, compiled", partial(self.random, ("compiled",)), self.limit(150)
+            )
         yield from map(self.verify_row, self.rows.verified_tf32)
 
     def verify_row(self, planned: PlannedProgram) -> Row:
-        return Row(f"verify {planned.name.removeprefix('small-')}", partial(self.verify, planned), self.limit(100))
+        return Row(
+            f"verify {planned.name.removeprefix('small-')}",
+            partial(self.verify, planned),
+            self.limit(100),
+        )
 
     def describe(self, run: Runner) -> Figures:
         """Return card and versions.
 
-        If forked processes cannot use the device, none is forked from then on. If no process can, the run ends.
+        If forked processes cannot use the device, none is forked from then on. If no process can,
+        the run ends.
         """
         processes = self.session.processes
         try:
-            return {"forked": processes.server is not None, **self.part(run, "describe", self.device)}
+            return {
+                "forked": processes.server is not None,
+                **self.part(run, "describe", self.device),
+            }
         except Failed as error:
             processes.server = None
             try:
@@ -244,11 +289,17 @@ class _Measurements:
         return {"losses": [step["loss"] for step in steps]}
 
     def verify(self, planned: PlannedProgram, run: Runner) -> Figures:
-        """Return whether `autopipe verify` finds the ranks equal to one device, and the largest difference."""
+        """Return whether `autopipe verify` finds the ranks equal to one device, and the largest
+        difference.
+        """
         words = ("verify", self.prepared.program(planned), "--device", self.device, "--json")
         found = run.last_object_forked("-m", "autopipe", *words)
         worst = max(found["checks"], key=lambda check: check["relative_difference"])
-        return {"equal": found["equal"], "limit": found["tolerance"], "difference": worst["relative_difference"]}
+        return {
+            "equal": found["equal"],
+            "limit": found["tolerance"],
+            "difference": worst["relative_difference"],
+        }
 
     def wait(self, run: Runner) -> Figures:
         return self.part(run, "sync", self.prepared.program(self.rows.launched), self.device)
@@ -264,12 +315,16 @@ class _Measurements:
     # NCCL
 
     def nccl_rows(self) -> Iterator[Row]:
-        yield Row("one rank alone", lambda run: self.part(run, "alone", self.device), self.limit(60))
+        yield Row(
+            "one rank alone", lambda run: self.part(run, "alone", self.device), self.limit(60)
+        )
         for title, planned in self.rows.nodes.items():
             yield Row(f"nodes, {title}", partial(self.run_nodes, planned), self.limit(75))
 
     def run_nodes(self, planned: PlannedProgram, run: Runner) -> Figures:
-        """Run two steps with each rank as a node of its own, so that NCCL lets the ranks share a GPU."""
+        """Run two steps with each rank as a node of its own, so that NCCL lets the ranks share a
+        GPU.
+        """
         program = self.prepared.program(planned)
         report = self.scratch / f"{planned.name}.jsonl"
         fixed = {
@@ -277,8 +332,21 @@ class _Measurements:
             "MASTER_PORT": run.processes.free_port(), "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1, "NCCL_MAX_CTAS": 4, "CUDA_DEVICE_MAX_CONNECTIONS": 8,
         }  # fmt: skip
-        words = (program / "run.py", "--device", self.device, "--steps", 2, "--step-timeout", 60, "--report", report)
-        nodes = (python(*words, RANK=rank, NCCL_HOSTID=f"h{rank}", **fixed) for rank in range(planned.ranks))
+        words = (
+            program / "run.py",
+            "--device",
+            self.device,
+            "--steps",
+            2,
+            "--step-timeout",
+            60,
+            "--report",
+            report,
+        )
+        nodes = (
+            python(*words, RANK=rank, NCCL_HOSTID=f"h{rank}", **fixed)
+            for rank in range(planned.ranks)
+        )
         run.together(*(replace(each, forked=True) for each in nodes))
         steps = read_reports(report)
         return {"losses": [step["loss"] for step in steps], "step_s": steps[-1]["step_time_s"]}
@@ -289,19 +357,36 @@ class _Measurements:
         yield Row("ceilings", lambda run: self.part(run, "ceilings", self.device), self.limit(45))
         yield Row("host", lambda run: self.part(run, "host", self.device), self.limit(40))
         for planned in self.rows.step_programs:
-            yield Row(f"step {planned.name}, eager", partial(self.step, planned, ("--no-cuda-graphs",)), self.limit(60))
+            yield Row(
+                f"step {planned.name}, eager",
+                partial(self.step, planned, ("--no-cuda-graphs",)),
+                self.limit(60),
+            )
         for planned in self.rows.step_programs:
             if planned.name in GRAPHED_STEPS:
                 yield Row(
-                    f"step {planned.name}, CUDA graphs", partial(self.step, planned, ("--cuda-graphs",)), self.limit(60)
+                    f"step {planned.name}, CUDA graphs",
+                    partial(self.step, planned, ("--cuda-graphs",)),
+                    self.limit(60),
                 )
 
     def step(self, planned: PlannedProgram, flags: tuple[str, ...], run: Runner) -> Figures:
-        """Return the median step and the peak memory of one rank, and how its plan's predictions compare with them."""
+        """Return the median step and the peak memory of one rank, and how its plan's predictions
+        compare with them.
+        """
         program = self.prepared.program(planned)
         report = self.scratch / f"{planned.name}{''.join(flags)}.jsonl"
         steps_in_all = 3 if self.rows.tiny else 12
-        run.run_forked(program / "run.py", "--device", self.device, "--steps", steps_in_all, "--report", report, *flags)
+        run.run_forked(
+            program / "run.py",
+            "--device",
+            self.device,
+            "--steps",
+            steps_in_all,
+            "--report",
+            report,
+            *flags,
+        )
         steps = read_reports(report)
         step_s = median(each["step_time_s"] for each in steps[len(steps) // 2 :])
         peak = max(steps[-1]["peak_memory_bytes"])
@@ -325,30 +410,57 @@ class _Measurements:
     def of_ceiling(self, precision: str, **tflops: float) -> Figures:
         """Return rates as fractions of the card's measured ceiling, {} if that was not measured."""
         ceiling = self.session.found("ceilings").get(f"{precision}_tflops")
-        return {} if ceiling is None else {f"{name}_of_ceiling": rate / ceiling for name, rate in tflops.items()}
+        return (
+            {}
+            if ceiling is None
+            else {f"{name}_of_ceiling": rate / ceiling for name, rate in tflops.items()}
+        )
 
     # Hand-written models
 
     def hand_rows(self) -> Iterator[Row]:
         yield Row("hand-written, eager", partial(self.hand, "whole", ()), self.limit(70))
-        yield Row("hand-written, CUDA graphs", partial(self.hand, "whole", ("--cuda-graphs",)), self.limit(70))
+        yield Row(
+            "hand-written, CUDA graphs",
+            partial(self.hand, "whole", ("--cuda-graphs",)),
+            self.limit(70),
+        )
         for title, flags in (("eager", ("--no-cuda-graphs",)), ("CUDA graphs", ("--cuda-graphs",))):
             yield Row(f"gaps, {title}", partial(self.gaps, flags), self.limit(45))
         if not self.rows.tiny:
             title = f"hand-written, {COMPILED_LAYERS} layers"
-            yield Row(f"{title}, compiled", partial(self.hand, "part", ("--compile",)), self.limit(90))
+            yield Row(
+                f"{title}, compiled", partial(self.hand, "part", ("--compile",)), self.limit(90)
+            )
             yield Row(f"{title}, eager", partial(self.hand, "part", ()), self.limit(50))
         size = "tiny" if self.rows.tiny else "whole"
-        yield Row("optimizers", lambda run: self.part(run, "optimizers", self.device, size), self.limit(30))
+        yield Row(
+            "optimizers",
+            lambda run: self.part(run, "optimizers", self.device, size),
+            self.limit(30),
+        )
 
     def hand(self, which: str, flags: tuple[str, ...], run: Runner) -> Figures:
-        """Return the steps of the generated program and of the hand-written model, which are interleaved."""
+        """Return the steps of the generated program and of the hand-written model, which are
+        interleaved.
+        """
         planned = self.rows.hand[which]
         sizes = [word for name, value in planned.settings for word in (f"--{name}", value)]
         rounds = 2 if self.rows.tiny else 10
-        common = ("--device", self.device, "--precision", "bf16", "--batch", planned.samples, "--rounds", rounds)
+        common = (
+            "--device",
+            self.device,
+            "--precision",
+            "bf16",
+            "--batch",
+            planned.samples,
+            "--rounds",
+            rounds,
+        )
         script = ROOT / "benchmarks" / "one_device.py"
-        found = run.last_object_forked(script, "--program", self.prepared.program(planned), *common, *sizes, *flags)
+        found = run.last_object_forked(
+            script, "--program", self.prepared.program(planned), *common, *sizes, *flags
+        )
         rates = {name: found[name] for name in ("generated_tflops", "hand_written_tflops")}
         kept = ("generated_s", "hand_written_s", "ratio", "ratios")
         return {**{name: found[name] for name in kept}, **rates, **self.of_ceiling("bf16", **rates)}
@@ -367,7 +479,9 @@ class _Measurements:
         yield Row("profile", self.profile, self.limit(90))
 
     def resume(self, planned: PlannedProgram, run: Runner) -> Figures:
-        """Compare the losses of four steps with those of two and two from a checkpoint; count the trace's events."""
+        """Compare the losses of four steps with those of two and two from a checkpoint; count the
+        trace's events.
+        """
         launch = ("launch", self.prepared.program(planned), "--device", self.device)
         folder = self.scratch / "checkpoint"
         trace = self.scratch / "trace.json"
@@ -378,7 +492,9 @@ class _Measurements:
         return {"equal": equal, "trace_bytes": trace.stat().st_size}
 
     def profile(self, run: Runner) -> Figures:
-        """Measure the costs of the smallest model, and of messages of four ranks, by `autopipe profile`."""
+        """Measure the costs of the smallest model, and of messages of four ranks, by `autopipe
+        profile`.
+        """
         costs = self.scratch / "costs.json"
         sizes = ("--micro-batch-sizes", 1, "--seconds", 0.1 if self.rows.tiny else 5)
         ranks = () if self.rows.tiny else ("--ranks", 4)
@@ -392,14 +508,23 @@ class _Measurements:
         yield Row("conformance", self.conformance, self.limit(200))
 
     def conformance(self, run: Runner) -> Figures:
-        """Run the cases that ship with ONNX on the device; return pytest's summary and the failures."""
-        chosen = ("-k", "test_case and test_add") if self.rows.tiny else ("-k", "CUDA", "-m", "cuda", "-n", "8")
+        """Run the cases that ship with ONNX on the device; return pytest's summary and the
+        failures.
+        """
+        chosen = (
+            ("-k", "test_case and test_add")
+            if self.rows.tiny
+            else ("-k", "CUDA", "-m", "cuda", "-n", "8")
+        )
         words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *chosen, _CASES)
         command = replace(python(*words), checked=False)  # Failures are what is measured.
         lines = run.together(command)[0].strip().splitlines()
         if not lines:
             raise Failed("pytest printed nothing")
-        return {"pytest": lines[-1], "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))][:60]}
+        return {
+            "pytest": lines[-1],
+            "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))][:60],
+        }
 
 
 _CASES = "tests/conformance/test_onnx_backend.py"

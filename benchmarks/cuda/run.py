@@ -33,9 +33,11 @@ def run_rows(
     file: Path,
     output: Output,
 ) -> list[dict[str, Any]]:
-    """Run the rows of all groups, or of those in `only`, within `seconds`, and return what each found.
+    """Run the rows of all groups, or of those in `only`, within `seconds`, and return what each
+    found.
 
-    Raises ConfigurationError if the prepared folder cannot be read, if a group is unknown, or if there is no device.
+    Raises ConfigurationError if the prepared folder cannot be read, if a group is unknown, or if
+    there is no device.
     """
     check_writable(file)
     rows = Rows(device, tiny)
@@ -47,7 +49,12 @@ def run_rows(
 
     with tempfile.TemporaryDirectory(prefix="autopipe-cuda-") as name:
         scratch = Path(name)
-        facts = {"device": device, "tiny": tiny, "seconds": seconds, "prepared": prepared is not None}
+        facts = {
+            "device": device,
+            "tiny": tiny,
+            "seconds": seconds,
+            "prepared": prepared is not None,
+        }
         with Session(seconds, file, facts, show) as session:
             if prepared is None:
                 folder = make_folder(scratch / "prepared", device, tiny, output.detail)

@@ -1,4 +1,6 @@
-"""A run of rows within a time: each row has a limit of its own, and is in the file of results once it has ended."""
+"""A run of rows within a time: each row has a limit of its own, and is in the file of results once
+it has ended.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from benchmarks.cuda.processes import Failed, Processes, Runner
 _RESERVE_S = 8.0
 """Seconds before the end of a run at which the last row is stopped."""
 _WATCHDOG_S = 4.0
-"""Seconds before the end of a run at which its processes are killed, and from half of which on it ends itself."""
+"""Seconds before the end of a run at which its processes are killed, and from half of which on it
+ends itself.
+"""
 _LEAST_S = 10.0
 """A row that would have less time is left out."""
 Figures = Mapping[str, Any]
@@ -37,7 +41,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows in order of value, of which `at_once` may run side by side; 1 for rows that measure time."""
+    """Rows in order of value, of which `at_once` may run side by side; 1 for rows that measure
+    time.
+    """
 
     name: str
     rows: Sequence[Row]
@@ -67,7 +73,10 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.processes.close()
         if self._watchdog is not None:
@@ -101,21 +110,31 @@ class Session:
                 found = {"error": f"{type(error).__name__}: {error}"}
         took = round(time.monotonic() - start, 2)
         self._add(
-            {"group": group.name, "row": row.name, "began_s": round(start - self.began, 2), "took_s": took, **found}
+            {
+                "group": group.name,
+                "row": row.name,
+                "began_s": round(start - self.began, 2),
+                "took_s": took,
+                **found,
+            }
         )
 
     def _add(self, row: dict[str, Any]) -> None:
         with self._lock:
             self.rows.append(row)
             with replacing(self.file) as file:
-                file.write((json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n").encode())
+                file.write(
+                    (json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n").encode()
+                )
             self.note(row)
 
     def _left(self) -> float:
         return self.began + self.seconds - time.monotonic()
 
     def _end(self) -> None:
-        """Stop all rows. End this process if a row hangs nevertheless; the rows before are in the file."""
+        """Stop all rows. End this process if a row hangs nevertheless; the rows before are in the
+        file.
+        """
         self.processes.close()
         time.sleep(_WATCHDOG_S / 2)
         os._exit(_STOPPED)

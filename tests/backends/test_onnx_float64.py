@@ -1,4 +1,6 @@
-"""ONNX Runtime in float64: the operators that it lacks there run in float32, and the others do not."""
+"""ONNX Runtime in float64: the operators that it lacks there run in float32, and the others do
+not.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def widened(model: Path, samples: np.ndarray = SAMPLES) -> tuple[np.ndarray, np.
 
 def test_sums_are_those_of_float64(tmp_path: Path) -> None:
     """x + 1e6 - 1e6 keeps the digits of x in float64, and two of them in float32."""
-    nodes = [helper.make_node("Add", ["x", "large"], ["sum"]), helper.make_node("Sub", ["sum", "large"], ["y"])]
+    nodes = [
+        helper.make_node("Add", ["x", "large"], ["sum"]),
+        helper.make_node("Sub", ["sum", "large"], ["y"]),
+    ]
     narrow, wide = widened(saved(tmp_path, nodes, {"large": np.array([1e6], np.float32)}))
     assert wide.dtype == np.float64
     assert np.abs(wide - SAMPLES).max() < 1e-9
@@ -59,8 +64,12 @@ KERNEL = np.random.default_rng(1).standard_normal((4, 3, 3, 3)).astype(np.float3
 @pytest.mark.parametrize(
     ("nodes", "constants"),
     [
-        pytest.param([helper.make_node("Conv", ["x", "kernel"], ["z"])], {"kernel": KERNEL}, id="no-kernel"),
-        pytest.param([helper.make_node("Gelu", ["x"], ["z"], domain="com.microsoft")], {}, id="contributed"),
+        pytest.param(
+            [helper.make_node("Conv", ["x", "kernel"], ["z"])], {"kernel": KERNEL}, id="no-kernel"
+        ),
+        pytest.param(
+            [helper.make_node("Gelu", ["x"], ["z"], domain="com.microsoft")], {}, id="contributed"
+        ),
         pytest.param([helper.make_node("Gelu", ["x"], ["z"])], {}, id="function"),
         pytest.param(
             [helper.make_node("Resize", ["x", "", "scales"], ["z"])],
@@ -111,7 +120,8 @@ def test_a_model_in_float16(tmp_path: Path) -> None:
         helper.make_node("Cast", ["power"], ["half"], to=TensorProto.FLOAT16),
         helper.make_node("Mul", ["half", "third"], ["y"]),
     ]
-    third, samples = np.array(1 / 3, np.float16), SAMPLES.astype(np.float16)
+    third = np.array(1 / 3, np.float16)
+    samples = SAMPLES.astype(np.float16)
     narrow, wide = widened(saved(tmp_path, nodes, {"third": third}, TensorProto.FLOAT16), samples)
     expected = np.exp(samples.astype(np.float64)) * float(third)
     assert np.allclose(wide, expected, rtol=1e-12)

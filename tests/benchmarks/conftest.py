@@ -12,6 +12,8 @@ from tests.cli.command_line import CommandLine
 
 
 @pytest.fixture
-def command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CommandLine:
     """`python -m benchmarks` in an empty folder, which is the working folder too."""
     return replace(CommandLine.prepare(tmp_path, monkeypatch, capsys), command=benchmarks)

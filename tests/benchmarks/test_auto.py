@@ -18,12 +18,18 @@ def mt5() -> Problem:
     return problem_on_v100("mt5", {"loss": True}, 4, 16, 1)
 
 
-@pytest.mark.parametrize(("shape", "told"), [("m", "T1111T"), ("nn", "T11T11T"), ("v", "1111"), ("x", "11111111")])
+@pytest.mark.parametrize(
+    ("shape", "told"), [("m", "T1111T"), ("nn", "T11T11T"), ("v", "1111"), ("x", "11111111")]
+)
 def test_outlines_of_shapes(mt5: Problem, shape: str, told: str) -> None:
     placement = TesselShapes(shape).run(mt5)
     assert outline(mt5, placement) == told
     assert is_around_tables(mt5, placement) == (shape in ("m", "nn"))
-    assert class_parts(mt5, placement) == row_parts(mt5, placement) == (4 if shape in ("m", "nn") else 1)
+    assert (
+        class_parts(mt5, placement)
+        == row_parts(mt5, placement)
+        == (4 if shape in ("m", "nn") else 1)
+    )
 
 
 def test_one_stage_on_all_devices_is_around_nothing(mt5: Problem) -> None:
@@ -63,7 +69,9 @@ def test_tables_and_head_go_over_all_devices_where_one_does_not_hold_them() -> N
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", ["dlrm-paper/p=8", "candle-uno-paper/p=8", "flava-paper/p=4/1", "flava-paper/p=4/4"])
+@pytest.mark.parametrize(
+    "case", ["dlrm-paper/p=8", "candle-uno-paper/p=8", "flava-paper/p=4/1", "flava-paper/p=4/4"]
+)
 def test_nothing_that_the_papers_compare_with_is_faster(case: str) -> None:
     _check_speedups(_rows_of(case))
 

@@ -1,4 +1,6 @@
-"""The run on one GPU: in the smallest sizes it runs on the CPU, from a prepared folder and without solvers."""
+"""The run on one GPU: in the smallest sizes it runs on the CPU, from a prepared folder and without
+solvers.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def cuda(*words: object, **environment: str) -> subprocess.CompletedProcess[str]
     """Run `python -m benchmarks cuda` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks", "cuda", *map(str, words)]
     changed = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(command, cwd=ROOT, env=changed, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=changed, capture_output=True, text=True, check=False
+    )
 
 
 def rows_of(file: Path) -> dict[str, dict[str, Any]]:
@@ -83,7 +87,17 @@ def test_all_rows_run_from_a_prepared_folder_without_solvers(tmp_path: Path) -> 
     )
     assert blocked.returncode == 1
     file = tmp_path / "cuda.json"
-    words = ("--prepared", tmp_path / "moved", "--tiny", "--device", "cpu", "--minutes", 25, "--write", file)
+    words = (
+        "--prepared",
+        tmp_path / "moved",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--minutes",
+        25,
+        "--write",
+        file,
+    )
     done = cuda(*words, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     found = rows_of(file)
@@ -100,7 +114,9 @@ def test_figures_of_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "cuda.json"
     assert cuda("--write", file, "--minutes", 10).returncode == 0
     found = rows_of(file)
-    assert {name: row for name, row in found.items() if "error" in row or not row.get("equal", True)} == {}
+    assert {
+        name: row for name, row in found.items() if "error" in row or not row.get("equal", True)
+    } == {}
     for row in found.values():
         for figure in ("predicted_over_step", "predicted_over_peak"):
             if figure in row:
@@ -124,13 +140,23 @@ def test_programs_have_names_of_their_own_and_sizes_that_the_zoo_takes(tiny: boo
 
 def test_lists_among_the_sizes_are_kept(tmp_path: Path) -> None:
     """A list was once written as text, `1,1`, which the zoo rejects."""
-    planned = PlannedProgram("resnet", "wide-resnet", tuple(SIZES["wide-resnet"].items()), 4, ("--micro-batches", "1"))
+    planned = PlannedProgram(
+        "resnet", "wide-resnet", tuple(SIZES["wide-resnet"].items()), 4, ("--micro-batches", "1")
+    )
     made = prepare(tmp_path, [planned], True, lambda text: None)
     assert made.failures == {}
-    depth = sum(node.op_type == "Conv" for node in onnx.load(tmp_path / "models" / planned.model).graph.node)
-    whole = build(configure("wide-resnet", {**SIZES["wide-resnet"], "loss": True, "weights": "none"}))
+    depth = sum(
+        node.op_type == "Conv" for node in onnx.load(tmp_path / "models" / planned.model).graph.node
+    )
+    whole = build(
+        configure("wide-resnet", {**SIZES["wide-resnet"], "loss": True, "weights": "none"})
+    )
     whole.save(tmp_path / "whole.onnx")
-    assert depth == sum(node.op_type == "Conv" for node in onnx.load(tmp_path / "whole.onnx").graph.node) > 0
+    assert (
+        depth
+        == sum(node.op_type == "Conv" for node in onnx.load(tmp_path / "whole.onnx").graph.node)
+        > 0
+    )
 
 
 def test_a_program_that_cannot_be_made_is_the_error_of_its_rows_alone(tmp_path: Path) -> None:
@@ -164,25 +190,42 @@ time.sleep(3600)
 """
 
 
-def test_a_row_over_its_time_is_killed_with_children_in_sessions_of_their_own(tmp_path: Path) -> None:
+def test_a_row_over_its_time_is_killed_with_children_in_sessions_of_their_own(
+    tmp_path: Path,
+) -> None:
     def measure(run: Runner) -> dict[str, Any]:
         return {"printed": run.run("-c", LEAVES_A_CHILD)}
 
     file = tmp_path / "rows.json"
-    rows = [Row("hangs", measure, 6.0), Row("after", lambda run: {"printed": run.run("-c", "print(7)")}, 60.0)]
+    rows = [
+        Row("hangs", measure, 6.0),
+        Row("after", lambda run: {"printed": run.run("-c", "print(7)")}, 60.0),
+    ]
     with Session(3600.0, file, {"card": "none"}) as session:
         session.run([[Group("all", rows, 1)]])
     found = rows_of(file)
     assert "the time limit is over" in found["hangs"]["error"]
     assert found["after"]["printed"] == "7\n"
     child = int(found["hangs"]["error"].rpartition(" ")[2])
-    assert not Path(f"/proc/{child}/stat").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()
+    assert (
+        not Path(f"/proc/{child}/stat").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()
+    )
     assert json.loads(file.read_text(encoding="utf-8"))["card"] == "none"
 
 
 def test_a_run_without_time_leaves_its_rows_out(tmp_path: Path) -> None:
     with Session(9.0, tmp_path / "rows.json", {}) as session:
-        session.run([[Group("all", [Row("late", lambda run: {"printed": run.run("-c", "print(7)")}, 60.0)], 2)]])
+        session.run(
+            [
+                [
+                    Group(
+                        "all",
+                        [Row("late", lambda run: {"printed": run.run("-c", "print(7)")}, 60.0)],
+                        2,
+                    )
+                ]
+            ]
+        )
     assert rows_of(tmp_path / "rows.json")["late"]["left_out"] == "there was no time"
 
 
@@ -199,7 +242,9 @@ def test_nothing_starts_in_closed_processes() -> None:
     processes = Processes()
     processes.close()
     with pytest.raises(Failed, match="has ended"):
-        processes.run_together([Command((sys.executable, "-c", "pass"), {})], time.monotonic() + 3600)
+        processes.run_together(
+            [Command((sys.executable, "-c", "pass"), {})], time.monotonic() + 3600
+        )
 
 
 def test_ports_differ() -> None:
@@ -240,7 +285,12 @@ def test_a_forked_script_finds_torch_imported(server: ForkServer, tmp_path: Path
     commands = [forked(path, number, KIND=f"k{number}") for number in range(3)]
     printed = Processes(server).run_together(commands, time.monotonic() + 3600)
     for number, text in enumerate(printed):
-        assert json.loads(text) == {"torch": True, "words": [str(number)], "kind": f"k{number}", "name": "__main__"}
+        assert json.loads(text) == {
+            "torch": True,
+            "words": [str(number)],
+            "kind": f"k{number}",
+            "name": "__main__",
+        }
 
 
 def test_a_forked_script_that_fails_ends_the_others(server: ForkServer, tmp_path: Path) -> None:
@@ -253,10 +303,14 @@ def test_a_forked_script_that_fails_ends_the_others(server: ForkServer, tmp_path
     assert set(descendants(server.process.pid)) <= before
 
 
-def test_a_forked_script_over_its_time_is_killed_with_its_children(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_script_over_its_time_is_killed_with_its_children(
+    server: ForkServer, tmp_path: Path
+) -> None:
     before = set(descendants(server.process.pid))
     with pytest.raises(Failed, match="the time limit is over"):
-        Processes(server).run_together([forked(script(tmp_path, LEAVES_A_CHILD))], time.monotonic() + 4)
+        Processes(server).run_together(
+            [forked(script(tmp_path, LEAVES_A_CHILD))], time.monotonic() + 4
+        )
     assert set(descendants(server.process.pid)) <= before
 
 
@@ -264,6 +318,8 @@ def test_without_a_server_a_script_runs_in_a_process_of_its_own(tmp_path: Path) 
     lost = ForkServer.start(environment_of_python(), tmp_path)
     lost.close()
     processes = Processes(lost)
-    (printed,) = processes.run_together([forked(script(tmp_path, SCRIPT), KIND="own")], time.monotonic() + 3600)
+    (printed,) = processes.run_together(
+        [forked(script(tmp_path, SCRIPT), KIND="own")], time.monotonic() + 3600
+    )
     assert json.loads(printed)["torch"] is False
     assert processes.server is None

@@ -52,9 +52,15 @@ PRINTED = {
         r"(?:  \w+ and \w+: 2 proven by both, 0 differ, at most by {n}\n){{3}}"
     ),
     "many_micro_batches": r'\{{"search_s": {n}, "simulate_s": {n}, "tasks": 96, "step": {n}\}}\n',
-    "min_sum": r"model .*\n(?:(?:transformer|inception) +4 +0 +\d+ +\d+ +\d+(?: +(?:{n}|too large)){{5}}\n){{2}}",
+    "min_sum": (
+        r"model .*\n(?:(?:transformer|inception) +4 +0 +\d+ +\d+ +\d+(?: +(?:{n}|too "
+        r"large)){{5}}\n){{2}}"
+    ),
     "pase_search": r"alexnet +on 64 1080ti-pcie +{n} s \({n}\) +{n} s, proven\n",
-    "plan_llama": r'(?s)\{{\n "build": \{{\n  "seconds": {n}.*"peak_mib": {n}.*"passes": \{{.*"read": {n}.*\}}\n',
+    "plan_llama": (
+        r'(?s)\{{\n "build": \{{\n  "seconds": {n}.*"peak_mib": {n}.*"passes": \{{.*"read": '
+        r"{n}.*\}}\n"
+    ),
     "tepdist_division": r"model .*\n(?:two-branch(?:  {n}){{10}}\n){{3}}",
     "tepdist_levels": r"\| model .*\n\|[-|]+\n\| two-branch \| 4(?: \| {n}%?){{10}} \|\n",
     "tepdist_outer": r"model .*\ntwo-branch 4(?: {n}){{6}} (?:SLOWER)?\n",
@@ -67,7 +73,8 @@ RANKS = {
     "gloo_collectives": r"ranks .*\n(?: +2 +4096 +(?:all-reduce|all-gather|reduce-scatter)(?: +{n}){{4}}\n){{3}}",
     "memory": r"(?:gpt gpipe, recompute none, rank [01]: {n} predicted, {n} allocated, {n}\n){{2}}",
     "one_device": (
-        r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, "ratios": \[{n}, {n}\], '
+        r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, "ratios": \[{n}, '
+        r"{n}\], "
         r'"generated_tflops": {n}, "hand_written_tflops": {n}, .*\}}\n'
     ),
     "pipeline_step": r'(?s).*\{{"generated_s": {n}, "torch_pipelining_s": {n}, "ratio": {n}\}}\n',
@@ -84,14 +91,21 @@ RANKS = {
 SLOW = {
     "auto_cases": r"candle-uno-paper/p=8 {n} s of processor time\n",
     "auto_never_slower": r"\('mmt', '[\w-]+', 4\) \w+ \w+ {n}\n",
-    "step_times": r"(?s)# Predicted .*\| dlrm \| one rank \| {n} ms \| {n} ms \| .*\| dlrm \| two stages \| {n} ms .*",
+    "step_times": (
+        r"(?s)# Predicted .*\| dlrm \| one rank \| {n} ms \| {n} ms \| .*\| dlrm \| two stages \| "
+        r"{n} ms .*"
+    ),
     "graph_pipeline": r"\d+ cores.*\nmodel .*\ncandle-uno +4 +{n} ms +{n} ms +{n} +{n}\n",
     "large_vocabulary": r'\{{"1f1b": {n}, "tessel": {n}, "speedup": {n}\}}\n',
     "read_large_export": r'(?s).*\{{"seconds": {n}, "nodes": \d+, "nodes_after": \d+, "peak_mib": {n}\}}\n',
 }
-"""Smallest sizes take more than ten seconds, so that only parts of them run with all other tests."""
+"""Smallest sizes take more than ten seconds, so that only parts of them run with all other tests.
+"""
 
-TABLES = {"exported_models": "**{} of {} rows pass.**", "trained_parameters": "**{} of {} rows are equal**"}
+TABLES = {
+    "exported_models": "**{} of {} rows pass.**",
+    "trained_parameters": "**{} of {} rows are equal**",
+}
 """What the pages that scripts write say of their rows."""
 
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
@@ -111,7 +125,9 @@ def checked(name: str, printed: str, form: str) -> None:
 
 def run_apart(path: Path, *words: str) -> str:
     """What a script prints, in a process of its own."""
-    done = subprocess.run([sys.executable, str(path), *words], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(path), *words], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -130,7 +146,13 @@ def run_here(here: pytest.MonkeyPatch, name: str, *words: str) -> None:
 
 
 def test_every_script_has_a_smallest_run() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*PRINTED, *RANKS, *SLOW, *MODULES, *PAPERS}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        *PRINTED,
+        *RANKS,
+        *SLOW,
+        *MODULES,
+        *PAPERS,
+    }
     assert {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()} == {
         "environment.sh",
         "draw_architecture.py",
@@ -141,7 +163,9 @@ def test_every_script_has_a_smallest_run() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRINTED))
-def test_searches(name: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_searches(
+    name: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run_here(here, name, *options(name, tmp_path))
     checked(name, capsys.readouterr().out, PRINTED[name])
 
@@ -154,16 +178,26 @@ def test_processes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "flags", [("--compile",), ("--optimizer", "sgd", "--precision", "bf16", "--scores", "recompute")]
+    "flags",
+    [("--compile",), ("--optimizer", "sgd", "--precision", "bf16", "--scores", "recompute")],
 )
 def test_one_device_otherwise(flags: tuple[str, ...]) -> None:
-    checked("one_device", run_apart(FOLDER / "one_device.py", "--tiny", *flags), RANKS["one_device"])
+    checked(
+        "one_device", run_apart(FOLDER / "one_device.py", "--tiny", *flags), RANKS["one_device"]
+    )
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_optimizer_of_the_hand_written_model(name: str, here: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(FOLDER / "one_device.py"))
-    settings = {"name": name, "lr": 0.25, "weight_decay": 0.5, "momentum": 0.75, "betas": [0.5, 0.625], "eps": 0.125}
+    settings = {
+        "name": name,
+        "lr": 0.25,
+        "weight_decay": 0.5,
+        "momentum": 0.75,
+        "betas": [0.5, 0.625],
+        "eps": 0.125,
+    }
     (group,) = script["make_optimizer"](settings, nn.Linear(2, 2)).param_groups
     assert (group["lr"], group["weight_decay"], group["fused"]) == (0.25, 0.5, None)
     own = {"sgd": {"momentum": 0.75}, "adamw": {"betas": (0.5, 0.625), "eps": 0.125}}
@@ -173,7 +207,8 @@ def test_the_optimizer_of_the_hand_written_model(name: str, here: pytest.MonkeyP
 def test_operations_of_a_hand_written_step(here: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(FOLDER / "one_device.py"))
     sizes = argparse.Namespace(layers=2, hidden=8, sequence=4, batch=3)
-    # 27 parameters, 12 tokens; scores and sums of 4 by 8 multiply-adds a token and layer, and backward twice as many.
+    # 27 parameters, 12 tokens; scores and sums of 4 by 8 multiply-adds a token and layer, and
+    # backward twice as many.
     assert script["step_flops"](sizes, nn.Linear(8, 3)) == 12 * (6 * 27 + 2 * (2 * 2 * 4 * 8) * 3)
 
 
@@ -185,7 +220,9 @@ def test_slow_ones(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_options_of_slow_ones(name: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_slow_ones(
+    name: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         run_here(here, name, "--help")
     assert ended.value.code == 0
@@ -194,7 +231,9 @@ def test_options_of_slow_ones(name: str, here: pytest.MonkeyPatch, capsys: pytes
 
 def test_programs_of_a_large_vocabulary(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = runpy.run_path(str(FOLDER / "large_vocabulary.py"))
-    sizes = argparse.Namespace(layers=4, hidden=32, heads=2, vocabulary=512, sequence=16, micro_batches=4)
+    sizes = argparse.Namespace(
+        layers=4, hidden=32, heads=2, vocabulary=512, sequence=16, micro_batches=4
+    )
     contestants = script["build"](sizes, tmp_path)
     assert [each.name for each in contestants] == ["1f1b", "tessel"]
     for each in contestants:
@@ -226,13 +265,32 @@ def test_pages_of_logs(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
         {"metric": "step_time_s", "ours": 0.5, "note": "grid"},
         {"metric": "speedup", "variant": "auto over piper", "theirs": 1.2, "ours": 1.3, "note": ""},
     ]}]  # fmt: skip
-    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
+    log = tmp_path / "log.jsonl"
+    page = tmp_path / "page.md"
     log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run_here(here, "auto_cases", "--log", str(log), "--table", str(page))
     assert "| piper | 1.20 | 1.30 |  |  |" in page.read_text(encoding="utf-8")
-    single = {"single_strategy": "grid", "single_schedule": "kfkb", "single_step_s": 2.0, "single_again_s": 2.0}
-    found = {"strategy": "grid", "schedule": "tessel", "step_s": 1.0, "samples_per_s": 4.0, "ideal_s": 0.5}
-    rest = {"model": "mmt", "preset": "cpu-local", "devices": 4, "micro_batches": 2, "search_s": 1.0, "cell_s": 1.0}
+    single = {
+        "single_strategy": "grid",
+        "single_schedule": "kfkb",
+        "single_step_s": 2.0,
+        "single_again_s": 2.0,
+    }
+    found = {
+        "strategy": "grid",
+        "schedule": "tessel",
+        "step_s": 1.0,
+        "samples_per_s": 4.0,
+        "ideal_s": 0.5,
+    }
+    rest = {
+        "model": "mmt",
+        "preset": "cpu-local",
+        "devices": 4,
+        "micro_batches": 2,
+        "search_s": 1.0,
+        "cell_s": 1.0,
+    }
     log.write_text(json.dumps(single | found | rest) + "\n", encoding="utf-8")
     run_here(here, "auto_never_slower", "--log", str(log), "--table", str(page))
     assert "| 2.000 | 4 | 50% |" in page.read_text(encoding="utf-8")
@@ -240,11 +298,18 @@ def test_pages_of_logs(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_page_of_measured_steps(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [
-        {"model": "gpt", "layout": layout, "predicted_s": 0.1, "launches_s": [0.1, 0.2, 0.3], "nodes": [3, 4]}
+        {
+            "model": "gpt",
+            "layout": layout,
+            "predicted_s": 0.1,
+            "launches_s": [0.1, 0.2, 0.3],
+            "nodes": [3, 4],
+        }
         | {"processor": "CPU", "cores": 2, "time": "2026-01-01 00:00"}
         for layout in ("one rank", "two stages", "two stages, searched")
     ]
-    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
+    log = tmp_path / "log.jsonl"
+    page = tmp_path / "page.md"
     log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run_here(here, "step_times", "--log", str(log), "--rounds", "0", "--write", str(page))
     assert "| gpt | one rank | 100.0 ms | 200.0 ms | -50.0% |" in page.read_text(encoding="utf-8")
@@ -259,7 +324,9 @@ def test_the_picture_of_the_architecture() -> None:
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_tables_of_exports_without_rows(name: str, tmp_path: Path) -> None:
     table = tmp_path / "table.md"
-    told = run_apart(ROOT / "scripts" / f"{name}.py", "--only", "no such model", "--table", str(table))
+    told = run_apart(
+        ROOT / "scripts" / f"{name}.py", "--only", "no such model", "--table", str(table)
+    )
     assert told == ""
     assert TABLES[name].format(0, 0) in table.read_text(encoding="utf-8")
 
@@ -274,7 +341,9 @@ def test_a_row_of_the_tables_of_exports(name: str, tmp_path: Path) -> None:
 
 
 def test_environments_of_other_versions() -> None:
-    """The lowest versions are the bounds of pyproject.toml, which `constraints.txt` must not replace."""
+    """The lowest versions are the bounds of pyproject.toml, which `constraints.txt` must not
+    replace.
+    """
     printed = run_apart(ROOT / "scripts" / "versions.py", "--list", "--sets", "launcher")
     lines = dict(line.split(": ", 1) for line in printed.splitlines())
     assert set(lines) == {"torch-2.9.1", "torch-2.11.0", "lowest", "newest", "launcher"}
@@ -289,12 +358,16 @@ def test_environments_of_other_versions() -> None:
 
 def test_sets_of_tests_exist() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "versions.py"))
-    assert [path for paths in script["SETS"].values() for path in paths if not (ROOT / path).exists()] == []
+    assert [
+        path for paths in script["SETS"].values() for path in paths if not (ROOT / path).exists()
+    ] == []
 
 
 def test_a_table_of_this_environment(tmp_path: Path) -> None:
     table = tmp_path / "versions.md"
-    printed = run_apart(ROOT / "scripts" / "versions.py", "--tiny", "--jobs", "0", "--table", str(table))
+    printed = run_apart(
+        ROOT / "scripts" / "versions.py", "--tiny", "--jobs", "0", "--table", str(table)
+    )
     assert printed == "this one 2 0\n"
     last = table.read_text(encoding="utf-8").splitlines()[-1]
     assert last.startswith(f"| this one | torch {importlib.metadata.version('torch')}, click ")
@@ -302,11 +375,16 @@ def test_a_table_of_this_environment(tmp_path: Path) -> None:
 
 
 def test_a_failing_test_of_another_version_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("def test_good(): ...\ndef test_bad(): assert False\n", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(
+        "def test_good(): ...\ndef test_bad(): assert False\n", encoding="utf-8"
+    )
     (tmp_path / "test_none.py").write_text("import no_such_module\n", encoding="utf-8")
     script = runpy.run_path(str(ROOT / "scripts" / "versions.py"))
     run_tests = script["run_tests"]
-    assert run_tests(Path(sys.executable), (str(tmp_path / "test_it.py"),), 0).cells() == ["2", "1: test_bad"]
+    assert run_tests(Path(sys.executable), (str(tmp_path / "test_it.py"),), 0).cells() == [
+        "2",
+        "1: test_bad",
+    ]
     broken = run_tests(Path(sys.executable), (str(tmp_path / "test_none.py"),), 0)
     assert len(broken.failed) == 1
     assert "test_none" in broken.failed[0]

@@ -1,4 +1,6 @@
-"""`python -m benchmarks tepdist`: its figures beside the paper's; a large last layer comes out split by its classes."""
+"""`python -m benchmarks tepdist`: its figures beside the paper's; a large last layer comes out
+split by its classes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ import json
 
 import pytest
 
-from benchmarks.tepdist import SIZES, SimulatedPlan, Training, cases, class_parts, simulated_plan, step_flops
+from benchmarks.tepdist import (
+    SIZES,
+    SimulatedPlan,
+    Training,
+    cases,
+    class_parts,
+    simulated_plan,
+    step_flops,
+)
 from tests.cli.command_line import CommandLine
 
 WIDE = (("image", 32), ("width", 4), ("hidden", 512), ("classes", 200_000))
@@ -16,11 +26,24 @@ WIDE = (("image", 32), ("width", 4), ("hidden", 512), ("classes", 200_000))
 def test_every_part_has_its_cases() -> None:
     parts = {(case.name, case.part) for case in cases()}
     assert {(f"gpt-{size}/p=8", "optimisation levels") for size in SIZES} <= parts
-    for devices, gpt, moe in ((1, "350m", "380m"), (2, "760m", "690m"), (4, "1.3b", "1.3b"), (8, "2.7b", "2.4b")):
-        assert {(f"gpt-{gpt}/p={devices}", "model extension"), (f"moe-{moe}/p={devices}", "model extension")} <= parts
+    for devices, gpt, moe in (
+        (1, "350m", "380m"),
+        (2, "760m", "690m"),
+        (4, "1.3b", "1.3b"),
+        (8, "2.7b", "2.4b"),
+    ):
+        assert {
+            (f"gpt-{gpt}/p={devices}", "model extension"),
+            (f"moe-{moe}/p={devices}", "model extension"),
+        } <= parts
     names = {name for name, part in parts if part == "general"}
     assert len(names) == 16
-    assert {"vgg19-million/p=8", "bert-dnabert/p=8", "unet-paper/p=8", "wide-resnet-2b/p=8"} <= names
+    assert {
+        "vgg19-million/p=8",
+        "bert-dnabert/p=8",
+        "unet-paper/p=8",
+        "wide-resnet-2b/p=8",
+    } <= names
 
 
 def test_what_levels_find_is_told_with_their_times(command_line: CommandLine) -> None:

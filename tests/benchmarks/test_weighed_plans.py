@@ -35,7 +35,9 @@ def test_equal_values_share_the_mean_of_their_ranks():
 def test_the_correlation_is_that_of_the_textbook(pairs):
     first, second = ([pair[side] for pair in pairs] for side in (0, 1))
     if len(set(first)) > 1 and len(set(second)) > 1:
-        assert spearman(first, second) == pytest.approx(scipy.stats.spearmanr(first, second).statistic)
+        assert spearman(first, second) == pytest.approx(
+            scipy.stats.spearmanr(first, second).statistic
+        )
     else:
         assert spearman(first, second) is None
 
@@ -65,7 +67,11 @@ def test_the_page_holds_all_of_it_and_names_its_picture(tmp_path):
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "| gpt/p=4 | 3 of 4 | 0.500 | 1.50 |" in text
     assert "a & b ←" in text and "- e: it cannot be run" in text and "(page.svg)" in text
-    points = ElementTree.parse(tmp_path / "page.svg").getroot().iter("{http://www.w3.org/2000/svg}circle")
+    points = (
+        ElementTree.parse(tmp_path / "page.svg")
+        .getroot()
+        .iter("{http://www.w3.org/2000/svg}circle")
+    )
     assert len(list(points)) == 3 + 1
 
 
@@ -77,10 +83,13 @@ def candidates(tmp_path):
 
 
 class Ranks:
-    """Ranks whose n-th step takes 100 + n seconds, ten times that in some programs; another one fails."""
+    """Ranks whose n-th step takes 100 + n seconds, ten times that in some programs; another one
+    fails.
+    """
 
     def __init__(self, broken: Path, slow: Sequence[Path] = ()) -> None:
-        self.broken, self.slow = broken, slow
+        self.broken = broken
+        self.slow = slow
         self.runs: list[tuple[Path, int]] = []
 
     def run(self, program, data, steps, recorded, patience_s):
@@ -89,7 +98,9 @@ class Ranks:
         if program == self.broken:
             raise LaunchError("it hangs", where="rank 1")
         scale = 10 if program in self.slow else 1
-        return ProgramRun(tuple(scale * (100 + each) for each in range(steps)), 7, 100 if recorded[1] else 0, 0.5)
+        return ProgramRun(
+            tuple(scale * (100 + each) for each in range(steps)), 7, 100 if recorded[1] else 0, 0.5
+        )
 
 
 def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_path):
@@ -103,19 +114,30 @@ def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_pat
     assert [each.failed for each in outcomes[:3]] == ["", "rank 1: it hangs", ""]
     # Of eight steps one is recorded and three warm up, of seven in a second round three warm up.
     assert outcomes[0].steps_s == (104, 105, 106, 107, 103, 104, 105, 106)
-    assert (outcomes[0].measured_memory, outcomes[0].measured_bytes, outcomes[0].processor_s) == (100, 7, 0.5)
-    assert ranks.runs[: len(candidates)] == [(folder / f"{index}", 1) for index in range(len(candidates))]
+    assert (outcomes[0].measured_memory, outcomes[0].measured_bytes, outcomes[0].processor_s) == (
+        100,
+        7,
+        0.5,
+    )
+    assert ranks.runs[: len(candidates)] == [
+        (folder / f"{index}", 1) for index in range(len(candidates))
+    ]
     assert (folder / "1", 0) not in ranks.runs
 
 
-def test_the_chosen_one_and_those_near_the_fastest_are_run_more_often(candidates, tmp_path, monkeypatch):
+def test_the_chosen_one_and_those_near_the_fastest_are_run_more_often(
+    candidates, tmp_path, monkeypatch
+):
     clock = iter(range(1000))
-    # Every round takes a second, with one between: after two and four of seven there is time for all and as much again.
+    # Every round takes a second, with one between: after two and four of seven there is time for
+    # all and as much again.
     monkeypatch.setattr(weighed_plans.time, "monotonic", lambda: next(clock))
     ranks = Ranks(tmp_path / "1", slow=(tmp_path / "0", tmp_path / "2"))
     outcomes = weighed_plans.measured(candidates, ranks, tmp_path, 7.0, lambda _: None)
     # Seven steps in later rounds, of which three warm up; what fails is left alone.
-    assert outcomes[0].chosen and outcomes[0].steps_s.count(1030) == 3, "the chosen one is run four times, if slow"
+    assert outcomes[0].chosen and outcomes[0].steps_s.count(1030) == 3, (
+        "the chosen one is run four times, if slow"
+    )
     assert outcomes[2].steps_s.count(1030) == 2, "another slow one is run three times"
     assert outcomes[3].steps_s == (104, 105, 106, 107, *(103, 104, 105, 106) * 3)
     assert [recorded for program, recorded in ranks.runs if program == tmp_path / "1"] == [1]
@@ -128,23 +150,41 @@ def test_what_is_asked_for_has_to_be_there(command_line: CommandLine):
 
 
 @pytest.mark.sweep
-def test_two_ranks_run_all_plans_of_a_tiny_model(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
+def test_two_ranks_run_all_plans_of_a_tiny_model(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(weighed_plans.SUBJECTS, "rnnlm", {})
     monkeypatch.setattr(weighed_plans, "BATCH", 8)
     costs = command_line.folder / "machine.costs"
     costs.write_text(costs_text(Costs((DeviceCosts("any", ("nothing",)),))), encoding="utf-8")
-    words = ("--only", "rnnlm", "--ranks", "2", "--costs", costs, "--minutes", "0", "--write", "page.md")
+    words = (
+        "--only",
+        "rnnlm",
+        "--ranks",
+        "2",
+        "--costs",
+        costs,
+        "--minutes",
+        "0",
+        "--write",
+        "page.md",
+    )
     rows = json.loads(command_line.done("fidelity", *words, "--json").out)["rows"]
     figures = {(row["metric"], row["variant"]): row for row in rows}
     names = {variant for metric, variant in figures if metric == "step_time_s"}
     assert len(names) > 2
     for name in names:
         assert figures["step_time_s", name]["ours"] > 0, figures["step_time_s", name]["note"]
-        assert figures["communication_bytes", name]["ours"] == figures["predicted_communication_bytes", name]["ours"]
-        predicted, allocated = (
-            figures[metric, name]["ours"] for metric in ("predicted_peak_memory_bytes", "peak_memory_bytes")
+        assert (
+            figures["communication_bytes", name]["ours"]
+            == figures["predicted_communication_bytes", name]["ours"]
         )
-        # Above it there may be what an LSTM's kernels take, which is as much as so small a model itself.
+        predicted, allocated = (
+            figures[metric, name]["ours"]
+            for metric in ("predicted_peak_memory_bytes", "peak_memory_bytes")
+        )
+        # Above it there may be what an LSTM's kernels take, which is as much as so small a model
+        # itself.
         assert predicted / 2 < allocated < 4 * predicted
     assert {"spearman", "chosen_over_fastest"} <= {metric for metric, _ in figures}
     assert "rnnlm on 2 ranks" in (command_line.folder / "page.md").read_text(encoding="utf-8")

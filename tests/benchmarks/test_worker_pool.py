@@ -14,7 +14,8 @@ from benchmarks.worker_pool import WorkerPool
 
 @pytest.mark.distributed
 def test_every_step_of_every_program_is_told(tmp_path: Path) -> None:
-    program, data = tmp_path / "program", tmp_path / "samples.npz"
+    program = tmp_path / "program"
+    data = tmp_path / "samples.npz"
     write_pair(program, 2)
     save_samples(read_manifest(program), data)
     with WorkerPool(2) as pool:

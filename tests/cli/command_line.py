@@ -1,4 +1,6 @@
-"""autopipe's command line in this process, in a folder whose every byte is compared before and after."""
+"""autopipe's command line in this process, in a folder whose every byte is compared before and
+after.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class CommandLine:
     """Another program than `autopipe`."""
 
     @staticmethod
-    def prepare(root: Path, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> CommandLine:
+    def prepare(
+        root: Path, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]
+    ) -> CommandLine:
         """Make `root/work` the working folder and `root/temporary` the one for temporary files."""
         for name in ("work", "temporary"):
             (root / name).mkdir()
@@ -56,13 +60,15 @@ class CommandLine:
         return shown
 
     def refuses(self, code: int, words: tuple[object, ...], *says: str) -> str:
-        """Assert that the command ends with `code` and one line that holds every text of `says`; return that line.
+        """Assert that the command ends with `code` and one line that holds every text of `says`;
+        return that line.
 
-        One hint may follow, warnings may come before. With --json stdout is one object that says the same, without it
-        nothing. No file is made, changed or removed.
+        One hint may follow, warnings may come before. With --json stdout is one object that says
+        the same, without it nothing. No file is made, changed or removed.
         """
         before = self._contents()
-        plain, as_json = self.run(*words), self.run(*words, "--json")
+        plain = self.run(*words)
+        as_json = self.run(*words, "--json")
         assert (plain.code, as_json.code) == (code, code), plain.err
         assert plain.out == ""
         for shown in (plain, as_json):
@@ -78,7 +84,9 @@ class CommandLine:
         return line
 
     def _contents(self) -> dict[str, tuple[object, ...]]:
-        """Everything below the root: kind, permissions and identity by path, with a file's bytes."""
+        """Everything below the root: kind, permissions and identity by path, with a file's
+        bytes.
+        """
         found: dict[str, tuple[object, ...]] = {}
         for parent, folders, files in os.walk(self.folder.parent):
             for name in (*folders, *files):
@@ -94,11 +102,17 @@ class CommandLine:
 
 
 def _only_error(text: str) -> tuple[str, str]:
-    """The one error line and the hint, where there is one; nothing else but warnings stands in `text`."""
+    """The one error line and the hint, where there is one; nothing else but warnings stands in
+    `text`.
+    """
     assert "Traceback" not in text
-    lines = [line for line in text.removesuffix("\n").split("\n") if not line.startswith("warning: ")]
+    lines = [
+        line for line in text.removesuffix("\n").split("\n") if not line.startswith("warning: ")
+    ]
     assert lines and lines[0].startswith("error: "), text
     assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: ")), text
     assert all(letter.isprintable() for line in lines for letter in line), text
     assert "internal error" not in lines[0]
-    return lines[0].removeprefix("error: "), lines[1].removeprefix("hint: ") if len(lines) == 2 else ""
+    return lines[0].removeprefix("error: "), lines[1].removeprefix("hint: ") if len(
+        lines
+    ) == 2 else ""

@@ -10,7 +10,14 @@ import pytest
 from autopipe.configs.zoo import build, configure
 from tests.cli.command_line import CommandLine
 
-SETTINGS = {"layers": "1", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+SETTINGS = {
+    "layers": "1",
+    "hidden": "32",
+    "heads": "2",
+    "sequence": "16",
+    "vocabulary": "64",
+    "loss": "true",
+}
 CONSTRAINTS = """
 strategy: {name: manual}
 gpus: 8
@@ -24,7 +31,18 @@ constraints:
 - {match: "/layers.0/attention/MatMul_1", split: {h: 2, b: 2}}
 - {match: "/norm/LayerNormalization", split: {}}
 """
-AGAIN = ("--strategy", "manual", "--cluster", "a100-80gb", "--gpus", 8, "--batch-size", 16, "--micro-batches", 4)
+AGAIN = (
+    "--strategy",
+    "manual",
+    "--cluster",
+    "a100-80gb",
+    "--gpus",
+    8,
+    "--batch-size",
+    16,
+    "--micro-batches",
+    4,
+)
 
 
 @pytest.fixture
@@ -33,7 +51,16 @@ def annotated(command_line: CommandLine) -> CommandLine:
     build(configure("gpt", SETTINGS)).save(command_line.folder / "gpt.onnx")
     (command_line.folder / "c.yaml").write_text(CONSTRAINTS)
     command_line.done(
-        "plan", "gpt.onnx", "--config", "c.yaml", "--cluster", "a100-80gb", "--annotate", "out.onnx", "-o", "a.plan"
+        "plan",
+        "gpt.onnx",
+        "--config",
+        "c.yaml",
+        "--cluster",
+        "a100-80gb",
+        "--annotate",
+        "out.onnx",
+        "-o",
+        "a.plan",
     )
     return command_line
 
@@ -65,10 +92,25 @@ def test_what_does_not_fit_the_annotations_is_refused(annotated: CommandLine) ->
     annotated.refuses(2, fewer, "not for 4 devices: 'autopipe-8' for 8", "without its annotations")
     other = ("--set", "constraints=[{match: '/layers.0/feed_forward/up/MatMul', stage: 0}]")
     annotated.refuses(
-        2, ("plan", "out.onnx", *AGAIN, *other), "up/MatMul'", "annotation of stage 1", "different stages"
+        2,
+        ("plan", "out.onnx", *AGAIN, *other),
+        "up/MatMul'",
+        "annotation of stage 1",
+        "different stages",
     )
     for strategy in ("data_parallel", "pipedream", "tessel_shapes"):
-        words = ("plan", "out.onnx", "--gpus", 8, "--batch-size", 32, "--micro-batches", 4, "--strategy", strategy)
+        words = (
+            "plan",
+            "out.onnx",
+            "--gpus",
+            8,
+            "--batch-size",
+            32,
+            "--micro-batches",
+            4,
+            "--strategy",
+            strategy,
+        )
         annotated.refuses(2, words, "strategy manual follows any")
 
 
@@ -81,6 +123,17 @@ def test_the_annotated_model_is_written_where_it_can_be(annotated: CommandLine) 
 
 
 def test_two_pipelines_have_no_annotations(annotated: CommandLine) -> None:
-    words = ("plan", "gpt.onnx", "--gpus", 2, "--batch-size", 8, "--micro-batches", 4, "--strategy", "tessel_shapes")
+    words = (
+        "plan",
+        "gpt.onnx",
+        "--gpus",
+        2,
+        "--batch-size",
+        8,
+        "--micro-batches",
+        4,
+        "--strategy",
+        "tessel_shapes",
+    )
     chimera = ("--set", "strategy.shape=x", "--annotate", "x.onnx")
     annotated.refuses(2, (*words, *chimera), "each node is in 2 pipelines", "one pipeline")

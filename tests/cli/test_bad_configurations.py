@@ -1,4 +1,6 @@
-"""YAML's traps and mistakes in configurations: exit code 2, and one line with the file, the line and what to write."""
+"""YAML's traps and mistakes in configurations: exit code 2, and one line with the file, the line
+and what to write.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.cli.command_line import CommandLine
 
 FILE = "train.yaml"
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{former}'] * 9)}]\n" for former, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{former}'] * 9)}]\n"
+    for former, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -96,7 +99,9 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("words", [("config", "check", FILE), ("plan", "gone.onnx", "--config", FILE)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("config", "check", FILE), ("plan", "gone.onnx", "--config", FILE)], ids=" ".join
+)
 def test_a_mistake_in_a_file_is_told_with_its_line(
     command_line: CommandLine, words: tuple[str, ...], name: str
 ) -> None:
@@ -105,7 +110,9 @@ def test_a_mistake_in_a_file_is_told_with_its_line(
     assert command_line.refuses(2, words, *says).startswith(f"{FILE}:{number}: ")
 
 
-@pytest.mark.parametrize("words", [("config", "check", FILE), ("config", "show", "--config", FILE)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("config", "check", FILE), ("config", "show", "--config", FILE)], ids=" ".join
+)
 def test_files_that_cannot_be_read(command_line: CommandLine, words: tuple[str, ...]) -> None:
     path = Path(FILE)
     command_line.refuses(2, words, f"{FILE}: cannot read the file: No such file")
@@ -126,7 +133,9 @@ def test_files_that_cannot_be_read(command_line: CommandLine, words: tuple[str, 
 def test_a_file_without_permission(command_line: CommandLine) -> None:
     Path(FILE).write_text("seed: 1\n")
     Path(FILE).chmod(0)
-    command_line.refuses(2, ("config", "check", FILE), f"{FILE}: cannot read the file: Permission denied")
+    command_line.refuses(
+        2, ("config", "check", FILE), f"{FILE}: cannot read the file: Permission denied"
+    )
 
 
 FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -163,7 +172,10 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--set", "optimizer=[1"): ("--set optimizer=[1", "not YAML"),
     ("--set", "seed=&a 1"): ("--set seed=&a 1", "anchors"),
     ("--set", "seed=.nan"): ("--set seed=.nan", "finite"),
-    ("--set", "strategy.name=pase", "--set", "strategy.stage=2"): ("strategy.stage=2", "unknown key 'stage'"),
+    ("--set", "strategy.name=pase", "--set", "strategy.stage=2"): (
+        "strategy.stage=2",
+        "unknown key 'stage'",
+    ),
     ("--set", "strategy.stages=2"): ("strategy.stages=2", "strategy auto has no option 'stages'"),
     ("--set", "seed=1", "--set", "seed.x=1"): ("seed",),
     ("--dim", "batch"): ("--dim 'batch'", "NAME=EXTENT"),

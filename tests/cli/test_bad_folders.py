@@ -27,8 +27,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that trains, its plan for two devices and the plan's program."""
     folder = tmp_path_factory.mktemp("made")
     path = saved(perceptron(trains=True), folder)
-    stages = "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, devices: [1]}]"
-    words = ("--strategy", "manual", "--schedule", "1f1b", "--gpus", "2", "--micro-batches", "2", "--set", stages, "-q")
+    stages = (
+        "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, "
+        "devices: [1]}]"
+    )
+    words = (
+        "--strategy",
+        "manual",
+        "--schedule",
+        "1f1b",
+        "--gpus",
+        "2",
+        "--micro-batches",
+        "2",
+        "--set",
+        stages,
+        "-q",
+    )
     assert main(["plan", str(path), *words]) == 0
     assert main(["codegen", str(folder / PLAN), "-q"]) == 0
     return folder
@@ -132,7 +147,9 @@ def test_a_plan_that_was_cut_or_lost(here: CommandLine) -> None:
     here.refuses(2, ("codegen", PLAN), f"{PLAN} holds no plan", "autopipe plan")
     for words in (("codegen", "gone"), ("show", "gone"), ("compare", "gone")):
         here.refuses(2, words, "gone does not exist")
-    here.refuses(2, ("show", MODEL), f"{MODEL} is neither the folder of a plan nor a schedule of blocks")
+    here.refuses(
+        2, ("show", MODEL), f"{MODEL} is neither the folder of a plan nor a schedule of blocks"
+    )
     here.refuses(2, ("compare",), "DIR")
 
 
@@ -142,7 +159,10 @@ def test_a_plan_that_was_cut_or_lost(here: CommandLine) -> None:
         (_moved_node, ("in no stage",)),
         (_beyond, ("places nodes that the graph", "has not")),
         (lambda plan: plan.update(graph_digest="0" * 64), ("does not belong to this model", MODEL)),
-        (lambda plan: plan.update(model="../gone.onnx"), ("the model of the plan is not at", "gone.onnx")),
+        (
+            lambda plan: plan.update(model="../gone.onnx"),
+            ("the model of the plan is not at", "gone.onnx"),
+        ),
     ],
     ids=["node in no stage", "node that is not there", "digest", "model's path"],
 )
@@ -185,7 +205,14 @@ def test_targets_that_cannot_be_written(here: CommandLine) -> None:
     for target in ("mine", MODEL, "linked", "gone/plan", f"{MODEL}/plan", "/proc/plan", "n" * 300):
         line = here.refuses(2, ("plan", MODEL, "-o", target))
         assert Path(target).name in line or Path(target).parent.name in line
-    for target in ("mine", MODEL, f"{MODEL}/program", "/proc/program", "/proc/gone/program", "n" * 300):
+    for target in (
+        "mine",
+        MODEL,
+        f"{MODEL}/program",
+        "/proc/program",
+        "/proc/gone/program",
+        "n" * 300,
+    ):
         assert Path(target).name in here.refuses(2, ("codegen", PLAN, "-o", target))
     for flag in ("--html", "--trace", "--svg"):
         for target in ("mine", "gone/report", f"{MODEL}/report", "/proc/report", "n" * 300):
@@ -193,7 +220,9 @@ def test_targets_that_cannot_be_written(here: CommandLine) -> None:
 
 
 def test_a_report_is_not_left_where_the_next_file_fails(here: CommandLine) -> None:
-    here.refuses(2, ("show", PLAN, "--html", "report.html", "--trace", "gone/trace.json"), "gone/trace.json")
+    here.refuses(
+        2, ("show", PLAN, "--html", "report.html", "--trace", "gone/trace.json"), "gone/trace.json"
+    )
 
 
 def test_a_disk_that_is_full(here: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,16 +236,27 @@ def test_a_disk_that_is_full(here: CommandLine, monkeypatch: pytest.MonkeyPatch)
         here.refuses(2, ("codegen", PLAN, "-o", target), target, "No space left on device")
     monkeypatch.setattr(os, "replace", full)
     here.refuses(2, ("show", PLAN, "--html", "new.html"), "new.html", "No space left on device")
-    here.refuses(2, ("zoo", "build", "dlrm", "-o", "new.onnx"), "new.onnx", "No space left on device")
+    here.refuses(
+        2, ("zoo", "build", "dlrm", "-o", "new.onnx"), "new.onnx", "No space left on device"
+    )
 
 
 BROKEN_PROGRAMS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
-    "format": (lambda manifest: manifest.update(format="autopipe.program/9"), ("autopipe.program/1", "codegen again")),
+    "format": (
+        lambda manifest: manifest.update(format="autopipe.program/9"),
+        ("autopipe.program/1", "codegen again"),
+    ),
     "world": (lambda manifest: manifest.pop("world_size"), ("damaged", "world_size")),
-    "more ranks": (lambda manifest: manifest.update(world_size=3), ("world_size is 3", "number of ranks, 2")),
+    "more ranks": (
+        lambda manifest: manifest.update(world_size=3),
+        ("world_size is 3", "number of ranks, 2"),
+    ),
     "ranks": (lambda manifest: manifest.update(ranks=3), ("damaged",)),
     "shapes": (lambda manifest: manifest["inputs"][0].update(shape=None), ("damaged",)),
-    "storage": (lambda manifest: manifest["parameters"][0].update(storage={"where": 1}), ("damaged",)),
+    "storage": (
+        lambda manifest: manifest["parameters"][0].update(storage={"where": 1}),
+        ("damaged",),
+    ),
     "model": (lambda manifest: manifest.update(model="here"), ("damaged",)),
     "channel": (lambda manifest: manifest.update(channels=[[1]]), ("damaged",)),
     "stages": (lambda manifest: manifest.update(stages=[1]), ("damaged",)),
@@ -244,7 +284,9 @@ def test_a_program_whose_manifest_is_damaged(here: CommandLine, content: bytes) 
 def test_programs_that_are_none(here: CommandLine) -> None:
     def refused(command: str, *folders: object) -> None:
         for folder in folders:
-            here.refuses(2, (command, folder), str(folder), "is not a program folder", "autopipe codegen")
+            here.refuses(
+                2, (command, folder), str(folder), "is not a program folder", "autopipe codegen"
+            )
 
     refused("launch", "gone", MODEL, PLAN)
     refused("verify", "gone", MODEL)
@@ -269,10 +311,22 @@ def test_programs_that_are_none(here: CommandLine) -> None:
         (("--checkpoint-every", "2"), ("--checkpoint-every needs a folder",)),
         (("--checkpoint", MODEL), ("checkpoints cannot be saved", f"{MODEL} is a file")),
         (("--checkpoint", f"{MODEL}/here"), ("checkpoints cannot be saved", f"{MODEL} is a file")),
-        (("--checkpoint", "/dev/null", "--resume"), ("checkpoints cannot be saved", "/dev/null is a device")),
-        (("--checkpoint", "/dev/null/here"), ("checkpoints cannot be saved", "/dev/null is a device")),
-        (("--checkpoint", "/proc/here"), ("checkpoints cannot be saved", "/proc cannot be written to")),
-        (("--checkpoint", f"gone/{'x' * 300}"), ("checkpoints cannot be saved", "File name too long")),
+        (
+            ("--checkpoint", "/dev/null", "--resume"),
+            ("checkpoints cannot be saved", "/dev/null is a device"),
+        ),
+        (
+            ("--checkpoint", "/dev/null/here"),
+            ("checkpoints cannot be saved", "/dev/null is a device"),
+        ),
+        (
+            ("--checkpoint", "/proc/here"),
+            ("checkpoints cannot be saved", "/proc cannot be written to"),
+        ),
+        (
+            ("--checkpoint", f"gone/{'x' * 300}"),
+            ("checkpoints cannot be saved", "File name too long"),
+        ),
         (("--outputs", "y.npz"), ("collects no outputs", "--mode infer")),
         (("--trace", "gone/trace.json"), ("cannot write gone/trace.json", "no such folder")),
         (("--trace", PLAN), (f"{PLAN} is a folder", "name a file")),
@@ -283,7 +337,9 @@ def test_programs_that_are_none(here: CommandLine) -> None:
     ],
     ids=str,
 )
-def test_flags_of_a_launch(here: CommandLine, words: tuple[str, ...], says: tuple[str, ...]) -> None:
+def test_flags_of_a_launch(
+    here: CommandLine, words: tuple[str, ...], says: tuple[str, ...]
+) -> None:
     here.refuses(2, ("launch", PROGRAM, "--device", "cpu", *words), *says)
 
 

@@ -1,5 +1,6 @@
-"""Files that are no model, broken models and models that are not supported: exit code 3 and one line, from inspect and
-from plan."""
+"""Files that are no model, broken models and models that are not supported: exit code 3 and one
+line, from inspect and from plan.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +77,15 @@ def _duplicate_value() -> onnx.ModelProto:
 
 
 def _control_flow() -> onnx.ModelProto:
-    branch = oh.make_graph([node("Neg", "x", "z")], "branch", [], [oh.make_empty_tensor_value_info("z")])
-    other = oh.make_graph([node("Concat", "x x", "w", axis=0)], "other", [], [oh.make_empty_tensor_value_info("w")])
-    choice = oh.make_node("If", ["flag"], ["y"], name="choice", then_branch=branch, else_branch=other)
+    branch = oh.make_graph(
+        [node("Neg", "x", "z")], "branch", [], [oh.make_empty_tensor_value_info("z")]
+    )
+    other = oh.make_graph(
+        [node("Concat", "x x", "w", axis=0)], "other", [], [oh.make_empty_tensor_value_info("w")]
+    )
+    choice = oh.make_node(
+        "If", ["flag"], ["y"], name="choice", then_branch=branch, else_branch=other
+    )
     return model([choice], {"x": [2], "flag": (onnx.TensorProto.BOOL, [])}, "y")
 
 
@@ -96,7 +103,9 @@ def _mismatch() -> onnx.ModelProto:
 
 
 def _learnt_before() -> onnx.ModelProto:
-    named = oh.make_node("Normalizer", ["x"], ["y"], name="normalizer", domain="ai.onnx.ml", norm="L2")
+    named = oh.make_node(
+        "Normalizer", ["x"], ["y"], name="normalizer", domain="ai.onnx.ml", norm="L2"
+    )
     return model([named], {"x": [2, 3]}, "y", domains=["ai.onnx.ml"])
 
 
@@ -131,7 +140,9 @@ def _missing_value() -> onnx.ModelProto:
 
 
 def _recursive_function() -> onnx.ModelProto:
-    proto = model([oh.make_node("Again", ["x"], ["y"], domain="local")], {"x": [2]}, "y", domains=["local"])
+    proto = model(
+        [oh.make_node("Again", ["x"], ["y"], domain="local")], {"x": [2]}, "y", domains=["local"]
+    )
     body = [oh.make_node("Again", ["a"], ["b"], domain="local")]
     imports = [oh.make_opsetid("", 20), oh.make_opsetid("local", 1)]
     proto.functions.append(oh.make_function("local", "Again", ["a"], ["b"], body, imports))
@@ -145,7 +156,9 @@ def _opset_of(domain: str, version: int) -> onnx.ModelProto:
 
 
 def _opset_in_a_function() -> onnx.ModelProto:
-    proto = model([oh.make_node("Twice", ["x"], ["y"], domain="local")], {"x": [2]}, "y", domains=["local"])
+    proto = model(
+        [oh.make_node("Twice", ["x"], ["y"], domain="local")], {"x": [2]}, "y", domains=["local"]
+    )
     body = [oh.make_node("Add", ["a", "a"], ["b"])]
     imports = [oh.make_opsetid("", 20), oh.make_opsetid("org.example", 2**62)]
     proto.functions.append(oh.make_function("local", "Twice", ["a"], ["b"], body, imports))
@@ -208,18 +221,27 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 """What lies at model.onnx, and what the line says besides its name."""
 
 UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = {
-    "domain": (_unknown_domain, ("org.example.Frobnicate (1)", "a custom operator of domain 'org.example'")),
+    "domain": (
+        _unknown_domain,
+        ("org.example.Frobnicate (1)", "a custom operator of domain 'org.example'"),
+    ),
     "misspelt": (_misspelt, ("Sofmax (1)", "did you mean 'Softmax'?", "'last'")),
     "control flow": (_control_flow, ("If 'choice'", "it depends on data whether 'y' is")),
     "depends on data": (
         lambda: model(
-            [node("NonZero", "x", "n"), node("Einsum", "n n", "y", equation="ij,kl->ijkl")], {"x": [2, 3]}, "y"
+            [node("NonZero", "x", "n"), node("Einsum", "n n", "y", equation="ij,kl->ijkl")],
+            {"x": [2, 3]},
+            "y",
         ),
         ("cannot be told", "nonzero"),
     ),
-    "other learning": (_learnt_before, ("ai.onnx.ml.Normalizer (1)", "'normalizer'", "classical machine learning")),
+    "other learning": (
+        _learnt_before,
+        ("ai.onnx.ml.Normalizer (1)", "'normalizer'", "classical machine learning"),
+    ),
 }
-"""Sound models of which something is not supported, and what the line says besides the file's name."""
+"""Sound models of which something is not supported, and what the line says besides the file's name.
+"""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,6 @@
-"""Requests that do not fit the model: what `plan` and `inspect` refuse once they know it, and with which exit code."""
+"""Requests that do not fit the model: what `plan` and `inspect` refuse once they know it, and with
+which exit code.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,17 @@ def several_losses() -> onnx.ModelProto:
     return model(nodes, {"x": ["batch", 8]}, "a b", {"w": floats(8, 4)})
 
 
-MANUAL = ("--strategy", "manual", "--gpus", "4", "--batch-size", "32", "--micro-batches", "4", "--set")
+MANUAL = (
+    "--strategy",
+    "manual",
+    "--gpus",
+    "4",
+    "--batch-size",
+    "32",
+    "--micro-batches",
+    "4",
+    "--set",
+)
 ONE_STAGE = "{match: 're:.*', stage: 0}"
 HUGE = 10**30
 
@@ -164,7 +176,9 @@ def test_a_plan_that_cannot_be(command_line: CommandLine, name: str) -> None:
     ],
     ids=str,
 )
-def test_dimensions_of_an_inspection(command_line: CommandLine, words: tuple[str, ...], says: tuple[str, ...]) -> None:
+def test_dimensions_of_an_inspection(
+    command_line: CommandLine, words: tuple[str, ...], says: tuple[str, ...]
+) -> None:
     saved(sequences(), command_line.folder)
     command_line.refuses(2, ("inspect", MODEL, *words), *says)
 
@@ -172,7 +186,10 @@ def test_dimensions_of_an_inspection(command_line: CommandLine, words: tuple[str
 def test_dimensions_that_make_a_value_too_large(command_line: CommandLine) -> None:
     saved(sequences(), command_line.folder)
     command_line.refuses(
-        4, ("plan", MODEL, "--strategy", "pipedream", "--dim", f"seq={2**40}"), "stage 0 of 1", "GiB over the limit"
+        4,
+        ("plan", MODEL, "--strategy", "pipedream", "--dim", f"seq={2**40}"),
+        "stage 0 of 1",
+        "GiB over the limit",
     )
 
 
@@ -185,11 +202,17 @@ def test_dimensions_that_make_a_value_too_large(command_line: CommandLine) -> No
         (("gpt", "--set", "layers=0"), ("--set layers=0", "at least 1")),
         (("gpt", "--set", "layers=two"), ("--set layers=two", "whole number")),
         (("gpt", "--set", "size=12b"), ("'12b'", "did you mean '24b'?")),
-        (("gpt", "--set", "hidden=10", "--set", "heads=4"), ("hidden = 10", "heads = 4", "multiple")),
+        (
+            ("gpt", "--set", "hidden=10", "--set", "heads=4"),
+            ("hidden = 10", "heads = 4", "multiple"),
+        ),
         (("gpt", "--set", "weights=zeros"), ("'zeros'", "random, none")),
         (("gpt", "--set", "opset=999"), ("opset is 999", "at most 23")),
         (("gpt", "--set", f"layers={HUGE}"), ("too large",)),
-        (("gpt", "--set", "hidden=4611686018427387904"), ("hidden is 4611686018427387904", "at most")),
+        (
+            ("gpt", "--set", "hidden=4611686018427387904"),
+            ("hidden is 4611686018427387904", "at most"),
+        ),
         (("gpt", "-o", "gone/gpt.onnx"), ("gone", "no such folder")),
         (("gpt", "-o", "."), ("folder",)),
         (("gpt", "-o", "here"), ("here", "folder")),
@@ -200,7 +223,10 @@ def test_dimensions_that_make_a_value_too_large(command_line: CommandLine) -> No
     ids=lambda value: " ".join(value)[:40],
 )
 def test_models_of_the_zoo_that_cannot_be_built(
-    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: tuple[str, ...]
+    command_line: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    says: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**30}))
     Path("here").mkdir()

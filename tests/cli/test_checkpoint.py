@@ -34,28 +34,42 @@ from autopipe.passes.safetensors_files import read_safetensors, write_safetensor
 from tests.passes.frontend.building import floats, model, node, saved
 from tests.passes.frontend.test_apart import torch_export
 
-WEIGHT, STATE = floats(6, 4, seed=1), floats(6, 4, seed=2)
+WEIGHT = floats(6, 4, seed=1)
+STATE = floats(6, 4, seed=2)
 HALVES = [Box((0, 0), (6, 2)), Box((0, 2), (6, 4))]
 
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
-    """A model of one product, and the checkpoints of steps 3 and 5 of two ranks that hold half of the columns each."""
-    path = saved(model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": floats(6, 4)}), tmp_path)
+    """A model of one product, and the checkpoints of steps 3 and 5 of two ranks that hold half of
+    the columns each.
+    """
+    path = saved(
+        model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": floats(6, 4)}), tmp_path
+    )
     for step in (3, 5):
         write_checkpoint(tmp_path / "saved", path, step, WEIGHT * step)
     return tmp_path
 
 
-def write_checkpoint(folder: Path, path: Path, step: int, weight: np.ndarray, forwards: int | None = None) -> None:
-    """Write both halves of `weight` and of an optimizer's state, in a file each, after `forwards` micro-batches."""
+def write_checkpoint(
+    folder: Path, path: Path, step: int, weight: np.ndarray, forwards: int | None = None
+) -> None:
+    """Write both halves of `weight` and of an optimizer's state, in a file each, after `forwards`
+    micro-batches.
+    """
     target = checkpoint_path(folder, step)
     target.mkdir(parents=True)
-    files, values, states = [], [], []
+    files = []
+    values = []
+    states = []
     for rank, box in enumerate(HALVES):
         region = tuple(map(slice, box.starts, box.stops))
         parts = {"w": weight[region], "w.m": STATE[region]}
-        contents = [Content(key, "float32", box.shape, memoryview(part.tobytes())) for key, part in parts.items()]
+        contents = [
+            Content(key, "float32", box.shape, memoryview(part.tobytes()))
+            for key, part in parts.items()
+        ]
         file, offsets = write_shard(target / f"rank_{rank:05d}.safetensors", contents)
         files.append(file)
         values.append(Block(box, rank, offsets["w"], "w"))
@@ -104,7 +118,10 @@ def test_inspect(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [each["step"] for each in said(capsys, "verify", given / "saved")["checkpoints"]] == [3, 5]
+    assert [each["step"] for each in said(capsys, "verify", given / "saved")["checkpoints"]] == [
+        3,
+        5,
+    ]
     file = checkpoint_path(given / "saved", 5) / "rank_00001.safetensors"
     whole = file.read_bytes()
     for damaged, message in (
@@ -124,7 +141,9 @@ def test_verify(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
             file.rmdir()
             file.touch()
     manifest = checkpoint_path(given / "saved", 3) / "manifest.json"
-    manifest.write_text(manifest.read_text(encoding="utf-8").replace("momentum", "nomentum"), encoding="utf-8")
+    manifest.write_text(
+        manifest.read_text(encoding="utf-8").replace("momentum", "nomentum"), encoding="utf-8"
+    )
     assert str(manifest) in refused(capsys, 5, "verify", given / "saved", "--step", "3")
 
 
@@ -151,7 +170,9 @@ def test_verify_looks_whether_blocks_are_the_tensor(
     box = Box(change.get("starts", second.box.starts), change.get("stops", second.box.stops))
     places = {key: value for key, value in change.items() if key in ("file", "offset")}
     blocks = (first, dataclasses.replace(second, box=box, **places))
-    wrong = dataclasses.replace(parameter, value=dataclasses.replace(parameter.value, blocks=blocks))
+    wrong = dataclasses.replace(
+        parameter, value=dataclasses.replace(parameter.value, blocks=blocks)
+    )
     changed = dataclasses.replace(checkpoint, parameters=(wrong,))
     assert document_of(changed) != document_of(checkpoint)
     (path / "manifest.json").write_text(text_of(changed), encoding="utf-8")
@@ -163,7 +184,12 @@ def test_export(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = given / "trained.onnx"
     for words, factor in (((), 5), (("--step", 3), 3)):
         found = said(capsys, "export", given / "saved", "-o", target, *words)
-        assert (found["step"], found["parameters"], found["replaced"], found["added"]) == (factor, 1, 1, 0)
+        assert (found["step"], found["parameters"], found["replaced"], found["added"]) == (
+            factor,
+            1,
+            1,
+            0,
+        )
         (weight,) = onnx.load(str(target)).graph.initializer
         assert np.array_equal(onh.to_array(weight), WEIGHT * factor)
 
@@ -174,20 +200,31 @@ def test_a_model_that_has_moved(given: Path, capsys: pytest.CaptureFixture[str])
     target = given / "trained.onnx"
     error = refused(capsys, 2, "export", given / "saved", "-o", target)
     assert str(given / "model.onnx") in error and "--model FILE" in error
-    assert said(capsys, "export", given / "saved", "-o", target, "--model", moved)["model"] == str(moved)
-    other = saved(model([node("MatMul", "x v", "y")], {"x": [2, 6]}, "y", {"v": floats(6, 4)}), given, "other.onnx")
+    assert said(capsys, "export", given / "saved", "-o", target, "--model", moved)["model"] == str(
+        moved
+    )
+    other = saved(
+        model([node("MatMul", "x v", "y")], {"x": [2, 6]}, "y", {"v": floats(6, 4)}),
+        given,
+        "other.onnx",
+    )
     target.unlink()
-    assert "not the model" in refused(capsys, 2, "export", given / "saved", "-o", target, "--model", other)
+    assert "not the model" in refused(
+        capsys, 2, "export", given / "saved", "-o", target, "--model", other
+    )
     assert not target.exists()
 
 
-def test_weights_go_into_an_export_for_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_go_into_an_export_for_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = {"w": floats(6, 4), "ratio": np.float32(0.1), "on": np.array(True)}
     nodes = [node("Dropout", "x ratio on", "kept"), node("MatMul", "kept w", "y")]
     trained = saved(model(nodes, {"x": [2, 6]}, "y", held), tmp_path)
     write_checkpoint(tmp_path / "saved", trained, 3, WEIGHT)
     evaluated = model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": floats(6, 4)})
-    path, target = saved(evaluated, tmp_path, "evaluated.onnx"), tmp_path / "out.onnx"
+    path = saved(evaluated, tmp_path, "evaluated.onnx")
+    target = tmp_path / "out.onnx"
     said(capsys, "export", tmp_path / "saved", "-o", target, "--model", path)
     proto = onnx.load(str(target))
     assert [each.op_type for each in proto.graph.node] == ["MatMul"]
@@ -202,13 +239,20 @@ def test_there_is_no_such_checkpoint(given: Path, capsys: pytest.CaptureFixture[
     empty.mkdir()
     assert "no committed checkpoint" in refused(capsys, 2, "inspect", empty)
     assert "no such folder" in refused(capsys, 2, "verify", given / "nowhere")
-    assert "there are 3, 5" in refused(capsys, 2, "export", given / "saved", "-o", given / "o.onnx", "--step", "4")
+    assert "there are 3, 5" in refused(
+        capsys, 2, "export", given / "saved", "-o", given / "o.onnx", "--step", "4"
+    )
     assert "folder" in refused(capsys, 2, "export", given / "saved", "-o", given)
 
 
-def test_weights_go_to_safetensors_and_back_into_a_model(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights, target = given / "w.safetensors", given / "again.onnx"
-    assert main(["checkpoint", "export", str(given / "saved"), "-o", str(weights), "--step", "3"]) == 0
+def test_weights_go_to_safetensors_and_back_into_a_model(
+    given: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = given / "w.safetensors"
+    target = given / "again.onnx"
+    assert (
+        main(["checkpoint", "export", str(given / "saved"), "-o", str(weights), "--step", "3"]) == 0
+    )
     stored = safetensors.numpy.load_file(weights)
     assert list(stored) == ["w"] and np.array_equal(stored["w"], WEIGHT * 3)
     (path,) = given.glob("*.onnx")
@@ -224,7 +268,10 @@ def test_weights_go_to_safetensors_and_back_into_a_model(given: Path, capsys: py
     (tensor,) = onnx.load(target).graph.initializer
     assert np.array_equal(onh.to_array(tensor), (WEIGHT * 3).astype(np.float16).astype(np.float32))
     assert "'other'" in capsys.readouterr().err
-    assert main([*command[:2], str(target), "--model", str(path), "-o", str(given / "third.onnx")]) == 0
+    assert (
+        main([*command[:2], str(target), "--model", str(path), "-o", str(given / "third.onnx")])
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,8 +280,16 @@ def test_weights_go_to_safetensors_and_back_into_a_model(given: Path, capsys: py
         (b"", "a header of"),
         ((8).to_bytes(8, "little") + b"{[[[[[[[", "no safetensors file"),
         ((2**40).to_bytes(8, "little") + b"{}", "a header of"),
-        ((56).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}} ', "does not fit"),
-        ((57).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,36]}} ', "no number of"),
+        (
+            (56).to_bytes(8, "little")
+            + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}} ',
+            "does not fit",
+        ),
+        (
+            (57).to_bytes(8, "little")
+            + b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,36]}} ',
+            "no number of",
+        ),
     ],
 )
 def test_what_is_no_safetensors_file_is_refused(
@@ -243,17 +298,37 @@ def test_what_is_no_safetensors_file_is_refused(
     weights = given / "bad.safetensors"
     weights.write_bytes(content)
     (path,) = given.glob("*.onnx")
-    command = ["checkpoint", "import", str(weights), "--model", str(path), "-o", str(given / "never.onnx")]
+    command = [
+        "checkpoint",
+        "import",
+        str(weights),
+        "--model",
+        str(path),
+        "-o",
+        str(given / "never.onnx"),
+    ]
     assert main(command) == 2
     assert message in capsys.readouterr().err
     assert not (given / "never.onnx").exists()
 
 
-def test_weights_of_another_model_are_refused(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_another_model_are_refused(
+    given: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (path,) = given.glob("*.onnx")
-    for tensors, message in (({"v": WEIGHT}, "the first is 'w'"), ({"w": WEIGHT.T.copy()}, "has shape [4, 6]")):
+    for tensors, message in (
+        ({"v": WEIGHT}, "the first is 'w'"),
+        ({"w": WEIGHT.T.copy()}, "has shape [4, 6]"),
+    ):
         safetensors.numpy.save_file(tensors, given / "other.safetensors")
-        command = ["import", given / "other.safetensors", "--model", path, "-o", given / "never.onnx"]
+        command = [
+            "import",
+            given / "other.safetensors",
+            "--model",
+            path,
+            "-o",
+            given / "never.onnx",
+        ]
         assert main(["checkpoint", *map(str, command)]) != 0
         assert message in capsys.readouterr().err
 
@@ -269,7 +344,9 @@ def imported(weights: Path, path: Path, *words: str) -> tuple[int, dict[str, np.
     """The exit code of an import into `path`, and the tensors of the model that it wrote."""
     target = path.with_name("started.onnx")
     target.unlink(missing_ok=True)
-    code = main(["checkpoint", "import", str(weights), "--model", str(path), "-o", str(target), *words])
+    code = main(
+        ["checkpoint", "import", str(weights), "--model", str(path), "-o", str(target), *words]
+    )
     if not target.exists():
         return code, {}
     return code, {each.name: onh.to_array(each) for each in onnx.load(target).graph.initializer}
@@ -307,9 +384,15 @@ def test_files_without_a_common_tensor_are_an_error_in_any_case(
     assert "'a'" in capsys.readouterr().err
 
 
-def test_a_counter_of_batches_needs_no_place(perceptron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_counter_of_batches_needs_no_place(
+    perceptron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = perceptron.with_name("w.safetensors")
-    tensors = {"a": floats(6, 4, seed=3), "b": floats(4, 9, seed=4), "n.num_batches_tracked": np.array(3)}
+    tensors = {
+        "a": floats(6, 4, seed=3),
+        "b": floats(4, 9, seed=4),
+        "n.num_batches_tracked": np.array(3),
+    }
     safetensors.numpy.save_file(tensors, weights)
     assert imported(weights, perceptron)[0] == 0
     assert "n.num_batches_tracked" in capsys.readouterr().err
@@ -320,7 +403,11 @@ def test_a_sharded_set_is_read_by_its_index(perceptron: Path) -> None:
     for name, array in tensors.items():
         safetensors.numpy.save_file({name: array}, perceptron.with_name(f"{name}.safetensors"))
     index = perceptron.with_name("model.safetensors.index.json")
-    index.write_text(json.dumps({"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in tensors}}))
+    index.write_text(
+        json.dumps(
+            {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in tensors}}
+        )
+    )
     code, found = imported(index, perceptron)
     assert code == 0
     assert all(np.array_equal(found[name], array) for name, array in tensors.items())
@@ -355,7 +442,10 @@ def test_weights_are_written_in_shards(given: Path, capsys: pytest.CaptureFixtur
     assert not list(given.glob("*.index.json"))
     assert main([*command, str(given / "w.safetensors.index.json"), "--max-shard-size", "10B"]) == 0
     index = json.loads((given / "w.safetensors.index.json").read_text())
-    assert index == {"metadata": {"total_size": 96}, "weight_map": {"w": "w-00001-of-00001.safetensors"}}
+    assert index == {
+        "metadata": {"total_size": 96},
+        "weight_map": {"w": "w-00001-of-00001.safetensors"},
+    }
     code, found = imported(given / "w.safetensors.index.json", path)
     assert code == 0 and np.array_equal(found["w"], WEIGHT * 5)
     assert main([*command, str(given / "w.onnx"), "--max-shard-size", "5GB"]) == 2
@@ -366,14 +456,21 @@ def test_weights_are_written_in_shards(given: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_shard_has_at_most_the_size_that_is_asked_for(tmp_path: Path) -> None:
-    tensors = [Numbers(Value(name, DType.FLOAT32, (4,)), lambda box: floats(4)[box.slices]) for name in "abcde"]
+    tensors = [
+        Numbers(Value(name, DType.FLOAT32, (4,)), lambda box: floats(4)[box.slices])
+        for name in "abcde"
+    ]
     paths, size = write_safetensors(tmp_path / "w.safetensors", tensors, most=40)
     assert size == 80
     assert [path.name for path in paths] == [
         *(f"w-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
         "w.safetensors.index.json",
     ]
-    assert [sorted(safetensors.numpy.load_file(path)) for path in paths[:-1]] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [sorted(safetensors.numpy.load_file(path)) for path in paths[:-1]] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["e"],
+    ]
     found = read_safetensors(paths[-1])
     assert sorted(found) == list("abcde")
 

@@ -16,11 +16,25 @@ from autopipe.configs.zoo import build, configure
 
 
 def test_some_ranks_are_written_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    sizes = {
+        "layers": "4",
+        "hidden": "32",
+        "heads": "2",
+        "sequence": "16",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", sizes)).save(tmp_path / "gpt.onnx")
     plan = str(tmp_path / "plan")
     flags = ["--gpus", "64", "--strategy", "grid", "--schedule", "1f1b", "--batch-size", "64"]
-    degrees = ["--set", "strategy.pipeline=4", "--set", "strategy.tensor=2", "--micro-batch-size", "8"]
+    degrees = [
+        "--set",
+        "strategy.pipeline=4",
+        "--set",
+        "strategy.tensor=2",
+        "--micro-batch-size",
+        "8",
+    ]
     assert main(["plan", str(tmp_path / "gpt.onnx"), *flags, *degrees, "-q", "-o", plan]) == 0
     assert main(["codegen", plan, "--ranks", "0,63,63", "-q"]) == 0
     program = tmp_path / "plan" / "program"
@@ -30,7 +44,10 @@ def test_some_ranks_are_written_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
     capfd.readouterr()
     for words, message in (
         (["launch", str(program), "--dry-run", "--rank", "5"], "rank 5 was not generated"),
-        (["launch", str(program), "--device", "cpu"], "62 of 64 ranks were not generated, the first is 1"),
+        (
+            ["launch", str(program), "--device", "cpu"],
+            "62 of 64 ranks were not generated, the first is 1",
+        ),
         (["codegen", plan, "--ranks", "64"], "there is no rank 64"),
         (["codegen", plan, "--ranks", "a"], "no list of numbers"),
     ):
@@ -46,9 +63,12 @@ def _split(results: int) -> onnx.ModelProto:
         helper.make_node("Add", [names[0], names[-1]], ["y"]),
     ]
     tensors = [
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, size])] for name, size in (("x", results), ("y", 1))
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, size])]
+        for name, size in (("x", results), ("y", 1))
     ]
-    return helper.make_model(helper.make_graph(nodes, "parts", *tensors), opset_imports=[helper.make_opsetid("", 18)])
+    return helper.make_model(
+        helper.make_graph(nodes, "parts", *tensors), opset_imports=[helper.make_opsetid("", 18)]
+    )
 
 
 def test_the_work_of_an_operator_is_linear_in_its_results(tmp_path: Path) -> None:
@@ -61,9 +81,20 @@ def test_the_work_of_an_operator_is_linear_in_its_results(tmp_path: Path) -> Non
 
     counts = []
     for results in (10, 1000, 2000):  # The first loads the modules.
-        model, plan = tmp_path / f"split_{results}.onnx", str(tmp_path / f"{results}.plan")
+        model = tmp_path / f"split_{results}.onnx"
+        plan = str(tmp_path / f"{results}.plan")
         onnx.save(_split(results), model)
-        flags = ["--mode", "infer", "--gpus", "1", "--strategy", "data_parallel", "--batch-size", "2", "-q"]
+        flags = [
+            "--mode",
+            "infer",
+            "--gpus",
+            "1",
+            "--strategy",
+            "data_parallel",
+            "--batch-size",
+            "2",
+            "-q",
+        ]
         assert main(["plan", str(model), *flags, "-o", plan]) == 0
         calls = 0
         sys.setprofile(count)

@@ -32,7 +32,12 @@ def test_show_prints_a_configuration_that_is_valid(tmp_path: Path) -> None:
     flags = ("--gpus", "4", "--cluster", "summit", "--dim", "seq=7", "--set", "seed=3")
     arguments = ("show", "--config", str(path), *flags)
     read = parse_configuration(run(*arguments).stdout, "shown")
-    assert (read.batch_size, read.optimizer.lr, read.gpus, read.cluster.preset) == (8, 0.5, 4, "summit")
+    assert (read.batch_size, read.optimizer.lr, read.gpus, read.cluster.preset) == (
+        8,
+        0.5,
+        4,
+        "summit",
+    )
     assert (read.model.dims, read.seed) == ((("seq", 7),), 3)
     as_json = json.loads(run(*arguments, "--json").stdout)
     assert (as_json["gpus"], as_json["model"]["dims"]) == (4, {"seq": 7})
@@ -78,7 +83,13 @@ def test_check_takes_configurations_and_clusters(tmp_path: Path) -> None:
     assert "a valid configuration (8 devices of summit)" in run("check", str(path)).stdout
     cluster = Path(__file__).parents[2] / "autopipe/configs/clusters/h200.yaml"
     answer = json.loads(run("check", str(cluster), "--json").stdout)
-    assert answer == {"file": str(cluster), "kind": "cluster", "valid": True, "cluster": "h200", "devices": 8}
+    assert answer == {
+        "file": str(cluster),
+        "kind": "cluster",
+        "valid": True,
+        "cluster": "h200",
+        "devices": 8,
+    }
     path.write_text("seed: 1\ngpuz: 8\n")
     with pytest.raises(ConfigurationError) as caught:
         run("check", str(path))
@@ -93,33 +104,44 @@ def test_check_refuses_what_a_strategy_does_not_have(tmp_path: Path) -> None:
         run("check", str(path))
     assert str(caught.value) == f"{path}:1: unknown key 'step' in strategy (did you mean 'steps'?)"
     path.write_text(CHOSEN.replace("{name: search}", "{name: serch}"))
-    with pytest.raises(ConfigurationError, match=r"no schedule called 'serch' \(did you mean search\?\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"no schedule called 'serch' \(did you mean search\?\)"
+    ):
         run("check", str(path))
 
 
 def test_clusters_lists_the_presets() -> None:
     shown = run("clusters").stdout
     assert all(name in shown for name in ("summit", "a100-80gb", "cpu-local"))
-    listed = {entry["preset"]: entry for entry in json.loads(run("clusters", "--json").stdout)["clusters"]}
+    listed = {
+        entry["preset"]: entry for entry in json.loads(run("clusters", "--json").stdout)["clusters"]
+    }
     assert listed["h200"]["memory_bytes"] == 141 * 10**9
     assert listed["summit"]["levels"][0]["size"] == 4
 
 
 def test_help_names_every_flag() -> None:
     text = run("show", "--help").stdout
-    assert all(flag in text for flag in ("--config", "--batch-size", "--memory-limit", "--dim", "--set", "--json"))
+    assert all(
+        flag in text
+        for flag in ("--config", "--batch-size", "--memory-limit", "--dim", "--set", "--json")
+    )
 
 
 @pytest.mark.parametrize("name", cluster_names())
 def test_a_preset_is_printed_as_a_file_that_is_read(command_line: CommandLine, name: str) -> None:
-    Path("cluster.yaml").write_text(command_line.done("config", "clusters", name).out, encoding="utf-8")
+    Path("cluster.yaml").write_text(
+        command_line.done("config", "clusters", name).out, encoding="utf-8"
+    )
     assert read_cluster("cluster.yaml") == cluster_preset(name)
     printed = json.loads(command_line.done("config", "clusters", name, "--json").out)
     assert printed["name"] == cluster_preset(name).name
 
 
 def test_a_preset_that_is_none(command_line: CommandLine) -> None:
-    command_line.refuses(2, ("config", "clusters", "h100"), "no cluster preset is named 'h100'", "h100-80gb")
+    command_line.refuses(
+        2, ("config", "clusters", "h100"), "no cluster preset is named 'h100'", "h100-80gb"
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +167,9 @@ def test_choices_are_listed_with_their_options(
         for each in next(entry["options"] for entry in listed if entry["name"] == name):
             assert each["key"] in shown and each["meaning"], each["key"]
     name, key = option
-    assert key in [each["key"] for entry in listed if entry["name"] == name for each in entry["options"]]
+    assert key in [
+        each["key"] for entry in listed if entry["name"] == name for each in entry["options"]
+    ]
 
 
 def test_a_strategy_that_is_none(command_line: CommandLine) -> None:

@@ -1,8 +1,10 @@
-"""Behaviour pinned by SHA-256: plans and programs of the zoo by every strategy and scheduler, and what --json prints.
+"""Behaviour pinned by SHA-256: plans and programs of the zoo by every strategy and scheduler, and
+what --json prints.
 
-`./test tests/cli/test_digests.py -m sweep` compares every model with every placement and scheduler, in half an hour on
-an idle machine, and what commands that run ranks print. After a change that is meant, `--update-golden` with
-`-m "sweep or not sweep"` writes all digests anew; the commit says why.
+`./test tests/cli/test_digests.py -m sweep` compares every model with every placement and scheduler,
+in half an hour on an idle machine, and what commands that run ranks print. After a change that is
+meant, `--update-golden` with `-m "sweep or not sweep"` writes all digests anew; the commit says
+why.
 """
 
 from __future__ import annotations
@@ -41,17 +43,31 @@ PLACEMENTS: Mapping[str, tuple[str, ...]] = {
     **{f"tessel_shapes, {shape}": ("--strategy", "tessel_shapes", "--set", f"strategy.shape={shape}")
        for shape in ("v", "x", "m", "nn", "k")},
 }  # fmt: skip
-"""Flags of `autopipe plan` by name: each strategy as it is, and those with options that place differently."""
+"""Flags of `autopipe plan` by name: each strategy as it is, and those with options that place
+differently.
+"""
 
 CLUSTER = ("--cluster", "a100-80gb")
 SCHEDULERS = tuple(name for name in scheduler_names() if name != "csv")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "inference": ("--mode", "infer", "--strategy", "pipedream"),
     "recomputed": ("--set", "recompute=full", "--strategy", "pipedream"),
-    "sharded update": ("--set", "optimizer={name: adamw, lr: 0.01, shard: true}", "--strategy", "data_parallel"),
+    "sharded update": (
+        "--set",
+        "optimizer={name: adamw, lr: 0.01, shard: true}",
+        "--strategy",
+        "data_parallel",
+    ),
     "bf16": ("--set", "precision=bf16", "--strategy", "expert"),
     "frozen": ("--set", "model.frozen=['*embedding*']", "--strategy", "expert"),
-    "eight devices of two kinds": ("--cluster", "a100-v100", "--gpus", "8", "--strategy", "pipedream"),
+    "eight devices of two kinds": (
+        "--cluster",
+        "a100-v100",
+        "--gpus",
+        "8",
+        "--strategy",
+        "pipedream",
+    ),
     "short memory": ("--memory-limit", "300KiB", "--strategy", "tepdist"),
 }
 """Further requests for the small gpt."""
@@ -62,12 +78,18 @@ def test_every_scheduler(command_line: CommandLine, golden: Golden, placement: s
     build("gpt")
     # Tessel's search in chunks ends by its limit, and on a busy machine with another schedule.
     schedulers = [name for name in SCHEDULERS if (placement, name) != ("grid, chunks", "tessel")]
-    golden(text_of(digests("gpt", placement, schedulers)), f"digests/{placement.replace(', ', '_')}.json")
+    golden(
+        text_of(digests("gpt", placement, schedulers)),
+        f"digests/{placement.replace(', ', '_')}.json",
+    )
 
 
 def test_every_placement(command_line: CommandLine, golden: Golden) -> None:
     build("gpt")
-    golden(text_of({name: digests("gpt", name, ("1f1b",)) for name in PLACEMENTS}), "digests/placements.json")
+    golden(
+        text_of({name: digests("gpt", name, ("1f1b",)) for name in PLACEMENTS}),
+        "digests/placements.json",
+    )
 
 
 def test_every_model(command_line: CommandLine, golden: Golden) -> None:
@@ -81,14 +103,19 @@ def test_every_model(command_line: CommandLine, golden: Golden) -> None:
 
 def test_further_requests(command_line: CommandLine, golden: Golden) -> None:
     build("gpt")
-    found = {name: planned(command_line.folder, "gpt.onnx", *CLUSTER, *words) for name, words in VARIANTS.items()}
+    found = {
+        name: planned(command_line.folder, "gpt.onnx", *CLUSTER, *words)
+        for name, words in VARIANTS.items()
+    }
     golden(text_of(found), "digests/requests.json")
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", SIZES)
-def test_every_model_placement_and_scheduler(command_line: CommandLine, golden: Golden, model: str) -> None:
+def test_every_model_placement_and_scheduler(
+    command_line: CommandLine, golden: Golden, model: str
+) -> None:
     build(model)
     found = {name: folded(digests(model, name, SCHEDULERS)) for name in PLACEMENTS}
     golden(text_of(found), f"digests/sweep/{model}.json")
@@ -98,12 +125,30 @@ def test_what_commands_print_with_json(command_line: CommandLine, golden: Golden
     """All commands that only read and plan, one after the other in one folder."""
     build("gpt")
     done = command_line.done
-    done("plan", "gpt.onnx", "--gpus", 4, *CLUSTER, "--strategy", "pipedream", "--schedule", "gpipe", "-o", "other")
-    train = "cluster: {preset: a100-80gb}\noptimizer: {name: adamw}\nstrategy: {name: grid, pipeline: 2}\n"
+    done(
+        "plan",
+        "gpt.onnx",
+        "--gpus",
+        4,
+        *CLUSTER,
+        "--strategy",
+        "pipedream",
+        "--schedule",
+        "gpipe",
+        "-o",
+        "other",
+    )
+    train = (
+        "cluster: {preset: a100-80gb}\noptimizer: {name: adamw}\nstrategy: {name: grid, pipeline: "
+        "2}\n"
+    )
     (command_line.folder / "train.yaml").write_text(train)
     commands = (
         "inspect gpt.onnx",
-        "plan gpt.onnx --gpus 4 --strategy grid --set strategy.pipeline=2 --schedule 1f1b --annotate own.onnx -o plan",
+        (
+            "plan gpt.onnx --gpus 4 --strategy grid --set strategy.pipeline=2 --schedule 1f1b "
+            "--annotate own.onnx -o plan"
+        ),
         "plan gpt.onnx --gpus 4 --no-cache -o auto",
         "plan own.onnx --gpus 4 --strategy manual -o by-hand",
         "plan --from plan --schedule tessel -o again",
@@ -131,9 +176,23 @@ def test_what_commands_print_with_json(command_line: CommandLine, golden: Golden
         "plan gpt.onnx --gpus 3 --strategy data_parallel --batch-size 16",
         "plan missing.onnx",
     )
-    golden(text_of({words: printed(command_line, words) for words in commands}), "digests/commands.json")
-    written = ("report.html", "trace.json", "order.csv", "picture.svg", "compared.html", "blocks.json", "blocks.svg")
-    golden(text_of({name: digest([command_line.folder / name]) for name in written}), "digests/written.json")
+    golden(
+        text_of({words: printed(command_line, words) for words in commands}),
+        "digests/commands.json",
+    )
+    written = (
+        "report.html",
+        "trace.json",
+        "order.csv",
+        "picture.svg",
+        "compared.html",
+        "blocks.json",
+        "blocks.svg",
+    )
+    golden(
+        text_of({name: digest([command_line.folder / name]) for name in written}),
+        "digests/written.json",
+    )
 
 
 @pytest.mark.sweep
@@ -142,7 +201,19 @@ def test_what_commands_that_run_print_with_json(command_line: CommandLine, golde
     """Which keys they print, and of which types: their numbers are measured."""
     build("gpt")
     done = command_line.done
-    done("plan", "gpt.onnx", "--gpus", 2, *CLUSTER, "--strategy", "pipedream", "--batch-size", 4, "-o", "plan")
+    done(
+        "plan",
+        "gpt.onnx",
+        "--gpus",
+        2,
+        *CLUSTER,
+        "--strategy",
+        "pipedream",
+        "--batch-size",
+        4,
+        "-o",
+        "plan",
+    )
     done("codegen", "plan")
     commands = (
         "launch plan/program --device cpu --steps 2 --checkpoint saved",
@@ -154,7 +225,8 @@ def test_what_commands_that_run_print_with_json(command_line: CommandLine, golde
         "profile gpt.onnx --device cpu --micro-batch-sizes 1 --seconds 0.1 -o gpt.costs",
     )
     found = {
-        words: outline(json.loads(done(*words.split(), "--json", "-q").out.splitlines()[-1])) for words in commands
+        words: outline(json.loads(done(*words.split(), "--json", "-q").out.splitlines()[-1]))
+        for words in commands
     }
     golden(json.dumps(found, indent=1, sort_keys=True) + "\n", "digests/running.json")
 
@@ -162,7 +234,9 @@ def test_what_commands_that_run_print_with_json(command_line: CommandLine, golde
 def build(model: str) -> None:
     """Write the small `model` with a loss into the working folder."""
     settings = {**SIZES[model], "loss": "true", "weights": "none"}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={as_text(value)}")]
+    words = [
+        word for key, value in settings.items() for word in ("--set", f"{key}={as_text(value)}")
+    ]
     assert main(["zoo", "build", model, "-o", f"{model}.onnx", "-q", *words]) == 0
 
 
@@ -172,12 +246,24 @@ def as_text(value: object) -> str:
 
 def digests(model: str, placement: str, schedulers: Iterable[str]) -> dict[str, str]:
     """Digests by scheduler of the plans with one placement, and of their programs."""
-    first, folder = "1f1b", Path.cwd()
-    words = (f"{model}.onnx", *PLACEMENTS[placement], "--gpus", "4", "--batch-size", "32", "--micro-batches", "8")
+    first = "1f1b"
+    folder = Path.cwd()
+    words = (
+        f"{model}.onnx",
+        *PLACEMENTS[placement],
+        "--gpus",
+        "4",
+        "--batch-size",
+        "32",
+        "--micro-batches",
+        "8",
+    )
     words = (*words, *CLUSTER)
     found = {first: planned(folder, *words, "--schedule", first, "-o", "first", name="first")}
     if not (folder / "first").exists():  # A placement that 1F1B cannot take may still be another's.
-        found[first] += " " + planned(folder, *words, "--schedule", "tessel", "-o", "first", name="first")
+        found[first] += " " + planned(
+            folder, *words, "--schedule", "tessel", "-o", "first", name="first"
+        )
     for scheduler in schedulers:
         if scheduler != first and (folder / "first").exists():
             found[scheduler] = planned(folder, "--from", "first", "--schedule", scheduler)
@@ -185,9 +271,20 @@ def digests(model: str, placement: str, schedulers: Iterable[str]) -> dict[str, 
 
 
 def planned(folder: Path, *words: str, name: str = "plan") -> str:
-    """Digests of a plan's files and of its program's, or the exit code of a request that is refused."""
+    """Digests of a plan's files and of its program's, or the exit code of a request that is
+    refused.
+    """
     # By SGD, whose state is nothing: what is pinned is the search, not the optimizer.
-    if code := main(["plan", "--set", "optimizer.name=sgd", *words, *(() if "-o" in words else ("-o", name)), "-q"]):
+    if code := main(
+        [
+            "plan",
+            "--set",
+            "optimizer.name=sgd",
+            *words,
+            *(() if "-o" in words else ("-o", name)),
+            "-q",
+        ]
+    ):
         return f"exit {code}"
     plan = digest(sorted((folder / name).glob("*.*")))
     if code := main(["codegen", name, "-o", "program", "-q"]):
@@ -210,7 +307,11 @@ def printed(command_line: CommandLine, words: str) -> str:
     """The digest of what a command prints with --json, or the exit code of one that fails."""
     target = CLUSTER if words.startswith("plan ") and "--from" not in words else ()
     shown = command_line.run(*words.split(), *target, "--json", "-q")
-    return f"exit {shown.code}" if shown.code else hashlib.sha256(settled(shown.out).encode()).hexdigest()[:12]
+    return (
+        f"exit {shown.code}"
+        if shown.code
+        else hashlib.sha256(settled(shown.out).encode()).hexdigest()[:12]
+    )
 
 
 def settled(text: str) -> str:
@@ -226,9 +327,19 @@ def settled(text: str) -> str:
 
 
 def without_times(value: Any) -> Any:
-    """The value without how long searches took, and without digests of files and unrounded numbers. The figures for
-    metrics in a manifest follow from the plan, whose own digest is there."""
-    unsettled = {"metrics", "search_time_s", "search_s", "seconds", "sha256", "plan_digest", "digest", "graph_digest"}
+    """The value without how long searches took, and without digests of files and unrounded numbers.
+    The figures for metrics in a manifest follow from the plan, whose own digest is there.
+    """
+    unsettled = {
+        "metrics",
+        "search_time_s",
+        "search_s",
+        "seconds",
+        "sha256",
+        "plan_digest",
+        "digest",
+        "graph_digest",
+    }
     if isinstance(value, dict):
         return {key: without_times(each) for key, each in value.items() if key not in unsettled}
     return [without_times(each) for each in value] if isinstance(value, list) else value
@@ -240,7 +351,11 @@ def outline(value: Any) -> Any:
         return {key: outline(each) for key, each in value.items()}
     if isinstance(value, list):
         return [outline(value[0])] if value else []
-    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+    return (
+        "number"
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else type(value).__name__
+    )
 
 
 def folded(found: Mapping[str, str]) -> str:

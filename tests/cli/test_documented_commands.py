@@ -1,7 +1,9 @@
-"""Every command that a page of docs/ or the README shows runs; the tutorial's are typed in test_tutorial.py.
+"""Every command that a page of docs/ or the README shows runs; the tutorial's are typed in
+test_tutorial.py.
 
-Each page is typed from top to bottom in a folder that holds the models and plans it takes for granted, small ones, with
-long runs cut short as `SHORTER` says. `./demo` and `./test` are run by `.ci/run`.
+Each page is typed from top to bottom in a folder that holds the models and plans it takes for
+granted, small ones, with long runs cut short as `SHORTER` says. `./demo` and `./test` are run by
+`.ci/run`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ COMMAND = re.compile(
     r"(?P<shown>(?:(?!(?:    )?(?:\$ |autopipe )).*\n)*)",
     re.M,
 )
-BLOCK = re.compile(r"^```(?P<kind>sh|console|yaml)\n(?P<text>.*?)^```$|(?P<indented>(?:^    .*\n)+)", re.M | re.S)
+BLOCK = re.compile(
+    r"^```(?P<kind>sh|console|yaml)\n(?P<text>.*?)^```$|(?P<indented>(?:^    .*\n)+)", re.M | re.S
+)
 NAMED = re.compile(r"# (?P<name>\S+\.yaml)\n")
 """The first line of a YAML file that a page shows."""
 PAGES = {
@@ -34,19 +38,32 @@ PAGES = {
 }
 """The pages that show commands, with their texts."""
 
-SMALL = "--set loss=true --set layers=2 --set hidden=32 --set heads=2 --set vocabulary=64 --set sequence=8"
+SMALL = (
+    "--set loss=true --set layers=2 --set hidden=32 --set heads=2 --set vocabulary=64 --set "
+    "sequence=8"
+)
 GPT = f"autopipe zoo build gpt -o gpt.onnx {SMALL}"
-PLAN = "autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --batch-size 4 --strategy pipedream --schedule"
+PLAN = (
+    "autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --batch-size 4 --strategy pipedream "
+    "--schedule"
+)
 PROGRAM = (GPT, f"{PLAN} 1f1b -o gpt.plan", "autopipe codegen gpt.plan")
-MEASURED = "autopipe profile gpt.onnx --source onnxruntime --seconds 0.1 --micro-batch-sizes 1 -o dlrm.onnx.costs"
-DECODER = "autopipe plan decoder.onnx --mode infer --dim sequence_length=1 --dim past_sequence_length=7"
+MEASURED = (
+    "autopipe profile gpt.onnx --source onnxruntime --seconds 0.1 --micro-batch-sizes 1 -o "
+    "dlrm.onnx.costs"
+)
+DECODER = (
+    "autopipe plan decoder.onnx --mode infer --dim sequence_length=1 --dim past_sequence_length=7"
+)
 SAMPLES = 4
 PREPARED: dict[str, tuple[str, ...]] = {
     "README.md": ("autopipe zoo build gpt -o model.onnx --set loss=true",),
     "checkpoint.md": PROGRAM,
     "data.md": PROGRAM,
     "clusters.md": (GPT,),
-    "graphpipe.md": ("autopipe zoo build candle-uno -o candle.onnx --set loss=true --set weights=none",),
+    "graphpipe.md": (
+        "autopipe zoo build candle-uno -o candle.onnx --set loss=true --set weights=none",
+    ),
     "profile.md": (GPT, MEASURED),
     "reference-commands.md": (
         *PROGRAM,
@@ -54,7 +71,10 @@ PREPARED: dict[str, tuple[str, ...]] = {
         f"{PLAN} 1f1b -o gpt.1f1b.plan",
         f"{PLAN} gpipe -o gpt.gpipe.plan",
         "autopipe zoo build llama -o llama.onnx --set loss=true",
-        "autopipe plan llama.onnx --gpus 2 --strategy grid --batch-size 4 --schedule 1f1b -o llama.plan",
+        (
+            "autopipe plan llama.onnx --gpus 2 --strategy grid --batch-size 4 --schedule 1f1b -o "
+            "llama.plan"
+        ),
         "autopipe schedule --shape v --devices 2 --units 4 -o schedule.json",
         f"{DECODER} --gpus 1 --strategy data_parallel --batch-size 2 -o decoder.plan",
     ),
@@ -122,7 +142,11 @@ SHORTER = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(
-    here: None, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    here: None,
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("demo-output").mkdir()
@@ -140,7 +164,9 @@ def test_commands_of_a_page(
         typed(command, False, capfd)
     if Path("model.onnx").exists():
         inputs = read_model(Path("model.onnx"), batch=SAMPLES).graph.inputs
-        np.savez("batches.npz", **{each.name: np.ones(each.shape, each.dtype.value) for each in inputs})
+        np.savez(
+            "batches.npz", **{each.name: np.ones(each.shape, each.dtype.value) for each in inputs}
+        )
     for block in BLOCK.finditer(PAGES[page]):
         if block["kind"] == "yaml":
             if named := NAMED.match(block["text"]):

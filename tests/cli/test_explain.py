@@ -1,4 +1,6 @@
-"""`autopipe explain`: its prices are those of the plans it names, and it refuses what there is not."""
+"""`autopipe explain`: its prices are those of the plans it names, and it refuses what there is
+not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.plan import Alternative, Choice, best_of_each
 from tests.cli.command_line import CommandLine
 
-GPT = {"layers": "1", "hidden": "16", "heads": "2", "sequence": "8", "vocabulary": "32", "loss": "true"}
+GPT = {
+    "layers": "1",
+    "hidden": "16",
+    "heads": "2",
+    "sequence": "8",
+    "vocabulary": "32",
+    "loss": "true",
+}
 MODELS = {
     "gpt": GPT,
     "dlrm": {"loss": "true"},
@@ -34,7 +43,9 @@ def planned(here: CommandLine, model: str, *words: object) -> str:
 
 
 def check_commands(here: CommandLine, wanted: int) -> None:
-    """Plan the best of each strategy, with a step, and the next best, by the command line that is told."""
+    """Plan the best of each strategy, with a step, and the next best, by the command line that is
+    told.
+    """
     told = explained(here)
     rows = [each for each in told["alternatives"] if each.get("step_time_s") is not None]
     assert told["summary"]["step_time_s"] == min(each["step_time_s"] for each in rows)
@@ -49,7 +60,9 @@ def check_commands(here: CommandLine, wanted: int) -> None:
         assert found["summary"]["schedule"] == each["choice"]["schedule"]
 
 
-def test_alternatives_forced_take_what_was_stated(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternatives_forced_take_what_was_stated(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     screen = planned(command_line, "gpt").splitlines()
     assert any(line.startswith("data_parallel") for line in screen)
@@ -60,7 +73,9 @@ def test_alternatives_forced_take_what_was_stated(command_line: CommandLine, mon
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("words", [(), ("--micro-batches", "4"), ("--micro-batch-size", "2", "--schedule", "1f1b")])
+@pytest.mark.parametrize(
+    "words", [(), ("--micro-batches", "4"), ("--micro-batch-size", "2", "--schedule", "1f1b")]
+)
 def test_alternatives_of_many_models_forced_take_what_was_stated(
     command_line: CommandLine, model: str, words: tuple[str, ...]
 ) -> None:
@@ -68,7 +83,9 @@ def test_alternatives_of_many_models_forced_take_what_was_stated(
     check_commands(command_line, 20)
 
 
-def test_a_nodes_other_places_take_what_planning_the_edited_file_gives(command_line: CommandLine) -> None:
+def test_a_nodes_other_places_take_what_planning_the_edited_file_gives(
+    command_line: CommandLine,
+) -> None:
     planned(command_line, "gpt", "--strategy", "data_parallel", "--schedule", "gpipe")
     found = explained(command_line, "--node", "*query/MatMul")
     assert found["node"]["op"] == "MatMul"
@@ -76,7 +93,9 @@ def test_a_nodes_other_places_take_what_planning_the_edited_file_gives(command_l
     whole = next(each for each in found["others"] if each["what"] == "not split")
     placement = command_line.folder / "p/placement.yaml"
     document = yaml.safe_load(placement.read_text())
-    document["strategy"]["placement"][0]["splits"].append({"split": {}, "nodes": [found["node"]["name"]]})
+    document["strategy"]["placement"][0]["splits"].append(
+        {"split": {}, "nodes": [found["node"]["name"]]}
+    )
     placement.write_text(yaml.safe_dump(document))
     edited = json.loads(command_line.done("plan", "--from", "p", "-o", "q", "--json", "-q").out)
     assert edited["summary"]["step_time_s"] == whole["step_time_s"]
@@ -87,7 +106,9 @@ def test_a_device_does_or_waits_all_of_the_step(command_line: CommandLine) -> No
     for device in range(2):
         found = explained(command_line, "--device", device)
         report = found["device"]
-        waits = sum(seconds for _, seconds in report["waits"]) + report["messages_s"] + report["end_s"]
+        waits = (
+            sum(seconds for _, seconds in report["waits"]) + report["messages_s"] + report["end_s"]
+        )
         assert found["busy_s"] + waits == pytest.approx(found["step_time_s"])
     shown = command_line.done("explain", "p", "--device", 1).out
     assert "waits for device 0" in shown
@@ -105,14 +126,26 @@ def test_json_holds_the_breakdown_of_the_step(command_line: CommandLine) -> None
     assert found["next_best"] is None
     assert {each["what"] for each in found["helps"]} >= {"twice the memory", "twice the devices"}
     rates = {each["what"]: each["samples_per_s"] for each in found["helps"]}
-    better = [rate for what, rate in rates.items() if what.startswith(("twice the bandwidth", "twice the memory"))]
-    assert len(better) >= 2 and min(better) >= found["summary"]["samples_per_s"], "better conditions are never worse"
+    better = [
+        rate
+        for what, rate in rates.items()
+        if what.startswith(("twice the bandwidth", "twice the memory"))
+    ]
+    assert len(better) >= 2 and min(better) >= found["summary"]["samples_per_s"], (
+        "better conditions are never worse"
+    )
 
 
 def test_the_screens_of_a_named_strategy(command_line: CommandLine) -> None:
     planned(command_line, "gpt", "--strategy", "pipedream", "--schedule", "1f1b")
     whole = command_line.done("explain", "p").out
-    for words in ("ideal", "of the step:", "the strategy was named", "twice the devices", "twice the memory"):
+    for words in (
+        "ideal",
+        "of the step:",
+        "the strategy was named",
+        "twice the devices",
+        "twice the memory",
+    ):
         assert words in whole
     stage = command_line.done("explain", "p", "--stage", 0).out
     assert "what else" in stage
@@ -122,7 +155,12 @@ def test_the_screens_of_a_named_strategy(command_line: CommandLine) -> None:
 def test_what_there_is_not_is_refused(command_line: CommandLine) -> None:
     planned(command_line, "gpt", "--strategy", "pipedream", "--schedule", "1f1b")
     refuses = command_line.refuses
-    refuses(2, ("explain", "p", "--node", "quary"), "no node's name matches 'quary'", "the nearest name is")
+    refuses(
+        2,
+        ("explain", "p", "--node", "quary"),
+        "no node's name matches 'quary'",
+        "the nearest name is",
+    )
     refuses(2, ("explain", "p", "--node", "*"), "nodes", "give one's number")
     refuses(2, ("explain", "p", "--node", "99999"), "there is no node 99999")
     refuses(2, ("explain", "p", "--stage", "7"), "the plan has no stage 7", "stages: 0 to 1")

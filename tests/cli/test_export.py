@@ -1,4 +1,6 @@
-"""`autopipe export` and `autopipe.export`: what is written trains as the module does, or is rejected."""
+"""`autopipe export` and `autopipe.export`: what is written trains as the module does, or is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from autopipe.passes.frontend.scopes import layers_of
 from tests.cli.command_line import CommandLine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("here")]
-SAMPLES, TOKENS, WIDTH, CLASSES = 4, 3, 6, 5
+SAMPLES = 4
+TOKENS = 3
+WIDTH = 6
+CLASSES = 5
 
 
 class Reversed(torch.autograd.Function):
@@ -65,7 +70,9 @@ def data_of_a_tensor(x: torch.Tensor, h: torch.Tensor, layer: nn.Module) -> torc
 class Classifier(nn.Module):
     """An embedding, a normalised layer, and a part that changes how gradients flow."""
 
-    def __init__(self, part: Callable[..., torch.Tensor] | None = None, padding: int | None = None) -> None:
+    def __init__(
+        self, part: Callable[..., torch.Tensor] | None = None, padding: int | None = None
+    ) -> None:
         super().__init__()
         self.table = nn.Embedding(CLASSES, WIDTH, padding_idx=padding)
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -134,7 +141,9 @@ def test_the_module_stays_as_it_is(tmp_path: Path) -> None:
     written(module, tmp_path)
     assert modes == [each.training for each in module.modules()]
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert [name for name, each in module.named_parameters() if not each.requires_grad] == ["table.weight"]
+    assert [name for name, each in module.named_parameters() if not each.requires_grad] == [
+        "table.weight"
+    ]
     assert all(each.grad is None for each in module.parameters())
 
 
@@ -158,11 +167,15 @@ def test_frozen_parameters_and_names_are_kept(tmp_path: Path) -> None:
     assert {each.value.name for each in graph.parameters if each.trainable} == {
         "table.weight", "norm.weight", "norm.bias", "head.weight", "head.bias",
     }  # fmt: skip
-    assert {each.value.name for each in graph.parameters} == module.state_dict().keys() - {"norm.num_batches_tracked"}
+    assert {each.value.name for each in graph.parameters} == module.state_dict().keys() - {
+        "norm.num_batches_tracked"
+    }
 
 
 class Remembering(nn.Module):
-    """A layer whose buffer follows its inputs, and an entry of the `state_dict` that is no tensor."""
+    """A layer whose buffer follows its inputs, and an entry of the `state_dict` that is no
+    tensor.
+    """
 
     seen: torch.Tensor
 
@@ -273,7 +286,9 @@ def test_a_forward_that_runs_again_must_change_nothing(tmp_path: Path) -> None:
 
     module = Recomputed()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with pytest.raises(VerificationError, match=r"changes part\.1\.running_mean, .* twice in a step"):
+    with pytest.raises(
+        VerificationError, match=r"changes part\.1\.running_mean, .* twice in a step"
+    ):
         written_rows(module, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     module.part[1].eval()
@@ -283,9 +298,13 @@ def test_a_forward_that_runs_again_must_change_nothing(tmp_path: Path) -> None:
 def test_a_module_with_a_part_under_several_names_stays_as_it_is(tmp_path: Path) -> None:
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
     module = nn.Sequential(block, block, nn.Linear(WIDTH, CLASSES))
-    before = {name: (tensor, tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()}
+    before = {
+        name: (tensor, tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()
+    }
     written_rows(module, tmp_path)
-    subject = subject_of(module, torch.randn(SAMPLES, WIDTH), F.cross_entropy, torch.arange(SAMPLES))
+    subject = subject_of(
+        module, torch.randn(SAMPLES, WIDTH), F.cross_entropy, torch.arange(SAMPLES)
+    )
     moved = evaluate(subject, subject.tensors, ulps=1e4).gradients["0.0.weight"]
     kept = evaluate(subject, subject.tensors).gradients["0.0.weight"]
     assert moved is not None and kept is not None and not (moved == kept).all()
@@ -296,7 +315,9 @@ def test_a_module_with_a_part_under_several_names_stays_as_it_is(tmp_path: Path)
 def test_parameters_in_one_memory_are_rejected(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     module[2].weight = nn.Parameter(module[0].weight.data.t())
-    with pytest.raises(ConfigurationError, match=r"'0\.weight' and '2\.weight' are different tensors in one memory"):
+    with pytest.raises(
+        ConfigurationError, match=r"'0\.weight' and '2\.weight' are different tensors in one memory"
+    ):
         written_rows(module, tmp_path)
     joined = torch.randn(WIDTH, 2 * WIDTH)
     module[0].weight, module[2].weight = (nn.Parameter(part) for part in joined.chunk(2, 1))
@@ -362,7 +383,8 @@ class Projected(nn.Module):
 
 
 def test_parameters_named_as_inputs_and_as_the_loss_keep_their_names(tmp_path: Path) -> None:
-    rows, labels = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES)
+    rows = torch.randn(SAMPLES, WIDTH)
+    labels = torch.arange(SAMPLES)
     path = autopipe.export(Scaled(), rows, tmp_path / "model.onnx", loss=Projected(), labels=labels)
     graph = read_model(path).graph
     assert [each.name for each in graph.inputs] == ["input_", "labels_"]
@@ -375,11 +397,21 @@ def test_parameters_named_as_inputs_and_as_the_loss_keep_their_names(tmp_path: P
 
 
 def test_weights_of_a_module_leave_those_of_its_loss(command_line: CommandLine) -> None:
-    module, folder = Scaled(), command_line.folder
-    rows, labels = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES)
+    module = Scaled()
+    folder = command_line.folder
+    rows = torch.randn(SAMPLES, WIDTH)
+    labels = torch.arange(SAMPLES)
     autopipe.export(module, rows, folder / "model.onnx", loss=Projected(), labels=labels)
     safetensors.torch.save_file(Scaled().state_dict(), folder / "fresh.safetensors")
-    words = "checkpoint", "import", "fresh.safetensors", "--model", "model.onnx", "-o", "started.onnx"
+    words = (
+        "checkpoint",
+        "import",
+        "fresh.safetensors",
+        "--model",
+        "model.onnx",
+        "-o",
+        "started.onnx",
+    )
     assert "keep their weights: 'loss_.weight'" in command_line.done(*words).err
 
 
@@ -399,7 +431,9 @@ def test_an_entry_of_the_state_that_is_no_tensor_is_told(tmp_path: Path) -> None
     _, labels = example()
     rows = torch.randn(SAMPLES, WIDTH)
     with pytest.warns(UserWarning, match=r"_extra_state \(a dict, no tensor\)"):
-        autopipe.export(Remembering(False), rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels)
+        autopipe.export(
+            Remembering(False), rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels
+        )
 
 
 def test_an_extra_state_that_is_a_tensor_is_stored(tmp_path: Path) -> None:
@@ -410,7 +444,10 @@ def test_an_extra_state_that_is_a_tensor_is_stored(tmp_path: Path) -> None:
 
 def test_the_state_is_recorded_with_ties_and_counters(tmp_path: Path) -> None:
     model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
     )
     model[2].weight = model[0].weight
     model[3].eval()
@@ -418,7 +455,9 @@ def test_the_state_is_recorded_with_ties_and_counters(tmp_path: Path) -> None:
     model.unused.register_parameter("scale", nn.Parameter(torch.arange(3.0)))
     model.unused.register_buffer("temporary", torch.ones(2), persistent=False)
     proto = onnx.load(written_rows(model, tmp_path))
-    (record,) = [json.loads(each.value) for each in proto.metadata_props if each.key == "autopipe.state_dict"]
+    (record,) = [
+        json.loads(each.value) for each in proto.metadata_props if each.key == "autopipe.state_dict"
+    ]
     assert list(record["names"]) == list(model.state_dict())
     held = {each.name: onnx.numpy_helper.to_array(each) for each in proto.graph.initializer}
     assert record["names"]["2.weight"] == record["names"]["0.weight"] == "0.weight"
@@ -429,17 +468,24 @@ def test_the_state_is_recorded_with_ties_and_counters(tmp_path: Path) -> None:
 
 def written_rows(module: nn.Module, folder: Path) -> Path:
     """Export a module of rows."""
-    rows, labels = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES)
+    rows = torch.randn(SAMPLES, WIDTH)
+    labels = torch.arange(SAMPLES)
     return autopipe.export(module, rows, folder / "model.onnx", loss=F.cross_entropy, labels=labels)
 
 
 def test_layers_have_the_names_of_the_module(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, CLASSES)))
+    module = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    )
     _, labels = example()
     rows = torch.randn(SAMPLES, WIDTH)
-    path = autopipe.export(module, rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels)
+    path = autopipe.export(
+        module, rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels
+    )
     read = read_model(path)
-    layers = dict(zip([node.op for node in read.graph.nodes], layers_of(read.source, read.graph), strict=True))
+    layers = dict(
+        zip([node.op for node in read.graph.nodes], layers_of(read.source, read.graph), strict=True)
+    )
     assert layers["Tanh"] == "1"
     assert layers["SoftmaxCrossEntropyLoss"] == ""
 
@@ -468,7 +514,9 @@ class Attentive(nn.Module):
 def test_dropout_of_attention_and_an_input_that_is_given_twice_are_kept(tmp_path: Path) -> None:
     tokens, _ = example()
     torch.manual_seed(0)
-    path = autopipe.export(Attentive(), {"tokens": tokens, "labels": tokens}, tmp_path / "model.onnx")
+    path = autopipe.export(
+        Attentive(), {"tokens": tokens, "labels": tokens}, tmp_path / "model.onnx"
+    )
     read = read_model(path)
     assert [each.name for each in read.graph.inputs] == ["tokens", "labels"]
     assert [each.op for each in read.graph.nodes].count("Dropout") == 2
@@ -515,7 +563,9 @@ def test_a_dropout_under_no_grad_has_no_gradient(tmp_path: Path) -> None:
                 gate = self.drop(h)
             return h + gate  # type: ignore[no-any-return]
 
-    assert "StopGradient" in [each.op for each in read_model(written_rows(Gated(), tmp_path)).graph.nodes]
+    assert "StopGradient" in [
+        each.op for each in read_model(written_rows(Gated(), tmp_path)).graph.nodes
+    ]
 
 
 class Drawing(nn.Module):
@@ -590,7 +640,9 @@ def wrong():
 
 
 @pytest.fixture
-def command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CommandLine:
     monkeypatch.setattr(sys, "path", list(sys.path))
     return CommandLine.prepare(tmp_path, monkeypatch, capsys)
 
@@ -600,13 +652,19 @@ def test_the_command_exports_what_a_factory_returns(command_line: CommandLine) -
     (command_line.folder / "sizes.py").write_text("WIDTH = 4\n", encoding="utf-8")
     shown = command_line.done("export", "small.py:factory", "-o", "small.onnx", "--json")
     data = json.loads(shown.out)
-    assert data["frozen"] == ["0.bias"] and data["inputs"] == ["input", "labels"] and data["parameters"] == 4
+    assert (
+        data["frozen"] == ["0.bias"]
+        and data["inputs"] == ["input", "labels"]
+        and data["parameters"] == 4
+    )
     assert "3 gradients" in data["compared"]
     command_line.done("export", "small.py:by_name", "--no-check")
     assert (command_line.folder / "model.onnx").exists()
     command_line.refuses(2, ("export", "small.py:wrong"), "small.py:wrong returns a Linear")
     command_line.refuses(2, ("export", "small.py:absent"), "absent")
-    command_line.refuses(2, ("export", "small.py:failing"), "small.py:failing raises ValueError: no data")
+    command_line.refuses(
+        2, ("export", "small.py:failing"), "small.py:failing raises ValueError: no data"
+    )
     command_line.refuses(2, ("export", "small.py:no_module"), "a str is no torch.nn.Module")
     command_line.refuses(2, ("export", "small.py"), "names no function")
     command_line.refuses(2, ("export", "none.py:factory"), "none.py does not exist")

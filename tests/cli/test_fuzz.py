@@ -1,7 +1,9 @@
-"""Damaged files of every kind that a command reads: any exit code is right but that of an internal error.
+"""Damaged files of every kind that a command reads: any exit code is right but that of an internal
+error.
 
-Each case changes one file at random, by bytes or by the values of its JSON and YAML, and runs the commands that read
-the file. The numbers come from the number of the case, so that a failure is repeated by its name.
+Each case changes one file at random, by bytes or by the values of its JSON and YAML, and runs the
+commands that read the file. The numbers come from the number of the case, so that a failure is
+repeated by its name.
 """
 
 from __future__ import annotations
@@ -33,7 +35,21 @@ FEW = 2
 MANY = 400
 """Changes of each file under the marker `sweep`."""
 ODD_NUMBERS = (-1, 0, -1.5, 1e308, 2**31, 2**63, -(2**63), 2**70, float("nan"), float("inf"))
-ODD_VALUES = (*ODD_NUMBERS, None, True, "", "x", "\0", "\ud800", "a" * 5000, [], {}, [[]], {"x": 1}, [None])
+ODD_VALUES = (
+    *ODD_NUMBERS,
+    None,
+    True,
+    "",
+    "x",
+    "\0",
+    "\ud800",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    {"x": 1},
+    [None],
+)
 CONFIGURATION = Path("c.yaml")
 
 
@@ -53,7 +69,9 @@ def _changed_bytes(content: bytes, source: random.Random) -> bytes:
             case 3:
                 found[place:place] = found[place : place + length]
             case _:
-                found[place:place] = source.choice((b"\xff", b"\0", b"-", b"9" * 30, b"[", b"{", b'"', b": "))
+                found[place:place] = source.choice(
+                    (b"\xff", b"\0", b"-", b"9" * 30, b"[", b"{", b'"', b": ")
+                )
     return bytes(found)
 
 
@@ -110,15 +128,40 @@ CHECKPOINT: tuple[tuple[object, ...], ...] = (
     ("checkpoint", "verify", "saved"),
     ("checkpoint", "export", "saved", "-o", "exported.safetensors", "--force"),
 )
-IMPORT = ("checkpoint", "import", "w.safetensors", "--model", "w.onnx", "-o", "imported.onnx", "--force")
+IMPORT = (
+    "checkpoint",
+    "import",
+    "w.safetensors",
+    "--model",
+    "w.onnx",
+    "-o",
+    "imported.onnx",
+    "--force",
+)
 IMPORT_INDEX = ("checkpoint", "import", "w.safetensors.index.json", *IMPORT[3:])
 CASES: dict[str, tuple[Path, Change, tuple[tuple[object, ...], ...]]] = {
     "model": (Path(MODEL), _changed_bytes, (("inspect", MODEL), PLAN_AGAIN)),
-    "plan": (PLAN / "plan.json", _changed_values, (("show", PLAN), ("compare", PLAN, PLAN), CODEGEN)),
+    "plan": (
+        PLAN / "plan.json",
+        _changed_values,
+        (("show", PLAN), ("compare", PLAN, PLAN), CODEGEN),
+    ),
     "plan's bytes": (PLAN / "plan.json", _changed_bytes, (("show", PLAN), CODEGEN)),
-    "schedule": (PLAN / "schedule.json", _changed_values, (("show", PLAN / "schedule.json"), ("show", PLAN))),
-    "plan's configuration": (PLAN / "config.yaml", _changed_bytes, (CODEGEN, ("plan", "--from", PLAN, "-q"))),
-    "plan's placement": (PLAN / "placement.yaml", _changed_bytes, (("plan", "--from", PLAN, "-q"),)),
+    "schedule": (
+        PLAN / "schedule.json",
+        _changed_values,
+        (("show", PLAN / "schedule.json"), ("show", PLAN)),
+    ),
+    "plan's configuration": (
+        PLAN / "config.yaml",
+        _changed_bytes,
+        (CODEGEN, ("plan", "--from", PLAN, "-q")),
+    ),
+    "plan's placement": (
+        PLAN / "placement.yaml",
+        _changed_bytes,
+        (("plan", "--from", PLAN, "-q"),),
+    ),
     "configuration": (CONFIGURATION, _changed_bytes, (("config", "check", CONFIGURATION),)),
     "manifest": (PROGRAM / "manifest.json", _changed_values, (LAUNCH,)),
     "checkpoint": (STEP / "manifest.json", _changed_values, CHECKPOINT),
@@ -128,7 +171,11 @@ CASES: dict[str, tuple[Path, Change, tuple[tuple[object, ...], ...]]] = {
     "safetensors": (Path("w.safetensors"), _changed_bytes, (IMPORT,)),
     "safetensors' header": (Path("w.safetensors"), _changed_header, (IMPORT,)),
     "index of safetensors": (Path("w.safetensors.index.json"), _changed_values, (IMPORT_INDEX,)),
-    "weights in ONNX": (Path("other.onnx"), _changed_bytes, (("checkpoint", "import", "other.onnx", *IMPORT[3:]),)),
+    "weights in ONNX": (
+        Path("other.onnx"),
+        _changed_bytes,
+        (("checkpoint", "import", "other.onnx", *IMPORT[3:]),),
+    ),
     "npz": (Path("data.npz"), _changed_bytes, ((*LAUNCH, "--data", "data.npz"),)),
     "npy": (Path("arrays/x.npy"), _changed_bytes, ((*LAUNCH, "--data", "arrays"),)),
     "npy's header": (Path("arrays/x.npy"), _changed_text_header, ((*LAUNCH, "--data", "arrays"),)),
@@ -140,24 +187,48 @@ CASES: dict[str, tuple[Path, Change, tuple[tuple[object, ...], ...]]] = {
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint, files of weights and of data, and the program of a model that reads tokens."""
+    """A folder with a checkpoint, files of weights and of data, and the program of a model that
+    reads tokens.
+    """
     folder = tmp_path_factory.mktemp("stored")
-    product = saved(model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}), folder, "w.onnx")
+    product = saved(
+        model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}), folder, "w.onnx"
+    )
     shutil.copy(product, folder / "other.onnx")
     write_checkpoint(folder / "saved", product, 3, WEIGHT)
     safetensors.numpy.save_file({"w": WEIGHT}, folder / "w.safetensors")
-    (folder / "w.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"w": "w.safetensors"}}')
+    (folder / "w.safetensors.index.json").write_text(
+        '{"metadata": {}, "weight_map": {"w": "w.safetensors"}}'
+    )
     np.savez(folder / "data.npz", x=floats(8, 8))
     (folder / "arrays").mkdir()
     np.save(folder / "arrays" / "x.npy", floats(8, 8))
     (np.arange(64, dtype=np.uint16) % 16).tofile(folder / "tokens.bin")
-    # The index of Megatron-LM: magic, version, type 8 (uint16), sequences, documents, then lengths, offsets, documents.
+    # The index of Megatron-LM: magic, version, type 8 (uint16), sequences, documents, then lengths,
+    # offsets, documents.
     head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 1, 2)
     (folder / "tokens.idx").write_bytes(head + struct.pack("<iqqq", 64, 0, 0, 1))
     lookup = [node("Gather", "table tokens", "rows"), node("MatMul", "rows w", "y")]
     held = {"table": floats(16, 8), "w": floats(8, 4)}
-    tokens = saved(model(lookup, {"tokens": (INT64, ["batch", 4])}, "y", held), folder, "tokens.onnx")
-    assert main(["plan", str(tokens), "--gpus", "1", "--strategy", "data_parallel", "--batch-size", "4", "-q"]) == 0
+    tokens = saved(
+        model(lookup, {"tokens": (INT64, ["batch", 4])}, "y", held), folder, "tokens.onnx"
+    )
+    assert (
+        main(
+            [
+                "plan",
+                str(tokens),
+                "--gpus",
+                "1",
+                "--strategy",
+                "data_parallel",
+                "--batch-size",
+                "4",
+                "-q",
+            ]
+        )
+        == 0
+    )
     assert main(["codegen", f"{tokens}.plan", "-q"]) == 0
     return folder
 
@@ -186,14 +257,20 @@ def _run(here: CommandLine, name: str, numbers: range) -> None:
             path.write_bytes(changed)
             shown = here.run(*words)
             if shown.code == INTERNAL or "internal error" in shown.err:
-                failures.append(f"{name} {number}, {' '.join(map(str, words))}: {shown.err.strip()[:300]}")
+                failures.append(
+                    f"{name} {number}, {' '.join(map(str, words))}: {shown.err.strip()[:300]}"
+                )
     assert not failures, "\n".join(failures)
 
 
 def test_files_that_are_not_damaged(here: CommandLine) -> None:
-    """Every command but one ends well on the files as they are, so that changes reach all of its reading."""
+    """Every command but one ends well on the files as they are, so that changes reach all of its
+    reading.
+    """
     every = dict.fromkeys(words for _, _, commands in CASES.values() for words in commands)
-    del every["show", PLAN / "schedule.json"]  # A schedule of a plan, which `show` refuses by its content.
+    del every[
+        "show", PLAN / "schedule.json"
+    ]  # A schedule of a plan, which `show` refuses by its content.
     for words in every:
         here.done(*words)
 

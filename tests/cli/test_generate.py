@@ -14,7 +14,10 @@ from autopipe.ir.output_kinds import NPY, OutputFile
 from tests.cli.command_line import CommandLine
 from tests.exports.decoders import decoder_file
 
-GPT = "zoo build gpt -o gpt.onnx --set layers=1 --set hidden=32 --set heads=2 --set vocabulary=64 --set sequence=8"
+GPT = (
+    "zoo build gpt -o gpt.onnx --set layers=1 --set hidden=32 --set heads=2 --set vocabulary=64 "
+    "--set sequence=8"
+)
 DIMS = "--dim sequence_length=1 --dim past_sequence_length=9"
 ONE = "--mode infer --cluster cpu-local --gpus 1 --strategy data_parallel --batch-size 2 -q -o"
 
@@ -22,20 +25,31 @@ ONE = "--mode infer --cluster cpu-local --gpus 1 --strategy data_parallel --batc
 def test_a_model_without_a_cache(command_line: CommandLine) -> None:
     command_line.done(*GPT.split())
     command_line.done(*f"plan gpt.onnx {ONE} gpt.plan".split())
-    command_line.refuses(2, ("generate", "gpt.plan", "--prompts", "1"), "no cache", "text-generation-with-past")
+    command_line.refuses(
+        2, ("generate", "gpt.plan", "--prompts", "1"), "no cache", "text-generation-with-past"
+    )
 
 
 def test_prompts_that_the_model_cannot_take(command_line: CommandLine) -> None:
     command_line.done(*f"plan {decoder_file('gpt2')} {DIMS} {ONE} decoder.plan".split())
     command = ("generate", "decoder.plan", "--prompts")
-    command_line.refuses(2, (*command, "256", "--max-new-tokens", 2), "prompt 0 has token 256, the model 256 tokens")
     command_line.refuses(
-        2, (*command, "1,2", "--max-new-tokens", 10), "the program holds 10", "past_sequence_length=10"
+        2, (*command, "256", "--max-new-tokens", 2), "prompt 0 has token 256, the model 256 tokens"
+    )
+    command_line.refuses(
+        2,
+        (*command, "1,2", "--max-new-tokens", 10),
+        "the program holds 10",
+        "past_sequence_length=10",
     )
     command_line.refuses(2, (*command, "", "--max-new-tokens", 2), "prompt 0 is empty")
-    command_line.refuses(2, (*command, "none.json"), "none.json: prompts cannot be read: No such file")
     command_line.refuses(
-        2, (*command, "1", "--greedy", "--top-k", 5), "--greedy takes the likeliest token: leave out --top-k"
+        2, (*command, "none.json"), "none.json: prompts cannot be read: No such file"
+    )
+    command_line.refuses(
+        2,
+        (*command, "1", "--greedy", "--top-k", 5),
+        "--greedy takes the likeliest token: leave out --top-k",
     )
     command_line.refuses(2, (*command, "1", "-o", "tokens.txt"), "neither .json nor .npy")
 
@@ -46,11 +60,14 @@ def test_a_model_whose_positions_are_places_in_the_cache(command_line: CommandLi
     made.graph.initializer.append(onnx.numpy_helper.from_array(np.array([[9]]), "position_ids"))
     onnx.save(made, command_line.folder / "decoder.onnx")
     command_line.done(*f"plan decoder.onnx {DIMS} {ONE} decoder.plan".split())
-    command_line.refuses(2, ("generate", "decoder.plan", "--prompts", "1", "--max-new-tokens", 2), "position_ids")
+    command_line.refuses(
+        2, ("generate", "decoder.plan", "--prompts", "1", "--max-new-tokens", 2), "position_ids"
+    )
 
 
 def test_prompts_come_from_files_and_words(tmp_path: Path) -> None:
-    rows, lists = tmp_path / "rows.npy", tmp_path / "lists.json"
+    rows = tmp_path / "rows.npy"
+    lists = tmp_path / "lists.json"
     np.save(rows, np.array([[1, 2], [3, 4]], np.int32))
     lists.write_text("[[1], [2, 3]]", encoding="utf-8")
     assert read_prompts("17,4, 92") == [[17, 4, 92]]

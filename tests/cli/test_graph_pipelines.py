@@ -1,4 +1,6 @@
-"""Strategies that choose their stages' micro-batches, by the command line: what they plan, and what they refuse."""
+"""Strategies that choose their stages' micro-batches, by the command line: what they plan, and what
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import pytest
 from autopipe.configs.zoo import build, configure
 from tests.cli.command_line import CommandLine
 
-DLRM = {"dense_branches": "2", "sparse_branches": "2", "dense_layers": "2", "rows": "50", "width": "16", "bag": "4"}
+DLRM = {
+    "dense_branches": "2",
+    "sparse_branches": "2",
+    "dense_layers": "2",
+    "rows": "50",
+    "width": "16",
+    "bag": "4",
+}
 CANDLE = {"branches": "3", "layers": "2"}
 MODELS = {"dlrm": DLRM, "candle-uno": CANDLE}
 
@@ -26,7 +35,17 @@ def model(request: pytest.FixtureRequest, command_line: CommandLine) -> str:
 def test_batches_of_any_size(command_line: CommandLine, model: str, strategy: str) -> None:
     """Lines of equal promise among them: such small models have several."""
     shown = command_line.done(
-        "plan", model, "--gpus", 4, "--cluster", "cpu-local", "--strategy", strategy, "--batch-size", 16, "--json"
+        "plan",
+        model,
+        "--gpus",
+        4,
+        "--cluster",
+        "cpu-local",
+        "--strategy",
+        strategy,
+        "--batch-size",
+        16,
+        "--json",
     )
     summary = json.loads(shown.out)["summary"]
     assert summary["micro_batches"] * summary["micro_batch_size"] == 16

@@ -1,4 +1,6 @@
-"""A model whose names are code goes through plan and codegen: in the program they stand in strings and comments."""
+"""A model whose names are code goes through plan and codegen: in the program they stand in strings
+and comments.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ SPELLINGS = {
 
 
 def renamed(spelling: str) -> onnx.ModelProto:
-    """The perceptron with every name spelled so; two values differ only where a file name or identifier would not."""
+    """The perceptron with every name spelled so; two values differ only where a file name or
+    identifier would not.
+    """
     proto = perceptron(trains=True)
     kept = {"", "loss"}
 
     def spell(name: str) -> str:
-        return name if name in kept else spelling.replace("{name}", f"{MARK} {name}").replace("}}", "}")
+        return (
+            name
+            if name in kept
+            else spelling.replace("{name}", f"{MARK} {name}").replace("}}", "}")
+        )
 
     graph = proto.graph
     graph.name = spell("graph")
@@ -78,7 +86,12 @@ def test_names_stay_text(command_line: CommandLine, kind: str) -> None:
                 assert MARK not in token.string and "passwd" not in token.string, token
         assert all(letter.isprintable() or letter == "\n" for letter in text), path
     assert held, "the names are not shown at all"
-    assert MARK in json.loads(Path("plan/program/manifest.json").read_text(encoding="utf-8"))["inputs"][0]["name"]
+    assert (
+        MARK
+        in json.loads(Path("plan/program/manifest.json").read_text(encoding="utf-8"))["inputs"][0][
+            "name"
+        ]
+    )
     assert not any(MARK in path.name for path in command_line.folder.rglob("*"))
 
 
@@ -114,7 +127,9 @@ def test_such_names_are_shown(command_line: CommandLine, kind: str) -> None:
 
 def test_tables_and_coloured_text_show_control_characters() -> None:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, color_system="standard", width=40, markup=False)
+    console = Console(
+        file=stream, force_terminal=True, color_system="standard", width=40, markup=False
+    )
     table = Table("head")
     table.add_row("a\x1b[2Jb")
     Output(stdout=console).result({}, "c\x9bd\ne", Text("f\x1bg", style="red"), table)

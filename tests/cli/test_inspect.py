@@ -27,7 +27,9 @@ def classifier(tmp_path: Path) -> Path:
         node("MatMul", "i w", "logits"),
         node("SoftmaxCrossEntropyLoss", "logits labels", "loss"),
     ]
-    proto = model(nodes, {"x": ["batch", "width"], "labels": (INT64, ["batch"])}, "loss", {"w": floats(16, 5)})
+    proto = model(
+        nodes, {"x": ["batch", "width"], "labels": (INT64, ["batch"])}, "loss", {"w": floats(16, 5)}
+    )
     return saved(proto, tmp_path)
 
 
@@ -57,7 +59,12 @@ def test_the_object_says_what_the_model_is(classifier: Path) -> None:
 
 def test_the_screen_shows_the_same(classifier: Path) -> None:
     text = run(str(classifier), "--dim", "width=16")
-    for words in ("'x' float32[1, 16], samples on axis 0", "80 in 1 tensor, 320 bytes", "2 of 3", "loss 'loss'"):
+    for words in (
+        "'x' float32[1, 16], samples on axis 0",
+        "80 in 1 tensor, 320 bytes",
+        "2 of 3",
+        "loss 'loss'",
+    ):
         assert words in text
     assert text.count("\n") <= 24
 
@@ -77,13 +84,20 @@ def test_how_parameters_begin(tmp_path: Path) -> None:
     assert "initial values  2 uniform ±0.5, 1 normal 0.02, 1 ones, 1 zeros" in run(str(path))
 
 
-def test_operators_without_a_row_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_a_row_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(OPERATORS, "HardSwish")
     nodes = [node("HardSwish", "x", "a"), node("HardSwish", "a", "y")]
     path = saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path)
     shown = json.loads(run(str(path), "--json"))
     assert shown["unsupported"] == [
-        {"operator": "HardSwish", "count": 2, "node": "hardswish_a", "reason": "an operator of ONNX without a row here"}
+        {
+            "operator": "HardSwish",
+            "count": 2,
+            "node": "hardswish_a",
+            "reason": "an operator of ONNX without a row here",
+        }
     ]
     assert shown["forward_flops"] is None
     assert "HardSwish (2), first at 'hardswish_a'" in " ".join(run(str(path)).split())
@@ -102,8 +116,12 @@ def test_errors_are_one_line_with_the_right_code(
     assert "nothing.onnx: the file is empty" in capsys.readouterr().err
     foreign = onnx.ModelProto.FromString(classifier.read_bytes())
     foreign.opset_import.add(domain="org.example", version=1)
-    foreign.graph.node.append(oh.make_node("Magic", ["logits"], ["m"], name="wand", domain="org.example"))
-    assert main(["inspect", str(saved(foreign, tmp_path, "foreign.onnx")), "--dim", "width=16"]) == 3
+    foreign.graph.node.append(
+        oh.make_node("Magic", ["logits"], ["m"], name="wand", domain="org.example")
+    )
+    assert (
+        main(["inspect", str(saved(foreign, tmp_path, "foreign.onnx")), "--dim", "width=16"]) == 3
+    )
     error = capsys.readouterr().err
     assert "org.example.Magic (1)" in error and "'wand'" in error and "Traceback" not in error
 
@@ -115,13 +133,23 @@ def layers(tmp_path: Path) -> Path:
         node("MatMul", "x enc.w", "h"), node("BatchNormalization", "h s o m v", "n"),
         node("MatMul", "n dec.w", "logits"), node("SoftmaxCrossEntropyLoss", "logits labels", "loss"),
     ]  # fmt: skip
-    held = {"enc.w": floats(4, 5), "dec.w": floats(5, 3), "s": floats(5), "o": floats(5), "m": floats(5)}
+    held = {
+        "enc.w": floats(4, 5),
+        "dec.w": floats(5, 3),
+        "s": floats(5),
+        "o": floats(5),
+        "m": floats(5),
+    }
     held["v"] = abs(floats(5, seed=1)) + 1
     return saved(model(nodes, {"x": [2, 4], "labels": (INT64, [2])}, "loss", held), tmp_path)
 
 
 def test_what_is_trained_is_said_in_three_lines_at_most_and_whole_when_asked(layers: Path) -> None:
-    lines = [line.strip() for line in run(str(layers)).splitlines() if line.startswith(("trained", "not trained"))]
+    lines = [
+        line.strip()
+        for line in run(str(layers)).splitlines()
+        if line.startswith(("trained", "not trained"))
+    ]
     assert [" ".join(line.split()) for line in lines] == [
         "trained 45 elements in 4 tensors: 45 by its use",
         "not trained 10 elements in 2 tensors: 10 a running statistic",
@@ -134,27 +162,45 @@ def test_what_is_trained_is_said_in_three_lines_at_most_and_whole_when_asked(lay
     }  # fmt: skip
 
 
-SIGNATURE = "# inputs\np_enc_w: PARAMETER target='enc.w'\np_dec_w: PARAMETER target='dec.w'\nx: USER_INPUT\n"
+SIGNATURE = (
+    "# inputs\np_enc_w: PARAMETER target='enc.w'\np_dec_w: PARAMETER target='dec.w'\nx: "
+    "USER_INPUT\n"
+)
 
 
 RECORDS = {
-    "torch's older exporter": ("pytorch", False, False, ["detach", "padding_idx", "no_grad", "requires_grad=False"]),
+    "torch's older exporter": (
+        "pytorch",
+        False,
+        False,
+        ["detach", "padding_idx", "no_grad", "requires_grad=False"],
+    ),
     "torch's newer exporter": ("pytorch", True, False, ["no_grad", "requires_grad=False"]),
     "autopipe export": ("pytorch", True, True, []),
     "another program": ("", False, False, []),
 }
-"""By the writer of a file: its producer, whether it has a signature and a list of frozen parameters, and what it does
-not record of a module's gradients."""
+"""By the writer of a file: its producer, whether it has a signature and a list of frozen
+parameters, and what it does not record of a module's gradients.
+"""
 
 
-@pytest.mark.parametrize(("producer", "signed", "frozen", "unrecorded"), RECORDS.values(), ids=RECORDS)
+@pytest.mark.parametrize(
+    ("producer", "signed", "frozen", "unrecorded"), RECORDS.values(), ids=RECORDS
+)
 def test_what_a_file_does_not_record_of_gradients_is_said(
-    producer: str, signed: bool, frozen: bool, unrecorded: list[str], layers: Path, capsys: pytest.CaptureFixture[str]
+    producer: str,
+    signed: bool,
+    frozen: bool,
+    unrecorded: list[str],
+    layers: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     proto = onnx.load(layers)
     proto.producer_name = producer
     if signed:
-        proto.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=SIGNATURE)
+        proto.metadata_props.add(
+            key="pkg.torch.export.ExportedProgram.graph_signature", value=SIGNATURE
+        )
     if frozen:
         proto.metadata_props.add(key="autopipe.frozen", value="[]")
     onnx.save(proto, layers)
@@ -163,7 +209,16 @@ def test_what_a_file_does_not_record_of_gradients_is_said(
     assert ("gradients unknown" in text) == bool(unrecorded)
     told = f"the file records no {', '.join(unrecorded)} (autopipe export does)"
     assert told in text or not unrecorded
-    words = ["plan", str(layers), "--gpus", "1", "--cluster", "cpu-local", "-o", str(layers.with_suffix(".plan"))]
+    words = [
+        "plan",
+        str(layers),
+        "--gpus",
+        "1",
+        "--cluster",
+        "cpu-local",
+        "-o",
+        str(layers.with_suffix(".plan")),
+    ]
     assert main(words) == 0
     assert (told in " ".join(capsys.readouterr().out.split())) == bool(unrecorded)
 
@@ -171,7 +226,9 @@ def test_what_a_file_does_not_record_of_gradients_is_said(
 def test_inspect_imports_no_solver_and_nothing_that_runs_models(tmp_path: Path) -> None:
     """The model has heavy branches side by side, which `inspect` looks for."""
     path = saved(towers(2, 3), tmp_path)
-    text = f"import sys\nfrom autopipe.cli.main import main\ncode = main(['inspect', {str(path)!r}])\n"
+    text = (
+        f"import sys\nfrom autopipe.cli.main import main\ncode = main(['inspect', {str(path)!r}])\n"
+    )
     text += "print(*sys.modules, sep='\\n', file=sys.stderr)\nsys.exit(code)\n"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert "matmul_t1_0" in done.stdout

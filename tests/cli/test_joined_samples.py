@@ -23,7 +23,10 @@ JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     "ArgMax": ([node("ArgMax", "x", "y", axis=0)], {}),
     "ArgMin": ([node("ArgMin", "x", "y", axis=0, keepdims=0)], {}),
     "TopK": ([node("TopK", "x k", "y places", axis=0)], {"k": integers(1)}),
-    "sort": ([node("Shape", "x", "count", start=0, end=1), node("TopK", "x count", "y places", axis=0)], {}),
+    "sort": (
+        [node("Shape", "x", "count", start=0, end=1), node("TopK", "x count", "y places", axis=0)],
+        {},
+    ),
     "Softmax": ([node("Softmax", "x", "y", axis=0)], {}),
     "LogSoftmax": ([node("LogSoftmax", "x", "y", axis=0)], {}),
     "Hardmax": ([node("Hardmax", "x", "y", axis=0)], {}),
@@ -32,13 +35,19 @@ JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     "LpNormalization": ([node("LpNormalization", "x", "y", axis=0)], {}),
     "MeanVarianceNormalization": ([node("MeanVarianceNormalization", "x", "y", axes=[0, 1])], {}),
     "ReduceMax": ([node("ReduceMax", "x axis", "y")], AXIS),
-    "ReduceMax of integers": ([node("Cast", "x", "n", to=INT64), node("ReduceMax", "n axis", "y")], AXIS),
+    "ReduceMax of integers": (
+        [node("Cast", "x", "n", to=INT64), node("ReduceMax", "n axis", "y")],
+        AXIS,
+    ),
     "ReduceSum": ([node("ReduceSum", "x axis", "y")], AXIS),
     "ReduceProd": ([node("ReduceProd", "x axis", "y")], AXIS),
     "ReduceLogSumExp of all": ([node("ReduceLogSumExp", "x", "y")], {}),
     "square of a mean": ([node("ReduceMean", "x axis", "m"), node("Mul", "m m", "y")], AXIS),
     "exponential of a mean": ([node("ReduceMean", "x", "m"), node("Exp", "m", "y")], {}),
-    "deviation": ([node("Mul", "x x", "s"), node("ReduceMean", "s axis", "m"), node("Sqrt", "m", "y")], AXIS),
+    "deviation": (
+        [node("Mul", "x x", "s"), node("ReduceMean", "s axis", "m"), node("Sqrt", "m", "y")],
+        AXIS,
+    ),
     "product over samples": ([node("Transpose", "x", "t"), node("MatMul", "t x", "y")], {}),
     "product of samples": ([node("Transpose", "x", "t"), node("MatMul", "x t", "y")], {}),
     "first sample": ([node("Gather", "x first", "y", axis=0)], {"first": np.array(0)}),
@@ -81,7 +90,11 @@ APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         {"places": integers(0, 1, 1, 1, 2, 1).reshape(3, 2), "elements": floats(3)},
     ),
     "unpooling": (
-        [node("Reshape", "x image", "i"), node("MaxPool", "i", "v p", kernel_shape=[2], strides=[2]), UNPOOLING],
+        [
+            node("Reshape", "x image", "i"),
+            node("MaxPool", "i", "v p", kernel_shape=[2], strides=[2]),
+            UNPOOLING,
+        ],
         {"image": integers(-1, 1, 6)},
     ),
     "reshaped by the number of samples": (
@@ -125,7 +138,9 @@ DIVIDED: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     ),
     "difference from a mean": ([node("ReduceMean", "x axis", "m"), node("Sub", "x m", "y")], AXIS),
 }
-"""Models of which micro-batches change the output, and of which the analysis of single nodes does not tell it."""
+"""Models of which micro-batches change the output, and of which the analysis of single nodes does
+not tell it.
+"""
 
 
 def _path(folder: Path, nodes: list[onnx.NodeProto], held: dict[str, np.ndarray]) -> Path:
@@ -142,11 +157,17 @@ def test_samples_that_are_kept_apart_or_averaged(tmp_path: Path, name: str) -> N
     assert joining_node(read_model(_path(tmp_path, *APART[name]), batch=3).graph) is None
 
 
-@pytest.mark.parametrize("name", ["ArgMax", "CumSum", "deviation", "indices of maxima", "first sample replaced"])
-def test_a_step_of_inference_evaluates_the_whole_batch(command_line: CommandLine, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["ArgMax", "CumSum", "deviation", "indices of maxima", "first sample replaced"]
+)
+def test_a_step_of_inference_evaluates_the_whole_batch(
+    command_line: CommandLine, name: str
+) -> None:
     path = _path(command_line.folder, *JOINING[name])
     words = ("plan", path, "--gpus", 2, "--strategy", "pipedream", "-q", "--batch-size", 4)
-    command_line.refuses(2, (*words, "--micro-batches", 2, "-o", "no"), "from several samples", "--micro-batches 1")
+    command_line.refuses(
+        2, (*words, "--micro-batches", 2, "-o", "no"), "from several samples", "--micro-batches 1"
+    )
     command_line.done(*words, "-o", "p")
     command_line.done("codegen", "p", "-q")
     command_line.done("verify", "p/program", "--device", "cpu", "-q")
@@ -162,23 +183,45 @@ def test_an_output_that_micro_batches_change_is_told(command_line: CommandLine, 
     assert together.shape != whole.shape or not np.allclose(together, whole)
     words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8)
     told = command_line.done(*words, "--micro-batches", 2, "-o", "p").err
-    assert "micro-batches may change outputs" in told or "micro-batches change what is computed" in told
+    assert (
+        "micro-batches may change outputs" in told
+        or "micro-batches change what is computed" in told
+    )
     assert "micro-batches may" not in command_line.done(*words, "--micro-batches", 1, "-o", "q").err
 
 
 @pytest.mark.parametrize("name", APART)
-def test_an_output_that_micro_batches_do_not_change_is_not_told_of(command_line: CommandLine, name: str) -> None:
+def test_an_output_that_micro_batches_do_not_change_is_not_told_of(
+    command_line: CommandLine, name: str
+) -> None:
     path = _path(command_line.folder, *APART[name])
     words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8)
     assert "micro-batches" not in command_line.done(*words, "--micro-batches", 2, "-o", "p").err
 
 
 @pytest.mark.parametrize(("start", "told"), [(0, True), (1, False)])
-def test_an_output_that_is_the_shape_of_the_batch_is_told(command_line: CommandLine, start: int, told: bool) -> None:
+def test_an_output_that_is_the_shape_of_the_batch_is_told(
+    command_line: CommandLine, start: int, told: bool
+) -> None:
     nodes = [node("Neg", "x", "y"), node("Shape", "x", "shape", start=start)]
     path = saved(model(nodes, {"x": ["samples", 6]}, "y shape", {}), command_line.folder)
-    words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "-q", "--batch-size", 8, "--micro-batches", 2)
-    text = "output 'shape' depends on the number of samples in a batch: micro-batches may change outputs"
+    words = (
+        "plan",
+        path,
+        "--gpus",
+        1,
+        "--strategy",
+        "pipedream",
+        "-q",
+        "--batch-size",
+        8,
+        "--micro-batches",
+        2,
+    )
+    text = (
+        "output 'shape' depends on the number of samples in a batch: micro-batches may change "
+        "outputs"
+    )
     assert (text in command_line.done(*words, "-o", "p").err) == told
 
 
@@ -191,5 +234,10 @@ def test_the_search_evaluates_the_whole_batch(command_line: CommandLine) -> None
 def test_a_fixed_batch_is_the_whole_batch(command_line: CommandLine) -> None:
     path = saved(model(JOINING["ArgMax"][0], {"x": [4, 6]}, "y"), command_line.folder)
     words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "--batch-size", 8)
-    command_line.refuses(2, (*words, "--micro-batches", 8, "-o", "no"), "from several samples", "--micro-batch-size 4")
+    command_line.refuses(
+        2,
+        (*words, "--micro-batches", 8, "-o", "no"),
+        "from several samples",
+        "--micro-batch-size 4",
+    )
     assert '"micro_batches": 2' in command_line.done(*words, "-o", "p", "--json").out

@@ -20,7 +20,9 @@ from tests.distributed.support.launching import write_chain
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chain(tmp_path_factory.mktemp("launch") / "program", groups=((0,), (1,), (2,), (3,)))
+    return write_chain(
+        tmp_path_factory.mktemp("launch") / "program", groups=((0,), (1,), (2,), (3,))
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--nnodes", "3"], "4 ranks do not fit 3 nodes"),
         (["--nproc-per-node", "3"], "4 ranks do not fit 1 node with 3 ranks each"),
         (["--nnodes", "2"], "several nodes need a meeting point"),
-        (["--nnodes", "2", "--rdzv-endpoint", "here:1"], "several nodes need a key that they share"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "here:1"],
+            "several nodes need a key that they share",
+        ),
         (["--rdzv-key", "/nonexistent/key"], "the key cannot be read"),
         (["--steps", "0"], "--steps"),
         (["--log", "/dev/null/log"], "the log cannot be written"),
@@ -64,7 +69,9 @@ def test_a_folder_that_is_no_program(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "not a program folder" in capfd.readouterr().err
 
 
-def test_an_earlier_run_is_not_written_over(program: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_run_is_not_written_over(
+    program: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "step_00000012").mkdir()
     assert main(["launch", str(program), "--device", "cpu", "--checkpoint", str(tmp_path)]) == 2
     error = capfd.readouterr().err
@@ -73,7 +80,10 @@ def test_an_earlier_run_is_not_written_over(program: Path, tmp_path: Path, capfd
 
 def test_inference_has_nothing_to_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = write_chain(tmp_path / "program", train=False)
-    assert main(["launch", str(program), "--device", "cpu", "--checkpoint", str(tmp_path / "saved")]) == 2
+    assert (
+        main(["launch", str(program), "--device", "cpu", "--checkpoint", str(tmp_path / "saved")])
+        == 2
+    )
     assert "nothing to save" in capfd.readouterr().err
 
 
@@ -87,15 +97,23 @@ def test_inference_has_nothing_to_save(tmp_path: Path, capfd: pytest.CaptureFixt
         (LaunchConfig((1, 4), 4), (1, 4)),
     ],
 )
-def test_ranks_are_shared_among_nodes(program: Path, gang: LaunchConfig, expected: tuple[int, int]) -> None:
+def test_ranks_are_shared_among_nodes(
+    program: Path, gang: LaunchConfig, expected: tuple[int, int]
+) -> None:
     assert local_ranks(read_manifest(program), gang) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "words"), [("0" * 64, 0o640, "others may read the key"), ("0" * 31, 0o600, "the key has 31 bytes")]
+    ("text", "mode", "words"),
+    [("0" * 64, 0o640, "others may read the key"), ("0" * 31, 0o600, "the key has 31 bytes")],
 )
 def test_a_key_that_keeps_nobody_out(
-    program: Path, tmp_path: Path, text: str, mode: int, words: str, capfd: pytest.CaptureFixture[str]
+    program: Path,
+    tmp_path: Path,
+    text: str,
+    mode: int,
+    words: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     key = tmp_path / "key"
     key.write_text(text)
@@ -120,7 +138,11 @@ def test_a_meeting_point_that_is_none(endpoint: str, words: str) -> None:
 
 
 def test_an_endpoint_of_this_machine_is_known_as_such() -> None:
-    assert endpoint_of("127.0.0.1:7") == endpoint_of("localhost:7") == Endpoint("127.0.0.1", 7, "127.0.0.1")
+    assert (
+        endpoint_of("127.0.0.1:7")
+        == endpoint_of("localhost:7")
+        == Endpoint("127.0.0.1", 7, "127.0.0.1")
+    )
 
 
 def test_nodes_outside_the_limits_are_refused(program: Path) -> None:
@@ -141,7 +163,9 @@ def test_data_is_looked_at_before_anything_heavy_is_loaded(tmp_path: Path, comma
     folder = write_chain(tmp_path / "program", groups=((0,),))
     np.savez(tmp_path / "rows.npz", in0=np.zeros((3, 4)))
     text = "import sys\nfrom autopipe.cli.main import main\n"
-    text += f"code = main([{command!r}, {str(folder)!r}, '--data', {str(tmp_path / 'rows.npz')!r}])\n"
+    text += (
+        f"code = main([{command!r}, {str(folder)!r}, '--data', {str(tmp_path / 'rows.npz')!r}])\n"
+    )
     text += "print(code, 'torch' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]

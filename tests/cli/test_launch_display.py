@@ -12,7 +12,14 @@ from rich.console import Console
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.bars import LineBar
-from autopipe.cli.launch_display import Run, StepDisplay, clock_text, core_line, live_line, show_measured
+from autopipe.cli.launch_display import (
+    Run,
+    StepDisplay,
+    clock_text,
+    core_line,
+    live_line,
+    show_measured,
+)
 from autopipe.cli.output import Output, Verbosity
 from tests.distributed.support.launching import write_chain
 
@@ -33,7 +40,13 @@ def record(step: int, **figures: Any) -> dict[str, Any]:
 
 def output(width: int | None, **options: Any) -> Output:
     """With stdout a terminal of `width` columns, or a file."""
-    stdout = Console(file=io.StringIO(), force_terminal=width is not None, width=width, markup=False, highlight=False)
+    stdout = Console(
+        file=io.StringIO(),
+        force_terminal=width is not None,
+        width=width,
+        markup=False,
+        highlight=False,
+    )
     return Output(stdout=stdout, stderr=Console(file=io.StringIO()), **options)
 
 
@@ -78,7 +91,13 @@ def test_elsewhere_every_nth_step_has_a_line(manifest: Manifest) -> None:
             display.take(record(step, step_time_s=0.1 + step))
     lines = written(to).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 0", "step 2", "step 4", "step 5"]
-    assert lines[1].split("  ")[:5] == ["step 2", "loss 2.345670", "lr 0.0003", "norm 1.5", "1600.0 ms"]
+    assert lines[1].split("  ")[:5] == [
+        "step 2",
+        "loss 2.345670",
+        "lr 0.0003",
+        "norm 1.5",
+        "1600.0 ms",
+    ]
 
 
 def test_json_is_a_line_a_step(manifest: Manifest) -> None:
@@ -94,7 +113,9 @@ def test_in_the_end_what_was_predicted_stands_beside_what_was_measured(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     to = output(None)
-    run = Run(replace(manifest, predicted_memory_bytes=2**20, model_flops=1e9, peak_flops=1e11), 3, 2, 0)
+    run = Run(
+        replace(manifest, predicted_memory_bytes=2**20, model_flops=1e9, peak_flops=1e11), 3, 2, 0
+    )
     show_measured(run, [record(0, step_time_s=9.0), record(1), record(2)], to)
     text = written(to)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}

@@ -26,21 +26,32 @@ def test_a_step_and_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_plan", [True, False])
-def test_the_worst_bubbles_are_named_with_what_was_predicted_of_them(tmp_path: Path, with_plan: bool) -> None:
+def test_the_worst_bubbles_are_named_with_what_was_predicted_of_them(
+    tmp_path: Path, with_plan: bool
+) -> None:
     manifest = read_manifest(write_chain(tmp_path / "plan" / "program"))
     if with_plan:
         plan, timeline = chain_plan(2, 1)
         moved = tuple((kind, 0) for kind in KINDS)
-        write_plan(tmp_path / "plan", replace(plan, summary=replace(plan.summary, communication_bytes=moved)), timeline)
+        write_plan(
+            tmp_path / "plan",
+            replace(plan, summary=replace(plan.summary, communication_bytes=moved)),
+            timeline,
+        )
         manifest = replace(manifest, plan=plan_digest(read_plan(tmp_path / "plan")))
     (tmp_path / "times").mkdir()
     for rank, steps in times().items():
-        (tmp_path / "times" / f"rank_{rank:03d}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+        (tmp_path / "times" / f"rank_{rank:03d}.jsonl").write_text(
+            "".join(json.dumps(each) + "\n" for each in steps)
+        )
     output = Output(
-        stdout=Console(file=io.StringIO(), width=80, markup=False), stderr=Console(file=io.StringIO(), markup=False)
+        stdout=Console(file=io.StringIO(), width=80, markup=False),
+        stderr=Console(file=io.StringIO(), markup=False),
     )
     ProfiledSteps(3, 3, tmp_path / "log" / "profile").finish(tmp_path / "times", manifest, output)
-    assert isinstance(output.stdout.file, io.StringIO) and isinstance(output.stderr.file, io.StringIO)
+    assert isinstance(output.stdout.file, io.StringIO) and isinstance(
+        output.stderr.file, io.StringIO
+    )
     title, _, *rows = output.stdout.file.getvalue().splitlines()
     assert title == "bubbles of step 3: a step's, by rank, and the largest"
     assert all(len(row) <= 80 for row in rows)
@@ -59,4 +70,6 @@ def test_the_worst_bubbles_are_named_with_what_was_predicted_of_them(tmp_path: P
     assert any(each["pid"] == 1 for each in events) is with_plan
     (tmp_path / "times" / "rank_000.jsonl").unlink()
     ProfiledSteps(3, 3, tmp_path / "node").finish(tmp_path / "times", manifest, output)
-    assert [path.name for path in (tmp_path / "node").iterdir()] == ["timeline_001-001.json"], "a node's own ranks"
+    assert [path.name for path in (tmp_path / "node").iterdir()] == ["timeline_001-001.json"], (
+        "a node's own ranks"
+    )

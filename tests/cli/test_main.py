@@ -22,10 +22,27 @@ from autopipe.cli import main as commands
 from autopipe.cli.main import main, starts_ranks
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, LaunchError, ModelError
+from autopipe.ir.errors import (
+    AutopipeError,
+    ConfigurationError,
+    InfeasibleError,
+    LaunchError,
+    ModelError,
+)
 from tests.cli.command_line import CommandLine
 
-HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "scipy", "numpy", "yaml", "rich")
+HEAVY = (
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "ortools",
+    "scipy",
+    "numpy",
+    "yaml",
+    "rich",
+)
 
 failure: BaseException | None = None
 """What the command `fail` raises; set by `failing`."""
@@ -57,7 +74,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     return choose
 
 
-def test_help_lists_every_command_with_its_summary(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_with_its_summary(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
     assert "Turn an ONNX model into one readable PyTorch program per device." in listed
@@ -68,7 +87,9 @@ def test_help_lists_every_command_with_its_summary(failing: Failing, capsys: pyt
 
 
 @pytest.mark.parametrize("name", list(commands.COMMANDS))
-def test_every_listed_command_exists_and_shows_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_listed_command_exists_and_shows_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([name, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"Usage: autopipe {name}" in text
@@ -80,12 +101,16 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert __version__ in capsys.readouterr().out
 
 
-def test_unknown_command_names_the_nearest_one(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_names_the_nearest_one(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fial"]) == 2
     assert capsys.readouterr().err == "error: no such command 'fial'\nhint: did you mean 'fail'?\n"
 
 
-def test_unknown_option_is_a_usage_error(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_is_a_usage_error(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fail", "--cuont", "3"]) == 2
     captured = capsys.readouterr()
     assert "--cuont" in captured.err
@@ -122,11 +147,20 @@ def test_an_error_ends_in_its_exit_code_without_traceback(
     assert "Traceback" not in captured.err
 
 
-def test_an_error_is_one_line_with_its_place_and_a_hint(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
-    failing(ModelError("operator 'Foo' is\n  not supported", hint="remove it", where="node [red]7[/red]"))
+def test_an_error_is_one_line_with_its_place_and_a_hint(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(
+        ModelError(
+            "operator 'Foo' is\n  not supported", hint="remove it", where="node [red]7[/red]"
+        )
+    )
     main(["fail", "-q"])
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-2:] == ["error: node [red]7[/red]: operator 'Foo' is not supported", "hint: remove it"]
+    assert lines[-2:] == [
+        "error: node [red]7[/red]: operator 'Foo' is not supported",
+        "hint: remove it",
+    ]
 
 
 def test_an_internal_error_asks_for_debug_which_shows_the_traceback(
@@ -134,18 +168,24 @@ def test_an_internal_error_asks_for_debug_which_shows_the_traceback(
 ) -> None:
     failing(KeyError("block"))
     main(["fail"])
-    assert capsys.readouterr().err.endswith("error: internal error: KeyError: 'block'\nhint: rerun with --debug\n")
+    assert capsys.readouterr().err.endswith(
+        "error: internal error: KeyError: 'block'\nhint: rerun with --debug\n"
+    )
     main(["fail", "--debug"])
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_missing_extra_says_how_to_get_it(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_extra_says_how_to_get_it(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert main(["fail"]) == 2
     assert "pip install 'autopipe[run]'" in capsys.readouterr().err
 
 
-def test_json_error_is_one_object_on_stdout(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_error_is_one_object_on_stdout(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     failing(InfeasibleError("stage 2 needs 3 GiB more", hint="more devices", where="stage 2"))
     assert main(["fail", "--json"]) == 4
     captured = capsys.readouterr()
@@ -161,12 +201,16 @@ def test_json_error_is_one_object_on_stdout(failing: Failing, capsys: pytest.Cap
     assert "error: stage 2: stage 2 needs 3 GiB more" in captured.err
 
 
-def test_json_usage_error_is_an_object_too(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_usage_error_is_an_object_too(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fail", "--json", "--count", "many"]) == 2
     assert "many" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_json_result_is_alone_on_stdout(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_result_is_alone_on_stdout(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fail", "--json", "--count", "7"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"count": 7}
@@ -180,27 +224,44 @@ def test_help_imports_nothing_heavy_and_no_command() -> None:
         "assert main(['--help']) == 0\n"
         "print(*sys.modules, sep='\\n', file=sys.stderr)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     loaded = set(run.stderr.split())
     assert "autopipe.cli.main" in loaded
     assert loaded.isdisjoint(HEAVY)
     assert loaded.isdisjoint(f"autopipe.cli.{name}" for name in commands.COMMANDS)
-    assert not any(name.startswith(("autopipe.passes", "autopipe.backends", "autopipe.configs")) for name in loaded)
+    assert not any(
+        name.startswith(("autopipe.passes", "autopipe.backends", "autopipe.configs"))
+        for name in loaded
+    )
 
 
 def test_the_module_runs_as_the_command_does() -> None:
-    run = subprocess.run([sys.executable, "-m", "autopipe", "nothing"], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", "autopipe", "nothing"], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 2
     assert run.stderr.startswith("error: no such command 'nothing'")
 
 
 def test_bench_says_in_one_line_where_the_benchmarks_are(command_line: CommandLine) -> None:
-    command_line.refuses(2, ("bench", "tessel", "--only", "m/4"), "`python -m benchmarks tessel` in a checkout")
+    command_line.refuses(
+        2, ("bench", "tessel", "--only", "m/4"), "`python -m benchmarks tessel` in a checkout"
+    )
 
 
 def test_errors_wrap_between_words_on_a_terminal(tmp_path: Path) -> None:
     """And nowhere else: what reads them has a line each."""
-    command = [sys.executable, "-m", "autopipe", "plan", str(tmp_path / "no.onnx"), "--set", "optimizer.momentums=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "autopipe",
+        "plan",
+        str(tmp_path / "no.onnx"),
+        "--set",
+        "optimizer.momentums=1",
+    ]
     piped = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
@@ -217,7 +278,9 @@ def test_errors_wrap_between_words_on_a_terminal(tmp_path: Path) -> None:
 def test_characters_that_stdout_lacks_are_replaced(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    command_line.done("schedule", "--shape", "v", "--devices", "2", "--units", "4", "-o", "schedule.json")
+    command_line.done(
+        "schedule", "--shape", "v", "--devices", "2", "--units", "4", "-o", "schedule.json"
+    )
     utf8 = command_line.done("show", "schedule.json").out
     assert not utf8.isascii()
     raw = io.BytesIO()

@@ -21,7 +21,14 @@ levels: [{name: room, latency: 10us, bandwidth: 12.5GB/s}]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    settings = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    settings = {
+        "layers": "2",
+        "hidden": "32",
+        "heads": "2",
+        "sequence": "16",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", settings)).save(tmp_path / "gpt.onnx")
     (tmp_path / "site.yaml").write_text(SITE)
     monkeypatch.chdir(tmp_path)
@@ -36,7 +43,16 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_the_kind_of_each_stage_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--cluster", "./site.yaml", "--strategy", "pipedream", "--schedule", "1f1b", "-o", "mixed")
+    asked = (
+        "--cluster",
+        "./site.yaml",
+        "--strategy",
+        "pipedream",
+        "--schedule",
+        "1f1b",
+        "-o",
+        "mixed",
+    )
     code, out, _ = run(capsys, "plan", "gpt.onnx", *asked)
     assert code == 0
     assert "on 4 devices of site: 2 A100-SXM4-80GB and 2 V100-SXM2-32GB" in out
@@ -45,23 +61,49 @@ def test_the_kind_of_each_stage_is_told(folder: Path, capsys: pytest.CaptureFixt
     for text in (out, run(capsys, "show", "mixed")[1]):
         for index, stage in enumerate(stages):
             row = [line for line in text.splitlines() if line.startswith(f"{index} ")][-1]
-            assert ("A100" in row, "V100" in row) == (stage["devices"][0] < 2, stage["devices"][0] >= 2)
+            assert ("A100" in row, "V100" in row) == (
+                stage["devices"][0] < 2,
+                stage["devices"][0] >= 2,
+            )
     assert run(capsys, "codegen", "mixed", "--json")[0] == 0
     assert run(capsys, "show", "mixed", "--html", "mixed.html", "-q")[0] == 0
     page = (folder / "mixed.html").read_text()
     assert "<th>kind</th>" in page and "<td>V100-SXM2-32GB</td>" in page
 
 
-def test_the_first_devices_are_taken_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--cluster", "./site.yaml", "--strategy", "data_parallel", "--schedule", "1f1b", "--batch-size", "12")
+def test_the_first_devices_are_taken_and_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (
+        "--cluster",
+        "./site.yaml",
+        "--strategy",
+        "data_parallel",
+        "--schedule",
+        "1f1b",
+        "--batch-size",
+        "12",
+    )
     code, out, _ = run(capsys, "plan", "gpt.onnx", *asked, "--gpus", "2")
     assert code == 0
     assert "on 2 devices of site: 2 A100-SXM4-80GB\n" in out and "kind" not in out
     code, _, err = run(capsys, "plan", "gpt.onnx", *asked, "--gpus", "3", "-o", "three")
     assert code == 4
-    assert "data_parallel would put one stage on devices of different kinds: 2 A100-SXM4-80GB and 1 V100-SXM2" in err
+    assert (
+        "data_parallel would put one stage on devices of different kinds: 2 A100-SXM4-80GB and "
+        "1 V100-SXM2"
+    ) in err
     code, out, _ = run(
-        capsys, "plan", "gpt.onnx", *asked, "--gpus", "3", "--set", "cluster.straddle=true", "-o", "three"
+        capsys,
+        "plan",
+        "gpt.onnx",
+        *asked,
+        "--gpus",
+        "3",
+        "--set",
+        "cluster.straddle=true",
+        "-o",
+        "three",
     )
     assert code == 0
     row = next(line for line in out.splitlines() if line.startswith("0 "))

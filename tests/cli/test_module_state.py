@@ -1,4 +1,6 @@
-"""`autopipe checkpoint` writes and reads the whole `state_dict` of a module that a file has a record of."""
+"""`autopipe checkpoint` writes and reads the whole `state_dict` of a module that a file has a
+record of.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,15 @@ from tests.cli.test_checkpoint import WEIGHT, imported, refused, said, write_che
 from tests.passes.frontend.building import floats, model, node, saved
 from tests.passes.frontend.test_apart import torch_export
 
-COUNTER, UNUSED = f"{PREFIX}n.num_batches_tracked", f"{PREFIX}extra.weight"
-NAMES = {"w": "w", "tied": "w", "extra.weight": UNUSED, "n.num_batches_tracked": COUNTER, "table": "table"}
+COUNTER = f"{PREFIX}n.num_batches_tracked"
+UNUSED = f"{PREFIX}extra.weight"
+NAMES = {
+    "w": "w",
+    "tied": "w",
+    "extra.weight": UNUSED,
+    "n.num_batches_tracked": COUNTER,
+    "table": "table",
+}
 EXTRA = floats(3, seed=7)
 TABLE = np.array([1, 0], np.int64)
 
@@ -28,8 +37,15 @@ TABLE = np.array([1, 0], np.int64)
 def recorded(folder: Path, record: object, name: str = "model.onnx") -> Path:
     """Return a file of one product with a record of its module's state."""
     held = {"w": floats(6, 4), "table": TABLE, UNUSED: EXTRA, COUNTER: np.array(5, np.int64)}
-    proto = model([node("MatMul", "x w", "h"), node("Gather", "h table", "y", axis=1)], {"x": [2, 6]}, "y", held)
-    proto.metadata_props.add(key=KEY, value=record if isinstance(record, str) else json.dumps(record))
+    proto = model(
+        [node("MatMul", "x w", "h"), node("Gather", "h table", "y", axis=1)],
+        {"x": [2, 6]},
+        "y",
+        held,
+    )
+    proto.metadata_props.add(
+        key=KEY, value=record if isinstance(record, str) else json.dumps(record)
+    )
     return saved(proto, folder, name)
 
 
@@ -41,7 +57,10 @@ def path(tmp_path: Path) -> Path:
 def exported(folder: Path, *words: str) -> dict[str, np.ndarray]:
     """Return the tensors of an export of the weights alone."""
     target = folder / "out.safetensors"
-    assert main(["checkpoint", "export", str(folder / "saved"), "-o", str(target), "--force", *words]) == 0
+    assert (
+        main(["checkpoint", "export", str(folder / "saved"), "-o", str(target), "--force", *words])
+        == 0
+    )
     found: dict[str, np.ndarray] = safetensors.numpy.load_file(target)
     return found
 
@@ -94,7 +113,8 @@ def whole() -> dict[str, np.ndarray]:
 
 
 def test_a_whole_state_is_read(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights, given = path.with_name("fresh.safetensors"), whole()
+    weights = path.with_name("fresh.safetensors")
+    given = whole()
     safetensors.numpy.save_file(given, weights)
     code, found = imported(weights, path)
     assert code == 0 and "note" not in capsys.readouterr().err
@@ -106,8 +126,11 @@ def test_a_whole_state_is_read(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert imported(weights, path)[0] == 0
 
 
-def test_a_second_name_suffices_and_must_have_equal_data(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights, given = path.with_name("fresh.safetensors"), whole()
+def test_a_second_name_suffices_and_must_have_equal_data(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = path.with_name("fresh.safetensors")
+    given = whole()
     given["tied"] = floats(6, 4, seed=11)
     safetensors.numpy.save_file(given, weights)
     assert imported(weights, path) == (3, {})
@@ -118,8 +141,11 @@ def test_a_second_name_suffices_and_must_have_equal_data(path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("name", ["w", "extra.weight", "other"])
-def test_a_name_of_one_side_is_an_error(name: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights, given = path.with_name("fresh.safetensors"), whole()
+def test_a_name_of_one_side_is_an_error(
+    name: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = path.with_name("fresh.safetensors")
+    given = whole()
     del given["tied"]
     if name in given:
         del given[name]
@@ -144,10 +170,19 @@ BAD: Mapping[str, tuple[object, str]] = {
     "no JSON": ("{", "is no JSON"),
     "nested too deeply": ("[" * 100_000, "is no JSON"),
     "a list": ([], "is no object of 'names' and 'counts'"),
-    "another member": ({"names": {}, "counts": {}, "more": 1}, "is no object of 'names' and 'counts'"),
+    "another member": (
+        {"names": {}, "counts": {}, "more": 1},
+        "is no object of 'names' and 'counts'",
+    ),
     "names are a list": ({"names": [], "counts": {}}, "does not give the tensor of each name"),
-    "a number for a tensor": ({"names": {"w": 1}, "counts": {}}, "does not give the tensor of each name"),
-    "no such tensor": ({"names": {"w": "v"}, "counts": {}}, "names the tensor 'v', which the file does not hold"),
+    "a number for a tensor": (
+        {"names": {"w": 1}, "counts": {}},
+        "does not give the tensor of each name",
+    ),
+    "no such tensor": (
+        {"names": {"w": "v"}, "counts": {}},
+        "names the tensor 'v', which the file does not hold",
+    ),
     "too many names": ({"names": MANY, "counts": {}}, f"has {MOST_TIED + 1} names of 'w'"),
     "a count of a weight": ({"names": {"w": "w"}, "counts": {"w": 1}}, "counts in 'w'"),
     "a count of nothing": ({"names": {}, "counts": {f"{PREFIX}x": 1}}, f"counts in '{PREFIX}x'"),
@@ -158,7 +193,9 @@ BAD: Mapping[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_record_that_does_not_fit_is_an_error(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_does_not_fit_is_an_error(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record, message = BAD[case]
     path = recorded(tmp_path, record)
     write_checkpoint(tmp_path / "saved", path, 3, WEIGHT, 12)
@@ -171,14 +208,18 @@ def test_a_record_that_does_not_fit_is_an_error(case: str, tmp_path: Path, capsy
     assert message in capsys.readouterr().err
 
 
-def test_a_name_that_safetensors_reserves_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_safetensors_reserves_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = recorded(tmp_path, {"names": {"__metadata__": "w"}, "counts": {}})
     write_checkpoint(tmp_path / "saved", path, 3, WEIGHT, 12)
     error = refused(capsys, 2, "export", tmp_path / "saved", "-o", tmp_path / "out.safetensors")
     assert "'__metadata__'" in error
 
 
-def test_a_tensor_that_is_only_saved_must_fill_its_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tensor_that_is_only_saved_must_fill_its_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = recorded(tmp_path, {"names": NAMES, "counts": {}})
     proto = onnx.load(path)
     for tensor in proto.graph.initializer:
@@ -190,8 +231,12 @@ def test_a_tensor_that_is_only_saved_must_fill_its_shape(tmp_path: Path, capsys:
     assert "its shape needs" in error
 
 
-def test_names_of_torch_that_are_not_in_the_file_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a record: a second name of a tied weight, and a counter that the exporter has dropped."""
+def test_names_of_torch_that_are_not_in_the_file_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a record: a second name of a tied weight, and a counter that the exporter has
+    dropped.
+    """
     proto = torch_export(
         [node("MatMul", "x w", "h"), node("Gather", "h table", "g", axis=1), node("Add", "g offset", "y")],
         {"x": [2, 6]}, {"w": floats(6, 4), "table": TABLE, "offset": floats(2)},
@@ -204,5 +249,19 @@ def test_names_of_torch_that_are_not_in_the_file_are_told(tmp_path: Path, capsys
     found = said(capsys, "export", tmp_path / "saved", "-o", tmp_path / "out.safetensors")
     assert found["absent"] == ["tied", "n.num_batches_tracked"]
     assert safetensors.numpy.load_file(tmp_path / "out.safetensors").keys() == {"w", "table"}
-    assert main(["checkpoint", "export", str(tmp_path / "saved"), "-o", str(tmp_path / "again.safetensors")]) == 0
-    assert "'tied', 'n.num_batches_tracked'; load_state_dict needs strict=False" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(tmp_path / "saved"),
+                "-o",
+                str(tmp_path / "again.safetensors"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        "'tied', 'n.num_batches_tracked'; load_state_dict needs strict=False"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Plans and programs in other folders than those in which they were made, with their model or without it."""
+"""Plans and programs in other folders than those in which they were made, with their model or
+without it.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,29 @@ from tests.passes.frontend.building import saved
 pytestmark = pytest.mark.distributed
 PLAN = "made/model.plan"
 ON_CPU = ("--device", "cpu")
-STAGES = "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, devices: [1]}]"
-MANUAL = ("--strategy", "manual", "--schedule", "1f1b", "--gpus", 2, "--micro-batches", 2, "--set", STAGES)
+STAGES = (
+    "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, devices: "
+    "[1]}]"
+)
+MANUAL = (
+    "--strategy",
+    "manual",
+    "--schedule",
+    "1f1b",
+    "--gpus",
+    2,
+    "--micro-batches",
+    2,
+    "--set",
+    STAGES,
+)
 
 
 @pytest.fixture
 def made(command_line: CommandLine) -> CommandLine:
-    """The command line in a folder where `made` has a model with stored weights, data, and a plan with a program."""
+    """The command line in a folder where `made` has a model with stored weights, data, and a plan
+    with a program.
+    """
     folder = Path("made")
     folder.mkdir()
     saved(perceptron(trains=True), folder)
@@ -102,7 +120,9 @@ def test_another_model_is_refused_by_its_digest(made: CommandLine, command: str)
     Path("wider").mkdir()
     other = saved(perceptron(width=9, trains=True), Path("wider"))
     program = f"{PLAN}/program"
-    digest = json.loads(Path(program, "manifest.json").read_text(encoding="utf-8"))["model"]["sha256"]
+    digest = json.loads(Path(program, "manifest.json").read_text(encoding="utf-8"))["model"][
+        "sha256"
+    ]
     says = ("this is not the model that was planned", digest[:12], str(other))
     made.refuses(2, (command, program, *ON_CPU, "--model", other), *says)
     shutil.copy(other, "made/model.onnx")
@@ -129,15 +149,26 @@ def test_programs_with_absolute_paths_are_read(made: CommandLine) -> None:
     manifests = list(Path(PLAN).rglob("manifest.json"))
     assert len(manifests) == 3
     for path in manifests:
-        edit(path, lambda manifest: manifest["model"].update(path=str(made.folder / "made/model.onnx")))
-    edit(Path(PLAN, "plan.json"), lambda plan: plan.update(model=str(made.folder / "made/model.onnx")))
+        edit(
+            path,
+            lambda manifest: manifest["model"].update(path=str(made.folder / "made/model.onnx")),
+        )
+    edit(
+        Path(PLAN, "plan.json"),
+        lambda plan: plan.update(model=str(made.folder / "made/model.onnx")),
+    )
     configuration = Path(PLAN, "config.yaml")
     text = configuration.read_text(encoding="utf-8")
     assert "path: ../model.onnx" in text
-    configuration.write_text(text.replace("../model.onnx", f"{made.folder}/made/model.onnx"), encoding="utf-8")
+    configuration.write_text(
+        text.replace("../model.onnx", f"{made.folder}/made/model.onnx"), encoding="utf-8"
+    )
     shutil.move(PLAN, "elsewhere")
     made.done("explain", "elsewhere")
-    assert losses(made, "elsewhere/program", "--data", "made/data.npz", "--eval-data", "made/data.npz") == before
+    assert (
+        losses(made, "elsewhere/program", "--data", "made/data.npz", "--eval-data", "made/data.npz")
+        == before
+    )
 
 
 def test_data_beside_the_model_moves_and_other_data_stays(made: CommandLine) -> None:

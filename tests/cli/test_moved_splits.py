@@ -1,4 +1,6 @@
-"""An edited placement.yaml of a plan that splits operators: splits follow their nodes, and layers have names."""
+"""An edited placement.yaml of a plan that splits operators: splits follow their nodes, and layers
+have names.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,16 @@ from tests.cli.command_line import CommandLine
 from tests.configs.texts import parse_configuration
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
-GPT = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
-COLUMNS, ROWS = (Split("n", 2),), (Split("k", 2),)
+GPT = {
+    "layers": "4",
+    "hidden": "32",
+    "heads": "2",
+    "sequence": "16",
+    "vocabulary": "64",
+    "loss": "true",
+}
+COLUMNS = (Split("n", 2),)
+ROWS = (Split("k", 2),)
 
 
 def stages_of(text: str, of: Problem) -> tuple[Stage, ...]:
@@ -32,8 +42,12 @@ def stages_of(text: str, of: Problem) -> tuple[Stage, ...]:
     return strategy.run(of).stages
 
 
-def placed(second: tuple[int, ...], splits: tuple[tuple[int, tuple[Split, ...]], ...] = ()) -> tuple[Problem, str]:
-    """Four layers of a product and a Relu on two stages, the products of the first split over two devices."""
+def placed(
+    second: tuple[int, ...], splits: tuple[tuple[int, tuple[Split, ...]], ...] = ()
+) -> tuple[Problem, str]:
+    """Four layers of a product and a Relu on two stages, the products of the first split over two
+    devices.
+    """
     graph = perceptron([16] * 5)
     first = Stage((0, 1, 2, 3), (0, 1), 8, ((0, COLUMNS), (2, ROWS)))
     placement = Placement((first, Stage((4, 5, 6, 7), second, 8, splits)))
@@ -43,7 +57,9 @@ def placed(second: tuple[int, ...], splits: tuple[tuple[int, tuple[Split, ...]],
 def moved(text: str) -> str:
     """The text with the last two nodes of the first stage at the front of the second one."""
     assert "- [matmul0, relu3]\n" in text and "- [matmul4, relu7]\n" in text
-    return text.replace("[matmul0, relu3]", "[matmul0, relu1]").replace("[matmul4, relu7]", "[matmul2, relu7]")
+    return text.replace("[matmul0, relu3]", "[matmul0, relu1]").replace(
+        "[matmul4, relu7]", "[matmul2, relu7]"
+    )
 
 
 def test_splits_follow_to_as_many_devices() -> None:
@@ -85,7 +101,9 @@ def test_what_a_stage_says_of_all_nodes_counts_where_the_split_does_not_fit() ->
 
 
 @pytest.mark.parametrize("degrees", [(2, 1, 2), (2, 2, 1)])
-def test_a_layer_of_a_split_plan_moves_by_its_line(command_line: CommandLine, degrees: tuple[int, int, int]) -> None:
+def test_a_layer_of_a_split_plan_moves_by_its_line(
+    command_line: CommandLine, degrees: tuple[int, int, int]
+) -> None:
     build(configure("gpt", GPT)).save(command_line.folder / "gpt.onnx")
     options = zip(("pipeline", "data", "tensor"), degrees, strict=True)
     words = [f"--set=strategy.{name}={value}" for name, value in options]
@@ -97,14 +115,18 @@ def test_a_layer_of_a_split_plan_moves_by_its_line(command_line: CommandLine, de
     # A line of the first stage goes to the beginning of the second one.
     head, _, tail = text.partition("  - devices: ")
     first, _, rest = tail.partition("  - devices: ")
-    layer = [line for line in first.splitlines(keepends=True) if re.match(r"    - /layers", line)][-1]
+    layer = [line for line in first.splitlines(keepends=True) if re.match(r"    - /layers", line)][
+        -1
+    ]
     edited = head + "  - devices: " + first.replace(layer, "", 1) + "  - devices: "
     edited += rest.replace("    nodes:\n", "    nodes:\n" + layer, 1)
     path.write_text(edited)
     command_line.done("plan", "--from", "p", "-q", "-o", "q")
     after = open_plan(Path("q"))
     own = before.plan.placement.stage_of()
-    changed = [node for node, stage in after.plan.placement.stage_of().items() if stage != own[node]]
+    changed = [
+        node for node, stage in after.plan.placement.stage_of().items() if stage != own[node]
+    ]
     assert changed
     for node, stage in after.plan.placement.stage_of().items():
         kept = before.plan.placement.stages[own[node]].splits_of(node)
@@ -123,7 +145,9 @@ def split_plan(command_line: CommandLine) -> Path:
     return Path("p/placement.yaml")
 
 
-def test_a_file_that_was_cut_short_at_a_line_is_no_other_placement(command_line: CommandLine, split_plan: Path) -> None:
+def test_a_file_that_was_cut_short_at_a_line_is_no_other_placement(
+    command_line: CommandLine, split_plan: Path
+) -> None:
     """Without its last entries of `splits` it would be one with fewer splits."""
     lines = split_plan.read_text().splitlines(keepends=True)
     assert lines[-1] == "  name: given\n"
@@ -131,7 +155,10 @@ def test_a_file_that_was_cut_short_at_a_line_is_no_other_placement(command_line:
     for end in (0, *range(begin, len(lines))):
         split_plan.write_text("".join(lines[:end]))
         shown = command_line.run("plan", "--from", "p", "-q", "-o", "q")
-        message = f"{split_plan} was cut short: `strategy.name`, the last key that `plan` writes, is missing"
+        message = (
+            f"{split_plan} was cut short: `strategy.name`, the last key that `plan` writes, is "
+            "missing"
+        )
         ending = f"{split_plan} was cut short: it does not end with a line break"
         assert shown.code == 2
         assert (message if end else ending) in shown.err
@@ -144,7 +171,12 @@ def test_the_name_may_stand_anywhere(command_line: CommandLine, split_plan: Path
     text = split_plan.read_text()
     first = text.replace("  name: given\n", "").replace("strategy:\n", "strategy:\n  name: given\n")
     document = yaml.safe_load(text)
-    for form in (first, yaml.safe_dump(document), yaml.safe_dump(document, default_flow_style=True), text + "# mine\n"):
+    for form in (
+        first,
+        yaml.safe_dump(document),
+        yaml.safe_dump(document, default_flow_style=True),
+        text + "# mine\n",
+    ):
         split_plan.write_text(form)
         command_line.done("plan", "--from", "p", "-q", "-o", "q", "--force")
         assert open_plan(Path("q")).plan.placement.stages == stages
@@ -166,7 +198,12 @@ def test_layers_of_an_export_are_named(tmp_path: Path) -> None:
     layers = layers_of(source, graph)
     assert set(layers) == {"", "model.h.0", "model.h.1"}
     half = layers.index("model.h.1")
-    placement = Placement((Stage(tuple(range(half + 3)), (0,), 2), Stage(tuple(range(half + 3, len(layers))), (1,), 2)))
+    placement = Placement(
+        (
+            Stage(tuple(range(half + 3)), (0,), 2),
+            Stage(tuple(range(half + 3, len(layers))), (1,), 2),
+        )
+    )
     text = placement_text(graph, placement, layers)
     assert text.count("# model.h.1\n") == 2 and text.count("# model.h.0\n") == 1
     given = replace(problem(perceptron([8, 8]), cluster(2)), graph=graph, batch_size=8)

@@ -1,4 +1,6 @@
-"""Plans of whole models by NCCL's and CUDA's rules: none stops, and few communicators join many ranks."""
+"""Plans of whole models by NCCL's and CUDA's rules: none stops, and few communicators join many
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ NAMES = ("graphpipe", "grid", "pipedream", "tepdist, 2 stages")
 
 def program_of(folder: Path, proven: bool = True) -> Program:
     planned = open_plan(folder)
-    plan, problem = planned.plan, planned.problem
-    return lower(problem.graph, plan.placement, plan.schedule, problem.loss, problem.optimizer.shard, proven)
+    plan = planned.plan
+    problem = planned.problem
+    return lower(
+        problem.graph, plan.placement, plan.schedule, problem.loss, problem.optimizer.shard, proven
+    )
 
 
 def ends(model: str, placement: str, schedule: str) -> None:
@@ -62,19 +67,51 @@ def test_other_schedules_end(command_line: CommandLine, schedule: str) -> None:
 def test_a_rank_of_many_has_few_communicators(command_line: CommandLine) -> None:
     """Llama-7B on 1,024 GPUs: 16 stages, each split by 8 and copied 8 times."""
     done = command_line.done
-    done("zoo", "build", "llama", "-o", "llama.onnx", "--set", "size=7b", "--set", "weights=none", "--set", "loss=true")
+    done(
+        "zoo",
+        "build",
+        "llama",
+        "-o",
+        "llama.onnx",
+        "--set",
+        "size=7b",
+        "--set",
+        "weights=none",
+        "--set",
+        "loss=true",
+    )
     grid = ("--strategy", "grid", "--set", "strategy.pipeline=16", "--set", "strategy.tensor=8")
-    many = ("--cluster", "h100-80gb", "--gpus", 1024, "--batch-size", 1024, "--micro-batches", 32, "--schedule", "1f1b")
+    many = (
+        "--cluster",
+        "h100-80gb",
+        "--gpus",
+        1024,
+        "--batch-size",
+        1024,
+        "--micro-batches",
+        32,
+        "--schedule",
+        "1f1b",
+    )
     done("plan", "llama.onnx", *grid, *many, "--set", "precision=bf16", "-o", "plan")
     program = program_of(Path("plan"), proven=False)
     for rank in (0, 500, 1023):
-        streams = [stream for stream in Device(program, program.ranks[rank]).streams if isinstance(stream, tuple)]
+        streams = [
+            stream
+            for stream in Device(program, program.ranks[rank]).streams
+            if isinstance(stream, tuple)
+        ]
         assert len([stream for stream in streams if stream[0] == "pair"]) <= 4
         assert len(streams) <= 8
     paths = Counter(rank for path in message_paths(program.channels) for rank in path[:2])
     assert max(paths.values()) <= 8
-    entries = [StageEntry(each.devices, each.pipeline, each.meshes(), whole=False) for each in program.stages]
+    entries = [
+        StageEntry(each.devices, each.pipeline, each.meshes(), whole=False)
+        for each in program.stages
+    ]
     shards = [each.shards for each in program.ranks]
     made = SimpleNamespace(train=True, stages=entries, shards=shards, parameters=program.parameters)
-    groups = Counter(rank for group in groups_of(cast(Manifest, made)) if len(group) > 1 for rank in group)
+    groups = Counter(
+        rank for group in groups_of(cast(Manifest, made)) if len(group) > 1 for rank in group
+    )
     assert max((paths + groups).values()) <= 20

@@ -30,7 +30,14 @@ class Point:
 
 
 def plain(terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=40, markup=False, highlight=False, emoji=False)
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=40,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
 
 
 def written(console: Console) -> str:
@@ -96,7 +103,9 @@ def test_verbosity_rules_notes_but_not_warnings(verbosity: Verbosity, expected: 
 
 
 def test_lines_of_a_growing_result_leave_stdout_to_the_object() -> None:
-    people, program = (Output(as_json=as_json, stdout=plain(), stderr=plain()) for as_json in (False, True))
+    people, program = (
+        Output(as_json=as_json, stdout=plain(), stderr=plain()) for as_json in (False, True)
+    )
     for output in (people, program):
         output.line("step 1 loss 3.2")
     assert (written(people.stdout), written(people.stderr)) == ("step 1 loss 3.2\n", "")
@@ -105,10 +114,20 @@ def test_lines_of_a_growing_result_leave_stdout_to_the_object() -> None:
 
 @pytest.mark.parametrize(
     ("terminal", "verbosity", "shown"),
-    [(True, Verbosity.NORMAL, True), (True, Verbosity.QUIET, False), (False, Verbosity.NORMAL, False)],
+    [
+        (True, Verbosity.NORMAL, True),
+        (True, Verbosity.QUIET, False),
+        (False, Verbosity.NORMAL, False),
+    ],
 )
-def test_progress_shows_bound_and_note_on_a_terminal_only(terminal: bool, verbosity: Verbosity, shown: bool) -> None:
-    output = Output(verbosity=verbosity, stdout=plain(), stderr=Console(file=io.StringIO(), force_terminal=terminal))
+def test_progress_shows_bound_and_note_on_a_terminal_only(
+    terminal: bool, verbosity: Verbosity, shown: bool
+) -> None:
+    output = Output(
+        verbosity=verbosity,
+        stdout=plain(),
+        stderr=Console(file=io.StringIO(), force_terminal=terminal),
+    )
     with output.progress("searching", total=40) as bar:
         bar.advance(2, note="best 140 [bound 136]")
         bar.reach(30)

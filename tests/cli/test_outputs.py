@@ -1,4 +1,6 @@
-"""Every file that a command writes: it replaces a file of its own kind that the command does not read, and no other."""
+"""Every file that a command writes: it replaces a file of its own kind that the command does not
+read, and no other.
+"""
 
 from __future__ import annotations
 
@@ -65,20 +67,34 @@ CASES: Mapping[str, tuple[str, str]] = {
     "schedule --output": ("schedule blocks.yaml --units 2 -o OUT", "blocks.yaml"),
     "plan --annotate": (f"plan {MODEL} --gpus 1 --annotate OUT", MODEL),
     "zoo build --output": ("zoo build dlrm --set rows=24 -o OUT", MODEL),
-    "checkpoint export --output": ("checkpoint export saved -o OUT", "saved/step_00000003/manifest.json"),
+    "checkpoint export --output": (
+        "checkpoint export saved -o OUT",
+        "saved/step_00000003/manifest.json",
+    ),
     "checkpoint export --output x": (
         "checkpoint export saved -o OUT.safetensors",
         "saved/step_00000003/rank_00000.safetensors",
     ),
-    "checkpoint import --output": ("checkpoint import given.safetensors --model product.onnx -o OUT", "product.onnx"),
+    "checkpoint import --output": (
+        "checkpoint import given.safetensors --model product.onnx -o OUT",
+        "product.onnx",
+    ),
     "profile --merge --output": ("profile --merge one.costs other.costs -o OUT", "one.costs"),
 }
-"""Commands by the option that names their output, and a file that each reads or that is part of a plan."""
+"""Commands by the option that names their output, and a file that each reads or that is part of a
+plan.
+"""
 REFUSED: Mapping[str, tuple[str, str]] = {
     "export --output": ("export linear.py:factory -o OUT", "linear.py"),
     "profile --output": (f"profile {MODEL} --seconds 1 -o OUT", MODEL),
-    "launch --trace": (f"launch {PLAN}/program --device cpu --trace OUT", f"{PLAN}/program/manifest.json"),
-    "launch --outputs": ("launch infer/program --device cpu --data data.npz --outputs OUT.npz", "data.npz"),
+    "launch --trace": (
+        f"launch {PLAN}/program --device cpu --trace OUT",
+        f"{PLAN}/program/manifest.json",
+    ),
+    "launch --outputs": (
+        "launch infer/program --device cpu --data data.npz --outputs OUT.npz",
+        "data.npz",
+    ),
     "generate --output": ("generate infer --prompts 1,2 -o OUT.npy", "infer/plan.json"),
 }
 """Commands that take seconds, or measure or run ranks: they are only refused here."""
@@ -87,7 +103,9 @@ INPUTS = {
     "launch --checkpoint", "launch --log", "show --measured", "checkpoint export --model", "checkpoint import --model",
     "plan --from", "plan --output", "codegen --output",
 }  # fmt: skip
-"""Options with the path of an input, or of a folder whose files have rules of their own (`test_plan_folder.py`)."""
+"""Options with the path of an input, or of a folder whose files have rules of their own
+(`test_plan_folder.py`).
+"""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +113,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the inputs of all commands."""
     folder = tmp_path_factory.mktemp("made")
     path = saved(perceptron(trains=True), folder)
-    for words in (f"plan {path} --gpus 1 --strategy data_parallel -o {folder / PLAN}", f"codegen {folder / PLAN}"):
+    for words in (
+        f"plan {path} --gpus 1 --strategy data_parallel -o {folder / PLAN}",
+        f"codegen {folder / PLAN}",
+    ):
         assert main([*words.split(), "-q"]) == 0
     (folder / "inferred").mkdir()
     saved(perceptron(), folder / "inferred")
@@ -149,7 +170,9 @@ def test_every_option_with_a_path_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", [*CASES, *REFUSED])
-@pytest.mark.parametrize("content", ["my notes\n", "{}", "<html></html>", "PK\x03\x04", "\x08\x07\x12\x03abc"])
+@pytest.mark.parametrize(
+    "content", ["my notes\n", "{}", "<html></html>", "PK\x03\x04", "\x08\x07\x12\x03abc"]
+)
 def test_a_file_of_another_kind_is_kept(here: CommandLine, name: str, content: str) -> None:
     words = {**CASES, **REFUSED}[name][0]
     target_of(words).write_text(content)
@@ -170,7 +193,8 @@ def test_an_input_and_a_part_of_a_plan_are_kept(here: CommandLine, name: str) ->
 def test_an_output_replaces_an_earlier_one_by_force_another_file_and_follows_links(
     here: CommandLine, name: str
 ) -> None:
-    words, target = CASES[name][0].split(), target_of(CASES[name][0])
+    words = CASES[name][0].split()
+    target = target_of(CASES[name][0])
     first = target.with_name(f"first {target.name}")
     target.touch()
     here.done(*words)
@@ -184,7 +208,9 @@ def test_an_output_replaces_an_earlier_one_by_force_another_file_and_follows_lin
     assert target.read_bytes()[:8] == first.read_bytes()[:8]
     real = Path("below", target.name)
     real.parent.mkdir(exist_ok=True)
-    if name != "plan --annotate":  # Weights next to the model would not be found from another folder.
+    if (
+        name != "plan --annotate"
+    ):  # Weights next to the model would not be found from another folder.
         target.unlink()
         target.symlink_to(real)
         here.done(*words)
@@ -193,7 +219,8 @@ def test_an_output_replaces_an_earlier_one_by_force_another_file_and_follows_lin
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_device_and_a_pipe_are_written_to(here: CommandLine, name: str) -> None:
-    words, target = CASES[name][0].split(), target_of(CASES[name][0])
+    words = CASES[name][0].split()
+    target = target_of(CASES[name][0])
     target.symlink_to(os.devnull)
     here.done(*words)
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode) and target.is_symlink()
@@ -207,7 +234,11 @@ def test_a_device_and_a_pipe_are_written_to(here: CommandLine, name: str) -> Non
     target.symlink_to("/dev/full")
     shown = here.run(*words)
     assert shown.code == 2, shown.err
-    assert f"{target}" in shown.err and "No space left on device" in shown.err and "internal error" not in shown.err
+    assert (
+        f"{target}" in shown.err
+        and "No space left on device" in shown.err
+        and "internal error" not in shown.err
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,7 +260,9 @@ def test_a_full_disk_is_told_in_one_line_with_the_files_name(here: CommandLine, 
         (f"codegen {PLAN} -o new", "new/run.py"),
     ],
 )
-def test_a_full_disk_leaves_a_plan_and_a_program_as_they_were(here: CommandLine, words: str, file: str) -> None:
+def test_a_full_disk_leaves_a_plan_and_a_program_as_they_were(
+    here: CommandLine, words: str, file: str
+) -> None:
     with small_files(64):
         here.refuses(2, tuple(words.split()), file, "File too large")
 
@@ -261,11 +294,19 @@ def test_kinds_are_told_by_content(here: CommandLine) -> None:
         found[name] = target_of(words).rename(name.replace(" ", "_"))
     np.save("a.npy", np.zeros(3))
     Path("t.json").write_text("[[1, 2], []]")
-    files = {**{path: KINDS[name] for name, path in found.items()}, Path("data.npz"): NPZ, Path("a.npy"): NPY}
+    files = {
+        **{path: KINDS[name] for name, path in found.items()},
+        Path("data.npz"): NPZ,
+        Path("a.npy"): NPY,
+    }
     files[Path("t.json")] = TOKENS
     for path, kind in files.items():
-        recognised = {each.words for each in {*KINDS.values(), NPZ, NPY, TOKENS} if each.recognises(path)}
-        assert recognised == ({ONNX.words, ZOO_MODEL.words} if kind is ZOO_MODEL else {kind.words}), path
+        recognised = {
+            each.words for each in {*KINDS.values(), NPZ, NPY, TOKENS} if each.recognises(path)
+        }
+        assert recognised == (
+            {ONNX.words, ZOO_MODEL.words} if kind is ZOO_MODEL else {kind.words}
+        ), path
 
 
 def test_a_socket_and_a_folder_are_refused(tmp_path: Path) -> None:

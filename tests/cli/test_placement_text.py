@@ -1,4 +1,6 @@
-"""The placement of a plan as YAML: what is written is what is read, for any placement and any names."""
+"""The placement of a plan as YAML: what is written is what is read, for any placement and any
+names.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.configs.texts import parse_configuration
 from tests.distributed.support.drawing import graphs, placements
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
-NAMES = st.one_of(st.sampled_from(["", "same", "*", "/layers.0/up", "/layers.1/up", "a: b", "12", "~"]), st.text())
+NAMES = st.one_of(
+    st.sampled_from(["", "same", "*", "/layers.0/up", "/layers.1/up", "a: b", "12", "~"]), st.text()
+)
 
 
 def read(text: str, of: Problem) -> Placement:
@@ -46,17 +50,26 @@ def test_a_placement_is_read_as_it_was_written(case: tuple[Graph, Placement]) ->
     given_problem = problem(graph, cluster(4))
     # Which values are gathered is decided anew for a placement that is read.
     stages = tuple(replace(stage, gathers=()) for stage in placement.stages)
-    assert read(placement_text(graph, placement), given_problem) == replace(placement, stages=stages)
+    assert read(placement_text(graph, placement), given_problem) == replace(
+        placement, stages=stages
+    )
 
 
 @pytest.fixture
 def layered() -> tuple[Problem, Placement]:
-    """Six layers on two stages: replicas, of which one layer's are shared otherwise, and own micro-batches."""
+    """Six layers on two stages: replicas, of which one layer's are shared otherwise, and own
+    micro-batches.
+    """
     graph = perceptron([16] * 7)
-    nodes = (replace(node, name=f"/layers.{index // 2}/{node.op}") for index, node in enumerate(graph.nodes))
+    nodes = (
+        replace(node, name=f"/layers.{index // 2}/{node.op}")
+        for index, node in enumerate(graph.nodes)
+    )
     graph = replace(graph, nodes=tuple(nodes))
     samples = sample_axes(graph)
-    first = {node: (Split(samples.axes[node] or "", 2),) for node in range(6)} | {2: (Split("n", 2),)}
+    first = {node: (Split(samples.axes[node] or "", 2),) for node in range(6)} | {
+        2: (Split("n", 2),)
+    }
     stages = (
         Stage(tuple(range(6)), (3, 1), 8, tuple(sorted(first.items()))),
         Stage(tuple(range(6, 12)), (0,), 4, recompute=True),

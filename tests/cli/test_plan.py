@@ -1,4 +1,6 @@
-"""`autopipe plan`: the folder it writes, what it prints, what it refuses, and that nothing is left half-written."""
+"""`autopipe plan`: the folder it writes, what it prints, what it refuses, and that nothing is left
+half-written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from autopipe.configs.local_devices import local_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError
 
-SETTINGS = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+SETTINGS = {
+    "layers": "2",
+    "hidden": "32",
+    "heads": "2",
+    "sequence": "16",
+    "vocabulary": "64",
+    "loss": "true",
+}
 SUMMARY_KEYS = {
     "strategy", "schedule", "devices", "stages", "micro_batches", "micro_batch_size", "depth", "step_time_s",
     "samples_per_s", "bubble_rate", "peak_memory_bytes", "search_time_s", "lower_bound_s", "optimal", "gap",
@@ -39,7 +48,12 @@ def run(capsys, *words):
 def test_a_plan_folder_and_one_screen(gpt, capsys):
     code, out, _ = run(capsys, gpt, "--gpus", 2, "--cluster", "a100-80gb")
     assert code == 0
-    assert sorted(os.listdir(f"{gpt}.plan")) == ["config.yaml", "placement.yaml", "plan.json", "schedule.json"]
+    assert sorted(os.listdir(f"{gpt}.plan")) == [
+        "config.yaml",
+        "placement.yaml",
+        "plan.json",
+        "schedule.json",
+    ]
     for word in ("pipedream with tessel", "train, on 2 devices of a100-80gb\n", "bubble", "next:"):
         assert word in out
     assert "communication volume of a step: " in out
@@ -68,17 +82,31 @@ def test_next_commands_of_a_plan_are_quoted_for_the_shell(gpt, capsys, tmp_path)
     _, out, _ = run(capsys, gpt, "--gpus", 2, "--cluster", "a100-80gb", "-o", folder)
     (commands,) = re.findall("next: (.*)", out)
     words = shlex.split(commands)
-    assert words == [word for name in ("explain", "show", "codegen") for word in ("autopipe", name, folder)]
+    assert words == [
+        word for name in ("explain", "show", "codegen") for word in ("autopipe", name, folder)
+    ]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_answer_has_at_most_twenty_lines(gpt, capsys, monkeypatch, tmp_path, terminal):
-    """Though the plan has eight stages and others to be compared with. On a terminal prose wraps between words."""
+    """Though the plan has eight stages and others to be compared with. On a terminal prose wraps
+    between words.
+    """
     if terminal:
         for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
             monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    words = ("gpt.onnx", "--gpus", 4, "--cluster", "a100-80gb", "--batch-size", 16, "--micro-batches", 2)
+    words = (
+        "gpt.onnx",
+        "--gpus",
+        4,
+        "--cluster",
+        "a100-80gb",
+        "--batch-size",
+        16,
+        "--micro-batches",
+        2,
+    )
     assert main(["plan", *map(str, words)]) == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     lines = out.splitlines()
@@ -88,13 +116,24 @@ def test_the_answer_has_at_most_twenty_lines(gpt, capsys, monkeypatch, tmp_path,
     table = next(number for number, line in enumerate(lines) if line.split() == head)
     assert [line.startswith("plan in") for line in lines[table + 1 :]].index(True) <= 3
     told = " ".join(out.split())
-    for part in ("of 8 samples", "lower bound", "samples/s", "peak memory", "the best of other strategies"):
+    for part in (
+        "of 8 samples",
+        "lower bound",
+        "samples/s",
+        "peak memory",
+        "the best of other strategies",
+    ):
         assert part in told
     assert re.search(r"lower bound [\d.]+ \S+ for this placement", told)
-    assert "next: autopipe explain gpt.onnx.plan autopipe show gpt.onnx.plan autopipe codegen gpt.onnx.plan" in told
+    assert (
+        "next: autopipe explain gpt.onnx.plan autopipe show gpt.onnx.plan autopipe codegen "
+        "gpt.onnx.plan"
+    ) in told
     main(["explain", "gpt.onnx.plan"])
     repeated = set(lines[2:]) & set(capsys.readouterr().out.splitlines())
-    assert not [line for line in repeated if line.split()[0] not in ("strategy", "plan")], "explain tells the rest"
+    assert not [line for line in repeated if line.split()[0] not in ("strategy", "plan")], (
+        "explain tells the rest"
+    )
 
 
 def test_quiet_says_nothing_of_what_went_well(gpt, capsys):
@@ -105,7 +144,18 @@ def test_quiet_says_nothing_of_what_went_well(gpt, capsys):
 
 def test_idle_devices_are_warned_of(gpt, capsys):
     constraints = "constraints=[{match: '*', stage: 0, devices: [0, 2]}]"
-    code, _, err = run(capsys, gpt, "--gpus", 4, "--cluster", "a100-80gb", "--strategy", "manual", "--set", constraints)
+    code, _, err = run(
+        capsys,
+        gpt,
+        "--gpus",
+        4,
+        "--cluster",
+        "a100-80gb",
+        "--strategy",
+        "manual",
+        "--set",
+        constraints,
+    )
     assert code == 0
     assert "warning: 2 devices of 4 idle, without a stage: 1,3 (--gpus plans for fewer)" in err
 
@@ -135,7 +185,16 @@ def test_flags_override_the_file_and_the_effective_configuration_is_one(gpt, cap
     given = "batch_size: 8\nmicro_batches: 2\nschedule: {name: gpipe}\noptimizer: {name: adamw}\n"
     given += "strategy: {name: pipedream}\n"
     (tmp_path / "c.yaml").write_text(given)
-    words = ("--config", tmp_path / "c.yaml", "--gpus", 2, "--micro-batches", 4, "-o", tmp_path / "a")
+    words = (
+        "--config",
+        tmp_path / "c.yaml",
+        "--gpus",
+        2,
+        "--micro-batches",
+        4,
+        "-o",
+        tmp_path / "a",
+    )
     assert run(capsys, gpt, *words)[0] == 0
     planned = open_plan(tmp_path / "a")
     assert (planned.problem.micro_batches, planned.plan.summary.schedule) == (4, "gpipe")
@@ -147,30 +206,59 @@ def test_flags_override_the_file_and_the_effective_configuration_is_one(gpt, cap
 
 @pytest.mark.parametrize("strategy", ["pase", "tepdist"])
 def test_stages_are_as_many_as_asked_for(gpt, capsys, tmp_path, strategy):
-    words = ("--strategy", strategy, "--gpus", 4, "--stages", 2, "--batch-size", 4, "--schedule", "1f1b")
+    words = (
+        "--strategy",
+        strategy,
+        "--gpus",
+        4,
+        "--stages",
+        2,
+        "--batch-size",
+        4,
+        "--schedule",
+        "1f1b",
+    )
     assert run(capsys, gpt, *words, "-o", tmp_path / "a")[0] == 0
-    assert [len(stage.devices) for stage in open_plan(tmp_path / "a").plan.placement.stages] == [2, 2]
+    assert [len(stage.devices) for stage in open_plan(tmp_path / "a").plan.placement.stages] == [
+        2,
+        2,
+    ]
 
 
-@pytest.mark.parametrize(("asked", "shard"), [((), False), (("--set", "optimizer.shard=true"), True)])
-def test_the_plan_says_whether_the_optimizers_state_is_in_shares(gpt, capsys, tmp_path, asked, shard):
-    code, out, _ = run(capsys, gpt, "--gpus", 2, "--strategy", "data_parallel", "-o", tmp_path / "plan", *asked)
+@pytest.mark.parametrize(
+    ("asked", "shard"), [((), False), (("--set", "optimizer.shard=true"), True)]
+)
+def test_the_plan_says_whether_the_optimizers_state_is_in_shares(
+    gpt, capsys, tmp_path, asked, shard
+):
+    code, out, _ = run(
+        capsys, gpt, "--gpus", 2, "--strategy", "data_parallel", "-o", tmp_path / "plan", *asked
+    )
     assert code == 0
-    assert ("parameter" in next(line for line in out.splitlines() if line.startswith("communication"))) is shard
+    assert (
+        "parameter" in next(line for line in out.splitlines() if line.startswith("communication"))
+    ) is shard
     assert f"shard: {str(shard).lower()}" in (tmp_path / "plan/config.yaml").read_text()
     assert open_plan(tmp_path / "plan").problem.optimizer.shard is shard
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
     text = (tmp_path / "plan/program/rank_000.py").read_text()
     assert ("are shared out over ranks 0, 1 (ZeRO-1)" in text) is shard
-    assert json.loads((tmp_path / "plan/program/manifest.json").read_text())["optimizer"]["shard"] is shard
+    assert (
+        json.loads((tmp_path / "plan/program/manifest.json").read_text())["optimizer"]["shard"]
+        is shard
+    )
 
 
 def test_dumps_follow_their_pass(gpt, capsys):
     passes = ("read", "cost", "pipedream", "1f1b", "simulate")
     flags = ("--gpus", 2, "--schedule", "1f1b")
-    code, out, _ = run(capsys, gpt, *flags, *(word for name in passes for word in ("--dump-after", name)))
+    code, out, _ = run(
+        capsys, gpt, *flags, *(word for name in passes for word in ("--dump-after", name))
+    )
     assert code == 0
-    heads = [line.removeprefix("--- after ") for line in out.splitlines() if line.startswith("--- after")]
+    heads = [
+        line.removeprefix("--- after ") for line in out.splitlines() if line.startswith("--- after")
+    ]
     assert tuple(heads) == passes
     assert "0: 0F0 0F1 0B0" in out
     assert "stage 1: devices [1]" in out
@@ -288,7 +376,10 @@ def test_what_is_trained_is_chosen_by_patterns(gpt, capsys, tmp_path):
 @pytest.mark.parametrize("key", ["frozen", "trainable"])
 def test_a_pattern_that_matches_nothing_is_refused(key, gpt, capsys):
     code, _, err = run(capsys, gpt, "--gpus", 1, "--set", f"model.{key}=['layer.*']")
-    assert code == 2 and f"model.{key}: 'layer.*' matches the whole name of no floating-point tensor" in err
+    assert (
+        code == 2
+        and f"model.{key}: 'layer.*' matches the whole name of no floating-point tensor" in err
+    )
 
 
 def test_a_plan_to_train_that_trains_nothing_is_refused(gpt, capsys):
@@ -325,8 +416,12 @@ def test_degrees_are_the_same_in_every_output(gpt, capsys, tmp_path):
         assert f"{name}: {value}\n" in configuration
     _, screen, _ = run(capsys, gpt, "--config", tmp_path / "a/config.yaml", "-o", tmp_path / "b")
     assert open_plan(tmp_path / "b").digest == planned.digest
-    told = next(line for line in screen.splitlines() if line.startswith("degrees: ")).removeprefix("degrees: ")
-    assert re.fullmatch(rf"{re.escape(degrees.text)}; [\d,.]+ tokens/s per device, MFU [\d.]+%", told)
+    told = next(line for line in screen.splitlines() if line.startswith("degrees: ")).removeprefix(
+        "degrees: "
+    )
+    assert re.fullmatch(
+        rf"{re.escape(degrees.text)}; [\d,.]+ tokens/s per device, MFU [\d.]+%", told
+    )
     main(["explain", str(tmp_path / "a"), "--json", "-q"])
     explained = json.loads(capsys.readouterr().out)
     assert explained["degrees"] == told
@@ -350,7 +445,10 @@ def test_bounds_say_for_which_placements_they_hold(gpt, capsys, tmp_path):
     assert "lower bound of placement" in table and "gap of placement" in table
     main(["show", str(tmp_path / "a"), "--html", str(tmp_path / "a.html"), "-q"])
     page = (tmp_path / "a.html").read_text()
-    assert "<span>lower bound for this placement</span>" in page and "<span>too long for this placement</span>" in page
+    assert (
+        "<span>lower bound for this placement</span>" in page
+        and "<span>too long for this placement</span>" in page
+    )
 
 
 def test_a_plan_of_an_earlier_version_has_no_degrees(gpt, capsys, tmp_path):

@@ -1,4 +1,6 @@
-"""A plan folder with files of a user: `plan` and `codegen` replace their own files unless edited, and no others."""
+"""A plan folder with files of a user: `plan` and `codegen` replace their own files unless edited,
+and no others.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,28 @@ USERS: Mapping[str, str] = {
     ".notes": "hidden",
 }
 """Files that a user keeps in a plan folder."""
-FLAGS = ("--strategy", "manual", "--schedule", "1f1b", "--gpus", "2", "--micro-batches", "2", "--set")
-STAGES = "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, devices: [1]}]"
+FLAGS = (
+    "--strategy",
+    "manual",
+    "--schedule",
+    "1f1b",
+    "--gpus",
+    "2",
+    "--micro-batches",
+    "2",
+    "--set",
+)
+STAGES = (
+    "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, devices: "
+    "[1]}]"
+)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that trains, its plan for two devices with the program, and files of a user in the plan."""
+    """A folder with a model that trains, its plan for two devices with the program, and files of a
+    user in the plan.
+    """
     folder = tmp_path_factory.mktemp("made")
     path = saved(perceptron(trains=True), folder)
     assert main(["plan", str(path), *FLAGS, STAGES, "-q"]) == 0
@@ -57,7 +74,11 @@ def here(made: Path, command_line: CommandLine) -> CommandLine:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def without_owned(found: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -65,16 +86,26 @@ def without_owned(found: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "words", [("plan", MODEL, "--gpus", 1), ("plan", "--from", PLAN), ("plan", "--from", PLAN, "--schedule", "gpipe")]
+    "words",
+    [
+        ("plan", MODEL, "--gpus", 1),
+        ("plan", "--from", PLAN),
+        ("plan", "--from", PLAN, "--schedule", "gpipe"),
+    ],
 )
-def test_a_plan_over_a_plan_touches_its_own_files_alone(here: CommandLine, words: tuple[object, ...]) -> None:
+def test_a_plan_over_a_plan_touches_its_own_files_alone(
+    here: CommandLine, words: tuple[object, ...]
+) -> None:
     before = contents(PLAN)
     here.done(*words)
     after = contents(PLAN)
     assert without_owned(after) == without_owned(before)
     assert after["plan.json"] != before["plan.json"]
     summary = open_plan(PLAN).plan.summary
-    assert (summary.devices, summary.schedule == "gpipe") == (1 if MODEL in words else 2, "gpipe" in words)
+    assert (summary.devices, summary.schedule == "gpipe") == (
+        1 if MODEL in words else 2,
+        "gpipe" in words,
+    )
 
 
 def test_a_program_of_an_earlier_plan_is_told(here: CommandLine) -> None:
@@ -103,12 +134,19 @@ def test_a_plan_of_an_earlier_version_is_not_replaced(here: CommandLine) -> None
     text = (PLAN / "plan.json").read_text()
     (PLAN / "plan.json").write_text(text.partition(',\n "sha256"')[0] + "}\n")
     assert open_plan(PLAN).plan.summary.devices == 2
-    here.refuses(2, ("plan", MODEL), f"{PLAN}/config.yaml was edited, or an earlier version of autopipe wrote it")
+    here.refuses(
+        2,
+        ("plan", MODEL),
+        f"{PLAN}/config.yaml was edited, or an earlier version of autopipe wrote it",
+    )
 
 
 def test_an_edited_placement_that_is_planned_stays_to_the_byte(here: CommandLine) -> None:
     path = PLAN / "placement.yaml"
-    path.write_text("# My notes on this placement.\n" + path.read_text().replace("recompute: false", "recompute: true"))
+    path.write_text(
+        "# My notes on this placement.\n"
+        + path.read_text().replace("recompute: false", "recompute: true")
+    )
     edited = path.read_bytes()
     for words in ((), (), ("--schedule", "gpipe")):
         here.done("plan", "--from", PLAN, *words)
@@ -118,7 +156,8 @@ def test_an_edited_placement_that_is_planned_stays_to_the_byte(here: CommandLine
 
 
 def test_an_edited_configuration_that_is_planned_stays_or_is_copied(here: CommandLine) -> None:
-    path, copy = PLAN / "config.yaml", PLAN / "config.edited.yaml"
+    path = PLAN / "config.yaml"
+    copy = PLAN / "config.edited.yaml"
     path.write_text("# My notes.\n" + path.read_text().replace("seed: 0", "seed: 7"))
     edited = path.read_bytes()
     here.done("plan", "--from", PLAN)
@@ -145,7 +184,9 @@ def test_a_folder_that_is_no_plan_needs_force(here: CommandLine) -> None:
     open_plan(Path("mine"))
 
 
-@pytest.mark.parametrize("file", ["program/stage_00.py", "program/rank_001.py", "program/reference/run.py"])
+@pytest.mark.parametrize(
+    "file", ["program/stage_00.py", "program/rank_001.py", "program/reference/run.py"]
+)
 def test_an_edited_program_is_not_replaced(here: CommandLine, file: str) -> None:
     path = PLAN / file
     path.write_text(path.read_text() + "\n# faster\n")
@@ -162,8 +203,14 @@ def test_codegen_keeps_what_lies_in_the_program_folder(here: CommandLine) -> Non
         path = PLAN / "program" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-        here.refuses(2, ("codegen", PLAN), f"{PLAN}/program holds something that is not part of a program")
-        here.refuses(2, ("codegen", PLAN, "--force"), f"{PLAN}/program holds something that is not part of a program")
+        here.refuses(
+            2, ("codegen", PLAN), f"{PLAN}/program holds something that is not part of a program"
+        )
+        here.refuses(
+            2,
+            ("codegen", PLAN, "--force"),
+            f"{PLAN}/program holds something that is not part of a program",
+        )
         shutil.rmtree(path.parent) if path.parent != PLAN / "program" else path.unlink()
         shutil.rmtree(PLAN / "program" / name.partition("/")[0], ignore_errors=True)
     here.done("codegen", PLAN)
@@ -201,7 +248,9 @@ def test_a_kill_while_a_plan_is_written_leaves_the_old_plan_the_new_one_or_a_mix
         done = subprocess.run([sys.executable, "-c", KILLED, str(number), *words], check=False)
         assert done.returncode in (0, -signal.SIGKILL)
         try:
-            assert open_prediction(Path("plan"))[0].summary.devices == (1 if done.returncode == 0 else 2)
+            assert open_prediction(Path("plan"))[0].summary.devices == (
+                1 if done.returncode == 0 else 2
+            )
             named.append("")
         except ConfigurationError as error:
             named.append(error.message.partition(" ")[0])
@@ -220,7 +269,9 @@ def test_a_schedule_of_another_plan_is_named(here: CommandLine) -> None:
     here.done("plan", "--from", PLAN, "--schedule", "gpipe", "-o", "other")
     shutil.copy("other/schedule.json", PLAN)
     for words in (("show", PLAN), ("codegen", PLAN), ("compare", PLAN, "other")):
-        here.refuses(2, words, f"{PLAN}/schedule.json was edited, or is of another plan than plan.json")
+        here.refuses(
+            2, words, f"{PLAN}/schedule.json was edited, or is of another plan than plan.json"
+        )
 
 
 def test_every_file_that_plan_writes_has_its_digest(here: CommandLine) -> None:

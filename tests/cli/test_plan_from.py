@@ -1,4 +1,6 @@
-"""`autopipe plan --from`: a plan made again from its folder, edited or under other flags, and what that costs."""
+"""`autopipe plan --from`: a plan made again from its folder, edited or under other flags, and what
+that costs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from autopipe.configs.zoo import build, configure
 from autopipe.passes.pipeline import PlanResult
 from tests.cli.command_line import CommandLine
 
-GPT = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+GPT = {
+    "layers": "4",
+    "hidden": "32",
+    "heads": "2",
+    "sequence": "16",
+    "vocabulary": "64",
+    "loss": "true",
+}
 BRANCHES = {"hidden": "32", "heads": "2", "sequence": "8", "loss": "true"}
 FLAGS = ("--cluster", "a100-80gb", "--gpus", 4, "--batch-size", 16, "--micro-batches", 8)
 LATE = "re:/layers.[23]/.*|/norm/.*|/head/.*"
@@ -25,7 +34,12 @@ LATE = "re:/layers.[23]/.*|/norm/.*|/head/.*"
 def both_ways() -> str:
     """Constraints for two pipelines through two devices in opposite directions."""
     rows = [
-        {"match": match, "stage": stage, "devices": [stage if way == 0 else 1 - stage], "pipeline": way}
+        {
+            "match": match,
+            "stage": stage,
+            "devices": [stage if way == 0 else 1 - stage],
+            "pipeline": way,
+        }
         for way in (0, 1)
         for stage, match in enumerate(("/Add", LATE))
     ]
@@ -59,8 +73,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build(configure("gpt", GPT)).save(folder / "gpt.onnx")
     build(configure("two-branch", BRANCHES)).save(folder / "two-branch.onnx")
     constraints = json.dumps([{"match": "re:.*", "stage": 0, "devices": [0, 1]}])
-    words = (*FLAGS, "--strategy", "manual", "--schedule", "1f1b", "--set", f"constraints={constraints}")
-    assert main(["plan", str(folder / "gpt.onnx"), *map(str, words), "-q", "-o", str(folder / "one")]) == 0
+    words = (
+        *FLAGS,
+        "--strategy",
+        "manual",
+        "--schedule",
+        "1f1b",
+        "--set",
+        f"constraints={constraints}",
+    )
+    assert (
+        main(["plan", str(folder / "gpt.onnx"), *map(str, words), "-q", "-o", str(folder / "one")])
+        == 0
+    )
     placement = folder / "one/placement.yaml"
     first, late, rest = placement.read_text().partition("    - /layers.2/*\n")
     nodes, key, end = rest.partition("    splits:\n")
@@ -84,9 +109,13 @@ def test_what_is_not_edited_is_the_same_plan(planned: CommandLine, case: str) ->
     planned.done("plan", f"{model}.onnx", *words, "-o", "first")
     shown = planned.done("plan", "--from", "first", "-o", "second")
     assert "the same plan as first held" in shown.out
-    first, second = open_plan(Path("first")), open_plan(Path("second"))
+    first = open_plan(Path("first"))
+    second = open_plan(Path("second"))
     assert second.digest == first.digest
-    assert (second.plan.placement, second.plan.schedule) == (first.plan.placement, first.plan.schedule)
+    assert (second.plan.placement, second.plan.schedule) == (
+        first.plan.placement,
+        first.plan.schedule,
+    )
     assert Path("second/placement.yaml").read_text() == Path("first/placement.yaml").read_text()
 
 
@@ -114,15 +143,24 @@ def test_a_stage_is_cut_in_two(planned: CommandLine) -> None:
 
 def test_a_moved_layer_is_split_as_its_new_stage(planned: CommandLine) -> None:
     before = open_plan(Path("two")).plan.placement.stages
-    edited(("    - /layers.2/*\n", ""), ("    - /layers.1/*\n", "    - /layers.1/*\n    - /layers.2/*\n"))
+    edited(
+        ("    - /layers.2/*\n", ""),
+        ("    - /layers.1/*\n", "    - /layers.1/*\n    - /layers.2/*\n"),
+    )
     again_planned, data = again(planned)
     after = again_planned.plan.placement.stages
     assert len(after[0].nodes) > len(before[0].nodes)
     assert after[0].nodes + after[1].nodes == before[0].nodes + before[1].nodes
     for old, new in zip(before, after, strict=True):
         kept = set(old.nodes) & set(new.nodes)
-        assert {node: old.splits_of(node) for node in kept} == {node: new.splits_of(node) for node in kept}
-        assert (old.devices, old.micro_batch_size, old.recompute) == (new.devices, new.micro_batch_size, new.recompute)
+        assert {node: old.splits_of(node) for node in kept} == {
+            node: new.splits_of(node) for node in kept
+        }
+        assert (old.devices, old.micro_batch_size, old.recompute) == (
+            new.devices,
+            new.micro_batch_size,
+            new.recompute,
+        )
     price = data["from"]
     assert isinstance(price, dict)
     assert (price["same"], price["worse"]) == (False, True)
@@ -137,7 +175,9 @@ def test_a_moved_layer_is_split_as_its_new_stage(planned: CommandLine) -> None:
         (("{samples: 2}", "{}"), lambda stage: True),
     ],
 )
-def test_other_edits_are_taken(planned: CommandLine, change: tuple[str, str], of: Callable[[object], bool]) -> None:
+def test_other_edits_are_taken(
+    planned: CommandLine, change: tuple[str, str], of: Callable[[object], bool]
+) -> None:
     edited(change)
     found, _ = again(planned)
     before = open_plan(Path("two"))
@@ -145,7 +185,9 @@ def test_other_edits_are_taken(planned: CommandLine, change: tuple[str, str], of
     assert found.digest != before.digest
     if "true" in change[1]:
         assert [stage.recompute for stage in found.plan.placement.stages] == [True, False]
-        assert found.plan.prediction.stages[0].kept_bytes < before.plan.prediction.stages[0].kept_bytes
+        assert (
+            found.plan.prediction.stages[0].kept_bytes < before.plan.prediction.stages[0].kept_bytes
+        )
         assert found.plan.prediction.stages[1] == before.plan.prediction.stages[1]
     if "{}" in change[1]:
         assert not any(found.plan.placement.stages[0].splits_of(node) for node in range(4))
@@ -158,11 +200,18 @@ def test_the_price_is_said(planned: CommandLine) -> None:
     assert "worse: a step takes " in out and "longer than what edit held" in out
     out = planned.done("plan", "--from", "worse", "--schedule", "gpipe").out
     assert "bubble" in out and "points" in out
-    assert "strategy:\n  name: given\nschedule:\n  name: gpipe\n" in Path("worse/config.yaml").read_text()
+    assert (
+        "strategy:\n  name: given\nschedule:\n  name: gpipe\n"
+        in Path("worse/config.yaml").read_text()
+    )
 
 
-def test_more_micro_batches_of_the_same_size_are_judged_by_their_samples(planned: CommandLine) -> None:
-    shown = planned.done("plan", "--from", "two", "--batch-size", 64, "--micro-batches", 32, "-o", "more")
+def test_more_micro_batches_of_the_same_size_are_judged_by_their_samples(
+    planned: CommandLine,
+) -> None:
+    shown = planned.done(
+        "plan", "--from", "two", "--batch-size", 64, "--micro-batches", 32, "-o", "more"
+    )
     assert "better: " in shown.out and "more samples a second than what two held" in shown.out
     assert open_plan(Path("more")).plan.placement == open_plan(Path("two")).plan.placement
 
@@ -198,7 +247,9 @@ def test_flags_and_the_configuration_change_what_they_say(planned: CommandLine) 
         (("--config", "two/config.yaml"), "leave out --config"),
     ],
 )
-def test_what_the_placement_cannot_bear_is_refused(planned: CommandLine, words: tuple[object, ...], says: str) -> None:
+def test_what_the_placement_cannot_bear_is_refused(
+    planned: CommandLine, words: tuple[object, ...], says: str
+) -> None:
     planned.refuses(2, ("plan", "--from", "two", *words, "-o", "no"), says)
 
 
@@ -227,7 +278,9 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
          ["is in stage 0, but it reads from '/layers.1/", "in stage 1"]),
     ],
 )  # fmt: skip
-def test_edits_that_cannot_be_run(planned: CommandLine, changes: list[tuple[str, str]], says: list[str]) -> None:
+def test_edits_that_cannot_be_run(
+    planned: CommandLine, changes: list[tuple[str, str]], says: list[str]
+) -> None:
     edited(*changes)
     planned.refuses(2, ("plan", "--from", "edit"), *says)
 
@@ -240,6 +293,18 @@ def test_a_folder_without_its_placement(planned: CommandLine) -> None:
 
 
 def test_the_configuration_of_a_given_plan_says_where_its_stages_are(planned: CommandLine) -> None:
-    planned.refuses(2, ("plan", "gpt.onnx", "--config", "two/config.yaml", "-o", "no"), "plan --from DIR")
-    assert planned.done("plan", "gpt.onnx", *FLAGS, "--config", "two/placement.yaml", "--schedule", "1f1b", "-o", "x")
+    planned.refuses(
+        2, ("plan", "gpt.onnx", "--config", "two/config.yaml", "-o", "no"), "plan --from DIR"
+    )
+    assert planned.done(
+        "plan",
+        "gpt.onnx",
+        *FLAGS,
+        "--config",
+        "two/placement.yaml",
+        "--schedule",
+        "1f1b",
+        "-o",
+        "x",
+    )
     assert open_plan(Path("x")).plan.placement == open_plan(Path("two")).plan.placement

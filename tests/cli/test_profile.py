@@ -49,16 +49,30 @@ def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> No
 
 
 def test_other_sizes_are_judged_and_said(model: Path, command_line: CommandLine) -> None:
-    command_line.done("profile", model, *QUICK, "--degrees", "", "--source", "onnxruntime", "-o", "a.costs")
+    command_line.done(
+        "profile", model, *QUICK, "--degrees", "", "--source", "onnxruntime", "-o", "a.costs"
+    )
     sizes = ("--gpus", 1, "--cluster", "cpu-local", "--micro-batch-size", 3)
     words = ("--strategy", "pipedream", *sizes, "--costs", "a.costs")
     command_line.done("plan", model, *words, "-o", "judged")
-    assert "by the roofline times what the measured ones took over it" in command_line.done("explain", "judged").out
+    assert (
+        "by the roofline times what the measured ones took over it"
+        in command_line.done("explain", "judged").out
+    )
 
 
 def test_files_are_merged(model: Path, command_line: CommandLine) -> None:
     for size in (1, 2):
-        words = ("--micro-batch-sizes", size, "--degrees", "", "--source", "onnxruntime", "--seconds", 0.1)
+        words = (
+            "--micro-batch-sizes",
+            size,
+            "--degrees",
+            "",
+            "--source",
+            "onnxruntime",
+            "--seconds",
+            0.1,
+        )
         command_line.done("profile", model, *words, "--name", "core", "-o", f"{size}.costs")
     command_line.done("profile", "--merge", "1.costs", "2.costs", "-o", "both.costs")
     (one,), (two,), (both,) = (read_costs(Path(f"{name}.costs")).devices for name in (1, 2, "both"))
@@ -70,7 +84,12 @@ def test_files_are_merged(model: Path, command_line: CommandLine) -> None:
 
 def test_what_cannot_be_profiled(model: Path, command_line: CommandLine) -> None:
     refuses = command_line.refuses
-    refuses(2, ("profile", model, "--micro-batch-sizes", "1,x"), "--micro-batch-sizes", "'1,x' are no numbers")
+    refuses(
+        2,
+        ("profile", model, "--micro-batch-sizes", "1,x"),
+        "--micro-batch-sizes",
+        "'1,x' are no numbers",
+    )
     refuses(2, ("profile", model, "--degrees", "0"), "--degrees")
     refuses(2, ("profile", model, model), "give one MODEL")
     refuses(2, ("profile", "--merge", model), "--merge needs -o FILE")

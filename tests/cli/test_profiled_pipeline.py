@@ -1,4 +1,6 @@
-"""What messages take of a rank's time comes from the model's own pipeline: how that is cut, and what is read off it."""
+"""What messages take of a rank's time comes from the model's own pipeline: how that is cut, and
+what is read off it.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,35 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli import profile_programs as exchanges
 from autopipe.cli import profile_programs as pipeline
 from autopipe.cli import profile_programs as timed
-from autopipe.cli.profile_programs import Pipeline, exchanges_of, in_pipeline, samples_of, write_pipeline
+from autopipe.cli.profile_programs import (
+    Pipeline,
+    exchanges_of,
+    in_pipeline,
+    samples_of,
+    write_pipeline,
+)
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Device
-from autopipe.ir.measured_costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing
+from autopipe.ir.measured_costs import (
+    Affine,
+    DeviceCosts,
+    ExchangeCost,
+    TaskCosts,
+    TensorCosts,
+    Timing,
+)
 from autopipe.ir.problem import Mode
 from autopipe.passes.cost.roofline import posting_seconds
 from autopipe.passes.frontend import Model, read_model
 
-SETTINGS = {"layers": "4", "hidden": "32", "vocabulary": "64", "sequence": "8", "loss": "true", "weights": "random"}
+SETTINGS = {
+    "layers": "4",
+    "hidden": "32",
+    "vocabulary": "64",
+    "sequence": "8",
+    "loss": "true",
+    "weights": "random",
+}
 NOTHING = TensorCosts(0.0, 0.0)
 POST = ExchangeCost("post", 2, Affine(1.0, 1e-3), ())
 FOLLOW = ExchangeCost("follow", 2, Affine(3.0 - exchanges.MESSAGE_BYTES * 1e-6, 1e-6), ())
@@ -35,7 +57,8 @@ def model(tmp_path: Path) -> Model:
 
 def known(model: Model) -> DeviceCosts:
     """Each operation takes 1 s forward and 2 s backward, and each task as much besides."""
-    one, two = Timing(1.0, 0.0, 5), Timing(2.0, 0.0, 5)
+    one = Timing(1.0, 0.0, 5)
+    two = Timing(2.0, 0.0, 5)
     operations = {each.operation: each.cost(one, two) for each in samples_of(model, "fp32")}
     tasks = TaskCosts(1.0, 2.0, 0.0, 0.0, NOTHING, NOTHING, (NOTHING,) * 3)
     return DeviceCosts("this", ("by hand",), operations=tuple(operations.values()), tasks=tasks)
@@ -53,10 +76,14 @@ def test_the_model_is_cut_where_both_halves_take_equally_long(model: Model, tmp_
     assert found.size_bytes > 0
 
 
-def test_the_predicted_period_has_messages_on_their_way_but_not_their_ends(model: Model, tmp_path: Path) -> None:
+def test_the_predicted_period_has_messages_on_their_way_but_not_their_ends(
+    model: Model, tmp_path: Path
+) -> None:
     count = len(list(samples_of(model, "fp32")))
     slow = replace(SEND, fit=Affine(30.0, 1e-12)), replace(POST, fit=Affine(1000.0, 0.0))
-    found = write_pipeline(model, "fp32", replace(known(model), exchanges=slow), tmp_path / "program")
+    found = write_pipeline(
+        model, "fp32", replace(known(model), exchanges=slow), tmp_path / "program"
+    )
     assert found is not None
     # Two micro-batches are under way between the stages: a message there and one back for each.
     assert found.period_s == pytest.approx(3.0 * (count / 2 + 1) + 30.0)
@@ -65,7 +92,8 @@ def test_the_predicted_period_has_messages_on_their_way_but_not_their_ends(model
 def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs, folder = known(model), tmp_path / "program"
+    costs = known(model)
+    folder = tmp_path / "program"
     assert write_pipeline(replace(model, mode=Mode.INFER), "fp32", costs, folder) is None
     monkeypatch.setattr(pipeline, "_RANKS", 1000)
     assert write_pipeline(model, "fp32", costs, folder) is None
@@ -74,7 +102,9 @@ def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("period", "posting"), [(100.0, 10.0), (93.0, 6.5), (50.0, 2 * FOLLOW.fit.fixed_s)])
+@pytest.mark.parametrize(
+    ("period", "posting"), [(100.0, 10.0), (93.0, 6.5), (50.0, 2 * FOLLOW.fit.fixed_s)]
+)
 def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, period: float, posting: float
 ) -> None:
@@ -88,7 +118,9 @@ def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
     assert posting_seconds(device, made.messages, made.size_bytes) == pytest.approx(posting)
 
 
-def test_small_pipelines_tell_what_the_ends_of_any_messages_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pipelines_tell_what_the_ends_of_any_messages_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (SEND, POST))
     monkeypatch.setattr(exchanges, "measure_post_overhead", lambda *_: (700.0, 3.0))
     send, post, follow = exchanges_of(2, "cpu", 1.0)

@@ -24,7 +24,9 @@ def model(graph: Graph) -> Model:
 def test_a_lap_has_nodes_as_often_and_in_the_order_of_the_model() -> None:
     (group,) = groups_of([(8, model(perceptron([16, 16, 16, 16])))], "fp32", ())
     assert [each.operation.operator for each in group.lap] == ["MatMul", "Relu"] * 3
-    assert len({each.operation for each in group.lap}) == 3, "the first product gives its input no gradient"
+    assert len({each.operation for each in group.lap}) == 3, (
+        "the first product gives its input no gradient"
+    )
 
 
 def test_what_one_size_has_measured_is_not_measured_for_another() -> None:
@@ -52,7 +54,9 @@ def test_long_and_large_laps_are_parted_and_nothing_is_lost(
     parts = list(groups_of([(8, model(graph))], "fp32", ()))
     assert len(parts) > 1
     assert all(len(part.lap) <= places for part in parts)
-    assert {each.operation for part in parts for each in part.lap} == {each.operation for each in whole.lap}
+    assert {each.operation for part in parts for each in part.lap} == {
+        each.operation for each in whole.lap
+    }
 
 
 def test_sizes_are_numbers_between_commas() -> None:

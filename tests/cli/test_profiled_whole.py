@@ -15,7 +15,13 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.measured_costs import OperationCost, TaskCosts, TensorCosts, Timing
 from autopipe.passes.frontend import Model, read_model
 
-SETTINGS = {"hidden": "16", "vocabulary": "32", "sequence": "4", "loss": "true", "weights": "random"}
+SETTINGS = {
+    "hidden": "16",
+    "vocabulary": "32",
+    "sequence": "4",
+    "loss": "true",
+    "weights": "random",
+}
 NOTHING = TensorCosts(0.0, 0.0)
 TASKS = TaskCosts(0.0, 0.0, 0.0, 0.0, NOTHING, NOTHING, (NOTHING,) * 3)
 
@@ -29,19 +35,29 @@ def model(tmp_path: Path) -> Model:
 def costs(model: Model, seconds: float) -> list[OperationCost]:
     """All operations of the model, as if each took so long forward and twice that backward."""
     timing = Timing(seconds, 0.5, 7)
-    return [each.cost(timing, replace(timing, seconds=2 * seconds)) for each in samples_of(model, "fp32")]
+    return [
+        each.cost(timing, replace(timing, seconds=2 * seconds))
+        for each in samples_of(model, "fp32")
+    ]
 
 
 @pytest.mark.distributed
-def test_the_factor_is_that_of_the_whole_model_to_its_operators(model: Model, tmp_path: Path) -> None:
-    known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
-    found = measure_whole(model, "fp32", known, TASKS, TaskStartOverhead(), "cpu", tmp_path / "program", 0.1)
+def test_the_factor_is_that_of_the_whole_model_to_its_operators(
+    model: Model, tmp_path: Path
+) -> None:
+    known = costs(model, 1.0)
+    count = len(list(samples_of(model, "fp32")))
+    found = measure_whole(
+        model, "fp32", known, TASKS, TaskStartOverhead(), "cpu", tmp_path / "program", 0.1
+    )
     assert found is not None
     assert 0 < found.forward < 0.5 / count
     assert 0 < found.backward < 0.5 / count
     assert 0 < found.forward_s < 0.5
     assert 0 < found.backward_s < 0.5
-    again = measure_whole(model, "fp32", known, TASKS, TaskStartOverhead(1.0, 1.0), "cpu", tmp_path / "again", 0.1)
+    again = measure_whole(
+        model, "fp32", known, TASKS, TaskStartOverhead(1.0, 1.0), "cpu", tmp_path / "again", 0.1
+    )
     assert again is not None
     assert 0 < again.forward < found.forward
     assert 0 < again.backward < found.backward
@@ -51,12 +67,17 @@ def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0, 0.25, 0.5))
-    known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
+    known = costs(model, 1.0)
+    count = len(list(samples_of(model, "fp32")))
     words = "cpu", tmp_path / "program", 0.1
     found = measure_whole(model, "fp32", known, TASKS, TaskStartOverhead(1.0, 2.0), *words)
-    assert found == ModelCorrection(pytest.approx(9.0 / count), pytest.approx(8.0 / (2 * count)), 1.25, 2.5)
+    assert found == ModelCorrection(
+        pytest.approx(9.0 / count), pytest.approx(8.0 / (2 * count)), 1.25, 2.5
+    )
     small = measure_whole(model, "fp32", known, TASKS, TaskStartOverhead(9.0, 7.0), *words)
-    assert small == ModelCorrection(pytest.approx(4.0 / count), pytest.approx(4.0 / (2 * count)), 6.25, 6.5)
+    assert small == ModelCorrection(
+        pytest.approx(4.0 / count), pytest.approx(4.0 / (2 * count)), 6.25, 6.5
+    )
     assert found.tasks(TASKS) == replace(TASKS, forward_s=1.25, backward_s=2.5)
 
 
@@ -77,10 +98,13 @@ def test_adding_up_gradients_is_no_part_of_operators(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0, 0.25, 0.5))
-    known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
+    known = costs(model, 1.0)
+    count = len(list(samples_of(model, "fp32")))
     tensors = sum(each.trainable for each in model.graph.parameters)
     tasks = replace(TASKS, accumulate=TensorCosts(4.0 / tensors, 0.0))
-    found = measure_whole(model, "fp32", known, tasks, TaskStartOverhead(), "cpu", tmp_path / "program", 0.1)
+    found = measure_whole(
+        model, "fp32", known, tasks, TaskStartOverhead(), "cpu", tmp_path / "program", 0.1
+    )
     assert found is not None
     assert found.forward == pytest.approx(10.0 / count)
     assert found.backward == pytest.approx((10.0 - 3.0) / (2 * count))

@@ -16,7 +16,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("name", sorted(pages()))
 def test_the_page_in_the_documentation_is_up_to_date(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == pages()[name], "run: python scripts/reference_pages.py docs"
+    assert (DOCS / name).read_text(encoding="utf-8") == pages()[name], (
+        "run: python scripts/reference_pages.py docs"
+    )
 
 
 def test_no_page_is_left_over() -> None:
@@ -30,7 +32,9 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     plan = text.split("## autopipe plan [MODEL]")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in plan.splitlines() if row.startswith("| `")}
     own = {"-o", "--from", "--annotate", "--dump-after", "--force", "--no-cache"}
-    assert {*flags(), *OPTION_FLAGS, *own, "--config", "--set", "--dim", "--batch-axis"} == set(rows)
+    assert {*flags(), *OPTION_FLAGS, *own, "--config", "--set", "--dim", "--batch-axis"} == set(
+        rows
+    )
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan
     assert "| `--device` | `auto` or `cuda` or `cpu` | `auto` |" in text

@@ -38,10 +38,28 @@ WITH_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "grid, wave": ("--strategy", "grid", *option("chunks=2"), *option("wave=true")),
     "grid, opposite": ("--strategy", "grid", *option("opposite=true"), "--schedule", "chimera"),
     "pase, stages": ("--strategy", "pase", "--stages", "2", *option("overlap=true")),
-    "pipedream, sweep": ("--strategy", "pipedream", *option("sweep=true"), *option("replicate=false")),
+    "pipedream, sweep": (
+        "--strategy",
+        "pipedream",
+        *option("sweep=true"),
+        *option("replicate=false"),
+    ),
     "tepdist, O4": ("--strategy", "tepdist", *option("level=O4"), *option("unbalance=0.2")),
-    "tessel_shapes, chunks": ("--strategy", "tessel_shapes", *option("chunks=2"), "--schedule", "interleaved_1f1b"),
-    "zero-1, recomputed": ("--strategy", "grid", "--recompute", "full", "--set", "optimizer.shard=true"),
+    "tessel_shapes, chunks": (
+        "--strategy",
+        "tessel_shapes",
+        *option("chunks=2"),
+        "--schedule",
+        "interleaved_1f1b",
+    ),
+    "zero-1, recomputed": (
+        "--strategy",
+        "grid",
+        "--recompute",
+        "full",
+        "--set",
+        "optimizer.shard=true",
+    ),
 }
 """Flags with options that place differently, by name."""
 ALONE: Mapping[str, tuple[str, ...]] = {
@@ -62,16 +80,21 @@ def here(command_line: CommandLine) -> CommandLine:
 
 
 def write_model(name: str) -> None:
-    build(configure(name, {**SIZES[name], **LARGE_TABLES.get(name, {}), "loss": "true"})).save(Path("model.onnx"))
+    build(configure(name, {**SIZES[name], **LARGE_TABLES.get(name, {}), "loss": "true"})).save(
+        Path("model.onnx")
+    )
 
 
 def planned_twice(here: CommandLine, model: str, *words: str) -> tuple[Configuration, PlanResult]:
-    """Plan `model` with the flags, then with the configuration of that plan alone. Return this one and the plan."""
+    """Plan `model` with the flags, then with the configuration of that plan alone. Return this one
+    and the plan.
+    """
     write_model(model)
     batch = ("--gpus", "4", "--cluster", "slow.yaml", "--batch-size", "16", "--no-cache")
     here.done("plan", "model.onnx", *batch, *words, "-o", "one")
     here.done("plan", "model.onnx", "--config", "one/config.yaml", "--no-cache", "-o", "two")
-    one, two = open_plan(Path("one")), open_plan(Path("two"))
+    one = open_plan(Path("one"))
+    two = open_plan(Path("two"))
     assert two.digest == one.digest
     assert two.plan.placement == one.plan.placement
     assert two.plan.schedule.tasks == one.plan.schedule.tasks
@@ -85,16 +108,22 @@ def options_of(configuration: Configuration) -> dict[str, object]:
 
 @pytest.mark.parametrize("strategy", sorted({*strategy_names()} - {"given"}))
 def test_every_strategy(here: CommandLine, strategy: str) -> None:
-    """Nothing is left open: each option has a value, and so do micro-batches, recomputation and the optimizer."""
+    """Nothing is left open: each option has a value, and so do micro-batches, recomputation and the
+    optimizer.
+    """
     model, *words = ALONE.get(strategy, ("gpt",))
-    found, planned = planned_twice(here, model, "--strategy", strategy, "--schedule", "kfkb", *words)
+    found, planned = planned_twice(
+        here, model, "--strategy", strategy, "--schedule", "kfkb", *words
+    )
     assert (found.strategy.name, found.schedule.name) == (strategy, "kfkb")
     assert not [name for name, value in options_of(found).items() if value in OPEN]
     assert found.micro_batches == planned.problem.micro_batches
     assert (found.recompute, found.optimizer.shard) == ("none", False)
     assert options_of(found).get("tensor") != 0, "0 leaves the degree of expert open"
     stages = len(planned.plan.placement.stages)
-    named = {name: value for name, value in options_of(found).items() if name in ("stages", "max_stages")}
+    named = {
+        name: value for name, value in options_of(found).items() if name in ("stages", "max_stages")
+    }
     assert set(named.values()) <= {stages}
 
 
@@ -119,21 +148,46 @@ def test_strategy_auto_is_settled_too(here: CommandLine) -> None:
 
 def test_recomputation_that_memory_asks_for(here: CommandLine) -> None:
     write_model("gpt")
-    words = ("--strategy", "grid", *option("pipeline=4"), "--micro-batches", "8", "--schedule", "1f1b")
-    here.done("plan", "model.onnx", "--gpus", "4", "--cluster", "slow.yaml", "--batch-size", "16", *words, "-o", "p")
+    words = (
+        "--strategy",
+        "grid",
+        *option("pipeline=4"),
+        "--micro-batches",
+        "8",
+        "--schedule",
+        "1f1b",
+    )
+    here.done(
+        "plan",
+        "model.onnx",
+        "--gpus",
+        "4",
+        "--cluster",
+        "slow.yaml",
+        "--batch-size",
+        "16",
+        *words,
+        "-o",
+        "p",
+    )
     limit = max(read_plan(Path("p")).summary.peak_memory_bytes) - 1
-    found, planned = planned_twice(here, "gpt", *words, "--recompute", "auto", "--memory-limit", str(limit))
+    found, planned = planned_twice(
+        here, "gpt", *words, "--recompute", "auto", "--memory-limit", str(limit)
+    )
     stages = [stage.recompute for stage in planned.plan.placement.stages]
     assert any(stages) and not all(stages)
     assert found.recompute == "auto"
 
 
 def test_own_sizes_of_micro_batches_stay_open(here: CommandLine) -> None:
-    """A number of micro-batches would give all stages one size, so the configuration leaves it to the strategy.
+    """A number of micro-batches would give all stages one size, so the configuration leaves it to
+    the strategy.
 
     `plan --from`, which keeps the placement, takes the sizes from there.
     """
-    found, planned = planned_twice(here, "mmt", *WITH_OPTIONS["graphpipe, own sizes"], "--schedule", "kfkb")
+    found, planned = planned_twice(
+        here, "mmt", *WITH_OPTIONS["graphpipe, own sizes"], "--schedule", "kfkb"
+    )
     assert planned.plan.has_own_sizes
     assert found.micro_batches == "auto"
     here.done("plan", "--from", "one", "-o", "three")

@@ -1,4 +1,6 @@
-"""`autopipe schedule` and `show` of its file: what they say, and one line for everything that cannot be scheduled."""
+"""`autopipe schedule` and `show` of its file: what they say, and one line for everything that
+cannot be scheduled.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,20 @@ def test_the_object_is_the_file(command_line: CommandLine) -> None:
     told = json.loads(command_line.done(*words, "-o", "m.json", "--json").out)
     held = json.loads(Path("m.json").read_text(encoding="utf-8"))
     assert {**held, "schedule": "tessel", "file": "m.json"} == told
-    figures = ("format", "devices", "units", "period", "lower_bound", "optimal", "gap", "steady_bubble_rate")
+    figures = (
+        "format",
+        "devices",
+        "units",
+        "period",
+        "lower_bound",
+        "optimal",
+        "gap",
+        "steady_bubble_rate",
+    )
     assert [held[key] for key in figures] == ["autopipe.schedule/1", 4, 32, 6, 6, True, 0.0, 0.0]
-    assert held["makespan"] == max(task["start"] + held["blocks"][task["block"]]["time"] for task in held["tasks"][0])
+    assert held["makespan"] == max(
+        task["start"] + held["blocks"][task["block"]]["time"] for task in held["tasks"][0]
+    )
     assert max(held["peak_memory"]) <= 6
     assert read_block_schedule(Path("m.json")).graph == shape("m", 4, True, 6)
     assert json.loads(command_line.done("show", "m.json", "--json").out)["tasks"] == held["tasks"]
@@ -59,7 +72,9 @@ def test_the_object_is_the_file(command_line: CommandLine) -> None:
 def test_published_schedules_and_inference(command_line: CommandLine) -> None:
     words = ("schedule", "--shape", "v", "--devices", "4", "--units", "16", "--json")
     assert json.loads(command_line.done(*words, "--schedule", "1f1b").out)["makespan"] == 76
-    assert json.loads(command_line.done(*words, "--schedule", "gpipe").out)["peak_memory"] == [16] * 4
+    assert (
+        json.loads(command_line.done(*words, "--schedule", "gpipe").out)["peak_memory"] == [16] * 4
+    )
     inference = json.loads(command_line.done(*words, "--mode", "infer").out)
     assert (inference["period"], inference["makespan"]) == (1, 19)
 

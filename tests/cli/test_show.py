@@ -18,9 +18,25 @@ from tests.cli.drawing.examples import split_embedding
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans")
-    settings = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    settings = {
+        "layers": "2",
+        "hidden": "32",
+        "heads": "2",
+        "sequence": "16",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", settings)).save(path / "gpt.onnx")
-    words = ["plan", path / "gpt.onnx", "--gpus", "2", "--strategy", "pipedream", "--schedule", "1f1b"]
+    words = [
+        "plan",
+        path / "gpt.onnx",
+        "--gpus",
+        "2",
+        "--strategy",
+        "pipedream",
+        "--schedule",
+        "1f1b",
+    ]
     words += ["--cluster", "a100-80gb"]
     assert main([*map(str, words), "-q", "-o", str(path / "plan")]) == 0
     return path / "plan"
@@ -64,7 +80,9 @@ def test_the_trace_holds_every_task_and_message(folder, capsys, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(timeline.spans) + len(timeline.transfers)
-    assert {event["name"] for event in complete} >= {str(task) for order in plan.schedule.tasks for task in order}
+    assert {event["name"] for event in complete} >= {
+        str(task) for order in plan.schedule.tasks for task in order
+    }
     assert max(event["ts"] + event["dur"] for event in complete) <= timeline.end * 1e6 * (1 + 1e-9)
     assert sum(event["ph"] == "C" for event in events) == sum(map(len, timeline.memory))
 
@@ -83,7 +101,9 @@ def test_the_page_compares_every_schedule_that_takes_the_placement(folder, capsy
 def test_a_page_without_the_model_says_that_nothing_is_compared(lone_folder, capsys, tmp_path):
     page = tmp_path / "page.html"
     assert main(["show", str(lone_folder), "--html", str(page)]) == 0
-    assert capsys.readouterr().err.startswith("warning: no other schedules on the page: the model of the plan is not")
+    assert capsys.readouterr().err.startswith(
+        "warning: no other schedules on the page: the model of the plan is not"
+    )
     assert "under every schedule" not in page.read_text()
 
 
@@ -125,7 +145,9 @@ def test_measured_rows_stand_below_the_predicted_ones(folder, capsys, tmp_path):
     words = ["--trace", str(merged), "--measured", str(tmp_path / "measured.json")]
     assert main(["show", str(folder), *words]) == 0
     events = json.loads(merged.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     assert sorted(names.values()) == ["measured", "predicted"]
     starts = {pid: [e["ts"] for e in events if e["ph"] == "X" and e["pid"] == pid] for pid in names}
     assert sorted(starts[2]) == [0, 0, 100, 100]
@@ -171,7 +193,8 @@ def test_a_plan_follows_the_order_that_another_one_wrote(folder, capsys, tmp_pat
     words += ["--cluster", "a100-80gb"]
     following = [*words, "--set", f"schedule.file={order}", "--micro-batches"]
     assert main([*following, "8", "-q", "-o", str(tmp_path / "again")]) == 0
-    first, again = open_prediction(folder), open_prediction(tmp_path / "again")
+    first = open_prediction(folder)
+    again = open_prediction(tmp_path / "again")
     assert again[0].schedule.tasks == first[0].schedule.tasks
     assert again[1].end == first[1].end
     capsys.readouterr()

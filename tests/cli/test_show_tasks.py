@@ -24,7 +24,9 @@ COST = StagePrediction(1.0, static_bytes=100 * KIB, kept_bytes=10 * KIB, transie
 
 
 @pytest.mark.parametrize(("micro_batches", "rank"), [(8, 1), (500, 1), (8, 2)])
-def test_a_rank_on_the_screen(golden: Callable[[str, str], None], micro_batches: int, rank: int) -> None:
+def test_a_rank_on_the_screen(
+    golden: Callable[[str, str], None], micro_batches: int, rank: int
+) -> None:
     """Three stages, the last one on two ranks that split the columns of its product."""
     graph, loss = mlp(3)
     last = Stage((4, 5, 6, 7), (2, 3), 4, ((4, (Split("n", 2),)),))
@@ -43,14 +45,33 @@ def test_of_many_ranks_the_first_and_the_last_are_shown() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans")
-    settings = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    settings = {
+        "layers": "2",
+        "hidden": "32",
+        "heads": "2",
+        "sequence": "16",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", settings)).save(path / "gpt.onnx")
-    words = ["plan", path / "gpt.onnx", "--gpus", "2", "--strategy", "graphpipe", "--schedule", "1f1b", "-q"]
+    words = [
+        "plan",
+        path / "gpt.onnx",
+        "--gpus",
+        "2",
+        "--strategy",
+        "graphpipe",
+        "--schedule",
+        "1f1b",
+        "-q",
+    ]
     assert main([str(word) for word in (*words, "--micro-batches", 4, "-o", path / "plan")]) == 0
     return path / "plan"
 
 
-def test_json_has_the_whole_graph_of_every_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_whole_graph_of_every_rank(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert main(["show", str(folder), "--tasks", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -59,12 +80,20 @@ def test_json_has_the_whole_graph_of_every_rank(folder: Path, capsys: pytest.Cap
     for rank, order in zip(document["ranks"], plan.schedule.tasks, strict=True):
         names = [task["name"] for task in rank["tasks"] if task["kind"] in ("forward", "backward")]
         assert names == [str(task) for task in order]
-        assert {task["kind"] for task in rank["tasks"]} >= {"send", "receive", "accumulate", "update", "free"}
+        assert {task["kind"] for task in rank["tasks"]} >= {
+            "send",
+            "receive",
+            "accumulate",
+            "update",
+            "free",
+        }
         (message,) = next(task["messages"] for task in rank["tasks"] if task["kind"] == "send")
         assert message["peer"] == 1 - rank["rank"]
 
 
-def test_a_table_of_the_ranks_and_the_tasks_of_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_the_ranks_and_the_tasks_of_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert main(["show", str(folder), "--tasks"]) == 0
     both = capsys.readouterr().out

@@ -23,17 +23,29 @@ from autopipe.cli.main import main
 for command in sys.argv[1].split(";"):
     assert main(command.split()) == 0, command
 """
-PLAN = "--gpus 2 --cluster cpu-local --batch-size 4 --micro-batches 4 --strategy pipedream --schedule 1f1b -q"
+PLAN = (
+    "--gpus 2 --cluster cpu-local --batch-size 4 --micro-batches 4 --strategy pipedream --schedule "
+    "1f1b -q"
+)
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan with its program, made without torch, that was verified so, too."""
     folder = tmp_path_factory.mktemp("static")
-    small = {"loss": "true", "layers": "2", "hidden": "32", "heads": "2", "vocabulary": "64", "sequence": "8"}
+    small = {
+        "loss": "true",
+        "layers": "2",
+        "hidden": "32",
+        "heads": "2",
+        "vocabulary": "64",
+        "sequence": "8",
+    }
     build(configure("gpt", small)).save(folder / "gpt.onnx")
     plan = folder / "gpt.plan"
-    commands = f"plan {folder}/gpt.onnx {PLAN} -o {plan};codegen {plan} -q;verify {plan}/program --static"
+    commands = (
+        f"plan {folder}/gpt.onnx {PLAN} -o {plan};codegen {plan} -q;verify {plan}/program --static"
+    )
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH, commands], check=True)
     return plan
 
@@ -51,13 +63,17 @@ def test_what_is_proven(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found == {"tasks": 16, "channels": found["channels"], "files": files, "edited": []}
 
 
-def test_a_plan_folder_stands_for_its_program(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_folder_stands_for_its_program(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, of_program, _ = checked(plan, capsys)
     assert main(["verify", str(plan), "--static", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == of_program
 
 
-def test_a_plan_folder_with_the_program_of_an_earlier_plan(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_folder_with_the_program_of_an_earlier_plan(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = plan / "program" / "manifest.json"
     text = path.read_text(encoding="utf-8")
     path.write_text(json.dumps({**json.loads(text), "plan": "0" * 64}), encoding="utf-8")
@@ -79,7 +95,9 @@ def test_edited_files_are_named(plan: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{stage} was edited" in err
 
 
-def test_a_schedule_that_breaks_a_dependency_is_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_that_breaks_a_dependency_is_refused(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = plan / "schedule.json"
     text = path.read_text(encoding="utf-8")
     data = json.loads(text)
@@ -91,7 +109,9 @@ def test_a_schedule_that_breaks_a_dependency_is_refused(plan: Path, capsys: pyte
     assert code == 2 and "error" in found
 
 
-def test_the_program_of_another_plan_is_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_another_plan_is_refused(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = plan / "program" / "manifest.json"
     text = manifest.read_text(encoding="utf-8")
     data = json.loads(text) | {"plan": "0" * 64}

@@ -1,5 +1,6 @@
-"""What every command keeps to: --json is one object and nothing else on stdout, -q says nothing more, --help shows an
-example."""
+"""What every command keeps to: --json is one object and nothing else on stdout, -q says nothing
+more, --help shows an example.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ MAKING = {
 }  # fmt: skip
 """Commands that are asked for what they make, and say nothing of it with -q."""
 RUNNING = {("launch",), ("generate",), ("verify",), ("bench",)}
-"""Commands that start ranks, or only say where others are: what they print is tested where they do."""
+"""Commands that start ranks, or only say where others are: what they print is tested where they do.
+"""
 
 
 def _commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -80,7 +82,9 @@ def here(command_line: CommandLine) -> CommandLine:
     saved(perceptron(trains=True), command_line.folder)
     (command_line.folder / "linear.py").write_text(FACTORY)
     product = saved(
-        model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}), command_line.folder, "w.onnx"
+        model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}),
+        command_line.folder,
+        "w.onnx",
     )
     write_checkpoint(command_line.folder / "saved", product, 3, WEIGHT)
     command_line.done("plan", MODEL, "--gpus", "2", "--strategy", "pipedream", "-o", "plan")
@@ -104,17 +108,23 @@ def test_json_is_one_object_and_quiet_is_quiet(here: CommandLine, path: tuple[st
 
 
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
-def test_help_has_an_example_of_the_command(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example_of_the_command(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*path, "--help"]) == 0
     text = capsys.readouterr().out
     example = text.partition("Example:\n")[2]
     assert f"autopipe {' '.join(path)}" in example
     if path in LEAVES:
-        assert all(option in text for option in ("--json", "-q, --quiet", "-v, --verbose", "--debug"))
+        assert all(
+            option in text for option in ("--json", "-q, --quiet", "-v, --verbose", "--debug")
+        )
 
 
 @pytest.mark.parametrize("path", sorted(LEAVES), ids=" ".join)
-def test_every_command_refuses_what_it_does_not_know(command_line: CommandLine, path: tuple[str, ...]) -> None:
+def test_every_command_refuses_what_it_does_not_know(
+    command_line: CommandLine, path: tuple[str, ...]
+) -> None:
     command_line.refuses(2, (*path, "--bogus"), "--bogus")
     command_line.refuses(2, (*path, *("word",) * 3, "--debug=1"), "--debug")
 
@@ -126,7 +136,12 @@ def test_commands_that_are_none(command_line: CommandLine, words: tuple[str, ...
 
 def test_nothing_is_left_of_what_ran(here: CommandLine) -> None:
     before = sorted(here.folder.iterdir())
-    for words in (("inspect", MODEL), ("show", "plan"), ("codegen", "plan"), ("config", "clusters")):
+    for words in (
+        ("inspect", MODEL),
+        ("show", "plan"),
+        ("codegen", "plan"),
+        ("config", "clusters"),
+    ):
         here.done(*words)
     assert sorted(here.folder.iterdir()) == before
     assert not list(Path(here.folder.parent, "temporary").iterdir())

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "export_gpt2.py"
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
-BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL
+)
 """A block of code, or a command inside a sentence."""
 WITHOUT = """
 import sys
@@ -34,8 +36,11 @@ sys.meta_path.insert(0, Finder())
 from autopipe.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
-"""Program that runs a command of autopipe as if the modules of its first word were not installed."""
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+"""Program that runs a command of autopipe as if the modules of its first word were not installed.
+"""
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 """Requirements of autopipe's extras."""
 EXPORTER = "onnxscript"
 """Package that torch's exporter imports and that neither torch nor transformers requires."""
@@ -47,7 +52,9 @@ MOVED = "    # model.transformer.h.1\n    - [node_layer_norm_3, node_add_418]\n"
 
 @dataclass
 class Reader:
-    """Somebody who types what the tutorial says, in one folder, and compares what comes with what is shown."""
+    """Somebody who types what the tutorial says, in one folder, and compares what comes with what
+    is shown.
+    """
 
     folder: Path
     capture: pytest.CaptureFixture[str]
@@ -55,14 +62,18 @@ class Reader:
     """Where the tutorial shows what does not come."""
     missing: set[str] = field(default_factory=set)
     """Modules that the tutorial does not install."""
-    configurations: Iterator[str] = field(default_factory=lambda: iter(("four", "by-hand", "chimera", "placement")))
+    configurations: Iterator[str] = field(
+        default_factory=lambda: iter(("four", "by-hand", "chimera", "placement"))
+    )
 
     def do(self, kind: str, text: str) -> None:
         """Follow one block."""
         if kind == "python" and text.startswith('"""Makes'):
             assert text == SCRIPT.read_text(encoding="utf-8")
             shutil.copy(SCRIPT, self.folder)
-            subprocess.run([sys.executable, SCRIPT.name], cwd=self.folder, check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, SCRIPT.name], cwd=self.folder, check=True, capture_output=True
+            )
         elif kind == "python":
             self._find_in_programs(text)
         elif kind == "yaml":
@@ -80,8 +91,16 @@ class Reader:
 
     def _find_in_programs(self, text: str) -> None:
         """Every line stands in a file that has been generated."""
-        lines = {line.rstrip() for path in self.folder.glob("*.plan/program/*.py") for line in path.open()}
-        missing = [line for line in text.splitlines() if line.strip() not in ("", "...") and line not in lines]
+        lines = {
+            line.rstrip()
+            for path in self.folder.glob("*.plan/program/*.py")
+            for line in path.open()
+        }
+        missing = [
+            line
+            for line in text.splitlines()
+            if line.strip() not in ("", "...") and line not in lines
+        ]
         if missing:
             self.problems.append("\n".join(["no program holds", *missing]))
 
@@ -110,8 +129,11 @@ class Reader:
         self.capture.readouterr()
         if words[1] == "export":
             start = [sys.executable, "-c", WITHOUT, ",".join(self.missing)]
-            done = subprocess.run([*start, *words[1:]], cwd=self.folder, check=False, capture_output=True, text=True)
-            code, said = done.returncode, done.stdout + done.stderr
+            done = subprocess.run(
+                [*start, *words[1:]], cwd=self.folder, check=False, capture_output=True, text=True
+            )
+            code = done.returncode
+            said = done.stdout + done.stderr
         else:
             code = main(words[1:])
             said = "".join(self.capture.readouterr())
@@ -132,7 +154,9 @@ class Reader:
 
 
 def installed(words: Iterable[str]) -> set[str]:
-    """Return the names of the packages that `pip install` installs for these words, autopipe's extras included."""
+    """Return the names of the packages that `pip install` installs for these words, autopipe's
+    extras included.
+    """
     found: set[str] = set()
     for word in words:
         name, _, rest = re.split(r"[<>=;]", word)[0].partition("[")
@@ -154,7 +178,9 @@ def test_every_command(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "132")  # Rows of tables that the tutorial shows are one line each.
+    monkeypatch.setenv(
+        "COLUMNS", "132"
+    )  # Rows of tables that the tutorial shows are one line each.
     reader = Reader(tmp_path, capfd)
     for found in BLOCK.finditer(TUTORIAL):
         if inline := found["inline"]:

@@ -9,10 +9,18 @@ import pytest
 from autopipe.configs.zoo import build, configure
 from tests.cli.command_line import CommandLine
 
-SETTINGS = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+SETTINGS = {
+    "layers": "2",
+    "hidden": "32",
+    "heads": "2",
+    "sequence": "16",
+    "vocabulary": "64",
+    "loss": "true",
+}
 WORDS = ("plan", "gpt.onnx", "--gpus", 2, "--cluster", "a100-80gb", "--schedule", "1f1b")
 BATCH = ("--batch-size", 8, "--micro-batches", 4)
-RECOMPUTE, SHARD = "--recompute", "optimizer.shard=true"
+RECOMPUTE = "--recompute"
+SHARD = "optimizer.shard=true"
 TIGHT = ("--memory-limit", "1MiB")
 """A device holds each stage, but not the whole model and all that a step saves."""
 
@@ -29,7 +37,9 @@ def untried(here: CommandLine, *words: object) -> list[str]:
     options: list[str] = json.loads(here.done(*named, "--json").out)["untried"]
     lines = [line for line in here.done(*named).out.splitlines() if line.startswith("not tried:")]
     pronoun = "it" if len(options) == 1 else "both"
-    expected = [f"not tried: {', '.join(options)} (strategy auto tries {pronoun})"] if options else []
+    expected = (
+        [f"not tried: {', '.join(options)} (strategy auto tries {pronoun})"] if options else []
+    )
     assert lines == expected
     return options
 
@@ -45,8 +55,14 @@ def untried(here: CommandLine, *words: object) -> list[str]:
         (("--strategy", "grid", "--set", "strategy.pipeline=2"), []),
         (("--strategy", "grid", "--set", "strategy.pipeline=2", *TIGHT), [RECOMPUTE]),
         (("--strategy", "grid", "--set", "strategy.data=2", *TIGHT), [RECOMPUTE, SHARD]),
-        (("--strategy", "grid", "--set", "strategy.data=2", *TIGHT, "--recompute", "none"), [SHARD]),
-        (("--strategy", "grid", "--set", "strategy.data=2", *TIGHT, "--recompute", "auto"), [SHARD]),
+        (
+            ("--strategy", "grid", "--set", "strategy.data=2", *TIGHT, "--recompute", "none"),
+            [SHARD],
+        ),
+        (
+            ("--strategy", "grid", "--set", "strategy.data=2", *TIGHT, "--recompute", "auto"),
+            [SHARD],
+        ),
         (("--strategy", "grid", "--set", "strategy.pipeline=2", *TIGHT, "--mode", "infer"), []),
     ],
 )
@@ -63,4 +79,7 @@ def test_strategy_auto_leaves_nothing_to_name(here: CommandLine) -> None:
 def test_a_kept_placement_has_decided(here: CommandLine) -> None:
     """`plan --from` takes both decisions from the plan folder."""
     here.done(*WORDS, *BATCH, "--strategy", "data_parallel", "-o", "base")
-    assert json.loads(here.done("plan", "--from", "base", "-o", "again", "--json").out)["untried"] == []
+    assert (
+        json.loads(here.done("plan", "--from", "base", "-o", "again", "--json").out)["untried"]
+        == []
+    )

@@ -31,10 +31,14 @@ def here(made: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("key", ["data: {path", "eval: {data"])
 def test_a_configuration_names_no_code(here: CommandLine, key: str, name: str) -> None:
     Path("c.yaml").write_text(f"{key}: '{name}'}}\n")
-    here.refuses(2, ("plan", MODEL, "--gpus", 1, "--config", "c.yaml", "-o", "p"), "is Python code", SAYS)
+    here.refuses(
+        2, ("plan", MODEL, "--gpus", 1, "--config", "c.yaml", "-o", "p"), "is Python code", SAYS
+    )
     here.refuses(2, ("config", "check", "c.yaml"), "is Python code", SAYS)
     setting = f"{key.replace(': {', '.')}={name}"
-    here.refuses(2, ("plan", MODEL, "--gpus", 1, "--set", setting, "-o", "p"), "is Python code", SAYS)
+    here.refuses(
+        2, ("plan", MODEL, "--gpus", 1, "--set", setting, "-o", "p"), "is Python code", SAYS
+    )
     assert "trap" not in sys.modules
 
 
@@ -49,6 +53,11 @@ def test_a_plan_and_its_program_name_no_code(here: CommandLine, name: str) -> No
         before = (PROGRAM / "manifest.json").read_text()
         (PROGRAM / "manifest.json").write_text(json.dumps(manifest | {key: form}))
         for command in ("launch", "verify"):
-            here.refuses(2, (command, PROGRAM, "--device", "cpu"), name, "`launch --data` alone names Python code")
+            here.refuses(
+                2,
+                (command, PROGRAM, "--device", "cpu"),
+                name,
+                "`launch --data` alone names Python code",
+            )
         (PROGRAM / "manifest.json").write_text(before)
     assert "trap" not in sys.modules

@@ -27,18 +27,24 @@ LIMIT = "4.2e-06 = 6.0e-08 (float32) x sqrt(5000 roundings)"
 
 @pytest.fixture
 def outputs_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, Spread], None]:
-    """Makes `verify` find a difference from ONNX Runtime, which has this spread, without running anything."""
+    """Makes `verify` find a difference from ONNX Runtime, which has this spread, without running
+    anything.
+    """
 
     def prepare(relative: float, spread: Spread) -> None:
         def run(self: Verification, advance: Callable[[], None]) -> Iterator[Check]:
             pairs = [Difference("other", 4.1e-6), Difference(LONG, relative)]
             spreads = dict.fromkeys(("other", LONG), spread)
-            yield self._check("outputs of one device", "ONNX Runtime", pairs, dict, spreads=lambda: spreads)
+            yield self._check(
+                "outputs of one device", "ONNX Runtime", pairs, dict, spreads=lambda: spreads
+            )
 
         monkeypatch.setattr(Verification, "run", run)
         monkeypatch.setattr(Verification, "first_difference", lambda self, references: "")
         monkeypatch.setattr(verification, "open_program", lambda folder, model: MANIFEST)
-        monkeypatch.setattr(verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names)))
+        monkeypatch.setattr(
+            verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names))
+        )
 
     return prepare
 
@@ -50,16 +56,23 @@ def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
     def prepare(relative: float, response: float = 0.0) -> None:
         def run(self: Verification, advance: Callable[[], None]) -> Iterator[Check]:
             responses = {LONG: response}
-            yield self._check("loss of the ranks", "one device", [Difference("loss", 0.0)], lambda: responses)
+            yield self._check(
+                "loss of the ranks", "one device", [Difference("loss", 0.0)], lambda: responses
+            )
             others = [Difference("other", 5e-7)]
             yield self._check(
-                "gradients of the ranks", "one device", [*others, Difference(LONG, relative)], lambda: responses
+                "gradients of the ranks",
+                "one device",
+                [*others, Difference(LONG, relative)],
+                lambda: responses,
             )
 
         monkeypatch.setattr(Verification, "run", run)
         monkeypatch.setattr(Verification, "first_difference", lambda self, references: "")
         monkeypatch.setattr(verification, "open_program", lambda folder, model: MANIFEST)
-        monkeypatch.setattr(verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names)))
+        monkeypatch.setattr(
+            verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names))
+        )
 
     return prepare
 
@@ -86,7 +99,10 @@ def test_runs_that_differ_name_the_worst_tensor(
     assert shown.out.endswith(f"not equal: the limit is {LIMIT}\n")
     assert shown.err.splitlines() == [
         f"error: {LONG!r}: gradients of the ranks: 2.00e-03 away from one device (limit 4.2e-06)",
-        f"hint: 1 differ; the first that is computed is the gradient of {LONG!r}, at node '/h.11/MatMul'",
+        (
+            f"hint: 1 differ; the first that is computed is the gradient of {LONG!r}, at node "
+            "'/h.11/MatMul'"
+        ),
     ]
 
 
@@ -98,7 +114,9 @@ def test_a_tolerance_of_zero_is_taken_at_its_word(
     assert "not equal: the limit is 0\n" in capsys.readouterr().out
 
 
-def test_a_plan_is_told_from_its_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_told_from_its_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "plan.json").write_text("{}")
     assert main(["verify", str(tmp_path)]) == 2
     hint = capsys.readouterr().err.splitlines()[1]
@@ -111,7 +129,8 @@ def test_conditioning_is_measured_where_the_least_limit_does_not_do(
     gradients_apart_by(3e-5, 1e-5)
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        f"gradients of the ranks: the limit of {LONG!r} is 4.4e-05, since one unit in the last place of every input "
+        f"gradients of the ranks: the limit of {LONG!r} is 4.4e-05, since one unit in the last "
+        "place of every input "
         "and weight changes it by 1.0e-05",
         f"equal: the limit is {LIMIT}",
     ]
@@ -120,26 +139,34 @@ def test_conditioning_is_measured_where_the_least_limit_does_not_do(
     assert "1.00e-04 away from one device (limit 4.4e-05)" in capsys.readouterr().err
 
 
-def test_a_given_tolerance_is_not_widened(gradients_apart_by: Callable[..., None], tmp_path: Path) -> None:
+def test_a_given_tolerance_is_not_widened(
+    gradients_apart_by: Callable[..., None], tmp_path: Path
+) -> None:
     gradients_apart_by(3e-5, 1e-2)
     assert main(["verify", str(tmp_path), "--tolerance", "1e-5", "-q"]) == 5
 
 
 def test_a_difference_within_the_spread_of_onnx_runtime_is_explained(
-    outputs_apart_by: Callable[[float, Spread], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    outputs_apart_by: Callable[[float, Spread], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     outputs_apart_by(3e-5, Spread(1e-6, 2e-5, 1e-5))
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        f"outputs of one device: the difference of {LONG!r}, 3.00e-05, is explained by ONNX Runtime's own spread: "
-        "it is 1.0e-06 away from its results with optimizations, 2.0e-05 from its results in float64, "
+        f"outputs of one device: the difference of {LONG!r}, 3.00e-05, is explained by ONNX "
+        "Runtime's own spread: "
+        "it is 1.0e-06 away from its results with optimizations, 2.0e-05 from its results in "
+        "float64, "
         "of which one device is 1.0e-05 away, so the limit is 4.4e-05",
         f"equal: the limit is {LIMIT}",
     ]
 
 
 def test_spreads_are_reported_in_json(
-    outputs_apart_by: Callable[[float, Spread], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    outputs_apart_by: Callable[[float, Spread], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Only for the tensor beyond the limit, though both were measured."""
     outputs_apart_by(3e-5, Spread(2e-5))
@@ -177,6 +204,8 @@ def test_a_given_tolerance_ignores_the_spread(
 def test_results_equal_to_those_in_float64_are_right(
     outputs_apart_by: Callable[[float, Spread], None], tmp_path: Path, one_device: float, code: int
 ) -> None:
-    """Within the limit of 4.2e-06, that is: then ONNX Runtime's own results may be as far from them as they are."""
+    """Within the limit of 4.2e-06, that is: then ONNX Runtime's own results may be as far from them
+    as they are.
+    """
     outputs_apart_by(3e-2, Spread(0.0, 3e-2, one_device))
     assert main(["verify", str(tmp_path), "-q"]) == code

@@ -28,7 +28,8 @@ class Pipe(io.RawIOBase):
 
 
 def test_an_unbuffered_stream_writes_on_where_the_pipe_took_a_part() -> None:
-    pipe, text = Pipe(), "nine of ten bytes are not all of them ✓\n"
+    pipe = Pipe()
+    text = "nine of ten bytes are not all of them ✓\n"
     unbuffered = io.TextIOWrapper(pipe, encoding="utf-8", write_through=True)  # type: ignore[type-var]
     whole_writes(unbuffered).write(text)
     assert pipe.taken.decode("utf-8") == text

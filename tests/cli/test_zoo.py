@@ -30,20 +30,30 @@ def test_build_writes_what_was_asked_for(tmp_path: Path) -> None:
     words = ["--set", "layers=1", "--set", "loss=true", "--set", "batch=8"]
     shown = json.loads(run("build", "gpt", "-o", str(path), *words, "--json"))
     model = onnx.load(path)
-    assert (shown["path"], shown["inputs"], shown["outputs"]) == (str(path), ["tokens", "labels"], ["loss"])
+    assert (shown["path"], shown["inputs"], shown["outputs"]) == (
+        str(path),
+        ["tokens", "labels"],
+        ["loss"],
+    )
     assert shown["nodes"] == len(model.graph.node)
-    assert shown["parameters"] == sum(onnx.numpy_helper.to_array(each).size for each in model.graph.initializer)
+    assert shown["parameters"] == sum(
+        onnx.numpy_helper.to_array(each).size for each in model.graph.initializer
+    )
     assert shown["settings"]["layers"] == 1 and shown["settings"]["batch"] == 8
 
 
-def test_build_names_the_file_after_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_names_the_file_after_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert "two-branch.onnx" in run("build", "two-branch", "--set", "weights=none")
     assert [path.name for path in tmp_path.iterdir()] == ["two-branch.onnx"]
 
 
 def test_a_wrong_word_is_a_configuration_error(tmp_path: Path) -> None:
-    result = CliRunner().invoke(zoo, ["build", "gpt", "-o", str(tmp_path / "gpt.onnx"), "--set", "layer=2"])
+    result = CliRunner().invoke(
+        zoo, ["build", "gpt", "-o", str(tmp_path / "gpt.onnx"), "--set", "layer=2"]
+    )
     assert isinstance(result.exception, ConfigurationError) and "layers" in result.exception.hint
     assert not list(tmp_path.iterdir())
 

@@ -34,13 +34,18 @@ class Search:
 
 
 def read(options: str) -> Search:
-    return build(parse_configuration(f"strategy: {{name: search, {options}}}", "c.yaml").strategy, Search, "strategy")
+    return build(
+        parse_configuration(f"strategy: {{name: search, {options}}}", "c.yaml").strategy,
+        Search,
+        "strategy",
+    )
 
 
 def test_options_of_every_type() -> None:
     assert read("") == Search()
     assert read(
-        "steps: 3, epsilon: 1, exact: true, order: best, label: x, shape: [1, 2], box: [3, 4], weights: {a: 1}"
+        "steps: 3, epsilon: 1, exact: true, order: best, label: x, shape: [1, 2], box: [3, 4], "
+        "weights: {a: 1}"
     ) == Search(3, 1.0, True, "best", "x", (1, 2), (3, 4.0), (("a", 1.0),))
     assert read("label: null, shape: []") == Search()
 
@@ -51,8 +56,14 @@ def test_options_of_every_type() -> None:
         ("stepz: 3", "c.yaml:1: unknown key 'stepz' in strategy (did you mean 'steps'?)"),
         ("steps: 1.5", "c.yaml:1: strategy.steps is 1.5 (expected a whole number)"),
         ("exact: 1", "c.yaml:1: strategy.exact is 1 (expected `true` or `false`)"),
-        ("order: bast", "c.yaml:1: strategy.order: 'bast' is none of first, best (did you mean 'best'?)"),
-        ("label: off", 'which YAML reads as false) (expected text or `null`; write "off" in quotes)'),
+        (
+            "order: bast",
+            "c.yaml:1: strategy.order: 'bast' is none of first, best (did you mean 'best'?)",
+        ),
+        (
+            "label: off",
+            'which YAML reads as false) (expected text or `null`; write "off" in quotes)',
+        ),
         ("shape: [1, x]", "c.yaml:1: strategy.shape[1] is 'x' (expected a whole number)"),
         ("shape: 3", "c.yaml:1: strategy.shape is 3 (expected a list of a whole number)"),
         ("box: [1]", "c.yaml:1: strategy.box: 1 item where 2 are expected"),
@@ -66,10 +77,14 @@ def test_bad_options(options: str, expected: str) -> None:
 
 
 def test_options_from_the_command_line() -> None:
-    chosen = load_configuration(words={"--strategy": "search"}, assignments=["strategy.label=no", "strategy.steps=4"])
+    chosen = load_configuration(
+        words={"--strategy": "search"}, assignments=["strategy.label=no", "strategy.steps=4"]
+    )
     assert build(chosen.strategy, Search, "strategy") == Search(steps=4, label="no")
     wrong = load_configuration(assignments=["schedule.steps=x"])
-    with pytest.raises(ConfigurationError, match=re.escape("--set schedule.steps=x: schedule.steps is 'x'")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("--set schedule.steps=x: schedule.steps is 'x'")
+    ):
         build(wrong.schedule, Search, "schedule")
 
 

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs import configuration as c
-from autopipe.configs.configuration import Choice, dump_configuration, load_configuration, resolve_cluster
+from autopipe.configs.configuration import (
+    Choice,
+    dump_configuration,
+    load_configuration,
+    resolve_cluster,
+)
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
 from autopipe.ir.codec import keys
@@ -41,22 +46,35 @@ seed: 7
 """
 
 REFUSED = {
-    "unknown key": ("mode: train\nbatchsize: 4\n", "c.yaml:2: unknown key 'batchsize' (did you mean 'batch_size'?)"),
+    "unknown key": (
+        "mode: train\nbatchsize: 4\n",
+        "c.yaml:2: unknown key 'batchsize' (did you mean 'batch_size'?)",
+    ),
     "unknown key within": (
         "optimizer:\n  name: sgd\n  learning: 1\n",
-        "c.yaml:3: unknown key 'learning' in optimizer (known: name, lr, momentum, nesterov, weight_decay, betas, eps, "
+        "c.yaml:3: unknown key 'learning' in optimizer (known: name, lr, momentum, nesterov, "
+        "weight_decay, betas, eps, "
         "shard, groups, loss_scale)",
     ),
-    "missing key": ("constraints:\n  - {stage: 1}\n", "c.yaml:2: constraints[0] lacks the key 'match'"),
+    "missing key": (
+        "constraints:\n  - {stage: 1}\n",
+        "c.yaml:2: constraints[0] lacks the key 'match'",
+    ),
     "no for text": ("loss: no\n", "c.yaml:1: loss is no (which YAML reads as false)"),
     "number for text": ("loss: 5\n", "c.yaml:1: loss is 5 (expected text"),
     "quoted number": ('batch_size: "8"\n', "c.yaml:1: batch_size is '8' (write 8 without quotes)"),
     "fraction for whole": ("gpus: 1.5\n", "c.yaml:1: gpus is 1.5 (expected a whole number from 1"),
     "truth for number": ("gpus: yes\n", "c.yaml:1: gpus is yes (which YAML reads as true)"),
     "no devices": ("gpus: 0\n", "c.yaml:1: gpus is 0 (it must be at least 1)"),
-    "too many devices": ("gpus: 100000000000\n", "c.yaml:1: gpus is 100000000000 (it must be at most 1048576)"),
+    "too many devices": (
+        "gpus: 100000000000\n",
+        "c.yaml:1: gpus is 100000000000 (it must be at most 1048576)",
+    ),
     "fewer than no devices": ("gpus: -4\n", "c.yaml:1: gpus is -4"),
-    "scalar for mapping": ("strategy: pipedream\n", "c.yaml:1: strategy is 'pipedream' (expected a mapping with name)"),
+    "scalar for mapping": (
+        "strategy: pipedream\n",
+        "c.yaml:1: strategy is 'pipedream' (expected a mapping with name)",
+    ),
     "mapping for scalar": ("seed: {a: 1}\n", "c.yaml:1: seed is a mapping"),
     "list for scalar": ("seed:\n  - 1\n", "c.yaml:1: seed is a list"),
     "nothing for a value": ("precision:\n", "c.yaml:1: precision is nothing"),
@@ -65,29 +83,65 @@ REFUSED = {
         "c.yaml:1: precision: 'fp23' is none of fp32, tf32, bf16, fp16 (did you mean 'fp32'?)",
     ),
     "near word in a union": ("micro_batches: autos\n", "(did you mean 'auto'?)"),
-    "size": ("memory_limit: 14gb\n", "c.yaml:1: memory_limit is '14gb' (expected a size such as 14GiB"),
+    "size": (
+        "memory_limit: 14gb\n",
+        "c.yaml:1: memory_limit is '14gb' (expected a size such as 14GiB",
+    ),
     "no memory": ("memory_limit: 0B\n", "c.yaml:1: memory_limit is 0B"),
     "indivisible": (
         "batch_size: 64\nmicro_batches: 6\n",
         "c.yaml:2: micro_batches 6 does not divide batch_size 64 (4 does)",
     ),
-    "indivisible size": ("micro_batch_size: 3\nbatch_size: 64\n", "c.yaml:1: micro_batch_size 3 does not divide"),
-    "both": ("micro_batches: 2\nmicro_batch_size: 4\n", "c.yaml:2: micro_batches and micro_batch_size exclude"),
-    "two clusters": ("cluster:\n  preset: summit\n  file: a.yaml\n", "c.yaml:3: cluster.preset and cluster.file"),
+    "indivisible size": (
+        "micro_batch_size: 3\nbatch_size: 64\n",
+        "c.yaml:1: micro_batch_size 3 does not divide",
+    ),
+    "both": (
+        "micro_batches: 2\nmicro_batch_size: 4\n",
+        "c.yaml:2: micro_batches and micro_batch_size exclude",
+    ),
+    "two clusters": (
+        "cluster:\n  preset: summit\n  file: a.yaml\n",
+        "c.yaml:3: cluster.preset and cluster.file",
+    ),
     "cluster's name": (
         "cluster: {preset: sumit}\n",
         "c.yaml:1: no cluster preset is named 'sumit' (did you mean 'summit'?)",
     ),
     "costs' name": ("costs: rofline\n", "c.yaml:1: costs: 'rofline' is no path"),
-    "momentum": ("optimizer: {name: adamw,\n momentum: 0.9}\n", "c.yaml:2: optimizer adamw has no momentum"),
-    "betas": ("optimizer: {betas: [0.9]}\n", "c.yaml:1: optimizer.betas: 1 item where 2 are expected"),
-    "beta of 1": ("optimizer: {name: adamw, betas: [0.9, 1]}\n", "c.yaml:1: optimizer.betas are [0.9, 1.0]"),
+    "momentum": (
+        "optimizer: {name: adamw,\n momentum: 0.9}\n",
+        "c.yaml:2: optimizer adamw has no momentum",
+    ),
+    "betas": (
+        "optimizer: {betas: [0.9]}\n",
+        "c.yaml:1: optimizer.betas: 1 item where 2 are expected",
+    ),
+    "beta of 1": (
+        "optimizer: {name: adamw, betas: [0.9, 1]}\n",
+        "c.yaml:1: optimizer.betas are [0.9, 1.0]",
+    ),
     "idle constraint": ("constraints:\n- {match: a}\n", "c.yaml:2: constraints[0] decides nothing"),
-    "pattern": ('constraints:\n- {match: "re:(", stage: 1}\n', "c.yaml:2: constraints[0].match: 're:(' is no regular"),
-    "frozen pattern": ('model: {frozen: ["re:["]}\n', "c.yaml:1: model.frozen[0]: 're:[' is no regular"),
-    "device twice": ("constraints:\n- {match: a, devices: [1, 1]}\n", "c.yaml:2: constraints[0].devices is [1, 1]"),
-    "absent device": ("gpus: 4\nconstraints:\n- {match: a, devices: [4]}\n", "c.yaml:3: constraints[0] names device 4"),
-    "degree": ("constraints:\n- {match: a, split: {n: 0}}\n", "c.yaml:2: constraints[0].split.n is 0"),
+    "pattern": (
+        'constraints:\n- {match: "re:(", stage: 1}\n',
+        "c.yaml:2: constraints[0].match: 're:(' is no regular",
+    ),
+    "frozen pattern": (
+        'model: {frozen: ["re:["]}\n',
+        "c.yaml:1: model.frozen[0]: 're:[' is no regular",
+    ),
+    "device twice": (
+        "constraints:\n- {match: a, devices: [1, 1]}\n",
+        "c.yaml:2: constraints[0].devices is [1, 1]",
+    ),
+    "absent device": (
+        "gpus: 4\nconstraints:\n- {match: a, devices: [4]}\n",
+        "c.yaml:3: constraints[0] names device 4",
+    ),
+    "degree": (
+        "constraints:\n- {match: a, split: {n: 0}}\n",
+        "c.yaml:2: constraints[0].split.n is 0",
+    ),
     "dims": (
         "model: {dims: {batch: x}}\n",
         "c.yaml:1: model.dims.batch is 'x' (expected a whole number from 0 up to 1099511627776)",
@@ -149,13 +203,17 @@ def test_every_key_arrives(tmp_path: Path) -> None:
 
 def test_defaults() -> None:
     assert load_configuration() == c.Configuration()
-    partial = parse_configuration("cluster: {nodes: 2}\noptimizer: {lr: 1}\nstrategy: {depth: 3}\n", "c.yaml")
+    partial = parse_configuration(
+        "cluster: {nodes: 2}\noptimizer: {lr: 1}\nstrategy: {depth: 3}\n", "c.yaml"
+    )
     assert partial.cluster == c.ClusterChoice(nodes=2)
     assert partial.optimizer == c.Optimizer(lr=1.0)
     assert (partial.strategy.name, dict(partial.strategy.options)["depth"].value) == ("auto", 3)
 
 
-def load(tmp_path: Path, text: str, *assignments: str, dims: tuple[str, ...] = (), **words: str) -> c.Configuration:
+def load(
+    tmp_path: Path, text: str, *assignments: str, dims: tuple[str, ...] = (), **words: str
+) -> c.Configuration:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     flags = {"--" + name.replace("_", "-"): word for name, word in words.items()}
@@ -185,16 +243,29 @@ def test_one_pattern_stands_for_a_list_of_one(tmp_path: Path, key: str) -> None:
         "[a, '*.b']": ("a", "*.b"),
     }
     for word, expected in patterns.items():
-        assert getattr(load_configuration(assignments=[f"model.{key}={word}"]).model, key) == expected
+        assert (
+            getattr(load_configuration(assignments=[f"model.{key}={word}"]).model, key) == expected
+        )
     assert getattr(load(tmp_path, f"model: {{{key}: target.*}}\n").model, key) == ("target.*",)
-    with pytest.raises(ConfigurationError, match=re.escape(f"model.{key} is a mapping (expected a list of text)")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape(f"model.{key} is a mapping (expected a list of text)")
+    ):
         load_configuration(assignments=[f"model.{key}={{a: 1}}"])
-    with pytest.raises(ConfigurationError, match=re.escape("write text that begins with * in quotes")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("write text that begins with * in quotes")
+    ):
         load_configuration(assignments=[f"model.{key}=[*.bias]"])
 
 
 def test_another_choice_leaves_no_options_behind(tmp_path: Path) -> None:
-    other = load(tmp_path, EVERYTHING, "schedule.units=3", strategy="pipedream", schedule="tessel", cluster="h200")
+    other = load(
+        tmp_path,
+        EVERYTHING,
+        "schedule.units=3",
+        strategy="pipedream",
+        schedule="tessel",
+        cluster="h200",
+    )
     assert other.strategy == Choice("pipedream")
     assert [name for name, _ in other.schedule.options] == ["time_limit", "units"]
     assert other.cluster == c.ClusterChoice(preset="h200")
@@ -254,17 +325,26 @@ def test_a_clusters_family_is_suggested() -> None:
 
 
 def test_an_input_without_a_batch_axis_is_named_by_a_flag() -> None:
-    assert load_configuration(batch_axes=["mask=null", "ids=1"]).model.batch_axes == (("mask", None), ("ids", 1))
+    assert load_configuration(batch_axes=["mask=null", "ids=1"]).model.batch_axes == (
+        ("mask", None),
+        ("ids", 1),
+    )
     with pytest.raises(ConfigurationError, match="--batch-axis ids=none"):
         load_configuration(batch_axes=["ids=none"])
 
 
 def test_bad_flags() -> None:
-    with pytest.raises(ConfigurationError, match=re.escape("--gpus x: gpus is 'x' (expected a whole number from 1")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("--gpus x: gpus is 'x' (expected a whole number from 1")
+    ):
         load_configuration(words={"--gpus": "x"})
-    with pytest.raises(ConfigurationError, match=re.escape("--dim 'batch' is not of the form NAME=EXTENT")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("--dim 'batch' is not of the form NAME=EXTENT")
+    ):
         load_configuration(dims=["batch"])
-    with pytest.raises(ConfigurationError, match=re.escape("--micro-batches 3: micro_batches 3 does not divide")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("--micro-batches 3: micro_batches 3 does not divide")
+    ):
         load_configuration(words={"--batch-size": "8", "--micro-batches": "3"})
 
 
@@ -273,7 +353,9 @@ DEVICES = st.integers(1, 2**20)
 TEXT = st.text(max_size=10)
 NAMES = TEXT.filter(lambda text: text != "name")
 RATES = st.floats(0, 1e300)
-PATHS = st.text(max_size=8).map(lambda text: "/d/" + text.replace("\0", "").replace("/", "_") + ".x")
+PATHS = st.text(max_size=8).map(
+    lambda text: "/d/" + text.replace("\0", "").replace("/", "_") + ".x"
+)
 SCALARS = st.none() | st.booleans() | st.integers(-(2**62), 2**62) | RATES | TEXT
 OPTIONS = st.dictionaries(NAMES, SCALARS.map(lambda value: Entry(value, Place(""))), max_size=3)
 CHOICES = st.builds(Choice, TEXT, OPTIONS.map(lambda options: tuple(options.items())))
@@ -287,25 +369,34 @@ CONSTRAINTS = st.builds(
     c.Constraint,
     match=TEXT.filter(lambda text: not text.startswith("re:")),
     stage=st.integers(0, 99),
-    devices=st.none() | st.just("all") | st.lists(st.integers(0, 9), min_size=1, unique=True).map(tuple),
+    devices=st.none()
+    | st.just("all")
+    | st.lists(st.integers(0, 9), min_size=1, unique=True).map(tuple),
     split=st.none() | pairs(COUNTS),
 )
 # Their product is a batch size, of which 2^40 is the largest.
-MICRO_BATCHES, SIZES = st.integers(1, 2**16), st.integers(1, 2**24)
-BATCHES = st.tuples(MICRO_BATCHES, SIZES, st.sampled_from(["micro_batches", "micro_batch_size", "auto", "open"])).map(
+MICRO_BATCHES = st.integers(1, 2**16)
+SIZES = st.integers(1, 2**24)
+BATCHES = st.tuples(
+    MICRO_BATCHES, SIZES, st.sampled_from(["micro_batches", "micro_batch_size", "auto", "open"])
+).map(
     lambda drawn: {
         "open": {"micro_batches": drawn[0]},
         "auto": {"batch_size": drawn[0]},
     }.get(drawn[2], {"batch_size": drawn[0] * drawn[1], drawn[2]: drawn[0]})
 )
 CLUSTERS = st.one_of(
-    st.builds(c.ClusterChoice, preset=st.sampled_from(["summit", "a100-80gb"]), nodes=st.none() | DEVICES),
+    st.builds(
+        c.ClusterChoice, preset=st.sampled_from(["summit", "a100-80gb"]), nodes=st.none() | DEVICES
+    ),
     st.builds(c.ClusterChoice, file=PATHS, devices_per_node=st.none() | DEVICES),
 )
 DECAYS = st.floats(0, 0.999)
 OPTIMIZERS = st.one_of(
     st.builds(c.Optimizer, name=st.just("sgd"), lr=RATES, momentum=RATES, weight_decay=RATES),
-    st.builds(c.Optimizer, name=st.just("adamw"), betas=st.tuples(DECAYS, DECAYS), eps=st.just(1e-6)),
+    st.builds(
+        c.Optimizer, name=st.just("adamw"), betas=st.tuples(DECAYS, DECAYS), eps=st.just(1e-6)
+    ),
 )
 FIELDS = st.fixed_dictionaries(
     {
@@ -314,7 +405,9 @@ FIELDS = st.fixed_dictionaries(
             path=st.none() | PATHS,
             dims=pairs(COUNTS),
             batch_axes=pairs(st.none() | st.integers(0, 9)),
-            frozen=st.lists(TEXT.filter(lambda text: not text.startswith("re:")), max_size=3).map(tuple),
+            frozen=st.lists(TEXT.filter(lambda text: not text.startswith("re:")), max_size=3).map(
+                tuple
+            ),
         ),
         "mode": st.sampled_from([None, "train", "infer"]),
         "loss": st.none() | TEXT | st.builds(c.Loss, st.builds(c.CrossEntropy, TEXT, TEXT)),
@@ -345,7 +438,11 @@ TREES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([key.name for key in keys(c.Configuration)]), TREES, min_size=1, max_size=4))
+@given(
+    st.dictionaries(
+        st.sampled_from([key.name for key in keys(c.Configuration)]), TREES, min_size=1, max_size=4
+    )
+)
 def test_any_document_is_taken_or_refused_with_its_line(document: dict[str, object]) -> None:
     try:
         read = parse_configuration(yaml.safe_dump(document), "c.yaml")
@@ -365,10 +462,15 @@ def test_what_is_dumped_is_read_back(fields: dict[str, object], batches: dict[st
 
 def test_links_between_nodes_have_a_factor() -> None:
     text = "cluster: {preset: h100-80gb, internode_bandwidth_factor: 0.5}\ngpus: 16\n"
-    half, whole = (resolve_cluster(parse_configuration(each, "c.yaml")) for each in (text, text.replace("0.5", "1")))
+    half, whole = (
+        resolve_cluster(parse_configuration(each, "c.yaml"))
+        for each in (text, text.replace("0.5", "1"))
+    )
     assert half.link(0, 1) == whole.link(0, 1)
     assert half.link(0, 8).bandwidth_bytes_per_s == whole.link(0, 8).bandwidth_bytes_per_s / 2
     assert half.link(0, 8).latency_s == whole.link(0, 8).latency_s
-    groups = parse_configuration("cluster: {preset: a100-v100, internode_bandwidth_factor: 0.5}\ngpus: 16\n", "c.yaml")
+    groups = parse_configuration(
+        "cluster: {preset: a100-v100, internode_bandwidth_factor: 0.5}\ngpus: 16\n", "c.yaml"
+    )
     assert resolve_cluster(groups).link(0, 8).bandwidth_bytes_per_s == 12.5e9 / 2
     assert resolve_cluster(groups).link(8, 9).bandwidth_bytes_per_s == 50e9

@@ -1,4 +1,6 @@
-"""The default cluster: the GPUs that NVML finds and CUDA_VISIBLE_DEVICES leaves, else this machine's cores."""
+"""The default cluster: the GPUs that NVML finds and CUDA_VISIBLE_DEVICES leaves, else this
+machine's cores.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,40 @@ def told(folder: Path, names: list[str], memory: int, **variables: str) -> list[
     quoted = ", ".join(f'"{name}"' for name in names)
     source.write_text(NVML.replace("NAMES", quoted).replace("BYTES", str(memory)))
     assert COMPILER is not None
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    subprocess.run(
+        [COMPILER, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+    }
     environment |= {"LD_LIBRARY_PATH": str(folder), **variables}
-    done = subprocess.run([sys.executable, "-c", ASK], env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=environment, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip().split("|")
 
 
-@pytest.mark.skipif(COMPILER is None, reason="the library that stands in for NVML needs a C compiler")
+@pytest.mark.skipif(
+    COMPILER is None, reason="the library that stands in for NVML needs a C compiler"
+)
 def test_the_gpus_that_nvml_finds_are_the_default_cluster(tmp_path: Path) -> None:
     h100 = ["NVIDIA H100 80GB HBM3"] * 4
-    assert told(tmp_path, h100, 85 * GB) == ["h100-80gb", "4", "4", "4 NVIDIA H100 80GB HBM3 here", "", "False"]
+    assert told(tmp_path, h100, 85 * GB) == [
+        "h100-80gb",
+        "4",
+        "4",
+        "4 NVIDIA H100 80GB HBM3 here",
+        "",
+        "False",
+    ]
     assert told(tmp_path, h100, 85 * GB, CUDA_VISIBLE_DEVICES="1,3")[1] == "2"
     sixteen = told(tmp_path, ["Tesla V100-SXM3-32GB"] * 16, 34 * GB)
     assert sixteen[:3] == ["v100-32gb", "16", "16"], "all of them are in one node"
     mixed = told(tmp_path, [h100[0], "NVIDIA L40S"], 85 * GB)
-    assert mixed[0] == "cpu-local" and "1 NVIDIA H100 80GB HBM3 and 1 NVIDIA L40S, of several kinds" in mixed[4]
+    assert (
+        mixed[0] == "cpu-local"
+        and "1 NVIDIA H100 80GB HBM3 and 1 NVIDIA L40S, of several kinds" in mixed[4]
+    )
     assert told(tmp_path, h100, 85 * GB, CUDA_VISIBLE_DEVICES="")[3].startswith("no GPU here")
 
 
@@ -76,13 +96,23 @@ def test_the_gpus_that_nvml_finds_are_the_default_cluster(tmp_path: Path) -> Non
         ("NVIDIA L40S", 48, None),
     ],
 )
-def test_a_preset_is_known_by_name_and_memory(name: str, gigabytes: int, preset: str | None) -> None:
+def test_a_preset_is_known_by_name_and_memory(
+    name: str, gigabytes: int, preset: str | None
+) -> None:
     assert preset_of(Gpu(name, gigabytes * GB, "GPU-0")) == preset
 
 
 @pytest.mark.parametrize(
     ("variable", "left"),
-    [(None, "abc"), ("", ""), ("2,0", "ca"), ("GPU-b", "b"), ("0,-1,2", "a"), ("0,7,1", "a"), ("MIG-a", "")],
+    [
+        (None, "abc"),
+        ("", ""),
+        ("2,0", "ca"),
+        ("GPU-b", "b"),
+        ("0,-1,2", "a"),
+        ("0,7,1", "a"),
+        ("MIG-a", ""),
+    ],
 )
 def test_visible_devices_are_those_that_cuda_takes(variable: str | None, left: str) -> None:
     gpus = tuple(Gpu("G", GB, f"GPU-{letter}") for letter in "abc")

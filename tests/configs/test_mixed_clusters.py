@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
+from autopipe.configs.cluster import (
+    build_cluster,
+    cluster_names,
+    cluster_preset,
+    is_cluster,
+    read_cluster,
+)
 from autopipe.configs.configuration import dump_configuration, resolve_cluster
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -41,7 +47,8 @@ def test_groups_have_the_links_of_a_preset_or_their_own(tmp_path: Path) -> None:
     assert (cluster.size, cluster.node_count) == (16, 4)
     assert [device.name for device in cluster.kinds] == ["A100-SXM4-80GB", "D"]
     bandwidths = [
-        cluster.link(*pair).bandwidth_bytes_per_s / 1e9 for pair in ((0, 7), (7, 8), (11, 12), (12, 13), (13, 14))
+        cluster.link(*pair).bandwidth_bytes_per_s / 1e9
+        for pair in ((0, 7), (7, 8), (11, 12), (12, 13), (13, 14))
     ]
     assert bandwidths == [300, 25, 1, 3, 2]
     assert cluster.devices[12].memory_bytes == 8 * 2**30
@@ -49,7 +56,9 @@ def test_groups_have_the_links_of_a_preset_or_their_own(tmp_path: Path) -> None:
 
 
 def test_inline_and_written_again(tmp_path: Path) -> None:
-    inline = "cluster:\n  straddle: true\n  inline:\n" + "".join(f"    {line}\n" for line in MIXED.splitlines())
+    inline = "cluster:\n  straddle: true\n  inline:\n" + "".join(
+        f"    {line}\n" for line in MIXED.splitlines()
+    )
     read = parse_configuration(inline, "c.yaml")
     assert resolve_cluster(read).size == 16 and resolve_cluster(read).straddle
     assert parse_configuration(dump_configuration(read), "effective") == read
@@ -62,7 +71,8 @@ def test_fewer_devices_are_the_first(tmp_path: Path) -> None:
     assert [device.name for device in ten.devices].count("A100-SXM4-80GB") == 8
     assert [group.size for group in ten.groups] == [8, 2]
     with pytest.raises(
-        InfeasibleError, match=r"a100-v100 has 16 devices \(8 in a100, 8 in v100\), 4 fewer than the 20"
+        InfeasibleError,
+        match=r"a100-v100 has 16 devices \(8 in a100, 8 in v100\), 4 fewer than the 20",
     ):
         build_cluster(cluster_preset("a100-v100"), 20)
 
@@ -71,7 +81,8 @@ def test_equal_groups_are_one_hierarchy(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "name: twins\nlevels: [{name: site, latency: 10us, bandwidth: 12.5GB/s}]\ngroups:\n"
-        "  - {name: one, device: a100-80gb, count: 8}\n  - {name: two, device: a100-80gb, count: 8}\n"
+        "  - {name: one, device: a100-80gb, count: 8}\n  - {name: two, device: a100-80gb, "
+        "count: 8}\n"
     )
     cluster = build_cluster(read_cluster(path), None)
     assert not cluster.groups

@@ -1,4 +1,6 @@
-"""Placements given by hand: what a file says, and one line with its place for what it cannot say."""
+"""Placements given by hand: what a file says, and one line with its place for what it cannot
+say.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,41 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_file_gives_its_blocks(tmp_path):
-    blocks = (Block("F", (0,), 1, 1), Block("T", (0, 1), 2, 0, (0,), (3,)), Block("B", (0,), 4, -1, (1, 0)))
+    blocks = (
+        Block("F", (0,), 1, 1),
+        Block("T", (0, 1), 2, 0, (0,), (3,)),
+        Block("B", (0,), 4, -1, (1, 0)),
+    )
     assert read_placement(written(tmp_path, GOOD)) == BlockGraph(2, blocks, (6, 6))
     each = GOOD.replace("memory: 6", "memory: [6, 2]\nmicro_batches_per_unit: 2")
     assert read_placement(written(tmp_path, each)) == BlockGraph(2, blocks, (6, 2), 2)
-    assert read_placement(written(tmp_path, GOOD.replace("memory: 6", "memory: null"))).memory == (None, None)
+    assert read_placement(written(tmp_path, GOOD.replace("memory: 6", "memory: null"))).memory == (
+        None,
+        None,
+    )
     assert read_placement(written(tmp_path, GOOD.replace("memory: 6\n", ""))).memory == (None, None)
 
 
 REFUSED = {
     "another format": ("memory: 6", "memory: 6\nformat: x/2", "the key 'format' stands twice"),
-    "an old format": ("placement/1", "placement/0", ":1: format: 'autopipe.placement/0' is none of"),
+    "an old format": (
+        "placement/1",
+        "placement/0",
+        ":1: format: 'autopipe.placement/0' is none of",
+    ),
     "no devices": ("devices: 2", "devices: 0", ":2: devices is 0 (it must be at least 1)"),
     "too many devices": ("devices: 2", "devices: 99999999", ":2: devices is 99999999"),
     "less than no memory": ("memory: 6", "memory: -1", ":3: memory is -1"),
-    "memory of another cluster": ("memory: 6", "memory: [6]", ":1: memory has 1 number for 2 devices"),
-    "a device out of range": ("devices: [0, 1]", "devices: [0, 2]", ":6: block 'T' is on device 2, but there are 2"),
+    "memory of another cluster": (
+        "memory: 6",
+        "memory: [6]",
+        ":1: memory has 1 number for 2 devices",
+    ),
+    "a device out of range": (
+        "devices: [0, 1]",
+        "devices: [0, 2]",
+        ":6: block 'T' is on device 2, but there are 2",
+    ),
     "a device below 0": ("devices: [0, 1]", "devices: [-1]", ":6: blocks[1].devices[0] is -1"),
     "a device twice": ("devices: [0, 1]", "devices: [1, 1]", ":6: block 'T' names a device twice"),
     "no device": ("devices: [0, 1]", "devices: []", ":6: block 'T' is on no device"),
@@ -52,12 +73,32 @@ REFUSED = {
     "endless time": ("time: 2", "time: 9000000000000000", ":6: blocks[1].time is 9000000000000000"),
     "a missing time": (", time: 2", "", ":6: blocks[1] lacks the key 'time'"),
     "a name twice": ("name: T", "name: F", ":6: two blocks are called 'F' (the first in line 5)"),
-    "an unknown block": ("after: [F]", "after: [G]", ":6: block 'T' comes after 'G', which is no block"),
+    "an unknown block": (
+        "after: [F]",
+        "after: [G]",
+        ":6: block 'T' comes after 'G', which is no block",
+    ),
     "a negative delay": ("delays: [3]", "delays: [-3]", ":6: blocks[1].delays[0] is -3"),
-    "a delay too many": ("delays: [3]", "delays: [3, 4]", ":6: block 'T' has 2 delays for 1 block before it"),
-    "a circle": ("after: [F]", "after: [B]", ":6: blocks wait in a circle: 'T' after 'B' after 'T'"),
-    "a block after itself": ("after: [F]", "after: [T]", ":6: blocks wait in a circle: 'T' after 'T'"),
-    "an unknown key": ("time: 2", "tiem: 2", ":6: unknown key 'tiem' in blocks[1] (did you mean 'time'?)"),
+    "a delay too many": (
+        "delays: [3]",
+        "delays: [3, 4]",
+        ":6: block 'T' has 2 delays for 1 block before it",
+    ),
+    "a circle": (
+        "after: [F]",
+        "after: [B]",
+        ":6: blocks wait in a circle: 'T' after 'B' after 'T'",
+    ),
+    "a block after itself": (
+        "after: [F]",
+        "after: [T]",
+        ":6: blocks wait in a circle: 'T' after 'T'",
+    ),
+    "an unknown key": (
+        "time: 2",
+        "tiem: 2",
+        ":6: unknown key 'tiem' in blocks[1] (did you mean 'time'?)",
+    ),
     "no blocks": (GOOD[GOOD.index("blocks:") :], "blocks: []\n", ":1: there are 0 blocks"),
 }
 
@@ -75,7 +116,10 @@ def test_what_is_wrong_is_said_in_one_line_with_its_place(tmp_path, case):
 
 def test_a_circle_of_thousands_and_a_hostile_name_make_one_short_line(tmp_path):
     count = 2000
-    lines = [f"  - {{name: {n}x, devices: [0], time: 1, after: [{(n + 1) % count}x]}}" for n in range(count)]
+    lines = [
+        f"  - {{name: {n}x, devices: [0], time: 1, after: [{(n + 1) % count}x]}}"
+        for n in range(count)
+    ]
     with pytest.raises(ConfigurationError, match="wait in a circle") as caught:
         read_placement(written(tmp_path, HEAD + "blocks:\n" + "\n".join(lines)))
     assert len(str(caught.value)) < 300

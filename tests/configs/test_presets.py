@@ -59,10 +59,18 @@ def test_a_preset_grows_to_any_number_of_devices(name: str) -> None:
         cluster = build_cluster(description, count)
         assert cluster.size == count
         device = cluster.devices[-1]
-        assert all(0 < device.fraction(kind) <= 1 for kind in (field.name for field in fields(Efficiencies)))
-        assert all(device.peak(precision) > 0 for precision in (field.name for field in fields(PeakRates)))
+        assert all(
+            0 < device.fraction(kind) <= 1
+            for kind in (field.name for field in fields(Efficiencies))
+        )
+        assert all(
+            device.peak(precision) > 0 for precision in (field.name for field in fields(PeakRates))
+        )
         assert device.peak("fp16") >= device.peak("fp32") > device.peak("fp64") > 1e8
-        assert all(level.link.bandwidth_bytes_per_s < device.bandwidth_bytes_per_s for level in cluster.levels)
+        assert all(
+            level.link.bandwidth_bytes_per_s < device.bandwidth_bytes_per_s
+            for level in cluster.levels
+        )
     assert [level.link.bandwidth_bytes_per_s for level in cluster.levels] == sorted(
         (level.link.bandwidth_bytes_per_s for level in cluster.levels), reverse=True
     )
@@ -100,18 +108,31 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
     cluster = resolve_cluster(configuration)
     assert (cluster.name, cluster.size, cluster.node_count) == ("mine", 6, 2)
     assert cluster.link(0, 5).latency_s == 2e-6
-    inline = "cluster:\n  inline:\n" + "".join(f"    {line}\n" for line in MINE.splitlines()) + "gpus: 6\n"
+    inline = (
+        "cluster:\n  inline:\n"
+        + "".join(f"    {line}\n" for line in MINE.splitlines())
+        + "gpus: 6\n"
+    )
     read = parse_configuration(inline, "c.yaml")
     assert resolve_cluster(read) == cluster
     assert parse_configuration(dump_configuration(read), "effective") == read
 
 
 def test_a_cluster_that_is_too_small() -> None:
-    with pytest.raises(InfeasibleError, match=r"summit has 8 devices \(4 in a node x 2 in a cluster\), 2 fewer than"):
-        resolve_cluster(parse_configuration("cluster: {preset: summit, nodes: 2}\ngpus: 10\n", "c.yaml"))
+    with pytest.raises(
+        InfeasibleError,
+        match=r"summit has 8 devices \(4 in a node x 2 in a cluster\), 2 fewer than",
+    ):
+        resolve_cluster(
+            parse_configuration("cluster: {preset: summit, nodes: 2}\ngpus: 10\n", "c.yaml")
+        )
     with pytest.raises(ConfigurationError, match="cluster summit has 4000000 devices"):
-        resolve_cluster(parse_configuration("cluster: {preset: summit, nodes: 1000000}\n", "c.yaml"))
-    with pytest.raises(ConfigurationError, match="describes no link between nodes, so it cannot have 2"):
+        resolve_cluster(
+            parse_configuration("cluster: {preset: summit, nodes: 1000000}\n", "c.yaml")
+        )
+    with pytest.raises(
+        ConfigurationError, match="describes no link between nodes, so it cannot have 2"
+    ):
         resolve_cluster(parse_configuration("cluster: {preset: cpu-local, nodes: 2}\n", "c.yaml"))
 
 
@@ -119,11 +140,27 @@ def test_a_cluster_that_is_too_small() -> None:
     ("old", "new", "expected"),
     [
         ("memory: 8GiB", "memory: 8", ""),
-        ("memory: 8GiB", "memory: 8Gb", "mine.yaml:4: device.memory is '8Gb' (expected a size such as 14GiB"),
-        ("memory: 8GiB", "memmory: 8GiB", "mine.yaml:4: unknown key 'memmory' in device (did you mean 'memory'?)"),
+        (
+            "memory: 8GiB",
+            "memory: 8Gb",
+            "mine.yaml:4: device.memory is '8Gb' (expected a size such as 14GiB",
+        ),
+        (
+            "memory: 8GiB",
+            "memmory: 8GiB",
+            "mine.yaml:4: unknown key 'memmory' in device (did you mean 'memory'?)",
+        ),
         ("fp32: 10TFLOP/s", "fp16: 1TFLOP/s", "mine.yaml:5: device.peak lacks the key 'fp32'"),
-        ("recurrent: 0.5", "recurrent: 1.5", "mine.yaml:8: device.efficiency.recurrent is 1.5 (it must be at most 1)"),
-        ("bandwidth: 10GB/s", "bandwidth: 0B/s", "mine.yaml:10: levels[0].bandwidth is 0B/s (it must be above 0)"),
+        (
+            "recurrent: 0.5",
+            "recurrent: 1.5",
+            "mine.yaml:8: device.efficiency.recurrent is 1.5 (it must be at most 1)",
+        ),
+        (
+            "bandwidth: 10GB/s",
+            "bandwidth: 0B/s",
+            "mine.yaml:10: levels[0].bandwidth is 0B/s (it must be above 0)",
+        ),
         ("size: 4, ", "", "level node of cluster mine has no size"),
         ("size: 4", "size: 0", "mine.yaml:10: levels[0].size is 0 (it must be at least 1)"),
     ],
@@ -147,7 +184,13 @@ def test_a_cluster_without_levels(tmp_path: Path) -> None:
 
 
 def test_hosts_of_presets() -> None:
-    """Devices on which published tables were made have hosts whose time does not count, and so has a CPU."""
-    hosts = {name: device.host_launch for name in NAMES if (device := cluster_preset(name).device) is not None}
+    """Devices on which published tables were made have hosts whose time does not count, and so has
+    a CPU.
+    """
+    hosts = {
+        name: device.host_launch
+        for name in NAMES
+        if (device := cluster_preset(name).device) is not None
+    }
     counted = {"h100-80gb", "h100-superpod", "h200", "rtx-4090"}
     assert hosts == {name: 1e-5 if name in counted else 0.0 for name in NAMES}

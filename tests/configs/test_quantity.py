@@ -18,7 +18,8 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "3Mi", "14 gib", "14GiBs", "-1B", "0.5B", "1e3B", "14GB/s", "٣B", "nan", "1.2.3B"]
+    "text",
+    ["", "GiB", "3Mi", "14 gib", "14GiBs", "-1B", "0.5B", "1e3B", "14GB/s", "٣B", "nan", "1.2.3B"],
 )
 def test_what_is_no_size(text: str) -> None:
     assert BYTES.parse(text) is None
@@ -27,7 +28,9 @@ def test_what_is_no_size(text: str) -> None:
 def test_rates_and_times() -> None:
     assert BYTES_PER_SECOND.parse("900GB/s") == 900e9
     assert BYTES_PER_SECOND.parse("900GB") is None
-    assert [BYTES_PER_SECOND.parse(text) for text in ("400Gb/s", "400 Gbit/s", "400Gbps")] == [50e9] * 3
+    assert [BYTES_PER_SECOND.parse(text) for text in ("400Gb/s", "400 Gbit/s", "400Gbps")] == [
+        50e9
+    ] * 3
     assert BYTES_PER_SECOND.parse("100") == 100
     assert FLOPS.parse("400Gb/s") is None
     assert FLOPS.parse("15.7TFLOP/s") == 15.7e12
@@ -42,4 +45,10 @@ def test_a_size_is_printed_exactly(size: int) -> None:
 
 
 def test_a_size_is_printed_in_the_largest_exact_unit() -> None:
-    assert [BYTES.format(size) for size in (14 * 2**30, 10**9, 1536, 1000, 7)] == ["14GiB", "1GB", "1536B", "1kB", "7B"]
+    assert [BYTES.format(size) for size in (14 * 2**30, 10**9, 1536, 1000, 7)] == [
+        "14GiB",
+        "1GB",
+        "1536B",
+        "1kB",
+        "7B",
+    ]

@@ -12,10 +12,17 @@ from scripts.reference_pages import configuration_page, pages
 
 
 def test_every_key_and_flag_is_explained() -> None:
-    rows = [line.split(" | ") for line in configuration_page().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ") for line in configuration_page().splitlines() if line.startswith("| `")
+    ]
     names = [row[0].removeprefix("| ").strip("`") for row in rows]
     assert {key.name for key in keys(Configuration)} <= set(names)
-    assert {"optimizer.lr", "constraints[].split", "loss.cross_entropy.logits", "strategy.…"} <= set(names)
+    assert {
+        "optimizer.lr",
+        "constraints[].split",
+        "loss.cross_entropy.logits",
+        "strategy.…",
+    } <= set(names)
     assert all(len(row[3]) > 5 for row in rows), "a key has no docstring"
     text = configuration_page()
     assert all(f"Flag: `{flag}`" in text for flag in flags())
@@ -25,7 +32,9 @@ def test_every_key_and_flag_is_explained() -> None:
 def test_the_script_writes_it(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "reference_pages.py"
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
-    assert (tmp_path / "reference-configuration.md").read_text(encoding="utf-8") == configuration_page()
+    assert (tmp_path / "reference-configuration.md").read_text(
+        encoding="utf-8"
+    ) == configuration_page()
     assert {path.name for path in tmp_path.iterdir()} == set(pages())
 
 

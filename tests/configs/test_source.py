@@ -10,11 +10,21 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.configs.yaml_source import MOST_BYTES, Dumper, Entry, read_file, read_setting, read_text
+from autopipe.configs.yaml_source import (
+    MOST_BYTES,
+    Dumper,
+    Entry,
+    read_file,
+    read_setting,
+    read_text,
+)
 from autopipe.ir.errors import ConfigurationError
 
 REFUSED = {
-    "duplicate key": ("seed: 1\nseed: 2\n", "f.yaml:2: the key 'seed' stands twice (first in line 1)"),
+    "duplicate key": (
+        "seed: 1\nseed: 2\n",
+        "f.yaml:2: the key 'seed' stands twice (first in line 1)",
+    ),
     "duplicate key, quoted": ('a: 1\nb: 1\n"a": 2\n', "f.yaml:3: the key 'a' stands twice"),
     "duplicate key within": ("o:\n  lr: 1\n  lr: 2\n", "f.yaml:3: the key 'lr' stands twice"),
     "boolean key": ("seed: 1\nno: 2\n", "f.yaml:2: YAML does not read the key no as text"),
@@ -59,13 +69,17 @@ def test_refused(case: str) -> None:
 
 
 def test_an_alias_bomb_is_refused_before_it_grows() -> None:
-    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    lines = ["a0: &a0 [x, x]"] + [
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)
+    ]
     with pytest.raises(ConfigurationError, match="anchors and aliases"):
         read_text("\n".join(lines), "f.yaml")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"absent\.yaml: cannot read the file: No such file"):
+    with pytest.raises(
+        ConfigurationError, match=r"absent\.yaml: cannot read the file: No such file"
+    ):
         read_file(tmp_path / "absent.yaml")
     with pytest.raises(ConfigurationError, match="cannot read the file: Is a directory"):
         read_file(tmp_path)
@@ -106,7 +120,11 @@ def test_a_setting_is_read_as_yaml_and_named_in_errors() -> None:
 
 TEXT = st.text(max_size=12)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=15,
 )

@@ -1,4 +1,6 @@
-"""The zoo as a whole: every model can be built, named and sized, and says what is wrong with a setting."""
+"""The zoo as a whole: every model can be built, named and sized, and says what is wrong with a
+setting.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from autopipe.configs.zoo import parse_words
 from autopipe.ir.errors import ConfigurationError
 
 SIZES = {
-    # Exact counts, known from the published models (those of the CNNs include their running statistics).
+    # Exact counts, known from the published models (those of the CNNs include their running
+    # statistics).
     ("gpt", "gpt2"): 124_439_808,
     ("gpt", "gpt2-xl"): 1_557_611_200,
     ("bert", "base"): 109_514_298,
@@ -101,10 +104,14 @@ def test_every_value_has_a_type_and_a_shape(name: str, batch: str) -> None:
     for node in graph.node:
         for value in [*node.input, *node.output]:
             tensor = known[value].type.tensor_type
-            assert tensor.elem_type != onnx.TensorProto.UNDEFINED and tensor.HasField("shape"), value
+            assert tensor.elem_type != onnx.TensorProto.UNDEFINED and tensor.HasField("shape"), (
+                value
+            )
             extents = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
             assert all(extents), f"{value} {extents}"
-            assert batch == "null" or all(isinstance(extent, int) for extent in extents), f"{value} {extents}"
+            assert batch == "null" or all(isinstance(extent, int) for extent in extents), (
+                f"{value} {extents}"
+            )
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -118,10 +125,13 @@ def test_without_weights_parameters_dangle_and_are_listed(name: str) -> None:
     assert json.loads(properties["autopipe.parameters"]) == list(shapes)
     assert json.loads(properties["autopipe.init"]).keys() == shapes.keys()
     declared = {
-        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in without.graph.value_info
+        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in without.graph.value_info
     }
     assert {name: declared[name] for name in shapes} == shapes
-    assert [node.name for node in without.graph.node] == [node.name for node in with_weights.graph.node]
+    assert [node.name for node in without.graph.node] == [
+        node.name for node in with_weights.graph.node
+    ]
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -156,10 +166,15 @@ def test_sizes_of_pase() -> None:
     assert declared_inputs("alexnet", size="paper") == {"image": ["batch", 3, 227, 227]}
     assert declared_inputs("inceptionv3", size="paper") == {"image": ["batch", 3, 299, 299]}
     assert declared_inputs("rnnlm", size="paper", batch="64") == {"tokens": [64, 256]}
-    assert declared_inputs("transformer", size="paper") == {"source": ["batch", 256], "target": ["batch", 256]}
+    assert declared_inputs("transformer", size="paper") == {
+        "source": ["batch", 256],
+        "target": ["batch", 256],
+    }
     [features] = [
         tensor.shape
-        for tensor in zoo.build(zoo.configure("alexnet", {"size": "paper", "weights": "none"})).parameters
+        for tensor in zoo.build(
+            zoo.configure("alexnet", {"size": "paper", "weights": "none"})
+        ).parameters
         if tensor.name == "fc6.weight"
     ]
     assert features == (4096, 9216)
@@ -171,7 +186,9 @@ def test_million_classes() -> None:
 
 
 def test_a_size_can_be_changed_by_other_settings() -> None:
-    model = zoo.configure("gpt", parse_words(["layers=12", "hidden=768", "heads=12", "sequence=256", "size=125m"]))
+    model = zoo.configure(
+        "gpt", parse_words(["layers=12", "hidden=768", "heads=12", "sequence=256", "size=125m"])
+    )
     assert {model.layers, model.hidden, model.sequence, model.vocabulary} == {12, 768, 256, 50257}
 
 
@@ -238,7 +255,9 @@ def declared_inputs(name: str, **settings: str) -> dict[str, list[int | str]]:
 
 
 def run(model: onnx.ModelProto, batch: int) -> list[np.ndarray]:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     generator = np.random.default_rng(0)
     inputs = {}
     for value in model.graph.input:

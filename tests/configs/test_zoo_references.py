@@ -1,4 +1,6 @@
-"""Models of the zoo, run by onnxruntime, against the same models written in torch from the same parameters."""
+"""Models of the zoo, run by onnxruntime, against the same models written in torch from the same
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,17 @@ def test_llama() -> None:
             q = heads_first(y @ p[f"{name}.attention.query.weight"], 6)
             k = heads_first(y @ p[f"{name}.attention.key.weight"], 2)
             v = heads_first(y @ p[f"{name}.attention.value.weight"], 2)
-            y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+            y = F.scaled_dot_product_attention(
+                rotate(q), rotate(k), v, is_causal=True, enable_gqa=True
+            )
             x = x + heads_last(y) @ p[f"{name}.attention.output.weight"]
             y = F.rms_norm(x, (48,), p[f"{name}.feed_forward_norm.weight"], 1e-5)
             gate = F.silu(y @ p[f"{name}.feed_forward.gate.weight"])
-            x = x + (gate * (y @ p[f"{name}.feed_forward.up.weight"])) @ p[f"{name}.feed_forward.down.weight"]
+            x = (
+                x
+                + (gate * (y @ p[f"{name}.feed_forward.up.weight"]))
+                @ p[f"{name}.feed_forward.down.weight"]
+            )
         return F.rms_norm(x, (48,), p["norm.weight"], 1e-5) @ p["head.weight"]
 
     agrees("llama", sizes, {"tokens": 61}, reference)
@@ -76,7 +84,12 @@ def test_bert_ignores_padding() -> None:
 
     def reference(p: Parameters, inputs: Inputs) -> Tensor:
         x = p["embeddings.word.weight"][inputs["tokens"]] + p["embeddings.position.weight"]
-        x = layer_norm(p, "embeddings.norm", x + p["embeddings.token_type.weight"][inputs["token_types"]], 1e-12)
+        x = layer_norm(
+            p,
+            "embeddings.norm",
+            x + p["embeddings.token_type.weight"][inputs["token_types"]],
+            1e-12,
+        )
         mask = torch.where(inputs["attention_mask"].bool(), 0.0, -1e9)[:, None, None, :]
         for index in range(2):
             name = f"layers.{index}"
@@ -140,12 +153,21 @@ def test_mt5() -> None:
 
 
 def test_transformer() -> None:
-    sizes = {"layers": 2, "hidden": 48, "heads": 3, "feed_forward": 56, "vocabulary": 61, "sequence": 10}
+    sizes = {
+        "layers": 2,
+        "hidden": 48,
+        "heads": 3,
+        "feed_forward": 56,
+        "vocabulary": 61,
+        "sequence": 10,
+    }
 
     def embedded(p: Parameters, name: str, tokens: Tensor) -> Tensor:
         place = torch.arange(10.0)[:, None]
         angle = place / 10000.0 ** (torch.arange(24.0) / 24)
-        return p[f"{name}.weight"][tokens] * math.sqrt(48) + torch.cat([angle.sin(), angle.cos()], dim=-1)
+        return p[f"{name}.weight"][tokens] * math.sqrt(48) + torch.cat(
+            [angle.sin(), angle.cos()], dim=-1
+        )
 
     def reference(p: Parameters, inputs: Inputs) -> Tensor:
         memory = embedded(p, "source_embedding", inputs["source"])
@@ -158,7 +180,11 @@ def test_transformer() -> None:
         x = embedded(p, "target_embedding", inputs["target"])
         for index in range(2):
             name = f"decoder.{index}"
-            x = layer_norm(p, f"{name}.attention_norm", x + attention(p, f"{name}.attention", x, heads=3, causal=True))
+            x = layer_norm(
+                p,
+                f"{name}.attention_norm",
+                x + attention(p, f"{name}.attention", x, heads=3, causal=True),
+            )
             mixed = attention(p, f"{name}.cross_attention", x, heads=3, memory=memory)
             x = layer_norm(p, f"{name}.cross_attention_norm", x + mixed)
             raised = feed_forward(p, f"{name}.feed_forward", x, F.relu)
@@ -193,7 +219,9 @@ def test_mixture_of_experts_seats_tokens_in_order(capacity: int) -> None:
                 taken[expert] += 1
                 if taken[expert] > capacity:
                     continue
-                inner = F.gelu(sample[token] @ p[f"{name}.up"][expert] + p[f"{name}.up_bias"][expert, 0])
+                inner = F.gelu(
+                    sample[token] @ p[f"{name}.up"][expert] + p[f"{name}.up_bias"][expert, 0]
+                )
                 outer = inner @ p[f"{name}.down"][expert] + p[f"{name}.down_bias"][expert, 0]
                 result[token] += weights[token, choice] * outer
         return result
@@ -264,7 +292,9 @@ def test_vgg19() -> None:
 def test_wide_resnet() -> None:
     def unit(p: Parameters, name: str, x: Tensor, stride: int = 1) -> Tensor:
         padding = p[f"{name}.conv.weight"].shape[-1] // 2
-        return batch_norm(p, f"{name}.norm", conv(p, f"{name}.conv", x, stride=stride, padding=padding), 1e-5)
+        return batch_norm(
+            p, f"{name}.norm", conv(p, f"{name}.conv", x, stride=stride, padding=padding), 1e-5
+        )
 
     def reference(p: Parameters, inputs: Inputs) -> Tensor:
         x = F.max_pool2d(F.relu(unit(p, "stem", inputs["image"], stride=2)), 3, 2, 1)
@@ -285,7 +315,9 @@ def test_inceptionv3_module_by_module() -> None:
     def unit(p: Parameters, name: str, x: Tensor, stride: int = 1, same: bool = True) -> Tensor:
         height, width = p[f"{name}.conv.weight"].shape[2:]
         x = F.pad(x, (width // 2, width // 2, height // 2, height // 2)) if same else x
-        return F.relu(batch_norm(p, f"{name}.norm", conv(p, f"{name}.conv", x, stride=stride), 1e-3))
+        return F.relu(
+            batch_norm(p, f"{name}.norm", conv(p, f"{name}.conv", x, stride=stride), 1e-3)
+        )
 
     def chain(p: Parameters, name: str, x: Tensor) -> Tensor:
         index = 0
@@ -314,7 +346,9 @@ def test_inceptionv3_module_by_module() -> None:
         x = torch.cat([three, chain(p, "mixed_b.double", x), F.max_pool2d(x, 3, 2)], dim=1)
         for index in range(4):
             name = f"mixed_c.{index}"
-            x = torch.cat([joined(p, name, x, ("one", "seven", "double")), pooled(p, name, x)], dim=1)
+            x = torch.cat(
+                [joined(p, name, x, ("one", "seven", "double")), pooled(p, name, x)], dim=1
+            )
         x = torch.cat([joined(p, "mixed_d", x, ("three", "seven")), F.max_pool2d(x, 3, 2)], dim=1)
         for index in range(2):
             name = f"mixed_e.{index}"
@@ -339,7 +373,9 @@ def test_unet() -> None:
         x = pair(p, "bottom", F.max_pool2d(second, 2))
         for level, skipped in ((1, second), (0, first)):
             name = f"up.{level}"
-            x = F.conv_transpose2d(x, p[f"{name}.transposed.weight"], p[f"{name}.transposed.bias"], stride=2)
+            x = F.conv_transpose2d(
+                x, p[f"{name}.transposed.weight"], p[f"{name}.transposed.bias"], stride=2
+            )
             x = pair(p, name, torch.cat([skipped, x], dim=1))
         return conv(p, "head", x)
 
@@ -354,7 +390,9 @@ def test_dlrm_and_its_cross_entropy() -> None:
             for layer in range(2):
                 x = F.relu(dense(p, f"dense.{index}.layers.{layer}", x))
             parts.append(x)
-        parts += [p[f"tables.{index}.weight"][inputs[f"sparse_{index}"]].flatten(1) for index in range(3)]
+        parts += [
+            p[f"tables.{index}.weight"][inputs[f"sparse_{index}"]].flatten(1) for index in range(3)
+        ]
         x = torch.cat(parts, dim=1)
         for layer in range(2):
             x = F.relu(dense(p, f"top.{layer}", x))
@@ -391,7 +429,14 @@ def test_candle_uno_and_its_squared_error() -> None:
 
 
 def test_mmt() -> None:
-    sizes = {"branches": 3, "layers": 2, "hidden": 48, "heads": 3, "feed_forward": 192, "sequence": 5}
+    sizes = {
+        "branches": 3,
+        "layers": 2,
+        "hidden": 48,
+        "heads": 3,
+        "feed_forward": 192,
+        "sequence": 5,
+    }
 
     def reference(p: Parameters, inputs: Inputs) -> Tensor:
         parts = []
@@ -427,7 +472,9 @@ def test_flava() -> None:
         return layer_norm(p, f"{name}.norm", x)
 
     def reference(p: Parameters, inputs: Inputs) -> Tensor:
-        text = p["text.token_embedding.weight"][inputs["tokens"]] + p["text.position_embedding.weight"]
+        text = (
+            p["text.token_embedding.weight"][inputs["tokens"]] + p["text.position_embedding.weight"]
+        )
         picture = conv(p, "image.patches", inputs["image"], stride=8).flatten(2).transpose(1, 2)
         picture = encoded(p, "image", picture + p["image.position_embedding.weight"])
         text = linear(p, "cross.text_projection", encoded(p, "text", text))
@@ -490,26 +537,36 @@ def attention(
     return linear(p, f"{name}.output", heads_last(mixed))
 
 
-def feed_forward(p: Parameters, name: str, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def feed_forward(
+    p: Parameters, name: str, x: Tensor, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
     return linear(p, f"{name}.down", activation(linear(p, f"{name}.up", x)))
 
 
 def pre_norm_block(p: Parameters, name: str, x: Tensor, heads: int, causal: bool = False) -> Tensor:
     y = layer_norm(p, f"{name}.attention_norm", x)
     x = x + attention(p, f"{name}.attention", y, heads=heads, causal=causal)
-    return x + feed_forward(p, f"{name}.feed_forward", layer_norm(p, f"{name}.feed_forward_norm", x), F.gelu)
+    return x + feed_forward(
+        p, f"{name}.feed_forward", layer_norm(p, f"{name}.feed_forward_norm", x), F.gelu
+    )
 
 
 # How they are compared.
 
 
 def agrees(
-    name: str, settings: zoo.Settings, below: Mapping[str, int], reference: Reference, logits_loss: bool = True
+    name: str,
+    settings: zoo.Settings,
+    below: Mapping[str, int],
+    reference: Reference,
+    logits_loss: bool = True,
 ) -> None:
     """The model's outputs equal the reference's, and its loss torch's cross-entropy of them."""
     model, parameters = perturbed(name, settings)
     inputs = drawn_inputs(model, below)
-    expected = reference(parameters, {key: torch.from_numpy(value) for key, value in inputs.items()})
+    expected = reference(
+        parameters, {key: torch.from_numpy(value) for key, value in inputs.items()}
+    )
     actual = run(model, inputs)
     assert_close(actual, expected)
     assert actual.std() > 1e-3, "the comparison needs outputs that differ from one another"
@@ -523,7 +580,9 @@ def agrees(
 
 
 def perturbed(name: str, settings: zoo.Settings) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-    """The model with noise on every parameter, so that no bias is 0 and no scale 1, and its parameters."""
+    """The model with noise on every parameter, so that no bias is 0 and no scale 1, and its
+    parameters.
+    """
     model = zoo.build(zoo.configure(name, settings)).to_proto()
     generator = np.random.default_rng(0)
     parameters = {}
@@ -552,7 +611,9 @@ def drawn_inputs(model: onnx.ModelProto, below: Mapping[str, int]) -> dict[str, 
 def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     [result] = session.run(None, dict(inputs))
     return np.asarray(result)
 

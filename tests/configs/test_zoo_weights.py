@@ -25,9 +25,19 @@ def test_same_settings_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_another_seed_gives_other_weights() -> None:
-    drawn = [zoo.build(zoo.configure("gpt", {"seed": seed})).to_proto().graph.initializer for seed in (0, 1)]
-    changed = [first.name for first, second in zip(*drawn, strict=True) if first.raw_data != second.raw_data]
-    assert "layers.0.attention.query.weight" in changed and "layers.0.attention.query.bias" not in changed
+    drawn = [
+        zoo.build(zoo.configure("gpt", {"seed": seed})).to_proto().graph.initializer
+        for seed in (0, 1)
+    ]
+    changed = [
+        first.name
+        for first, second in zip(*drawn, strict=True)
+        if first.raw_data != second.raw_data
+    ]
+    assert (
+        "layers.0.attention.query.weight" in changed
+        and "layers.0.attention.query.bias" not in changed
+    )
 
 
 def test_weights_beside_the_file_are_those_inside(tmp_path: Path) -> None:
@@ -36,18 +46,26 @@ def test_weights_beside_the_file_are_those_inside(tmp_path: Path) -> None:
     built.save(tmp_path / "beside.onnx", written.append, inline_limit=1)
     built.save(tmp_path / "inside.onnx")
     assert sum(written) == built.data_bytes
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.onnx", "beside.onnx.data", "inside.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "beside.onnx",
+        "beside.onnx.data",
+        "inside.onnx",
+    ]
     onnx.checker.check_model(str(tmp_path / "beside.onnx"), full_check=True)
     tokens = {"tokens": np.arange(32)[None]}
     results = []
     for name in ("beside", "inside"):
-        session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx", providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            tmp_path / f"{name}.onnx", providers=["CPUExecutionProvider"]
+        )
         results.append(session.run(None, tokens)[0])
     np.testing.assert_array_equal(*results)
 
 
 def test_without_weights_the_file_is_small(tmp_path: Path) -> None:
-    zoo.build(zoo.configure("llama", {"size": "70b", "weights": "none"})).save(tmp_path / "llama.onnx")
+    zoo.build(zoo.configure("llama", {"size": "70b", "weights": "none"})).save(
+        tmp_path / "llama.onnx"
+    )
     assert (tmp_path / "llama.onnx").stat().st_size < 2_000_000
     assert [path.name for path in tmp_path.iterdir()] == ["llama.onnx"]
 
@@ -80,7 +98,9 @@ def test_pieces_and_parameters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.abs(correlation).max() < 0.2
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "gpt.onnx"
     path.write_text("old")
     (tmp_path / "gpt.onnx.data").write_text("old data")

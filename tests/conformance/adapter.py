@@ -1,4 +1,6 @@
-"""onnx's backend interface over our emission: the emitted forward of a model, as one stage, is run as it is."""
+"""onnx's backend interface over our emission: the emitted forward of a model, as one stage, is run
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ def stage_of(graph: Graph) -> StageCode:
         devices=(0,),
         inputs=graph.inputs,
         outputs=tuple(graph.type_of(name) for name in graph.outputs),
-        parameters=tuple((index, parameter.value) for index, parameter in enumerate(graph.parameters)),
+        parameters=tuple(
+            (index, parameter.value) for index, parameter in enumerate(graph.parameters)
+        ),
         constants=tuple(enumerate(graph.constants)),
-        operations=tuple(Compute(index, signature_of(graph, node)) for index, node in enumerate(graph.nodes)),
+        operations=tuple(
+            Compute(index, signature_of(graph, node)) for index, node in enumerate(graph.nodes)
+        ),
     )
 
 
@@ -50,7 +56,11 @@ def to_tensor(array: np.ndarray, device: str | torch.device = "cpu") -> torch.Te
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
     dtype = DType(array.dtype.name)
     if dtype.is_eighth:
-        return torch.from_numpy(array.view(np.uint8).copy()).view(getattr(torch, dtype.held)).to(device)
+        return (
+            torch.from_numpy(array.view(np.uint8).copy())
+            .view(getattr(torch, dtype.held))
+            .to(device)
+        )
     if dtype.packed_bits:
         array = array.view(np.uint8) if dtype is DType.FLOAT4E2M1 else array.astype(dtype.held)
     return torch.from_numpy(np.array(array, order="C")).to(device)
@@ -60,7 +70,13 @@ def to_array(tensor: torch.Tensor, dtype: DType | None = None) -> np.ndarray:
     """The numbers of a tensor, which is how numbers of `dtype` are held."""
     if dtype is DType.FLOAT4E2M1 or (dtype is not None and dtype.is_eighth):
         assert tensor.dtype == getattr(torch, dtype.held)
-        return tensor.cpu().contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes, dtype.value))
+        return (
+            tensor.cpu()
+            .contiguous()
+            .view(torch.uint8)
+            .numpy()
+            .view(getattr(ml_dtypes, dtype.value))
+        )
     if dtype is not None and dtype.packed_bits:
         return tensor.cpu().numpy().astype(getattr(ml_dtypes, dtype.value))
     plain = tensor.detach().cpu().contiguous()
@@ -88,20 +104,31 @@ class Deferred(BackendRep):
             device=torch.device(self.device),
             random=Random(torch.device(self.device)),
             training=True,
-            **{f"w{index}": to_tensor(array, self.device) for index, array in enumerate(imported.weights)},
-            **{f"c{index}": to_tensor(each.array, self.device) for index, each in enumerate(graph.constants)},
+            **{
+                f"w{index}": to_tensor(array, self.device)
+                for index, array in enumerate(imported.weights)
+            },
+            **{
+                f"c{index}": to_tensor(each.array, self.device)
+                for index, each in enumerate(graph.constants)
+            },
         )
         forward = forward_of(emit_forward(stage_of(graph)).text)
         results = forward(held, *(to_tensor(given[name], self.device) for name in names))
         for name, result in zip(graph.outputs, results, strict=True):
-            assert tuple(result.shape) == graph.type_of(name).shape, f"{name}: inferred {graph.type_of(name).shape}"
+            assert tuple(result.shape) == graph.type_of(name).shape, (
+                f"{name}: inferred {graph.type_of(name).shape}"
+            )
         return tuple(
-            to_array(each, graph.type_of(name).dtype) for name, each in zip(graph.outputs, results, strict=True)
+            to_array(each, graph.type_of(name).dtype)
+            for name, each in zip(graph.outputs, results, strict=True)
         )
 
 
 def fed_names(model: onnx.ModelProto, arrays: Sequence[np.ndarray]) -> list[str]:
-    """Names of the inputs that `arrays` belong to: initializers listed among the inputs are not fed."""
+    """Names of the inputs that `arrays` belong to: initializers listed among the inputs are not
+    fed.
+    """
     held = {each.name for each in model.graph.initializer}
     names = [each.name for each in model.graph.input if each.name not in held]
     return names if len(names) == len(arrays) else [each.name for each in model.graph.input]
@@ -112,7 +139,9 @@ class EmissionBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Deferred:
-        set_products("fp32")  # As generated programs do: torch's default for convolutions on CUDA is TF32.
+        set_products(
+            "fp32"
+        )  # As generated programs do: torch's default for convolutions on CUDA is TF32.
         return Deferred(model, device.lower())
 
     @classmethod

@@ -23,15 +23,23 @@ def all_cases() -> dict[tuple[str, str], TestCase]:
     """Every case by collection and name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {(kind, case.name): case for kind in COLLECTIONS for case in load_model_tests(kind=kind)}
+        found = {
+            (kind, case.name): case for kind in COLLECTIONS for case in load_model_tests(kind=kind)
+        }
     return dict(sorted(found.items()))
 
 
 @functools.cache
 def skips() -> dict[str, str]:
-    """Why a case is not run node by node, by its name; names are listed one by one in exceptions.toml."""
+    """Why a case is not run node by node, by its name; names are listed one by one in
+    exceptions.toml.
+    """
     listed = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))
-    return {name: entry["reason"] for entry in (*listed["skip"], *listed["resolved"]) for name in entry["cases"]}
+    return {
+        name: entry["reason"]
+        for entry in (*listed["skip"], *listed["resolved"])
+        for name in entry["cases"]
+    }
 
 
 @functools.cache
@@ -43,25 +51,35 @@ def unread() -> frozenset[str]:
 
 @functools.cache
 def resolved() -> frozenset[str]:
-    """Names of the cases among these that the frontend leaves nothing of, and that are run through it."""
+    """Names of the cases among these that the frontend leaves nothing of, and that are run through
+    it.
+    """
     listed = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))["resolved"]
     return frozenset(name for entry in listed for name in entry["cases"])
 
 
 @functools.cache
 def tolerances() -> dict[str, tuple[float, float]]:
-    """Relative and absolute tolerance of the few cases that cannot be held to their own, by name."""
+    """Relative and absolute tolerance of the few cases that cannot be held to their own, by
+    name.
+    """
     listed = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))["tolerance"]
     return {name: (entry["rtol"], entry["atol"]) for entry in listed for name in entry["cases"]}
 
 
 def model_of(case: TestCase) -> onnx.ModelProto:
     """The case's model."""
-    return case.model if case.model is not None else onnx.load(Path(str(case.model_dir)) / "model.onnx")
+    return (
+        case.model
+        if case.model is not None
+        else onnx.load(Path(str(case.model_dir)) / "model.onnx")
+    )
 
 
 def _array(tensor: np.ndarray | onnx.TensorProto) -> np.ndarray:
-    """Return a tensor of a case as an array: onnx 1.23 holds some as protocol buffers, earlier versions none."""
+    """Return a tensor of a case as an array: onnx 1.23 holds some as protocol buffers, earlier
+    versions none.
+    """
     return numpy_helper.to_array(tensor) if isinstance(tensor, onnx.TensorProto) else tensor
 
 

@@ -1,8 +1,9 @@
 """An ONNX model and one set of its inputs as a graph, node by node and without cleaning.
 
-The product's frontend folds and rewrites, which would leave a case of one node nothing to emit. Here every node that
-an output depends on stays. The one thing done is what emission demands: operands that a row calls static become
-constants, evaluated from the inputs by onnx's reference implementation.
+The product's frontend folds and rewrites, which would leave a case of one node nothing to emit.
+Here every node that an output depends on stays. The one thing done is what emission demands:
+operands that a row calls static become constants, evaluated from the inputs by onnx's reference
+implementation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def import_model(model: onnx.ModelProto, arrays: Sequence[np.ndarray]) -> Import
 
 
 def _expanded(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with functions inlined: its own, and ONNX's where an operator without a row is defined by one."""
+    """The model with functions inlined: its own, and ONNX's where an operator without a row is
+    defined by one.
+    """
     ours = [tuple(name.rpartition(".")[::2]) for name in OPERATORS]
     return inline_selected_functions(model, [*ours], exclude=True, inline_schema_functions=True)
 
@@ -60,7 +63,11 @@ class _Importer:
         for initializer in graph.initializer:
             if initializer.name not in self.types:
                 self._hold(initializer.name, initializer)
-        nodes = [self._node(node, index) for index, node in enumerate(graph.node) if not self._literal(node)]
+        nodes = [
+            self._node(node, index)
+            for index, node in enumerate(graph.node)
+            if not self._literal(node)
+        ]
         outputs = tuple(each.name for each in graph.output)
         kept = tuple(_needed(nodes, outputs))
         written = [name for node in kept for name in node.outputs if name]
@@ -104,7 +111,9 @@ class _Importer:
         if node.op_type != "Constant" or node.attribute[0].name != "value":
             return False
         array = np.array(numpy_helper.to_array(node.attribute[0].t))
-        value = Value(node.output[0], dtype_of(node.attribute[0].t.data_type, node.name), array.shape)
+        value = Value(
+            node.output[0], dtype_of(node.attribute[0].t.data_type, node.name), array.shape
+        )
         self.types[value.name], self.numbers[value.name] = value, array
         self.constants[value.name] = Constant(value, array)
         return True
@@ -127,7 +136,10 @@ class _Importer:
         row = operator_of(node)
         if row is None:
             raise ModelError(f"operator {node.domain}:{node.op} is not supported")
-        fixed = [self._fix(name) if name and place in row.static else name for place, name in enumerate(node.inputs)]
+        fixed = [
+            self._fix(name) if name and place in row.static else name
+            for place, name in enumerate(node.inputs)
+        ]
         self.written.update(dict.fromkeys(proto.output, proto))
         self._infer(proto, fixed, node.name)
         return replace(node, inputs=tuple(fixed))
@@ -157,7 +169,9 @@ class _Importer:
     def _infer(self, proto: onnx.NodeProto, inputs: Sequence[str], where: str) -> None:
         absent = [""] * (len(proto.input) - len(inputs))
         operands = tuple(
-            (self.types[name], self.constants[name].array if name in self.constants else None) if name else (None, None)
+            (self.types[name], self.constants[name].array if name in self.constants else None)
+            if name
+            else (None, None)
             for name in (*inputs, *absent)
         )
         found = self.inference.types(proto, operands)
@@ -173,7 +187,8 @@ class _Importer:
 
 def _needed(nodes: list[Node], outputs: Sequence[str]) -> Iterator[Node]:
     """The nodes that outputs depend on, in their order; what only told static operands goes."""
-    wanted, kept = set(outputs), set()
+    wanted = set(outputs)
+    kept = set()
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):
             kept.add(node.name)

@@ -1,4 +1,6 @@
-"""How many cases of each collection are run, and how many are not, by reason: `python -m tests.conformance.summary`."""
+"""How many cases of each collection are run, and how many are not, by reason: `python -m
+tests.conformance.summary`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ONNX's own cases read as a user's file is: checked, folded, cleaned and fused, then emitted and run."""
+"""ONNX's own cases read as a user's file is: checked, folded, cleaned and fused, then emitted and
+run.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,22 @@ from autopipe.passes.frontend.load import OLDEST_OPSET
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.read import read_model
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
-from tests.conformance.cases import all_cases, data_of, model_of, resolved, skips, tolerances, unread
+from tests.conformance.cases import (
+    all_cases,
+    data_of,
+    model_of,
+    resolved,
+    skips,
+    tolerances,
+    unread,
+)
 from tests.passes.frontend.evaluated import emitted
 
 
 def _opset(case: TestCase) -> int:
-    return max(each.version for each in model_of(case).opset_import if each.domain in ("", "ai.onnx"))
+    return max(
+        each.version for each in model_of(case).opset_import if each.domain in ("", "ai.onnx")
+    )
 
 
 def _versioned(case: TestCase) -> bool:
@@ -52,8 +64,12 @@ def test_case(kind: str, name: str, tmp_path: Path) -> None:
     Runner.assert_similar_outputs(tensors, [*emitted(read, given).values()], rtol=rtol, atol=atol)
 
 
-def _of_tensors(model: onnx.ModelProto, inputs: list[Any]) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """The model with sequences and Optionals among its inputs made of tensors that are, and these by name."""
+def _of_tensors(
+    model: onnx.ModelProto, inputs: list[Any]
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """The model with sequences and Optionals among its inputs made of tensors that are, and these
+    by name.
+    """
     found = onnx.ModelProto()
     found.CopyFrom(model)
     held = {each.name for each in model.graph.initializer}
@@ -63,9 +79,15 @@ def _of_tensors(model: onnx.ModelProto, inputs: list[Any]) -> tuple[onnx.ModelPr
         if info.type.HasField("tensor_type"):
             given[info.name] = value
             continue
-        parts = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+        parts = [
+            each for each in (value if isinstance(value, list) else [value]) if each is not None
+        ]
         named = {f"{info.name} {place}": each for place, each in enumerate(parts)}
-        operator = ("SequenceConstruct" if named else "SequenceEmpty") if isinstance(value, list) else "Optional"
+        operator = (
+            ("SequenceConstruct" if named else "SequenceEmpty")
+            if isinstance(value, list)
+            else "Optional"
+        )
         found.graph.node.insert(0, helper.make_node(operator, list(named), [info.name]))
         given |= named
     del found.graph.input[:]
@@ -97,12 +119,16 @@ def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> 
 
 
 def _tells_shapes(node: onnx.NodeProto, slot: int, array: np.ndarray) -> bool:
-    """Whether an operator must know an operand, or may reckon shapes from it before another one must."""
+    """Whether an operator must know an operand, or may reckon shapes from it before another one
+    must.
+    """
     static = OPERATORS[node.op_type].static if node.op_type in OPERATORS else ()
     return slot in static or (array.dtype == np.int64 and node.op_type not in _INDEXED)
 
 
-_INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Scatter", "OneHot"})
+_INDEXED = frozenset(
+    {"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Scatter", "OneHot"}
+)
 """Operators whose integers are data."""
 
 

@@ -1,4 +1,6 @@
-"""ONNX's own cases, run as emitted text; what is not run is listed in exceptions.toml with its reason."""
+"""ONNX's own cases, run as emitted text; what is not run is listed in exceptions.toml with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LISTED = frozenset(
 EXCUSED = ("element types", "strings", "sequences", "optional", "random numbers")
 """How reasons begin that hold whatever the operator."""
 
-DEVICES = ["CPU", pytest.param("CUDA", marks=pytest.mark.cuda)] if torch.cuda.is_available() else ["CPU"]
+DEVICES = (
+    ["CPU", pytest.param("CUDA", marks=pytest.mark.cuda)] if torch.cuda.is_available() else ["CPU"]
+)
 
 
 @pytest.mark.conformance

@@ -1,5 +1,7 @@
-"""ONNX's cases of operators that draw: their numbers are numpy's, so ours are held against what numbers of their kind
-have in common, shape, type, values that may occur, and moments within five standard deviations."""
+"""ONNX's cases of operators that draw: their numbers are numpy's, so ours are held against what
+numbers of their kind have in common, shape, type, values that may occur, and moments within five
+standard deviations.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_case(kind: str, name: str) -> None:
     case = all_cases()[kind, name]
     inputs, expected = next(data_of(case))
     found = EmissionBackend.prepare(model_of(case)).run(inputs)
-    assert [(each.dtype, each.shape) for each in found] == [(each.dtype, each.shape) for each in expected]
+    assert [(each.dtype, each.shape) for each in found] == [
+        (each.dtype, each.shape) for each in expected
+    ]
     if "bernoulli" in name:
         chances = inputs[0].astype(np.float64)
         assert set(np.unique(found[0])) <= {0, 1}
@@ -31,7 +35,9 @@ def test_case(kind: str, name: str) -> None:
     ratio = float(inputs[1]) if len(inputs) > 1 else 0.5
     kept = found[0] != 0
     np.testing.assert_allclose(found[0][kept], (inputs[0] / (1 - ratio))[kept], rtol=1e-5)
-    assert abs(kept.sum() - kept.size * (1 - ratio)) <= 5 * math.sqrt(kept.size * ratio * (1 - ratio))
+    assert abs(kept.sum() - kept.size * (1 - ratio)) <= 5 * math.sqrt(
+        kept.size * ratio * (1 - ratio)
+    )
     if len(found) > 1:
         assert (found[1] == kept)[inputs[0] != 0].all()
 
@@ -51,14 +57,23 @@ OF_NORMAL = {"mean": 2.0, "scale": 3.0}
         ("Multinomial", {"sample_size": 200}, 1.75, math.sqrt(0.1875)),
     ],
 )
-def test_moments(operator: str, attributes: dict[str, float], mean: float, deviation: float) -> None:
-    float_, shape = onnx.TensorProto.FLOAT, [200, 3 if operator == "Multinomial" else 200]
+def test_moments(
+    operator: str, attributes: dict[str, float], mean: float, deviation: float
+) -> None:
+    float_ = onnx.TensorProto.FLOAT
+    shape = [200, 3 if operator == "Multinomial" else 200]
     names = [] if "shape" in attributes else ["x"]
     node = oh.make_node(operator, names, ["y"], **attributes)
     inputs = [oh.make_tensor_value_info(name, float_, shape) for name in names]
-    result = oh.make_tensor_value_info("y", onnx.TensorProto.INT32 if operator == "Multinomial" else float_, [200, 200])
-    model = oh.make_model(oh.make_graph([node], "g", inputs, [result]), opset_imports=[oh.make_opsetid("", 17)])
-    logarithms = np.log(np.array([[1e-30, 1.0, 3.0]], np.float32)).repeat(200, 0)  # A quarter of ones, the rest twos.
+    result = oh.make_tensor_value_info(
+        "y", onnx.TensorProto.INT32 if operator == "Multinomial" else float_, [200, 200]
+    )
+    model = oh.make_model(
+        oh.make_graph([node], "g", inputs, [result]), opset_imports=[oh.make_opsetid("", 17)]
+    )
+    logarithms = np.log(np.array([[1e-30, 1.0, 3.0]], np.float32)).repeat(
+        200, 0
+    )  # A quarter of ones, the rest twos.
     (found,) = EmissionBackend.prepare(model).run(
         [logarithms if shape[1] == 3 else np.zeros(shape, np.float32)][: len(names)]
     )

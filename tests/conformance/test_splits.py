@@ -1,4 +1,6 @@
-"""The notation of every row against onnx's own cases: each axis that can be split is split and put together again."""
+"""The notation of every row against onnx's own cases: each axis that can be split is split and put
+together again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.ir.ops.splitting import Use, check
 SINGLE = [
     (kind, name)
     for kind, name in all_cases()
-    if kind != "simple" and name not in skips() and len(model_of(all_cases()[kind, name]).graph.node) == 1
+    if kind != "simple"
+    and name not in skips()
+    and len(model_of(all_cases()[kind, name]).graph.node) == 1
 ]
 
 
@@ -27,7 +31,10 @@ def use_in(kind: str, name: str) -> Use | None:
         return None
     held = {each.name for each in model.graph.initializer}
     names = [each.name for each in model.graph.input if each.name not in held]
-    weights = {each.value.name: array for each, array in zip(graph.parameters, imported.weights, strict=True)}
+    weights = {
+        each.value.name: array
+        for each, array in zip(graph.parameters, imported.weights, strict=True)
+    }
     return Use(graph, graph.nodes[0], {**dict(zip(names, inputs, strict=False)), **weights})
 
 

@@ -1,4 +1,6 @@
-"""Operands that tell settings or shapes and that are no constants: rejected by name, or computed while running."""
+"""Operands that tell settings or shapes and that are no constants: rejected by name, or computed
+while running.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,11 @@ def _cases() -> dict[tuple[str, int], list[TestCase]]:
 CASES = _cases()
 
 
-def _with_input(case: TestCase, place: int, path: Path) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Write the case with its static operands as constants, but for that at `place`, and with stated result types.
+def _with_input(
+    case: TestCase, place: int, path: Path
+) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """Write the case with its static operands as constants, but for that at `place`, and with
+    stated result types.
 
     Return what is to be fed, and the expected results.
     """
@@ -49,7 +54,9 @@ def _with_input(case: TestCase, place: int, path: Path) -> tuple[dict[str, np.nd
     proto.CopyFrom(model_of(case))
     (only,) = proto.graph.node
     given = dict(zip((info.name for info in proto.graph.input), arrays, strict=True))
-    held = [only.input[other] for other in OPERATORS[only.op_type].static if other < len(only.input)]
+    held = [
+        only.input[other] for other in OPERATORS[only.op_type].static if other < len(only.input)
+    ]
     for name in {name for name in held if name in given and name != only.input[place]}:
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(given.pop(name)), name))
     kept = [info for info in proto.graph.input if info.name in given]
@@ -57,7 +64,9 @@ def _with_input(case: TestCase, place: int, path: Path) -> tuple[dict[str, np.nd
     proto.graph.input.extend(kept)
     for info, array in zip(proto.graph.output, expected, strict=True):
         info.CopyFrom(
-            helper.make_tensor_value_info(info.name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            helper.make_tensor_value_info(
+                info.name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+            )
         )
     onnx.save(proto, path)
     return given, expected
@@ -79,11 +88,16 @@ def test_a_setting_that_is_an_input(operator: str, place: int, tmp_path: Path) -
             results = [*emitted(read_model(path, batch_axes=axes), given).values()]
             Runner.assert_similar_outputs(expected, results, rtol=rtol, atol=atol)
             continue
-        with pytest.raises(ModelError, match=r"its operand '\w+' must be known before running, and '\w+' is an input"):
+        with pytest.raises(
+            ModelError,
+            match=r"its operand '\w+' must be known before running, and '\w+' is an input",
+        ):
             read_model(path, batch_axes=axes)
 
 
-def test_a_shape_made_of_an_input_is_rejected_though_the_file_states_the_result(tmp_path: Path) -> None:
+def test_a_shape_made_of_an_input_is_rejected_though_the_file_states_the_result(
+    tmp_path: Path,
+) -> None:
     proto = model(
         [node("Concat", "rows columns", "shape", axis=0), node("Reshape", "x shape", "y")],
         {"x": [2, 6], "rows": (INT64, [1])},
@@ -91,7 +105,10 @@ def test_a_shape_made_of_an_input_is_rejected_though_the_file_states_the_result(
         {"columns": integers(4)},
         types={"y": [3, 4]},
     )
-    with pytest.raises(ModelError, match="its operand 'shape' must be known before running, and 'shape' is computed"):
+    with pytest.raises(
+        ModelError,
+        match="its operand 'shape' must be known before running, and 'shape' is computed",
+    ):
         read_model(saved(proto, tmp_path))
 
 
@@ -103,13 +120,23 @@ def test_a_shape_made_of_an_input_is_rejected_though_the_file_states_the_result(
     ],
 )
 def test_an_operand_that_the_mode_does_not_read_may_be_an_input(
-    tmp_path: Path, operator: str, operands: str, attributes: dict[str, str], held: dict[str, np.ndarray]
+    tmp_path: Path,
+    operator: str,
+    operands: str,
+    attributes: dict[str, str],
+    held: dict[str, np.ndarray],
 ) -> None:
     name = "roi" if operator == "Resize" else "value"
     shape = [4] if operator == "Resize" else []
-    proto = model([node(operator, operands, "y", **attributes)], {"x": [2, 6], name: shape}, "y", held)
+    proto = model(
+        [node(operator, operands, "y", **attributes)], {"x": [2, 6], name: shape}, "y", held
+    )
     read = read_model(saved(proto, tmp_path), batch_axes={"x": None, name: None})
     x = floats(2, 6)
     result = emitted(read, {"x": x, name: floats(*shape)})["y"]
-    expected = np.repeat(x, 2, axis=1) if operator == "Resize" else np.pad(x, ((0, 0), (1, 1)), mode="edge")
+    expected = (
+        np.repeat(x, 2, axis=1)
+        if operator == "Resize"
+        else np.pad(x, ((0, 0), (1, 1)), mode="edge")
+    )
     np.testing.assert_array_equal(result, expected)

@@ -1,4 +1,6 @@
-"""Baselines of pase, expert strategies above all, for models of the zoo, from a command line to four verified ranks."""
+"""Baselines of pase, expert strategies above all, for models of the zoo, from a command line to
+four verified ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ RNNLM = {"hidden": "8", "vocabulary": "64", "sequence": "4"}
 @pytest.mark.parametrize(
     ("model", "settings", "strategy", "flags", "degrees"),
     [
-        ("transformer", TINY | {"layers": "1", "sequence": "8"}, "expert", ("tensor=2",), {(2,), (2, 2)}),
+        (
+            "transformer",
+            TINY | {"layers": "1", "sequence": "8"},
+            "expert",
+            ("tensor=2",),
+            {(2,), (2, 2)},
+        ),
         ("gpt", GPT, "expert", (), {(4,)}),
         ("bert", GPT, "expert", ("tensor=2",), {(2,), (2, 2)}),
         ("alexnet", {"classes": "12"}, "one_weird_trick", (), {(4,)}),
@@ -42,13 +50,19 @@ def test_training_equals_one_device(
     flags: tuple[str, ...],
     degrees: set[tuple[int, ...]] | None,
 ) -> None:
-    file, plan = tmp_path / "model.onnx", tmp_path / "plan"
+    file = tmp_path / "model.onnx"
+    plan = tmp_path / "plan"
     build(configure(model, settings | {"loss": "true"})).save(file)
     sizes = ("--gpus", "4", "--batch-size", "8", "--micro-batches", "2")
     options = [word for flag in flags for word in ("--set", f"strategy.{flag}")]
-    assert main(["plan", str(file), *sizes, "--strategy", strategy, *options, "-o", str(plan), "-q"]) == 0
+    assert (
+        main(["plan", str(file), *sizes, "--strategy", strategy, *options, "-o", str(plan), "-q"])
+        == 0
+    )
     stages = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
-    found = {tuple(degree for _, degree in each["split"]) for stage in stages for each in stage["splits"]}
+    found = {
+        tuple(degree for _, degree in each["split"]) for stage in stages for each in stage["splits"]
+    }
     assert degrees is None or found == degrees
     assert main(["codegen", str(plan), "-q"]) == 0
     code, checks = verified(plan / "program", capsys)

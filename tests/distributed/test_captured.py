@@ -1,4 +1,6 @@
-"""Steps of captured stages are equal to eager steps, bit for bit: losses, parameters and running statistics."""
+"""Steps of captured stages are equal to eager steps, bit for bit: losses, parameters and running
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = 2
 MICRO_BATCHES = 3
 STEPS = 3
-PLAIN, CONSTANT = Training(), LRScheduler()
+PLAIN = Training()
+CONSTANT = LRScheduler()
 ADAMW = Optimizer("adamw", lr=0.01)
 
 MODELS: dict[str, Callable[[], tuple[Graph, str]]] = {
@@ -50,7 +53,17 @@ MODELS: dict[str, Callable[[], tuple[Graph, str]]] = {
     "resnet with batch statistics": lambda: graph_with_batch_statistics(SAMPLES),
     **{
         name: (lambda name=name: small_graph(name, SAMPLES))  # type: ignore[misc]
-        for name in ("bert", "llama", "mt5", "dlrm", "rnnlm", "transformer", "candle-uno", "two-branch", "moe")
+        for name in (
+            "bert",
+            "llama",
+            "mt5",
+            "dlrm",
+            "rnnlm",
+            "transformer",
+            "candle-uno",
+            "two-branch",
+            "moe",
+        )
     },
 }
 
@@ -73,7 +86,8 @@ class Plan:
         count = len(graph.nodes)
         cuts = [count * number // self.stages for number in range(self.stages + 1)]
         stages = [
-            Stage(tuple(range(first, last)), (0,), SAMPLES, recompute=self.recompute) for first, last in pairwise(cuts)
+            Stage(tuple(range(first, last)), (0,), SAMPLES, recompute=self.recompute)
+            for first, last in pairwise(cuts)
         ]
         placement = Placement(tuple(stages))
         schedule: Schedule = schedule_of(graph, placement, MICRO_BATCHES, self.order)
@@ -87,7 +101,8 @@ PLANS = {
     "plain": Plan(),
     "recomputed": Plan(recompute=True, order="gpipe"),
     "accumulated": Plan(
-        training=Training(gradient_accumulation_steps=2), optimizer=Optimizer("sgd", lr=0.05, momentum=0.9)
+        training=Training(gradient_accumulation_steps=2),
+        optimizer=Optimizer("sgd", lr=0.05, momentum=0.9),
     ),
     "scaled": Plan("fp16", optimizer=Optimizer("adamw", lr=0.01, loss_scale=2.0**16)),
     "all, two stages, halves": Plan(
@@ -123,10 +138,16 @@ def run(folder: Path, *flags: object) -> Run:
     report = folder.with_suffix(".jsonl")
     report.unlink(missing_ok=True)
     rank = rank_of(folder, "--steps", STEPS, "--report", report, *flags)
-    tensors = {f"parameter {index}": tensor.detach().clone() for index, tensor in rank.parameters.items()}
+    tensors = {
+        f"parameter {index}": tensor.detach().clone() for index, tensor in rank.parameters.items()
+    }
     if rank.optimizer is not None:
         for number, state in enumerate(rank.optimizer.state.values()):
-            tensors |= {f"{name} {number}": each for name, each in state.items() if isinstance(each, torch.Tensor)}
+            tensors |= {
+                f"{name} {number}": each
+                for name, each in state.items()
+                if isinstance(each, torch.Tensor)
+            }
     records = map(json.loads, report.read_text(encoding="utf-8").splitlines())
     notes = [record["note"] for record in records if "note" in record]
     return Run([line["loss"] for line in report_lines(report)], tensors, notes)
@@ -146,7 +167,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def all_captured(stages: int) -> str:
     """Return the note of a program whose stages are all captured."""
-    return f"CUDA graphs: {stages} of {stages} {'stage' if stages == 1 else 'stages'} captured, and the update"
+    return (
+        f"CUDA graphs: {stages} of {stages} {'stage' if stages == 1 else 'stages'} captured, and "
+        "the update"
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -195,11 +219,13 @@ regions (float[1, 2, 8, 8] images) => (float loss)
 
 def test_a_stage_that_waits_for_the_device_stays_eager(device: Device, tmp_path: Path) -> None:
     """Only the device knows how many samples a region takes."""
-    folder, file = tmp_path / "program", tmp_path / "model.onnx"
+    folder = tmp_path / "program"
+    file = tmp_path / "model.onnx"
     onnx.save(onnx.parser.parse_model(REGIONS), str(file))
     model = read_model(file)
     write(model.graph, *one_device(model.graph, 1, True, 1), "loss", folder, model=file)
-    eager, captured = run(folder, "--no-cuda-graphs"), run(folder, "--cuda-graphs")
+    eager = run(folder, "--no-cuda-graphs")
+    captured = run(folder, "--cuda-graphs")
     reason = "stage 0 eager: one of its operators waits for the device"
     assert captured.notes[-1] == f"CUDA graphs: 0 of 1 stage captured; {reason}"
     assert not device.replays
@@ -209,7 +235,8 @@ def test_a_stage_that_waits_for_the_device_stays_eager(device: Device, tmp_path:
 def test_stages_stay_eager_where_memory_does_not_suffice(device: Device, small: Path) -> None:
     device.free_bytes = 4 * 2**30
     device.micro_batch_bytes = 2**30
-    eager, captured = run(small, "--no-cuda-graphs"), run(small, "--cuda-graphs")
+    eager = run(small, "--no-cuda-graphs")
+    captured = run(small, "--cuda-graphs")
     reason = "its graphs need about 4.0 GiB, more than 90% of the 4.0 GiB that are free"
     assert captured.notes[-1] == f"CUDA graphs: 0 of 2 stages captured; stages 0, 1 eager: {reason}"
     assert not device.replays
@@ -232,30 +259,40 @@ def test_stages_that_the_host_bounds_are_captured_by_default(device: Device, sma
 
 
 @pytest.mark.parametrize("failing", [1, 2, 5])
-def test_a_capture_that_fails_leaves_its_stage_eager(device: Device, small: Path, failing: int) -> None:
+def test_a_capture_that_fails_leaves_its_stage_eager(
+    device: Device, small: Path, failing: int
+) -> None:
     """The first stage's forward, its backward, or one of its later slots."""
     eager = run(small, "--no-cuda-graphs")
     device.failing = failing
     captured = run(small, "--cuda-graphs")
     reason = "the capture failed: CUDA error: out of memory"
-    assert captured.notes[-1] == f"CUDA graphs: 1 of 2 stages captured, and the update; stage 0 eager: {reason}"
+    assert (
+        captured.notes[-1]
+        == f"CUDA graphs: 1 of 2 stages captured, and the update; stage 0 eager: {reason}"
+    )
     assert (len(device.open_pools), len(device.released_pools)) == (0, 1)
     assert device.generator_states == ["a copy"]
     assert device.replays
     assert_equal(captured, eager)
 
 
-def test_micro_batches_without_a_slot_run_eagerly(device: Device, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_without_a_slot_run_eagerly(
+    device: Device, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capture = StageGraphs._capture
     monkeypatch.setattr(StageGraphs, "_capture", lambda self, slots: capture(self, 1))
-    eager, captured = run(small, "--no-cuda-graphs"), run(small, "--cuda-graphs")
-    # Forward and backward of one of three micro-batches, on two stages, and the update, in all steps but the first.
+    eager = run(small, "--no-cuda-graphs")
+    captured = run(small, "--cuda-graphs")
+    # Forward and backward of one of three micro-batches, on two stages, and the update, in all
+    # steps but the first.
     assert device.replays == (2 * 2 + 1) * (STEPS - 1)
     assert_equal(captured, eager)
 
 
 def test_inference_is_captured(device: Device, tmp_path: Path) -> None:
-    folder, outputs = tmp_path / "program", tmp_path / "outputs.npz"
+    folder = tmp_path / "program"
+    outputs = tmp_path / "outputs.npz"
     graph, _ = small_graph("candle-uno", SAMPLES)
     write(graph, *one_device(graph, MICRO_BATCHES, False, SAMPLES), None, folder)
     found = []
@@ -275,26 +312,34 @@ UPDATES = {
         training=Training(ema_decay=0.9, max_norm=0.1),
         lr_scheduler=LRScheduler(warmup_steps=4, decay_type="cosine"),
     ),
-    "sgd, overflows": Plan("fp16", optimizer=Optimizer("sgd", lr=0.01, momentum=0.9, loss_scale=2.0**40)),
+    "sgd, overflows": Plan(
+        "fp16", optimizer=Optimizer("sgd", lr=0.01, momentum=0.9, loss_scale=2.0**40)
+    ),
     "adamw, overflows": Plan("fp16", optimizer=Optimizer("adamw", lr=0.01, loss_scale=2.0**40)),
 }
 
 
 @pytest.mark.parametrize("plan", UPDATES)
-def test_captured_updates_are_equal_to_eager_updates(plan: str, device: Device, tmp_path: Path) -> None:
+def test_captured_updates_are_equal_to_eager_updates(
+    plan: str, device: Device, tmp_path: Path
+) -> None:
     folder = tmp_path / "program"
     UPDATES[plan].write(*small_graph("candle-uno", SAMPLES), folder)
     flags = "--steps", 40
-    eager, captured = run(folder, *flags, "--no-cuda-graphs"), run(folder, *flags, "--cuda-graphs")
+    eager = run(folder, *flags, "--no-cuda-graphs")
+    captured = run(folder, *flags, "--cuda-graphs")
     assert captured.notes[-1] == "CUDA graphs: 1 of 1 stage captured, and the update"
     assert len(set(eager.losses)) > STEPS
     assert_equal(captured, eager)
 
 
-def test_an_update_stays_eager_whose_optimizer_reads_the_host(device: Device, tmp_path: Path) -> None:
+def test_an_update_stays_eager_whose_optimizer_reads_the_host(
+    device: Device, tmp_path: Path
+) -> None:
     folder = tmp_path / "program"
     Plan(optimizer=Optimizer("lion", lr=0.01)).write(*small_graph("candle-uno", SAMPLES), folder)
-    eager, captured = run(folder, "--no-cuda-graphs"), run(folder, "--cuda-graphs")
+    eager = run(folder, "--no-cuda-graphs")
+    captured = run(folder, "--cuda-graphs")
     reason = "the update eager: its optimizer takes the learning rate from the host"
     assert captured.notes[-1] == f"CUDA graphs: 1 of 1 stage captured; {reason}"
     assert_equal(captured, eager)
@@ -335,23 +380,36 @@ def recording() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("shard", [False, True], ids=["", "sharded optimizer"])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_ranks_that_exchange_between_captured_stages(ranks: str, shard: bool, recording: Pool, tmp_path: Path) -> None:
+def test_ranks_that_exchange_between_captured_stages(
+    ranks: str, shard: bool, recording: Pool, tmp_path: Path
+) -> None:
     """Messages, and sums of gradients, lie between replays."""
-    model = Trained("gpt", *small_graph("gpt", 2 * SAMPLES), Step(0.0, {}), Path("model.onnx"), None, MICRO_BATCHES)
+    model = Trained(
+        "gpt",
+        *small_graph("gpt", 2 * SAMPLES),
+        Step(0.0, {}),
+        Path("model.onnx"),
+        None,
+        MICRO_BATCHES,
+    )
     placement = RANKS[ranks].run(problem_of(model, 2))
     schedule = schedule_of(model.graph, placement, MICRO_BATCHES)
     folder = tmp_path / "program"
     write(model.graph, placement, schedule, model.loss, folder, "bf16", replace(ADAMW, shard=shard))
     for file in folder.glob("rank_*.py"):
         text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace("import stage", f"{INSTALL.format(root=str(ROOT))}import stage", 1))
+        file.write_text(
+            text.replace("import stage", f"{INSTALL.format(root=str(ROOT))}import stage", 1)
+        )
     lines: dict[str, list[dict[str, Any]]] = {}
     for flag in ("--no-cuda-graphs", "--cuda-graphs"):
         report = tmp_path / f"{flag}.jsonl"
         recording.run(folder, "--device", "cpu", "--steps", STEPS, "--report", report, flag)
         lines[flag] = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
     eager, captured = lines.values()
-    assert [line["note"] for line in captured if "note" in line][-1] == all_captured(len(placement.stages))
+    assert [line["note"] for line in captured if "note" in line][-1] == all_captured(
+        len(placement.stages)
+    )
     losses = [[line["loss"] for line in own if "loss" in line] for own in (eager, captured)]
     assert len(set(losses[0])) == STEPS
     assert losses[1] == losses[0]
@@ -363,7 +421,9 @@ def test_a_run_on_a_cpu_says_that_it_has_no_graphs(small: Path) -> None:
     ]
 
 
-def test_the_first_of_any_number_of_steps_is_followed_by_a_capture(device: Device, small: Path) -> None:
+def test_the_first_of_any_number_of_steps_is_followed_by_a_capture(
+    device: Device, small: Path
+) -> None:
     """A caller may run further steps than the options say."""
     with as_rank(small, 0, "--device", "cpu", "--cuda-graphs"):
         names = runpy.run_path(str(small / "rank_000.py"))

@@ -1,4 +1,6 @@
-"""Trained, saved, exported: ONNX Runtime computes on the exported file the loss that the ranks compute next."""
+"""Trained, saved, exported: ONNX Runtime computes on the exported file the loss that the ranks
+compute next.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ class Case:
         if self.export is not None:
             return onnx_file(self.export, folder)
         path = folder / "model.onnx"
-        build(configure(self.zoo, {**SIZES[self.zoo], "loss": "true", "weights": self.weights})).save(path)
+        build(
+            configure(self.zoo, {**SIZES[self.zoo], "loss": "true", "weights": self.weights})
+        ).save(path)
         return path
 
 
 CASES = {
     "gpt without weights": Case("expert", 4, zoo="gpt"),
-    "a network with batch normalisation": Case("data_parallel", 2, zoo="wide-resnet", weights="random"),
+    "a network with batch normalisation": Case(
+        "data_parallel", 2, zoo="wide-resnet", weights="random"
+    ),
     "gpt2 of torch's exporter, a tied table's copy folded": Case(
         "pipedream", 2, Export("gpt2", "dynamo", dynamic=False, loss=True)
     ),
@@ -90,7 +96,11 @@ def batches_of(manifest: Manifest) -> dict[str, np.ndarray]:
         if entry.batch_axis is not None:
             shape[entry.batch_axis] *= manifest.micro_batches * (SAVED + 1)
         whole = entry.value.dtype.is_integer
-        drawn = generator.integers(0, entry.below or 2, shape) if whole else generator.normal(size=shape)
+        drawn = (
+            generator.integers(0, entry.below or 2, shape)
+            if whole
+            else generator.normal(size=shape)
+        )
         found[entry.value.name] = drawn.astype(entry.value.dtype.value)
     return found
 
@@ -100,7 +110,9 @@ def trained(pools: Pools, manifest: Manifest, folder: Path) -> list[float]:
     flags = ["--steps", SAVED + 1, "--checkpoint", folder / "saved", "--checkpoint-every", SAVED]
     report = folder / "report.jsonl"
     data = ["--data", folder / "data.npz"]
-    pools.of(manifest.world_size).run(manifest.folder, "--device", "cpu", *data, *flags, "--report", report)
+    pools.of(manifest.world_size).run(
+        manifest.folder, "--device", "cpu", *data, *flags, "--report", report
+    )
     return read_losses(report)
 
 
@@ -120,9 +132,13 @@ def loss_of(model: Path, manifest: Manifest, batches: dict[str, np.ndarray]) -> 
 
 
 def same_but_for_weights(model: Path, exported: Path) -> bool:
-    """Whether nodes, inputs, outputs and metadata are the model's, and all its initializers are there."""
+    """Whether nodes, inputs, outputs and metadata are the model's, and all its initializers are
+    there.
+    """
     ours, given = (onnx.load(path, load_external_data=False) for path in (exported, model))
-    assert {each.name for each in given.graph.initializer} <= {each.name for each in ours.graph.initializer}
+    assert {each.name for each in given.graph.initializer} <= {
+        each.name for each in ours.graph.initializer
+    }
     for proto in (ours, given):
         del proto.graph.initializer[:]
         del proto.graph.value_info[:]
@@ -130,7 +146,9 @@ def same_but_for_weights(model: Path, exported: Path) -> bool:
     return bool(ours == given)
 
 
-def test_what_inspect_and_verify_say(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_inspect_and_verify_say(
+    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     case = CASES["gpt without weights"]
     manifest = planned(case.file(tmp_path), case, tmp_path / "plan")
     np.savez(tmp_path / "data.npz", **batches_of(manifest))
@@ -152,5 +170,18 @@ def test_what_inspect_and_verify_say(pools: Pools, tmp_path: Path, capsys: pytes
     file.write_bytes(data)
     assert main(["checkpoint", "verify", str(tmp_path / "saved")]) == 5
     assert str(file) in capsys.readouterr().err
-    assert main(["checkpoint", "export", str(tmp_path / "saved"), "--step", "2", "-o", str(tmp_path / "out.onnx")]) == 5
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(tmp_path / "saved"),
+                "--step",
+                "2",
+                "-o",
+                str(tmp_path / "out.onnx"),
+            ]
+        )
+        == 5
+    )
     assert not (tmp_path / "out.onnx").exists()

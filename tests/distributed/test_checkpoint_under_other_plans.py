@@ -1,4 +1,6 @@
-"""A run goes on under another plan, strategy, number of ranks and micro-batch: losses are an undisturbed run's."""
+"""A run goes on under another plan, strategy, number of ranks and micro-batch: losses are an
+undisturbed run's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.distributed.support.zoo import small_graph
 pytestmark = pytest.mark.distributed
 
 BATCH = 48
-HALF, STEPS = 5, 10
+HALF = 5
+STEPS = 10
 TOLERANCE = 1e-5
 ADAMW = Optimizer("adamw", lr=0.01, weight_decay=0.1)
 MOMENTUM = Optimizer("sgd", lr=0.05, momentum=0.9)
@@ -36,7 +39,10 @@ def pipeline(model: Trained, devices: int) -> Placement:
     """As many stages as devices, one device each."""
     count = len(model.graph.nodes)
     cuts = [count * number // devices for number in range(devices + 1)]
-    stages = (Stage(tuple(range(*cuts[each : each + 2])), (each,), model.samples) for each in range(devices))
+    stages = (
+        Stage(tuple(range(*cuts[each : each + 2])), (each,), model.samples)
+        for each in range(devices)
+    )
     return Placement(tuple(stages))
 
 
@@ -44,9 +50,13 @@ STRATEGIES: dict[str, Callable[[Trained, int], Placement]] = {
     "pipeline": pipeline,
     "data": lambda model, devices: DataParallel().run(problem_of(model, devices)),
     "pase": lambda model, devices: Pase().run(problem_of(model, devices)),
-    "random": lambda model, devices: random_placement(Random(devices), model.graph, devices, model.samples),
+    "random": lambda model, devices: random_placement(
+        Random(devices), model.graph, devices, model.samples
+    ),
 }
-"""Random ones have one or two stages that share their nodes in any way: tensor and data parallel, mixed."""
+"""Random ones have one or two stages that share their nodes in any way: tensor and data parallel,
+mixed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,9 @@ class Runs:
         program = self.folder / str(plan)
         if not program.exists():
             graph, loss = small_graph(self.model, plan.batch // plan.micro_batches)
-            model = Trained(self.model, graph, loss, Step(0.0, {}), Path(), None, plan.micro_batches)
+            model = Trained(
+                self.model, graph, loss, Step(0.0, {}), Path(), None, plan.micro_batches
+            )
             placement = STRATEGIES[plan.strategy](model, plan.devices)
             schedule = schedule_of(graph, placement, plan.micro_batches)
             write(graph, placement, schedule, loss, program, optimizer=self.optimizer)
@@ -109,7 +121,9 @@ class Runs:
 
 
 def check(runs: Runs, first: Plan, *later: Plan) -> None:
-    """Half of the steps under one plan, the other half under each of the others and under the same."""
+    """Half of the steps under one plan, the other half under each of the others and under the
+    same.
+    """
     alone = runs.run(ONE, "one")
     undisturbed = runs.run(first, "undisturbed")
     np.testing.assert_allclose(undisturbed, alone, rtol=TOLERANCE)
@@ -117,14 +131,18 @@ def check(runs: Runs, first: Plan, *later: Plan) -> None:
     assert half + runs.go_on(first, "half") == undisturbed
     assert runs.final(f"half-{first}") == runs.final("undisturbed")
     for plan in later:
-        np.testing.assert_allclose(runs.go_on(plan, "half"), alone[HALF:], rtol=TOLERANCE, err_msg=str(plan))
+        np.testing.assert_allclose(
+            runs.go_on(plan, "half"), alone[HALF:], rtol=TOLERANCE, err_msg=str(plan)
+        )
         saved = read_checkpoint(checkpoint_path(runs.folder / f"half-{plan}", STEPS))
         assert saved.forwards == HALF * (first.micro_batches + plan.micro_batches)
     assert len(set(alone)) == STEPS
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
-def test_four_ranks_go_on_as_two_and_one(pools: Pools, tmp_path: Path, optimizer: Optimizer) -> None:
+def test_four_ranks_go_on_as_two_and_one(
+    pools: Pools, tmp_path: Path, optimizer: Optimizer
+) -> None:
     later = (Plan("data", 2), Plan("random", 4), Plan("pipeline", 2, 4), Plan("pipeline", 1, 1))
     check(Runs(pools, tmp_path, "gpt", optimizer), Plan("pase", 4), *later)
 
@@ -149,5 +167,9 @@ def test_from_each_strategy_to_any(
     pools: Pools, tmp_path: Path, strategy: str, model: str, optimizer: Optimizer
 ) -> None:
     sizes = ((2, 2), (4, 4), (8, 2))
-    later = (Plan(other, devices, micro_batches) for other in STRATEGIES for devices, micro_batches in sizes)
+    later = (
+        Plan(other, devices, micro_batches)
+        for other in STRATEGIES
+        for devices, micro_batches in sizes
+    )
     check(Runs(pools, tmp_path, model, optimizer), Plan(strategy, 4), *later)

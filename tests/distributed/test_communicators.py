@@ -1,5 +1,6 @@
-"""What ranks ask NCCL for: communicators for members only, all before the first step and in one order; messages in the
-order in which the other end posts them."""
+"""What ranks ask NCCL for: communicators for members only, all before the first step and in one
+order; messages in the order in which the other end posts them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ TIMEOUTS = ("--start-timeout", "50", "--step-timeout", "70")
 
 
 def check(
-    pools: Pools, folder: Path, placed: tuple[Graph, str, Placement], schedule: Schedule, optimizer: Optimizer
+    pools: Pools,
+    folder: Path,
+    placed: tuple[Graph, str, Placement],
+    schedule: Schedule,
+    optimizer: Optimizer,
 ) -> list[Record]:
     """A step as torch computes it, and what each rank asked for in it."""
     graph, loss, placement = placed
@@ -44,12 +49,18 @@ def check(
     record_ranks(folder, ranks)
     batch = batch_of(graph, schedule.micro_batches)
     found = run_step(pools, folder, batch, *TIMEOUTS)
-    assert_equal_steps(found, expected_step(graph, loss, folder, batch, schedule.micro_batches), 1e-9)
+    assert_equal_steps(
+        found, expected_step(graph, loss, folder, batch, schedule.micro_batches), 1e-9
+    )
     records = [read_record(folder, rank) for rank in range(ranks)]
     for rank, record in enumerate(records):
-        assert [each.ranks for each in record.made] == [each.ranks for each in records[0].made], "one order on all"
+        assert [each.ranks for each in record.made] == [each.ranks for each in records[0].made], (
+            "one order on all"
+        )
         own = {number for number, each in enumerate(record.made) if rank in each.ranks}
-        assert [each.communicator for each in record.warm_up] == sorted(own), "each is used once as soon as it is made"
+        assert [each.communicator for each in record.warm_up] == sorted(own), (
+            "each is used once as soon as it is made"
+        )
         assert {each.communicator for each in record.step} <= own
         for number, each in enumerate(record.made):
             assert each.timeout_s == 120
@@ -58,8 +69,14 @@ def check(
                 assert each.blocking is None
                 continue
             assert each.blocking == 1
-            carries = {use.messages > 0 for use in (*record.warm_up, *record.step) if use.communicator == number}
-            assert carries == {each.high_priority}, "messages and collectives have communicators apart"
+            carries = {
+                use.messages > 0
+                for use in (*record.warm_up, *record.step)
+                if use.communicator == number
+            }
+            assert carries == {each.high_priority}, (
+                "messages and collectives have communicators apart"
+            )
             assert each.max_ctas == (4 if each.high_priority else None)
     return records
 
@@ -83,11 +100,17 @@ def test_named_schedules(pools: Pools, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_groups_inside_a_stage_and_sums_of_gradients(pools: Pools, tmp_path: Path, shard: bool) -> None:
-    """A table in the first and the last stage, and two ranks that share the batch of the stage between."""
+def test_groups_inside_a_stage_and_sums_of_gradients(
+    pools: Pools, tmp_path: Path, shard: bool
+) -> None:
+    """A table in the first and the last stage, and two ranks that share the batch of the stage
+    between.
+    """
     graph, loss, placement = tied()
     schedule = schedule_of(graph, placement, 3)
-    records = check(pools, tmp_path / "program", (graph, loss, placement), schedule, Optimizer(shard=shard))
+    records = check(
+        pools, tmp_path / "program", (graph, loss, placement), schedule, Optimizer(shard=shard)
+    )
     groups = [each.ranks for each in records[0].made if each.ranks in ([0, 3], [1, 2])]
     assert groups == [[0, 3], [1, 2]]
     assert [0, 1, 2, 3] not in [each.ranks for each in records[0].made], "no group has all ranks"
@@ -98,7 +121,8 @@ def test_unequal_micro_batches(pools: Pools, tmp_path: Path, sizes: tuple[int, i
     """Parts of micro-batches travel alone."""
     graph, loss = mlp(3)
     stages = (
-        stage_of(graph, nodes, (rank,), size) for rank, (nodes, size) in enumerate(zip(PARTS, sizes, strict=True))
+        stage_of(graph, nodes, (rank,), size)
+        for rank, (nodes, size) in enumerate(zip(PARTS, sizes, strict=True))
     )
     placement = Placement(tuple(stages))
     schedule = random_order(Random(repr(placement)), stage_graph(graph, placement), 2)
@@ -110,9 +134,15 @@ def test_what_a_task_sends_to_a_stage_goes_together(pools: Pools, tmp_path: Path
     builder = Builder()
     left = builder.node("MatMul", builder.input((4, 4)), builder.parameter((4, 4)))
     right = builder.node("Tanh", left)
-    loss = builder.mean_square(builder.node("MatMul", builder.node("Mul", left, right), builder.parameter((4, 4))))
+    loss = builder.mean_square(
+        builder.node("MatMul", builder.node("Mul", left, right), builder.parameter((4, 4)))
+    )
     graph = builder.graph(loss)
-    placement = Placement((Stage((0, 1), (0,), 4), Stage(tuple(range(2, len(graph.nodes))), (1,), 4)))
+    placement = Placement(
+        (Stage((0, 1), (0,), 4), Stage(tuple(range(2, len(graph.nodes))), (1,), 4))
+    )
     schedule = schedule_of(graph, placement, 3)
     records = check(pools, tmp_path / "program", (graph, loss, placement), schedule, Optimizer())
-    assert [messages(record) for record in records] == [[2] * 6] * 2, "two values there and two gradients back"
+    assert [messages(record) for record in records] == [[2] * 6] * 2, (
+        "two values there and two gradients back"
+    )

@@ -1,4 +1,6 @@
-"""Stages that torch.compile has compiled: they compute what one device computes eagerly, and no step compiles."""
+"""Stages that torch.compile has compiled: they compute what one device computes eagerly, and no
+step compiles.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,16 @@ PLANS = {
         "recompute=full",
     ),
     "halves": ("--gpus", "2", "--schedule", "zb_h1", "--set", "strategy.replicate=false"),
-    "shared": ("--gpus", "2", "--schedule", "1f1b", "--strategy", "grid", "--set", "strategy.tensor=2"),
+    "shared": (
+        "--gpus",
+        "2",
+        "--schedule",
+        "1f1b",
+        "--strategy",
+        "grid",
+        "--set",
+        "strategy.tensor=2",
+    ),
     "bf16": ("--gpus", "1", "--schedule", "1f1b", "--set", "precision=bf16"),
 }
 """By what is special about their stages."""
@@ -41,7 +52,9 @@ BATCH = ("--cluster", "cpu-local", "--batch-size", "4", "--micro-batches", "4")
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("plan", PLANS)
-def test_gradients_are_those_of_one_device(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_are_those_of_one_device(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = generated(tmp_path, *PLANS[plan], *BATCH, layers=1)
     code, checks = verified(program, capsys, "--compile")
     assert code == 0
@@ -50,19 +63,36 @@ def test_gradients_are_those_of_one_device(plan: str, tmp_path: Path, capsys: py
 
 @pytest.fixture
 def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program for one rank that draws random numbers, in segments. Few: Philox is long to compile."""
-    model, plan = tmp_path / "model.onnx", tmp_path / "plan"
+    """A program for one rank that draws random numbers, in segments. Few: Philox is long to
+    compile.
+    """
+    model = tmp_path / "model.onnx"
+    plan = tmp_path / "plan"
     monkeypatch.setattr(dropping, "DROPPED", {"Softmax"})
     monkeypatch.setitem(dropping.GPT, "layers", "1")
     dropping.save_with_dropout(model)
-    flags = ("--gpus", "1", "--schedule", "1f1b", "--strategy", "pipedream", "--set", "recompute=full")
+    flags = (
+        "--gpus",
+        "1",
+        "--schedule",
+        "1f1b",
+        "--strategy",
+        "pipedream",
+        "--set",
+        "recompute=full",
+    )
     assert main(["plan", str(model), *flags, *BATCH, "-o", str(plan), "-q"]) == 0
     assert main(["codegen", str(plan), "-q"]) == 0
     return plan / "program"
 
 
-def test_every_run_computes_the_same_and_no_step_compiles(pools: Pools, drawing: Path, tmp_path: Path) -> None:
-    words = {name: ("--device", "cpu", "--steps", 3, "--report", tmp_path / name) for name in ("eager", "one", "two")}
+def test_every_run_computes_the_same_and_no_step_compiles(
+    pools: Pools, drawing: Path, tmp_path: Path
+) -> None:
+    words = {
+        name: ("--device", "cpu", "--steps", 3, "--report", tmp_path / name)
+        for name in ("eager", "one", "two")
+    }
     pools.of(1).run(drawing, *words["eager"])
     for name in ("one", "two"):
         with as_rank(drawing, 0, *words[name], "--compile"):
@@ -76,7 +106,8 @@ def test_every_run_computes_the_same_and_no_step_compiles(pools: Pools, drawing:
 def run_compiled(file: Path) -> None:
     """Run a rank, none of whose steps may compile anything."""
     names = runpy.run_path(str(file))
-    before, at_steps = counters["stats"]["unique_graphs"], []
+    before = counters["stats"]["unique_graphs"]
+    at_steps = []
 
     def step() -> None:
         at_steps.append(counters["stats"]["unique_graphs"])
@@ -87,7 +118,10 @@ def run_compiled(file: Path) -> None:
 
 
 def test_there_may_be_no_compiler(
-    drawing: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    drawing: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))

@@ -1,5 +1,7 @@
-"""Decoders of the kind that onnxruntime-genai runs, from their file to verified ranks: GroupQueryAttention with its
-cache, of samples that have different lengths (masks are drawn), equals ONNX Runtime's kernel on any plan."""
+"""Decoders of the kind that onnxruntime-genai runs, from their file to verified ranks:
+GroupQueryAttention with its cache, of samples that have different lengths (masks are drawn), equals
+ONNX Runtime's kernel on any plan.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("here")]
 TOKEN = {"sequence_length": 1, "past_sequence_length": 8, "total_sequence_length": 9}
 BUFFER = {"sequence_length": 1, "past_sequence_length": 12, "total_sequence_length": 12}
 PROMPT = {"sequence_length": 12, "past_sequence_length": 16, "total_sequence_length": 12}
-PIPELINE_OF_HEADS = ("grid", "--set=strategy.pipeline=2", "--set=strategy.tensor=2", "--micro-batches=2")
+PIPELINE_OF_HEADS = (
+    "grid",
+    "--set=strategy.pipeline=2",
+    "--set=strategy.tensor=2",
+    "--micro-batches=2",
+)
 CASES: list[tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = [
     (TOKEN, PIPELINE_OF_HEADS, {}),
     (PROMPT, ("expert",), {"packed": True, "local_window_size": 4}),
@@ -45,16 +52,21 @@ def test_steps_of_other_plans_are_those_of_onnx_runtime(
     check(extents, strategy, settings, tmp_path)
 
 
-def check(extents: dict[str, int], strategy: tuple[str, ...], settings: dict[str, Any], folder: Path) -> None:
+def check(
+    extents: dict[str, int], strategy: tuple[str, ...], settings: dict[str, Any], folder: Path
+) -> None:
     model = decoder(folder / "decoder.onnx", **settings)
     dims = [f"--dim={name}={extent}" for name, extent in extents.items()]
     size = ["--gpus=4", "--batch-size=4", "--cluster=cpu-local", "--strategy", *strategy]
     assert main(["plan", str(model), "-q", "-o", str(folder / "plan"), *dims, *size]) == 0
     assert main(["codegen", str(folder / "plan"), "-q"]) == 0
-    stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
+    stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"][
+        "stages"
+    ]
     assert (
         settings.get("packed")
         or strategy != PIPELINE_OF_HEADS
-        or ["h", 2] in [axis for stage in stages for each in stage["splits"] for axis in each["split"]]
+        or ["h", 2]
+        in [axis for stage in stages for each in stage["splits"] for axis in each["split"]]
     ), "heads are not split"
     assert main(["verify", str(folder / "plan" / "program"), "--device", "cpu", "-q"]) == 0

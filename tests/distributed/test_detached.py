@@ -37,7 +37,8 @@ WAYS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 class Net(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 5)
         self.scale = nn.Parameter(torch.randn(5))
         self.way = WAYS[way]
 
@@ -81,7 +82,9 @@ def operators(graph: Graph) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_no_gradient_passes_a_detached_value(way: str, optimize: bool, pools: Pools, tmp_path: Path) -> None:
+def test_no_gradient_passes_a_detached_value(
+    way: str, optimize: bool, pools: Pools, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     module = Net(way)
     data = {"x": torch.randn(STEPS * BATCH, 6), "y": torch.randn(STEPS * BATCH, 5)}
@@ -106,10 +109,15 @@ def test_no_gradient_passes_the_padding_of_an_embedding(
     module = Padded()
     with torch.no_grad():
         module.words.weight.normal_()
-    data = {"words": torch.randint(7, (STEPS * BATCH, 6)).to(kind), "y": torch.randn(STEPS * BATCH, 5)}
+    data = {
+        "words": torch.randint(7, (STEPS * BATCH, 6)).to(kind),
+        "y": torch.randn(STEPS * BATCH, 5),
+    }
     path = exported(module, data, tmp_path, optimize)
     assert operators(read_model(path, loss="loss").graph).count("StopGradient") == 1
-    assert not {"StopGradient", "Where", "Equal"} & {*operators(read_model(path, loss="loss", mode=Mode.INFER).graph)}
+    assert not {"StopGradient", "Where", "Equal"} & {
+        *operators(read_model(path, loss="loss", mode=Mode.INFER).graph)
+    }
     found = by_ranks(path, data, STEPS, pools, tmp_path, gpus=2)
     for name, wanted in by_torch(module, data, STEPS).items():
         np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6)

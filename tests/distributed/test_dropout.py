@@ -1,6 +1,8 @@
-"""Dropout drops the same elements whatever the plan: a step is one device's, and run again the same to the bit.
+"""Dropout drops the same elements whatever the plan: a step is one device's, and run again the same
+to the bit.
 
-`./test -m sweep tests/distributed/test_dropout.py` runs twenty plans of one model on one to eight ranks.
+`./test -m sweep tests/distributed/test_dropout.py` runs twenty plans of one model on one to eight
+ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class Plan:
     def schedule(self, model: Trained, placement: Placement) -> Schedule:
         """An order of its tasks."""
         if self.sizes:
-            return random_order(Random(self.devices), stage_graph(model.graph, placement), model.micro_batches)
+            return random_order(
+                Random(self.devices), stage_graph(model.graph, placement), model.micro_batches
+            )
         found = schedule_of(model.graph, placement, model.micro_batches)
         return halved(found, 1) if self.halves else found
 
@@ -113,7 +117,9 @@ def model(pools: Pools) -> Trained:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_plan_drops_what_one_device_drops(pools: Pools, model: Trained, tmp_path: Path, name: str) -> None:
+def test_a_plan_drops_what_one_device_drops(
+    pools: Pools, model: Trained, tmp_path: Path, name: str
+) -> None:
     follow(pools, model, FEW[name], tmp_path)
 
 
@@ -141,7 +147,9 @@ def test_batch_statistics_are_those_of_the_micro_batch(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", RESNET)
-def test_twenty_plans_with_batch_statistics(pools: Pools, resnet: Trained, tmp_path: Path, name: str) -> None:
+def test_twenty_plans_with_batch_statistics(
+    pools: Pools, resnet: Trained, tmp_path: Path, name: str
+) -> None:
     follow(pools, resnet, RESNET[name], tmp_path)
 
 
@@ -151,14 +159,31 @@ def test_twenty_plans(pools: Pools, model: Trained, tmp_path: Path, name: str) -
     follow(pools, model, TWENTY[name], tmp_path)
 
 
-def test_steps_differ_and_go_on_from_a_checkpoint_under_any_plan(pools: Pools, tmp_path: Path) -> None:
+def test_steps_differ_and_go_on_from_a_checkpoint_under_any_plan(
+    pools: Pools, tmp_path: Path
+) -> None:
     graph, loss = graph_with_dropout(SAMPLES)
     still = Optimizer("sgd", lr=0.0)
     data = tmp_path / "data.npz"
-    np.savez(data, tokens=np.full((96, 12), 3), labels=np.full((96, 12), 5))  # One batch again and again.
+    np.savez(
+        data, tokens=np.full((96, 12), 3), labels=np.full((96, 12), 5)
+    )  # One batch again and again.
     placement = random_placement(Random(5), graph, 2, SAMPLES)
-    write(graph, placement, schedule_of(graph, placement, MICRO_BATCHES), loss, tmp_path / "2", optimizer=still)
-    write(graph, *one_device(graph, MICRO_BATCHES, True, SAMPLES), loss, tmp_path / "1", optimizer=still)
+    write(
+        graph,
+        placement,
+        schedule_of(graph, placement, MICRO_BATCHES),
+        loss,
+        tmp_path / "2",
+        optimizer=still,
+    )
+    write(
+        graph,
+        *one_device(graph, MICRO_BATCHES, True, SAMPLES),
+        loss,
+        tmp_path / "1",
+        optimizer=still,
+    )
 
     def losses(ranks: int, *flags: object) -> list[float]:
         report = tmp_path / "report.jsonl"

@@ -30,7 +30,9 @@ EDITED = """\
 def test_a_stage_shared_by_two_devices_and_computed_again(pools: Pools, tmp_path: Path) -> None:
     graph, loss = mlp(3)
     cuts = ((0, 1, 2, 3), (4, 5), (6, 7))
-    text = placement_text(graph, Placement(tuple(Stage(nodes, (rank,), 4) for rank, nodes in enumerate(cuts))))
+    text = placement_text(
+        graph, Placement(tuple(Stage(nodes, (rank,), 4) for rank, nodes in enumerate(cuts)))
+    )
     head, _, rest = text.partition("  - devices: [1]\n")
     last = "  - devices: [2]\n" + rest.partition("  - devices: [2]\n")[2]
     edited = head + EDITED + last.replace("devices: [2]", "devices: [1]")
@@ -45,7 +47,10 @@ def test_a_stage_shared_by_two_devices_and_computed_again(pools: Pools, tmp_path
 def test_nodes_moved_to_another_stage_keep_their_splits(pools: Pools, tmp_path: Path) -> None:
     graph, loss = mlp(3)
     columns, rows = ((Split(axis, 2),) for axis in ("n", "k"))
-    stages = (Stage((0, 1, 2, 3), (0, 1), 4, ((0, columns), (2, rows))), Stage((4, 5, 6, 7), (2, 3), 4))
+    stages = (
+        Stage((0, 1, 2, 3), (0, 1), 4, ((0, columns), (2, rows))),
+        Stage((4, 5, 6, 7), (2, 3), 4),
+    )
     text = placement_text(graph, Placement(stages))
     assert "- [n0, n3]\n" in text and "- [n4, n7]\n" in text and "split: {k: 2}" in text
     text = text.replace("[n0, n3]", "[n0, n1]").replace("[n4, n7]", "[n2, n7]")

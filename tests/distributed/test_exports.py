@@ -1,6 +1,7 @@
 """Exported models go from their file to verified ranks by the four commands of the README.
 
-`./test -m sweep` runs every export; `scripts/exported_models.py` runs them too and writes the table in docs.
+`./test -m sweep` runs every export; `scripts/exported_models.py` runs them too and writes the table
+in docs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def test_an_export_is_verified_on_four_ranks_that_launch_starts(tmp_path: Path) 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=SLOW) for name in JOURNEYS if name != APART]
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=SLOW)
+        for name in JOURNEYS
+        if name != APART
+    ],
 )
 def test_every_export_is_verified_on_four_ranks(name: str, tmp_path: Path) -> None:
     check(JOURNEYS[name], tmp_path)

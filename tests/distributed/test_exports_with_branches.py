@@ -1,4 +1,6 @@
-"""Exported models with branches are planned side by side without a hint, and compute what one device does."""
+"""Exported models with branches are planned side by side without a hint, and compute what one
+device does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from tests.distributed.support.branching import BATCH, SCHEDULERS, check_step, cluster_of, side_by_side, training
+from tests.distributed.support.branching import (
+    BATCH,
+    SCHEDULERS,
+    check_step,
+    cluster_of,
+    side_by_side,
+    training,
+)
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.trained import Trained, trained
 from tests.distributed.test_strategies_of_exports import batch_for
@@ -27,8 +36,12 @@ def test_branches_run_side_by_side(pools: Pools, tmp_path: Path, name: str) -> N
     placement = GraphPipe().run(problem)
     assert side_by_side(problem, placement)
     if name != "dlrm":
-        before = [inputs_before(problem, placement, stage) for stage in range(len(placement.stages) - 1)]
-        assert set(before) == {("input_ids",), ("pixel_values",)}, "no stage of a tower waits for the other tower"
+        before = [
+            inputs_before(problem, placement, stage) for stage in range(len(placement.stages) - 1)
+        ]
+        assert set(before) == {("input_ids",), ("pixel_values",)}, (
+            "no stage of a tower waits for the other tower"
+        )
     check_step(pools, model, problem, placement, "kfkb", tmp_path / "kfkb")
 
 
@@ -43,14 +56,18 @@ def test_every_schedule(pools: Pools, tmp_path: Path, name: str, dynamo: bool) -
         placement = GraphPipe().run(problem)
         assert side_by_side(problem, placement)
         for schedule in SCHEDULERS:
-            check_step(pools, model, problem, placement, schedule, tmp_path / f"{devices}-{schedule}")
+            check_step(
+                pools, model, problem, placement, schedule, tmp_path / f"{devices}-{schedule}"
+            )
 
 
 def trained_export(pools: Pools, path: Path) -> Trained:
     """The export with its step on one device, as its file's weights and random data make it."""
     model = read_model(path, batch=SAMPLES)
     count = BATCH // SAMPLES
-    return trained(pools, path.stem, model.graph, model.loss, path, batch_for(model.graph, count), count)
+    return trained(
+        pools, path.stem, model.graph, model.loss, path, batch_for(model.graph, count), count
+    )
 
 
 def inputs_before(problem: Problem, placement: Placement, stage: int) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""What graphpipe finds for models with branches computes what one device does, under each schedule that takes it."""
+"""What graphpipe finds for models with branches computes what one device does, under each schedule
+that takes it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,13 @@ DRAWN = 2
     ],
 )
 def test_uniform_micro_batches(
-    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, size: int, schedule: str
+    pools: Pools,
+    small_models: SmallModels,
+    tmp_path: Path,
+    name: str,
+    devices: int,
+    size: int,
+    schedule: str,
 ) -> None:
     model = small_models.of(name, size, BATCH // size)
     problem = training(model.graph, model.loss, cluster_of(devices, 1e-6))
@@ -66,7 +74,13 @@ def test_uniform_micro_batches(
     ],
 )
 def test_micro_batches_of_their_own(
-    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, latency: float, schedule: str
+    pools: Pools,
+    small_models: SmallModels,
+    tmp_path: Path,
+    name: str,
+    devices: int,
+    latency: float,
+    schedule: str,
 ) -> None:
     model = small_models.of(name, 4, BATCH // 4)
     problem = training(model.graph, model.loss, cluster_of(devices, latency))
@@ -76,7 +90,9 @@ def test_micro_batches_of_their_own(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "devices", "schedule"), [("two-branch", 8, "kfkb"), ("mmt", 4, "tessel")])
+@pytest.mark.parametrize(
+    ("name", "devices", "schedule"), [("two-branch", 8, "kfkb"), ("mmt", 4, "tessel")]
+)
 def test_micro_batches_that_it_chooses(
     pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, schedule: str
 ) -> None:
@@ -86,10 +102,16 @@ def test_micro_batches_that_it_chooses(
     check_step(pools, model, problem, placement, schedule, tmp_path)
 
 
-def chosen(models: SmallModels, name: str, devices: int, latency: float) -> tuple[Trained, Problem, Placement]:
-    """What the strategy makes of a model where it may choose each stage's micro-batches, and what it computes."""
+def chosen(
+    models: SmallModels, name: str, devices: int, latency: float
+) -> tuple[Trained, Problem, Placement]:
+    """What the strategy makes of a model where it may choose each stage's micro-batches, and what
+    it computes.
+    """
     graph, loss = small_graph(name, max(ALL_SIZES))
-    problem = replace(training(graph, loss, cluster_of(devices, latency)), micro_batch_sizes=ALL_SIZES)
+    problem = replace(
+        training(graph, loss, cluster_of(devices, latency)), micro_batch_sizes=ALL_SIZES
+    )
     placement = GraphPipe(per_stage_micro_batch=True).run(problem)
     largest = max(stage.micro_batch_size for stage in placement.stages)
     model = models.of(name, largest, BATCH // largest)
@@ -108,10 +130,20 @@ def test_every_size_and_schedule(
         model = small_models.of(name, size, BATCH // size)
         problem = training(model.graph, model.loss, cluster_of(devices, latency))
         found = GraphPipe().run(problem)
-        drawn = (with_own_sizes(Random(seed), problem, found) for seed in range(DRAWN if size == max(SIZES) else 0))
+        drawn = (
+            with_own_sizes(Random(seed), problem, found)
+            for seed in range(DRAWN if size == max(SIZES) else 0)
+        )
         for number, placement in enumerate((found, *drawn)):
             for schedule in schedules_of(placement):
-                check_step(pools, model, problem, placement, schedule, tmp_path / f"{size}-{number}-{schedule}")
+                check_step(
+                    pools,
+                    model,
+                    problem,
+                    placement,
+                    schedule,
+                    tmp_path / f"{size}-{number}-{schedule}",
+                )
     model, problem, placement = chosen(small_models, name, devices, latency)
     for schedule in schedules_of(placement):
         check_step(pools, model, problem, placement, schedule, tmp_path / schedule)

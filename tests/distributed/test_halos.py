@@ -1,4 +1,6 @@
-"""Convolutions and poolings split along rows and columns: devices read their neighbours' edges and compute the same."""
+"""Convolutions and poolings split along rows and columns: devices read their neighbours' edges and
+compute the same.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ FOUR = (0, 1, 2, 3)
 @settings(
     max_examples=15,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 def test_random_windows_under_random_splits(pools: Pools, case: Case) -> None:
     assert case.loss is not None
@@ -51,11 +57,15 @@ def test_random_windows_under_random_splits(pools: Pools, case: Case) -> None:
         expected = expected_step(case.graph, case.loss, program, batch, count)
         found = run_step(pools, program, batch)
     assert_equal_steps(found, expected, 1e-9)
-    assert found.moved == communication_bytes(case.graph, case.placement, count, case.schedule.devices, case.loss)
+    assert found.moved == communication_bytes(
+        case.graph, case.placement, count, case.schedule.devices, case.loss
+    )
 
 
 def spatial(graph: Graph, node: int, degrees: dict[str, int]) -> tuple[Split, ...]:
-    """Splits of the node's rows and columns, whatever the operator calls them, where they can be."""
+    """Splits of the node's rows and columns, whatever the operator calls them, where they can
+    be.
+    """
     space = space_of(graph, graph.nodes[node])
     found: tuple[Split, ...] = ()
     for dimension, degree in degrees.items():
@@ -68,7 +78,9 @@ def spatial(graph: Graph, node: int, degrees: dict[str, int]) -> tuple[Split, ..
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"rows": 4}, {"columns": 2, "rows": 2}], ids=["strips", "squares"])
+@pytest.mark.parametrize(
+    "degrees", [{"rows": 4}, {"columns": 2, "rows": 2}], ids=["strips", "squares"]
+)
 @pytest.mark.parametrize("name", ["unet", "wide-resnet"])
 def test_models_in_strips_and_squares(
     pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, degrees: dict[str, int]
@@ -83,24 +95,35 @@ def test_models_in_strips_and_squares(
 
 
 def test_each_edge_is_sent_once(pools: Pools, tmp_path: Path) -> None:
-    """Eight rows over four devices, windows of three: one row from each neighbour there is, and nothing else."""
+    """Eight rows over four devices, windows of three: one row from each neighbour there is, and
+    nothing else.
+    """
     builder = Builder()
     image = builder.input((4, 2, 8, 6))
     hidden = builder.node("Relu", image)
     made = builder.node(
-        "Conv", hidden, builder.parameter((2, 2, 3, 3)), pads=(1, 1, 1, 1), strides=(1, 1), dilations=(1, 1)
+        "Conv",
+        hidden,
+        builder.parameter((2, 2, 3, 3)),
+        pads=(1, 1, 1, 1),
+        strides=(1, 1),
+        dilations=(1, 1),
     )
     graph = builder.graph(made)
-    placement = Placement((Stage((0, 1), FOUR, 4, ((0, (Split("x2", 4),)), (1, (Split("o0", 4),)))),))
+    placement = Placement(
+        (Stage((0, 1), FOUR, 4, ((0, (Split("x2", 4),)), (1, (Split("o0", 4),)))),)
+    )
     schedule = schedule_of(graph, placement, 1, train=False)
     program = write(graph, placement, schedule, None, tmp_path / "program")
-    assert [each.relayout.kind for each in program.stages[0].operations if hasattr(each, "relayout")] == [
-        "redistribute"
-    ]
+    assert [
+        each.relayout.kind for each in program.stages[0].operations if hasattr(each, "relayout")
+    ] == ["redistribute"]
     edge = 4 * 2 * 6 * 8
     moved = communication_bytes(graph, placement, 1, 4, None)
     assert {kind: size for kind, size in moved.items() if size} == {"redistribute": 6 * edge}
     batch = batch_of(graph, 1)
     found = run_forward(pools, tmp_path / "program", batch)
     known = drawn_parameters(graph, tmp_path / "program") | {image: torch.from_numpy(batch[image])}
-    np.testing.assert_allclose(found[made], evaluate(graph, known)[made].numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        found[made], evaluate(graph, known)[made].numpy(), rtol=1e-9, atol=1e-12
+    )

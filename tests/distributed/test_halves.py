@@ -1,4 +1,6 @@
-"""Split backwards on four ranks: gradients of one device, whatever shares parameters, recomputes or stays whole."""
+"""Split backwards on four ranks: gradients of one device, whatever shares parameters, recomputes or
+stays whole.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,21 @@ pytestmark = pytest.mark.distributed
 
 
 def tied_pieces() -> tuple[Graph, str]:
-    """A table that is looked up and, transposed, projects back; pieces of a product, one used twice and one not at
-    all; a scale and a bias that no product has."""
+    """A table that is looked up and, transposed, projects back; pieces of a product, one used twice
+    and one not at all; a scale and a bias that no product has.
+    """
     builder = Builder()
     table = builder.parameter((6, 4))
     hidden = builder.node("Gather", table, builder.input((4, 3), DType.INT64))
-    wide = builder.node("Add", builder.node("MatMul", hidden, builder.parameter((4, 12))), builder.parameter((12,)))
+    wide = builder.node(
+        "Add", builder.node("MatMul", hidden, builder.parameter((4, 12))), builder.parameter((12,))
+    )
     first = builder.node("Split", wide, outputs=3, axis=2, num_outputs=3)
     third = builder.values[-1].name
     mixed = builder.node("Mul", builder.node("Tanh", first), builder.node("Add", first, third))
-    mixed = builder.node("LayerNormalization", mixed, builder.parameter((4,)), builder.parameter((4,)))
+    mixed = builder.node(
+        "LayerNormalization", mixed, builder.parameter((4,)), builder.parameter((4,))
+    )
     mixed = builder.node("Tanh", builder.node("MatMul", mixed, builder.parameter((4, 4))))
     logits = builder.node("MatMul", mixed, builder.node("Transpose", table, perm=(1, 0)))
     loss = builder.mean_square(logits)
@@ -49,7 +56,13 @@ CUTS = (range(1), range(1, 6), range(6, 10), range(10, 14))
 def placed(graph: Graph, groups: tuple[tuple[int, ...], ...], recompute: bool) -> Placement:
     assert CUTS[-1].stop == len(graph.nodes)
     stages = tuple(
-        Stage(tuple(nodes), group, 4, batch_splits(graph, nodes, len(group)) if len(group) > 1 else (), recompute)
+        Stage(
+            tuple(nodes),
+            group,
+            4,
+            batch_splits(graph, nodes, len(group)) if len(group) > 1 else (),
+            recompute,
+        )
         for nodes, group in zip(CUTS, groups, strict=True)
     )
     return Placement(stages)
@@ -64,7 +77,9 @@ GROUPS = {
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("groups", list(GROUPS))
-def test_gradients_of_one_device(pools: Pools, tmp_path: Path, groups: str, recompute: bool) -> None:
+def test_gradients_of_one_device(
+    pools: Pools, tmp_path: Path, groups: str, recompute: bool
+) -> None:
     graph, loss = tied_pieces()
     placement = placed(graph, GROUPS[groups], recompute)
     placement.verify(graph)

@@ -1,4 +1,6 @@
-"""What a generated program computes in each half of a backward, and holds between them, is what the cost model says."""
+"""What a generated program computes in each half of a backward, and holds between them, is what the
+cost model says.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def model() -> tuple[Graph, str]:
     builder = Builder(DType.FLOAT32)
     table = builder.parameter((16, 8))
     hidden = builder.node("Gather", table, builder.input((4, 3), DType.INT64))
-    wide = builder.node("Add", builder.node("MatMul", hidden, builder.parameter((8, 24))), builder.parameter((24,)))
-    hidden = builder.node("Tanh", builder.node("MatMul", builder.node("Tanh", wide), builder.parameter((24, 8))))
+    wide = builder.node(
+        "Add", builder.node("MatMul", hidden, builder.parameter((8, 24))), builder.parameter((24,))
+    )
+    hidden = builder.node(
+        "Tanh", builder.node("MatMul", builder.node("Tanh", wide), builder.parameter((24, 8)))
+    )
     logits = builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0)))
     loss = builder.mean_square(logits)
     return builder.graph(loss), loss
@@ -53,7 +59,10 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
     shares = weight_shares(graph)[[each.index for each in work.nodes]]
     products = [each.index for each in work.nodes if each.use.row.kind == "matmul"]
     total = sum(given.work[index].backward_flops for index in products)
-    waits = sum(given.work[each.index].backward_flops * share for each, share in zip(work.nodes, shares, strict=True))
+    waits = sum(
+        given.work[each.index].backward_flops * share
+        for each, share in zip(work.nodes, shares, strict=True)
+    )
 
     module = imported(tmp_path / "program" / "stage_00.py")
     parameters = list(drawn_parameters(graph, tmp_path / "program").values())

@@ -60,7 +60,9 @@ MADE = re.compile(r"x\d+|s\d+|stage_\d+|w\d+|c\d+")
 
 
 def assert_only_our_names(text: str) -> None:
-    """Every identifier of a file is one of ours; what a model says stands in strings and comments."""
+    """Every identifier of a file is one of ours; what a model says stands in strings and
+    comments.
+    """
     ast.parse(text)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
@@ -69,7 +71,9 @@ def assert_only_our_names(text: str) -> None:
 
 
 def renaming(kind: str, marker: Path) -> Callable[[str], str]:
-    """How the names of a graph are spelled; inputs keep theirs where an .npz file cannot hold the other."""
+    """How the names of a graph are spelled; inputs keep theirs where an .npz file cannot hold the
+    other.
+    """
     template = TEMPLATES[kind].replace("{marker}", str(marker))
     plain = kind in ("surrogates", "ends")
     return lambda name: name if plain and name.startswith("in") else template.replace("%s", name)
@@ -102,7 +106,15 @@ def test_outputs_under_any_names(pools: Pools, tmp_path: Path, kind: str) -> Non
 
 def test_names_that_look_alike_stay_apart(pools: Pools, tmp_path: Path) -> None:
     """A derived form of one value is not taken for another value of the model that is called so."""
-    names = {"v0": "a", "v1": "a\0partial", "v2": "a\0whole", "v3": "a\0000", "v4": "A", "v5": "a b", "v6": "a_b"}
+    names = {
+        "v0": "a",
+        "v1": "a\0partial",
+        "v2": "a\0whole",
+        "v3": "a\0000",
+        "v4": "A",
+        "v5": "a b",
+        "v6": "a_b",
+    }
     builder = Builder(rename=lambda name: names.get(name, name))
     weight = builder.parameter((4, 4))
     value = builder.input((4, 4))
@@ -118,4 +130,6 @@ def test_names_that_look_alike_stay_apart(pools: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "program"
     write(graph, placement, schedule_of(graph, placement, 2), loss, folder)
     batch = batch_of(graph, 2)
-    assert_equal_steps(run_step(pools, folder, batch), expected_step(graph, loss, folder, batch, 2), 1e-9)
+    assert_equal_steps(
+        run_step(pools, folder, batch), expected_step(graph, loss, folder, batch, 2), 1e-9
+    )

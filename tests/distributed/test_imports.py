@@ -11,12 +11,34 @@ import pytest
 
 from autopipe.backends.torch.fork_server import SWITCH
 from autopipe.ir.problem import Optimizer
-from tests.distributed.support.launching import PATIENCE_S, ROOT, finish, spell_data, start, write_chain
+from tests.distributed.support.launching import (
+    PATIENCE_S,
+    ROOT,
+    finish,
+    spell_data,
+    start,
+    write_chain,
+)
 
 pytestmark = pytest.mark.distributed
 
-HEAVY_IN_LAUNCHER = {"onnx", "onnxruntime", "ortools", "scipy", "pulp", "sympy", "torch._dynamo", "torch._inductor"}
-HEAVY_IN_RANK = HEAVY_IN_LAUNCHER | {"click", "rich", "torch.onnx", "autopipe.passes", "autopipe.cli"}
+HEAVY_IN_LAUNCHER = {
+    "onnx",
+    "onnxruntime",
+    "ortools",
+    "scipy",
+    "pulp",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+}
+HEAVY_IN_RANK = HEAVY_IN_LAUNCHER | {
+    "click",
+    "rich",
+    "torch.onnx",
+    "autopipe.passes",
+    "autopipe.cli",
+}
 
 
 @pytest.mark.parametrize("fork_server", ["0", "1"])
@@ -36,11 +58,18 @@ def test_a_rank_imports_nothing_heavy_for_a_step(
 def test_the_launcher_imports_nothing_heavy(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program", Optimizer("adamw", lr=0.05), groups=((0,),))
     text = "import sys\nfrom autopipe.cli.main import main\n"
-    text += f"code = main(['launch', {str(program)!r}, '--device', 'cpu', '--steps', '1', '--json'])\n"
+    text += (
+        f"code = main(['launch', {str(program)!r}, '--device', 'cpu', '--steps', '1', '--json'])\n"
+    )
     text += "print(*sys.modules, sep='\\n', file=sys.stderr)\nsys.exit(code)\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [sys.executable, "-c", text],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     imported = set(done.stderr.split())
     assert "torch" in imported

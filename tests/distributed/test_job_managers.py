@@ -1,4 +1,6 @@
-"""The ways to start a program, for real: torchrun, srun, a PyTorchJob and `autopipe launch` on each machine."""
+"""The ways to start a program, for real: torchrun, srun, a PyTorchJob and `autopipe launch` on each
+machine.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,32 @@ def free_port() -> int:
 
 @pytest.mark.sweep
 def test_a_bare_torchrun(program: Path, losses: list[float], report: Path) -> None:
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, program / "run.py", *RUN)
+    words = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        4,
+        program / "run.py",
+        *RUN,
+    )
     all_well([finish(start_on(HERE, (*words, "--report", report)))])
     assert reported(report) == losses
 
 
 @pytest.mark.parametrize("ranks", [3, 6])
-def test_torchrun_with_the_wrong_number_of_ranks_says_so_in_one_line(program: Path, ranks: int) -> None:
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, program / "run.py", *RUN)
+def test_torchrun_with_the_wrong_number_of_ranks_says_so_in_one_line(
+    program: Path, ranks: int
+) -> None:
+    words = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+        program / "run.py",
+        *RUN,
+    )
     ended = finish(start_on(HERE, words))
     assert ended.code != 0
     start = f"torchrun --nproc-per-node 4 {program / 'run.py'}"
@@ -79,7 +99,9 @@ def test_a_program_of_several_ranks_started_by_hand_says_how_to_start_it(program
     ended = finish(start_on(HERE, (program / "run.py", *RUN)))
     assert ended.code == 2
     start = f"torchrun --nproc-per-node 4 {program / 'run.py'}"
-    assert ended.stderr == f"error: ranks started: 1, ranks of the program: 4; start it by {start}\n"
+    assert (
+        ended.stderr == f"error: ranks started: 1, ranks of the program: 4; start it by {start}\n"
+    )
 
 
 def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float], report: Path) -> None:
@@ -95,14 +117,18 @@ def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float], rep
 
 
 @pytest.mark.sweep
-def test_srun_starts_every_rank_on_one_machine(program: Path, losses: list[float], report: Path) -> None:
+def test_srun_starts_every_rank_on_one_machine(
+    program: Path, losses: list[float], report: Path
+) -> None:
     words = ("srun", "--nodes=1", "--ntasks-per-node=4", "python", str(program / "run.py"))
     all_well(srun(words, [HERE], "localhost", (*RUN, "--report", report)))
     assert reported(report) == losses
 
 
 @pytest.mark.parametrize("tasks", ["2", pytest.param("3,1", marks=pytest.mark.sweep)])
-def test_srun_starts_every_rank_of_two_machines(program: Path, losses: list[float], tasks: str, report: Path) -> None:
+def test_srun_starts_every_rank_of_two_machines(
+    program: Path, losses: list[float], tasks: str, report: Path
+) -> None:
     words = documented("srun --nodes=2 --ntasks-per-node=2", program)
     words[words.index("--ntasks-per-node=2")] = f"--ntasks-per-node={tasks}"
     with machines() as inside:
@@ -112,14 +138,25 @@ def test_srun_starts_every_rank_of_two_machines(program: Path, losses: list[floa
 
 def test_a_pod_for_each_rank(program: Path, losses: list[float], report: Path) -> None:
     """RANK and WORLD_SIZE without LOCAL_RANK, as a PyTorchJob's containers have them."""
-    job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     job |= {"WORLD_SIZE": 4}
     words = (program / "run.py", *RUN, "--report", report)
-    all_well([finish(each) for each in [start_on(HERE, words, job | {"RANK": rank}) for rank in range(4)]])
+    all_well(
+        [
+            finish(each)
+            for each in [start_on(HERE, words, job | {"RANK": rank}) for rank in range(4)]
+        ]
+    )
     assert reported(report) == losses
 
 
-def launch_on(within: Sequence[str], program: Path, *words: object, **variables: object) -> subprocess.Popen[str]:
+def launch_on(
+    within: Sequence[str], program: Path, *words: object, **variables: object
+) -> subprocess.Popen[str]:
     """`autopipe launch` on a machine, with a job manager's variables."""
     more = ("--rdzv-key", program.parent / "key", "--json", *words)
     command = (*STARTED["autopipe"], "launch", program, *RUN, *more)
@@ -127,17 +164,25 @@ def launch_on(within: Sequence[str], program: Path, *words: object, **variables:
 
 
 def test_a_launch_on_each_machine(tmp_path: Path) -> None:
-    """As over ssh. Machine c is node 0: what is said of the network there holds on both, but for what is said on a. It
-    reaches a's 10.77.0.1 through its link to another interface of a."""
-    program = write_chain(tmp_path / "program", groups=((0, 2), (1, 3)))  # A rank of each machine reads data.
+    """As over ssh. Machine c is node 0: what is said of the network there holds on both, but for
+    what is said on a. It reaches a's 10.77.0.1 through its link to another interface of a.
+    """
+    program = write_chain(
+        tmp_path / "program", groups=((0, 2), (1, 3))
+    )  # A rank of each machine reads data.
     write_key(program.parent)
-    seen = "(here / f'rank{rank}').write_text(str([os.environ.get(each) for each in NAMES])) if step == 0 else None"
+    seen = (
+        "(here / f'rank{rank}').write_text(str([os.environ.get(each) for each in NAMES])) if step "
+        "== 0 else None"
+    )
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA")
     data = spell_data(program.parent, seen.replace("NAMES", str(names)))
     flags = ("--nnodes", NODES, "--rdzv-endpoint", ENDPOINT, "--data", data, "--node-rank")
     with machines() as inside:
         one = launch_on(inside["c"], program, *flags, 0, NCCL_DEBUG="WARN", NCCL_IB_HCA="mlx5_0")
-        two = launch_on(inside["a"], program, *flags, 1, "--local-addr", "10.77.1.1", NCCL_IB_HCA="mlx5_7")
+        two = launch_on(
+            inside["a"], program, *flags, 1, "--local-addr", "10.77.1.1", NCCL_IB_HCA="mlx5_7"
+        )
         ended = [finish(one), finish(two)]
     all_well(ended)
     assert len(ended[0].losses) == 2 and ended[1].losses == [], "rank 0 is on node 0"
@@ -156,10 +201,18 @@ def test_srun_starts_a_launch_on_each_machine(program: Path, losses: list[float]
 
 def test_a_pod_for_each_machine(program: Path, losses: list[float]) -> None:
     address, port = ENDPOINT.split(":")
-    job = {"PET_NNODES": NODES, "PET_NPROC_PER_NODE": 2, "PET_MASTER_ADDR": address, "PET_MASTER_PORT": port}
+    job = {
+        "PET_NNODES": NODES,
+        "PET_NPROC_PER_NODE": 2,
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": port,
+    }
     job |= {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
     with machines() as inside:
-        pods = [launch_on(inside[each], program, **job, PET_NODE_RANK=node) for node, each in enumerate("ab")]
+        pods = [
+            launch_on(inside[each], program, **job, PET_NODE_RANK=node)
+            for node, each in enumerate("ab")
+        ]
         ended = [finish(each) for each in pods]
     all_well(ended)
     assert [each.losses for each in ended] == [losses, []]
@@ -169,9 +222,21 @@ def test_a_node_that_never_comes_is_named(program: Path) -> None:
     job = {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_NUM_TASKS": 2, "SLURM_NODEID": 0}
     ended = finish(launch_on(HERE, program, "--start-timeout", 2, **job))
     assert ended.code == 5
-    assert ended.result["error"]["message"].startswith("node 1 (127.0.0.2) of 2 never came; there are: ")
+    assert ended.result["error"]["message"].startswith(
+        "node 1 (127.0.0.2) of 2 never came; there are: "
+    )
     job["SLURM_NODEID"] = 1
-    ended = finish(launch_on(HERE, program, "--start-timeout", 2, "--rdzv-endpoint", f"127.0.0.3:{free_port()}", **job))
+    ended = finish(
+        launch_on(
+            HERE,
+            program,
+            "--start-timeout",
+            2,
+            "--rdzv-endpoint",
+            f"127.0.0.3:{free_port()}",
+            **job,
+        )
+    )
     assert ended.code == 5
     assert ended.result["error"]["message"].startswith("no node is at 127.0.0.3:")
 

@@ -1,4 +1,6 @@
-"""Layers that ranks compute together, each with a part: loss, gradients, and the bytes they tell one another."""
+"""Layers that ranks compute together, each with a part: loss, gradients, and the bytes they tell
+one another.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ from tests.distributed.support.strategies import random_stage
 
 pytestmark = pytest.mark.distributed
 
-BATCH, CHANNELS, CLASSES = 4, 4, 8
+BATCH = 4
+CHANNELS = 4
+CLASSES = 8
 MICRO_BATCHES = 2
 
 
 def images() -> tuple[Graph, str]:
-    """Convolution, normalisations of four kinds, a product with a bias, and a loss that leaves labels out."""
+    """Convolution, normalisations of four kinds, a product with a bias, and a loss that leaves
+    labels out.
+    """
     builder = Builder()
 
     def vector(size: int, trainable: bool = True) -> str:
@@ -72,10 +78,14 @@ def images() -> tuple[Graph, str]:
 def sequences() -> tuple[Graph, str]:
     """Two recurrent layers, attention under a causal mask, and reductions that do not add up."""
     builder = Builder()
-    steps, units, width = 4, 4, 4
+    steps = 4
+    units = 4
+    width = 4
     x = builder.input((steps, BATCH, width), batch_axis=1)
     weights = [builder.parameter((1, 4 * units, extent)) for extent in (width, units)]
-    x = builder.node("LSTM", x, *weights, builder.parameter((1, 8 * units)), outputs=3, hidden_size=units)
+    x = builder.node(
+        "LSTM", x, *weights, builder.parameter((1, 8 * units)), outputs=3, hidden_size=units
+    )
     x = builder.node("Reshape", x, builder.constant((steps, BATCH, units)))
     x = builder.node("RMSNormalization", x, builder.parameter((units,)), axis=-1)
     weights = [builder.parameter((1, 3 * units, extent)) for extent in (units, units)]
@@ -95,7 +105,9 @@ def sequences() -> tuple[Graph, str]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("made", [images, sequences])
-def test_any_splits(pools: Pools, tmp_path: Path, made: Callable[[], tuple[Graph, str]], seed: int) -> None:
+def test_any_splits(
+    pools: Pools, tmp_path: Path, made: Callable[[], tuple[Graph, str]], seed: int
+) -> None:
     graph, loss = made()
     random = Random(seed)
     stage = random_stage(random, graph, range(len(graph.nodes)), random.sample(range(4), 4), BATCH)
@@ -107,14 +119,24 @@ def test_every_joint_axis_alone(pools: Pools, tmp_path: Path) -> None:
     for name, (graph, loss) in {"images": images(), "sequences": sequences()}.items():
         splits = []
         for index, node in enumerate(graph.nodes):
-            joint = [axis.name for axis in space_of(graph, node).axes if axis.kind.is_joint and axis.extent % 4 == 0]
-            splits += [(index, (Split(joint[-1], 4),))] if joint and node.op != "GroupNormalization" else []
+            joint = [
+                axis.name
+                for axis in space_of(graph, node).axes
+                if axis.kind.is_joint and axis.extent % 4 == 0
+            ]
+            splits += (
+                [(index, (Split(joint[-1], 4),))]
+                if joint and node.op != "GroupNormalization"
+                else []
+            )
         assert len(splits) > 5
         stage = Stage(tuple(range(len(graph.nodes))), (2, 0, 3, 1), BATCH, tuple(splits))
         check(pools, graph, loss, Placement((stage,)), tmp_path / name)
 
 
-@pytest.mark.parametrize("splits", [{"c": 4}, {"n": 4}, {"d0": 4}, {"n": 2, "c": 2}, {"c": 2, "d0": 2}], ids=" ".join)
+@pytest.mark.parametrize(
+    "splits", [{"c": 4}, {"n": 4}, {"d0": 4}, {"n": 2, "c": 2}, {"c": 2, "d0": 2}], ids=" ".join
+)
 def test_tied_embeddings_and_a_loss_that_makes_its_scores(
     splits: dict[str, int], pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,30 +154,57 @@ def test_tied_embeddings_and_a_loss_that_makes_its_scores(
     plain = builder.graph(loss)
     monkeypatch.setattr(normalization, "CLASSES_AT_ONCE", 3)
     graph = cross_entropy.with_linear_losses(plain, (loss,))
-    assert [node.op for node in graph.nodes] == ["Gather", "Tanh", "Transpose", "LinearCrossEntropy"]
+    assert [node.op for node in graph.nodes] == [
+        "Gather",
+        "Tanh",
+        "Transpose",
+        "LinearCrossEntropy",
+    ]
     own = tuple(Split(*each) for each in splits.items())
     parts = [*((index, (Split("d0", 4),)) for index in (0, 2) if splits == {"c": 4}), (3, own)]
-    check(pools, graph, loss, Placement((Stage((0, 1, 2, 3), (2, 0, 3, 1), BATCH, tuple(parts)),)), tmp_path, plain)
+    check(
+        pools,
+        graph,
+        loss,
+        Placement((Stage((0, 1, 2, 3), (2, 0, 3, 1), BATCH, tuple(parts)),)),
+        tmp_path,
+        plain,
+    )
 
 
 def check(
-    pools: Pools, graph: Graph, loss: str, placement: Placement, folder: Path, meant: Graph | None = None
+    pools: Pools,
+    graph: Graph,
+    loss: str,
+    placement: Placement,
+    folder: Path,
+    meant: Graph | None = None,
 ) -> None:
-    """Equal loss and gradients as on one device by `meant`, or by the graph itself, and as many bytes as predicted."""
+    """Equal loss and gradients as on one device by `meant`, or by the graph itself, and as many
+    bytes as predicted.
+    """
     placement.verify(graph)
     schedule = schedule_of(graph, placement, MICRO_BATCHES)
     write(graph, placement, schedule, loss, folder)
     batch = batch_of(graph, MICRO_BATCHES, below=CLASSES)
     found = run_step(pools, folder, batch)
-    assert_equal_steps(found, expected_step(meant or graph, loss, folder, batch, MICRO_BATCHES), 1e-9)
-    assert found.moved == communication_bytes(graph, placement, MICRO_BATCHES, placement.devices, loss)
+    assert_equal_steps(
+        found, expected_step(meant or graph, loss, folder, batch, MICRO_BATCHES), 1e-9
+    )
+    assert found.moved == communication_bytes(
+        graph, placement, MICRO_BATCHES, placement.devices, loss
+    )
 
 
 def test_running_statistics_are_those_of_the_whole_batch(pools: Pools, tmp_path: Path) -> None:
     builder = Builder()
     x = builder.input((BATCH, CHANNELS, 4))
     x = builder.node(
-        "BatchNormalization", x, *(builder.parameter((CHANNELS,)) for _ in range(4)), outputs=3, training_mode=1
+        "BatchNormalization",
+        x,
+        *(builder.parameter((CHANNELS,)) for _ in range(4)),
+        outputs=3,
+        training_mode=1,
     )
     graph = builder.graph(*(value.name for value in builder.values))
     stage = Stage((0,), (0, 1, 2, 3), BATCH, ((0, (Split("n", 2), Split("i0", 2))),))
@@ -167,4 +216,6 @@ def test_running_statistics_are_those_of_the_whole_batch(pools: Pools, tmp_path:
     (inputs,) = micro_batches_of(graph, batch, 1)
     expected = evaluate(graph, drawn_parameters(graph, folder) | inputs)
     for name in graph.outputs:  # What has no samples is given once a micro-batch.
-        torch.testing.assert_close(torch.from_numpy(found[name]).reshape(expected[name].shape), expected[name])
+        torch.testing.assert_close(
+            torch.from_numpy(found[name]).reshape(expected[name].shape), expected[name]
+        )

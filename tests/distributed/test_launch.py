@@ -37,7 +37,8 @@ pytestmark = pytest.mark.distributed
 
 def test_json_and_the_log_hold_every_step_and_the_trace_every_task(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program")
-    trace, log = tmp_path / "trace.json", tmp_path / "runs" / "first"
+    trace = tmp_path / "trace.json"
+    log = tmp_path / "runs" / "first"
     ended = launch(program, "--steps", 2, "--json", "--trace", trace, "--log", log, "--profile", 1)
     assert ended.code == 0, ended.stderr
     *lines, last = map(json.loads, ended.stdout.splitlines())
@@ -45,7 +46,9 @@ def test_json_and_the_log_hold_every_step_and_the_trace_every_task(tmp_path: Pat
     assert lines == steps
     assert [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()] == steps
     assert [step["step"] for step in steps] == [0, 1]
-    assert all(math.isfinite(step["loss"]) and len(step["peak_memory_bytes"]) == 2 for step in steps)
+    assert all(
+        math.isfinite(step["loss"]) and len(step["peak_memory_bytes"]) == 2 for step in steps
+    )
     assert "2 ranks on the CPU, over gloo" in ended.stderr
     assert ended.stderr.count("the data is random") == 1
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -61,7 +64,11 @@ def test_json_and_the_log_hold_every_step_and_the_trace_every_task(tmp_path: Pat
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
     assert "no predicted timeline: the plan of the program is not in" in ended.stderr
     timeline = json.loads((log / "profile" / "timeline.json").read_text())["traceEvents"]
-    tasks = {(each["tid"], each["args"]["step"], each["name"]) for each in timeline if each.get("cat") == "measured"}
+    tasks = {
+        (each["tid"], each["args"]["step"], each["name"])
+        for each in timeline
+        if each.get("cat") == "measured"
+    }
     assert tasks == {(rank, step, name) for rank, step, name in expected if step == 1}
     late = {
         (each["tid"], each["args"]["task"], each["args"]["peer"])
@@ -79,7 +86,9 @@ def test_json_and_the_log_hold_every_step_and_the_trace_every_task(tmp_path: Pat
         assert any(each["name"] == "aten::mm" for each in profile)
 
 
-def test_a_moved_program_prints_its_steps(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_moved_program_prints_its_steps(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = write_chain(tmp_path / "program")
     moved = program.rename(tmp_path / "elsewhere")
     ended = launch_here(capsys, moved, "--steps", 2)
@@ -121,12 +130,16 @@ def test_a_mistake_found_by_a_rank_is_the_users_and_not_tried_again(tmp_path: Pa
     assert "starting all ranks again" not in ended.stderr
 
 
-def test_a_rank_in_an_endless_loop_is_named_with_its_task_and_the_others_are_stopped(tmp_path: Path) -> None:
+def test_a_rank_in_an_endless_loop_is_named_with_its_task_and_the_others_are_stopped(
+    tmp_path: Path,
+) -> None:
     program = write_chain(tmp_path / "program")
     loop = """if step == 1:
             (here / 'reached').write_text('')
             while True: pass"""
-    process = start(program, "--steps", 3, "--data", spell_data(tmp_path, loop), "--step-timeout", 4, "--json")
+    process = start(
+        program, "--steps", 3, "--data", spell_data(tmp_path, loop), "--step-timeout", 4, "--json"
+    )
     wait_for((tmp_path / "reached").exists, process)
     pids = rank_pids(process.pid)
     ended = finish(process)
@@ -173,7 +186,9 @@ def test_an_interrupt_ends_a_launch_that_a_silent_process_keeps_waiting(tmp_path
     assert "interrupted" in ended.stderr
 
 
-def test_two_nodes_meet_without_unpickling_and_compute_what_one_does(pools: Pools, tmp_path: Path) -> None:
+def test_two_nodes_meet_without_unpickling_and_compute_what_one_does(
+    pools: Pools, tmp_path: Path
+) -> None:
     program = write_chain(tmp_path / "program", groups=((0, 1), (2, 3)))
     alone = tmp_path / "alone.jsonl"
     pools.of(4).run(program, "--device", "cpu", "--steps", 2, "--report", alone)
@@ -197,13 +212,17 @@ def test_a_dry_run_counts_what_a_rank_exchanges(tmp_path: Path) -> None:
     report = ended.result
     half = BATCH // 2 * 4 * 8 * MICRO_BATCHES
     assert report["sent_bytes"] == {"2": half} and report["received_bytes"] == {"2": half}
-    assert sorted(report["tasks"]) == sorted(f"0{phase}{index}" for phase in "FB" for index in range(MICRO_BATCHES))
+    assert sorted(report["tasks"]) == sorted(
+        f"0{phase}{index}" for phase in "FB" for index in range(MICRO_BATCHES)
+    )
     moved = {kind: size for kind, size in report["communication_bytes"].items() if size}
     assert moved == {"gradient": report["parameter_bytes"], "send": half}
     assert report["parameter_bytes"] == report["parameters"] * 8
 
 
-def test_inference_writes_its_outputs(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inference_writes_its_outputs(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = write_chain(tmp_path / "program", train=False)
     ended = launch_here(capsys, program, "--mode", "infer", "--outputs", tmp_path / "out.npy")
     assert ended.code == 0, ended.stderr
@@ -211,29 +230,43 @@ def test_inference_writes_its_outputs(here: None, tmp_path: Path, capsys: pytest
     assert {path.name for path in tmp_path.iterdir()} == {"program", "out.npy"}
 
 
-def test_inference_over_a_file_takes_all_of_it(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inference_over_a_file_takes_all_of_it(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = write_chain(tmp_path / "program", train=False)
     np.savez(tmp_path / "rows.npz", in0=np.ones((BATCH * MICRO_BATCHES + BATCH + 1, 4)))
-    ended = launch_here(capsys, program, "--data", tmp_path / "rows.npz", "--outputs", tmp_path / "out.npz")
+    ended = launch_here(
+        capsys, program, "--data", tmp_path / "rows.npz", "--outputs", tmp_path / "out.npz"
+    )
     assert ended.code == 0, ended.stderr
     assert re.findall(r"^step +(\d+) ", ended.stdout, re.M)[:2] == ["0", "1"]
     assert "17 samples are 2 batches of 12, the last of 5" in ended.stderr
     with np.load(tmp_path / "out.npz") as outputs:
-        assert {name: array.shape for name, array in outputs.items()} == {"v9": (MICRO_BATCHES + 2,)}
+        assert {name: array.shape for name, array in outputs.items()} == {
+            "v9": (MICRO_BATCHES + 2,)
+        }
 
 
 def test_training_goes_into_a_next_epoch_and_says_so_once(
     here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same losses, but for what was learnt, would come from the same samples: here nothing is learnt."""
+    """The same losses, but for what was learnt, would come from the same samples: here nothing is
+    learnt.
+    """
     program = write_chain(tmp_path / "program", Optimizer(lr=0.0))
-    np.savez(tmp_path / "rows.npz", in0=np.random.default_rng(0).normal(size=(2 * BATCH * MICRO_BATCHES + 5, 4)))
+    np.savez(
+        tmp_path / "rows.npz",
+        in0=np.random.default_rng(0).normal(size=(2 * BATCH * MICRO_BATCHES + 5, 4)),
+    )
     ended = launch_here(capsys, program, "--steps", 5, "--data", tmp_path / "rows.npz")
     assert ended.code == 0, ended.stderr
     losses = re.findall(r"loss (\S+)", ended.stdout)
     assert losses[0] == losses[2] == losses[4] and losses[1] == losses[3] and losses[0] != losses[1]
     said = [line for line in ended.stdout.splitlines() if "epoch" in line]
     assert said == [
-        f"{tmp_path / 'rows.npz'} has ended, the last 5 samples left out, which fill no batch: step 2 begins epoch 2"
+        (
+            f"{tmp_path / 'rows.npz'} has ended, the last 5 samples left out, which fill no batch: "
+            "step 2 begins epoch 2"
+        )
     ]
     assert "29 samples are 2 batches of 12, the last 5 of each epoch left out" in ended.stderr

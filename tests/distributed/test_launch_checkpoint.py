@@ -1,4 +1,6 @@
-"""What goes wrong with a checkpoint ends a launch in one line with the right exit code, and harms no other one."""
+"""What goes wrong with a checkpoint ends a launch in one line with the right exit code, and harms
+no other one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint import checkpoint_path, committed_steps, read_checkpoint, verify_file
+from autopipe.backends.torch.checkpoint import (
+    checkpoint_path,
+    committed_steps,
+    read_checkpoint,
+    verify_file,
+)
 from autopipe.ir.problem import Optimizer
 from tests.distributed.support.launching import Ended, finish, start, write_chain
 from tests.distributed.support.pool import Pools
@@ -20,14 +27,26 @@ from tests.distributed.support.pool import Pools
 pytestmark = pytest.mark.distributed
 
 LARGEST_FILE = 5000
-"""Bytes: less than a rank's file, of which a generator's state takes 5056, more than what else a launch writes."""
+"""Bytes: less than a rank's file, of which a generator's state takes 5056, more than what else a
+launch writes.
+"""
 
 
 @pytest.fixture
 def program(pools: Pools, tmp_path: Path) -> Path:
     """A program of two ranks that has saved after steps 1 and 2."""
     made = write_chain(tmp_path / "program", Optimizer("adamw"))
-    pools.of(2).run(made, "--device", "cpu", "--steps", 2, "--checkpoint", tmp_path / "saved", "--checkpoint-every", 1)
+    pools.of(2).run(
+        made,
+        "--device",
+        "cpu",
+        "--steps",
+        2,
+        "--checkpoint",
+        tmp_path / "saved",
+        "--checkpoint-every",
+        1,
+    )
     return made
 
 
@@ -45,12 +64,17 @@ def small_disk() -> Iterator[None]:
 def go_on(program: Path) -> Ended:
     """Two more steps."""
     saved = program.parent / "saved"
-    return finish(start(program, "--steps", 4, "--checkpoint", saved, "--checkpoint-every", 1, "--resume"))
+    return finish(
+        start(program, "--steps", 4, "--checkpoint", saved, "--checkpoint-every", 1, "--resume")
+    )
 
 
 def assert_untouched(folder: Path, *steps: int) -> None:
     """These checkpoints are there and whole, and nothing else is."""
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", *(f"step_{step:08d}" for step in steps)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
+        *(f"step_{step:08d}" for step in steps),
+    ]
     for step in committed_steps(folder):
         path = checkpoint_path(folder, step)
         for file in read_checkpoint(path).files:
@@ -60,7 +84,9 @@ def assert_untouched(folder: Path, *steps: int) -> None:
 def test_a_disk_that_takes_no_more(program: Path) -> None:
     with small_disk():
         saved = program.parent / "saved"
-        process = start(program, "--steps", 4, "--checkpoint", saved, "--checkpoint-every", 1, "--resume")
+        process = start(
+            program, "--steps", 4, "--checkpoint", saved, "--checkpoint-every", 1, "--resume"
+        )
     ended = finish(process)
     assert ended.code == 5, ended.stderr
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
@@ -77,7 +103,15 @@ def full_disk(program: Path, tmp_path: Path) -> Iterator[Path]:
     pages = sum(-(-path.stat().st_size // 4096) for path in newest.iterdir())
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={4096 * (pages + pages // 2)}", "tmpfs", str(disk)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={4096 * (pages + pages // 2)}",
+        "tmpfs",
+        str(disk),
+    ]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no file system may be mounted here")
     shutil.copytree(newest, disk / newest.name)
@@ -87,10 +121,15 @@ def full_disk(program: Path, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.sweep
 def test_a_full_disk(program: Path, full_disk: Path) -> None:
-    ended = finish(start(program, "--steps", 4, "--checkpoint", full_disk, "--checkpoint-every", 1, "--resume"))
+    ended = finish(
+        start(program, "--steps", 4, "--checkpoint", full_disk, "--checkpoint-every", 1, "--resume")
+    )
     assert ended.code == 5, ended.stderr
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
-    assert "task checkpoint: " in line and "the checkpoint cannot be written: No space left on device" in line
+    assert (
+        "task checkpoint: " in line
+        and "the checkpoint cannot be written: No space left on device" in line
+    )
     assert_untouched(full_disk, 2)
 
 

@@ -1,4 +1,6 @@
-"""A rank is killed in the middle of a step: all start again and compute, bit by bit, what they would have."""
+"""A rank is killed in the middle of a step: all start again and compute, bit by bit, what they
+would have.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from tests.distributed.support.pool import Pools
 pytestmark = pytest.mark.distributed
 
 STEPS = 6
-# Rank 0 stops in step 4 until it is killed with the others; started again, it finds that it has been there.
+# Rank 0 stops in step 4 until it is killed with the others; started again, it finds that it has
+# been there.
 BLOCK = """if step == 4 and rank == 0 and not (here / 'reached').exists():
             (here / 'reached').write_text('')
             time.sleep(10**6)"""
@@ -51,15 +54,29 @@ def test_losses_after_a_restart_are_those_of_an_undisturbed_run(
     monkeypatch.chdir(tmp_path)
     program = write_chain(tmp_path / "program", optimizer, groups=((0, 1), (2,)))
     report = tmp_path / "report.jsonl"
-    pools.of(3).run(program, "--device", "cpu", "--steps", STEPS, "--report", report, "--data", spell_data(tmp_path))
+    pools.of(3).run(
+        program,
+        "--device",
+        "cpu",
+        "--steps",
+        STEPS,
+        "--report",
+        report,
+        "--data",
+        spell_data(tmp_path),
+    )
     undisturbed = read_losses(report)
     flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 2)
-    process = start(program, "--steps", STEPS, "--json", "--data", spell_data(tmp_path, BLOCK), *flags)
+    process = start(
+        program, "--steps", STEPS, "--json", "--data", spell_data(tmp_path, BLOCK), *flags
+    )
     wait_for((tmp_path / "reached").exists, process)
     os.kill(rank_pids(process.pid)[1], signal.SIGKILL)
     ended = finish(process)
     assert ended.code == 0, ended.stderr
-    assert "rank 1: killed by SIGKILL" in ended.stderr and "starting all ranks again" in ended.stderr
+    assert (
+        "rank 1: killed by SIGKILL" in ended.stderr and "starting all ranks again" in ended.stderr
+    )
     assert len(set(undisturbed)) == STEPS
     assert ended.losses == undisturbed
     assert committed_steps(tmp_path / "saved") == [4, 6]
@@ -67,7 +84,15 @@ def test_losses_after_a_restart_are_those_of_an_undisturbed_run(
 
 def test_a_rank_that_hangs_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program", Optimizer("sgd", lr=0.05, momentum=0.9))
-    flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 2, "--step-timeout", 5, "--json")
+    flags = (
+        "--checkpoint",
+        tmp_path / "saved",
+        "--checkpoint-every",
+        2,
+        "--step-timeout",
+        5,
+        "--json",
+    )
     process = start(program, "--steps", STEPS, "--data", spell_data(tmp_path, SLOW), *flags)
     wait_for((tmp_path / "reached").exists, process)
     os.kill(rank_pids(process.pid)[1], signal.SIGSTOP)

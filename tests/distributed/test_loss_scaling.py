@@ -44,7 +44,9 @@ STEPS = 32
 OPTIMIZERS = {
     "momentum": Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=0.1),
     "adamw": Optimizer("adamw", lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
-    "adamw in shares": Optimizer("adamw", lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, shard=True),
+    "adamw in shares": Optimizer(
+        "adamw", lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, shard=True
+    ),
 }
 
 
@@ -62,14 +64,22 @@ def placed(graph: Graph, recompute: bool = False) -> Placement:
     """A stage of one rank, of two replicas, and of one more."""
     batch = batch_axes_of(graph)
     stages = []
-    for nodes, group in ((range(2), (0,)), (range(2, 4), (1, 2)), (range(4, len(graph.nodes)), (3,))):
-        splits = tuple((node, (Split(str(batch.axis(node)), 2),)) for node in nodes if len(group) > 1)
+    for nodes, group in (
+        (range(2), (0,)),
+        (range(2, 4), (1, 2)),
+        (range(4, len(graph.nodes)), (3,)),
+    ):
+        splits = tuple(
+            (node, (Split(str(batch.axis(node)), 2),)) for node in nodes if len(group) > 1
+        )
         stages.append(Stage(tuple(nodes), group, SAMPLES, splits, recompute))
     return Placement(tuple(stages))
 
 
 @pytest.mark.parametrize("how", ["whole", "recomputed", "in halves", "state in shares"])
-def test_gradients_too_small_for_fp16_are_those_of_one_device(pools: Pools, tmp_path: Path, how: str) -> None:
+def test_gradients_too_small_for_fp16_are_those_of_one_device(
+    pools: Pools, tmp_path: Path, how: str
+) -> None:
     """A loss so small that its gradients are zero in fp16, unless it is scaled."""
     graph, loss = layered(2.0**-16)
     placement = placed(graph, recompute=how == "recomputed")
@@ -109,10 +119,19 @@ class Runs:
     def run(self, name: str, scale: float, steps: int, *flags: object) -> list[dict[str, object]]:
         """The report of steps on one batch, which save at their end in the folder `name`."""
         graph, loss = layered()
-        placement, program = placed(graph), self.folder / f"program {scale:g}"
+        placement = placed(graph)
+        program = self.folder / f"program {scale:g}"
         schedule = schedule_of(graph, placement, MICRO_BATCHES)
         if not program.exists():
-            write(graph, placement, schedule, loss, program, "fp16", replace(self.optimizer, loss_scale=scale))
+            write(
+                graph,
+                placement,
+                schedule,
+                loss,
+                program,
+                "fp16",
+                replace(self.optimizer, loss_scale=scale),
+            )
         np.savez(self.folder / "batch.npz", **batch_of(graph, MICRO_BATCHES))  # type: ignore[arg-type]
         report = self.folder / "report.jsonl"
         report.unlink(missing_ok=True)
@@ -135,15 +154,21 @@ class Runs:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_that_overflow_leave_everything_where_it_was(pools: Pools, tmp_path: Path, optimizer: str) -> None:
-    """From a scale that is too large, a run halves it and moves nothing until nothing overflows. From there on it is,
-    to the bit, a run that started with that scale: parameters, the optimizer's state and its number of steps."""
+def test_steps_that_overflow_leave_everything_where_it_was(
+    pools: Pools, tmp_path: Path, optimizer: str
+) -> None:
+    """From a scale that is too large, a run halves it and moves nothing until nothing overflows.
+    From there on it is, to the bit, a run that started with that scale: parameters, the optimizer's
+    state and its number of steps.
+    """
     runs = Runs(pools, tmp_path, OPTIMIZERS[optimizer])
     lines = runs.run("too large", TOO_LARGE, STEPS)
     skipped = sum(bool(line["skipped"]) for line in lines)
     assert 8 < skipped < STEPS - 4
     assert [line["skipped"] for line in lines] == [True] * skipped + [False] * (STEPS - skipped)
-    assert [line["loss_scale"] for line in lines] == [TOO_LARGE / 2 ** min(step, skipped) for step in range(STEPS)]
+    assert [line["loss_scale"] for line in lines] == [
+        TOO_LARGE / 2 ** min(step, skipped) for step in range(STEPS)
+    ]
     losses = [line["loss"] for line in lines]
     assert len(set(losses[: skipped + 1])) == 1
     fits = TOO_LARGE / 2**skipped
@@ -161,7 +186,9 @@ def test_a_run_goes_on_at_the_scale_of_its_checkpoint(pools: Pools, tmp_path: Pa
     parts += runs.run("in parts", TOO_LARGE, STEPS - 3, "--resume")
     parts += runs.run("in parts", TOO_LARGE, STEPS, "--resume")
     told = ("step", "loss", "loss_scale", "skipped")
-    assert [[line[name] for name in told] for line in parts] == [[line[name] for name in told] for line in whole]
+    assert [[line[name] for name in told] for line in parts] == [
+        [line[name] for name in told] for line in whole
+    ]
     assert runs.final("in parts", STEPS) == runs.final("at once", STEPS)
 
 
@@ -194,7 +221,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, tmp_path: P
     held = ["{0}, {0}], [{0}, {0}, {0}", None, "{0}"]
     for rank, lines in enumerate(printed):
         form = held[rank]
-        kept, moved = ("[]", "[]") if form is None else (f"[[{form.format(number)}]]" for number in (1.0, 0.5))
+        kept, moved = (
+            ("[]", "[]")
+            if form is None
+            else (f"[[{form.format(number)}]]" for number in (1.0, 0.5))
+        )
         assert lines == [
             f"{moved} [8.0, 0.0] (8.0, 1)",
             f"{kept} [8.0, 1.0] (4.0, 0)",
@@ -216,11 +247,31 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, tmp_path: P
     ],
     ids=["tensor parallel in halves", "replicas recomputed in shares"],
 )  # fmt: skip
-def test_verify_finds_a_transformer_in_fp16_equal(here: None, tmp_path: Path, plan: tuple[str, ...]) -> None:
+def test_verify_finds_a_transformer_in_fp16_equal(
+    here: None, tmp_path: Path, plan: tuple[str, ...]
+) -> None:
     model = tmp_path / "gpt.onnx"
-    sizes = {"layers": "2", "hidden": "32", "heads": "4", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    sizes = {
+        "layers": "2",
+        "hidden": "32",
+        "heads": "4",
+        "sequence": "16",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", sizes)).save(model)
-    words = ["plan", str(model), "--gpus", "4", "--cluster", "cpu-local", "--batch-size", "16", "--micro-batches", "4"]
+    words = [
+        "plan",
+        str(model),
+        "--gpus",
+        "4",
+        "--cluster",
+        "cpu-local",
+        "--batch-size",
+        "16",
+        "--micro-batches",
+        "4",
+    ]
     assert main([*words, "--set", "precision=fp16", *plan, "-q", "-o", str(tmp_path / "plan")]) == 0
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
     assert main(["verify", str(tmp_path / "plan" / "program"), "--device", "cpu", "-q"]) == 0
@@ -240,13 +291,28 @@ half (float16[N, 4] x) => (float16 loss)
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("asked", [None, 1e-3])
-def test_weights_in_float16_are_trained_with_a_denominator_they_can_hold(tmp_path: Path, asked: float | None) -> None:
+def test_weights_in_float16_are_trained_with_a_denominator_they_can_hold(
+    tmp_path: Path, asked: float | None
+) -> None:
     model = onnx.parser.parse_model(HALF)
     weights = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float16)
     model.graph.initializer.extend(map(onnx.numpy_helper.from_array, weights, ("first", "last")))
     onnx.save(model, tmp_path / "half.onnx")
-    words = ["--gpus", "2", "--cluster", "cpu-local", "--strategy", "data_parallel", "--batch-size", "8"]
-    words += ["-o", str(tmp_path / "plan"), *(() if asked is None else ("--set", f"optimizer.eps={asked}"))]
+    words = [
+        "--gpus",
+        "2",
+        "--cluster",
+        "cpu-local",
+        "--strategy",
+        "data_parallel",
+        "--batch-size",
+        "8",
+    ]
+    words += [
+        "-o",
+        str(tmp_path / "plan"),
+        *(() if asked is None else ("--set", f"optimizer.eps={asked}")),
+    ]
     assert main(["plan", str(tmp_path / "half.onnx"), *words]) == 0
     program = tmp_path / "plan" / "program"
     assert main(["codegen", str(tmp_path / "plan")]) == 0

@@ -21,11 +21,16 @@ STEPS = 5
 
 @pytest.mark.parametrize("recompute", ["no", "yes", "holding copies"])
 @pytest.mark.parametrize("shard", [False, True])
-def test_losses_are_those_of_casts_in_every_forward(pools: Pools, tmp_path: Path, recompute: str, shard: bool) -> None:
+def test_losses_are_those_of_casts_in_every_forward(
+    pools: Pools, tmp_path: Path, recompute: str, shard: bool
+) -> None:
     """Also in a run that goes on from a checkpoint."""
     graph, loss = layered()
-    placement, folder = placed(graph, recompute != "no"), tmp_path / "program"
-    holding = tuple(replace(each, holds_copies=recompute == "holding copies") for each in placement.stages)
+    placement = placed(graph, recompute != "no")
+    folder = tmp_path / "program"
+    holding = tuple(
+        replace(each, holds_copies=recompute == "holding copies") for each in placement.stages
+    )
     placement = replace(placement, stages=holding)
     schedule = schedule_of(graph, placement, MICRO_BATCHES)
     write(graph, placement, schedule, loss, folder, "bf16", Optimizer("adamw", lr=0.1, shard=shard))
@@ -34,7 +39,16 @@ def test_losses_are_those_of_casts_in_every_forward(pools: Pools, tmp_path: Path
     def losses(steps: int, *flags: object) -> list[object]:
         report = tmp_path / "report.jsonl"
         report.unlink(missing_ok=True)
-        arguments = ("--device", "cpu", "--steps", steps, "--report", report, "--data", tmp_path / "batch.npz")
+        arguments = (
+            "--device",
+            "cpu",
+            "--steps",
+            steps,
+            "--report",
+            report,
+            "--data",
+            tmp_path / "batch.npz",
+        )
         pools.of(placement.devices).run(folder, *arguments, *flags)
         return [line["loss"] for line in report_lines(report)]
 

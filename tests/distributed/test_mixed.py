@@ -1,4 +1,6 @@
-"""Plans for devices of different kinds compute what one device does: the ranks only pretend to differ."""
+"""Plans for devices of different kinds compute what one device does: the ranks only pretend to
+differ.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ def site(fast_first: bool) -> Cluster:
     ],
 )
 def test_a_plan_over_two_kinds(
-    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, size: int, strategy: Strategy, schedule: str
+    pools: Pools,
+    small_models: SmallModels,
+    tmp_path: Path,
+    name: str,
+    size: int,
+    strategy: Strategy,
+    schedule: str,
 ) -> None:
     model = small_models.of(name, size, BATCH // size)
     problem = training(model.graph, model.loss, site(fast_first=name != "gpt"))

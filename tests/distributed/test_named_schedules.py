@@ -11,18 +11,31 @@ from autopipe.passes.registry import scheduler_names
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 from tests.distributed.support.pool import Pools
-from tests.distributed.support.running import assert_equal_steps, batch_of, expected_step, run_step, write
+from tests.distributed.support.running import (
+    assert_equal_steps,
+    batch_of,
+    expected_step,
+    run_step,
+    write,
+)
 from tests.distributed.support.shapes import problem_of, scheduled, tied_chain
 
 pytestmark = pytest.mark.distributed
 
-RANKS, LAYERS = 4, 16
+RANKS = 4
+LAYERS = 16
 
 
 @pytest.mark.parametrize("micro_batches", [8, 5])
-@pytest.mark.parametrize("name", [name for name in scheduler_names() if name != "csv"])  # csv follows a file
-def test_gradients_are_those_of_one_device(pools: Pools, tmp_path: Path, name: str, micro_batches: int) -> None:
-    """Five micro-batches, which come out even nowhere, with messages that are waited for where they are made."""
+@pytest.mark.parametrize(
+    "name", [name for name in scheduler_names() if name != "csv"]
+)  # csv follows a file
+def test_gradients_are_those_of_one_device(
+    pools: Pools, tmp_path: Path, name: str, micro_batches: int
+) -> None:
+    """Five micro-batches, which come out even nowhere, with messages that are waited for where they
+    are made.
+    """
     graph, loss = tied_chain(LAYERS)
     problem = problem_of(graph, loss, micro_batches, RANKS)
     found = scheduled(name, problem)

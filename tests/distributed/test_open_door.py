@@ -1,5 +1,6 @@
-"""What a launch lets in: nothing from outside its interface, nothing unpickled, no module of the current folder; and
-nothing that it started outlives it."""
+"""What a launch lets in: nothing from outside its interface, nothing unpickled, no module of the
+current folder; and nothing that it started outlives it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def _refused(ended: Ended) -> bool:
     """Whether a launch has ended as one does that finds strangers' values in its store."""
     lines = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
     words = "the ranks' store holds a value that no process of this run has written"
-    return ended.code == 5 and len(lines) == 1 and words in lines[0] and "Traceback" not in ended.stderr
+    return (
+        ended.code == 5
+        and len(lines) == 1
+        and words in lines[0]
+        and "Traceback" not in ended.stderr
+    )
 
 
 @pytest.mark.distributed
@@ -63,20 +69,35 @@ def test_one_machine_listens_to_itself_alone_and_unpickles_nothing(tmp_path: Pat
     ended = finish(process)
     assert _refused(ended), ended
     assert not (tmp_path / "owned").exists()
-    assert not (tmp_path / "taken").exists(), "a module of the current folder has been taken for Python's own"
+    assert not (tmp_path / "taken").exists(), (
+        "a module of the current folder has been taken for Python's own"
+    )
 
 
 @pytest.mark.distributed
-def test_two_machines_listen_on_the_chosen_interface_alone_and_unpickle_nothing(tmp_path: Path) -> None:
+def test_two_machines_listen_on_the_chosen_interface_alone_and_unpickle_nothing(
+    tmp_path: Path,
+) -> None:
     program = write_chain(tmp_path / "program")
-    flags = ("--data", spell_data(tmp_path, STAY), "--nnodes", 2, "--rdzv-endpoint", "10.77.0.1:29400")
+    flags = (
+        "--data",
+        spell_data(tmp_path, STAY),
+        "--nnodes",
+        2,
+        "--rdzv-endpoint",
+        "10.77.0.1:29400",
+    )
     with machines() as inside:
         key = write_key(tmp_path)
-        nodes = {each: start(program, *flags, "--rdzv-key", key, within=inside[each]) for each in "ab"}
+        nodes = {
+            each: start(program, *flags, "--rdzv-key", key, within=inside[each]) for each in "ab"
+        }
         try:
             for node in nodes.values():
                 wait_for((tmp_path / "reached").exists, node)
-            chosen, stores, other = set(), set(), set()
+            chosen = set()
+            stores = set()
+            other = set()
             for number, (each, node) in enumerate(nodes.items(), 1):
                 found = doors(descendants(node.pid))
                 assert {address for address, _ in found} == {f"10.77.0.{number}"}, found
@@ -133,11 +154,18 @@ def _gone(pids: list[int]) -> bool:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("fork_server", "condition", "importing"),
-    [("0", "'RANK' in os.environ", 2), ("1", "any('fork_server' in word for word in sys.orig_argv)", 1)],
+    [
+        ("0", "'RANK' in os.environ", 2),
+        ("1", "any('fork_server' in word for word in sys.orig_argv)", 1),
+    ],
     ids=["an interpreter per rank", "a fork server"],
 )
 def test_processes_end_with_a_launcher_that_is_killed_while_they_import_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: str, condition: str, importing: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fork_server: str,
+    condition: str,
+    importing: int,
 ) -> None:
     monkeypatch.setenv(SWITCH, fork_server)
     program = write_chain(tmp_path / "program")
@@ -164,7 +192,9 @@ time.sleep(10**6)
 """
 
 
-def test_a_child_ends_with_its_parent_and_takes_no_module_of_the_current_folder(tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent_and_takes_no_module_of_the_current_folder(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "queue.py").write_text(MODULE)
     child = tmp_path / "child.py"
     child.write_text("import queue, time\nopen('began', 'w').close()\ntime.sleep(10**6)\n")
@@ -180,7 +210,9 @@ def test_a_child_ends_with_its_parent_and_takes_no_module_of_the_current_folder(
     assert not (tmp_path / "taken").exists()
 
 
-def test_an_empty_entry_of_the_module_path_is_not_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_entry_of_the_module_path_is_not_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("", "/somewhere", "")))
     with rank_environment():
         assert os.environ["PYTHONPATH"].split(os.pathsep) == ["/somewhere", str(ROOT)]
@@ -190,7 +222,12 @@ def test_an_empty_entry_of_the_module_path_is_not_the_current_folder(monkeypatch
 def test_a_child_whose_parent_has_gone_already_ends() -> None:
     with rank_environment():
         environment = dict(os.environ) | {"AUTOPIPE_PARENT": "1"}
-    assert subprocess.run(python_command("this"), env=environment, check=False, capture_output=True).returncode == 5
+    assert (
+        subprocess.run(
+            python_command("this"), env=environment, check=False, capture_output=True
+        ).returncode
+        == 5
+    )
 
 
 @pytest.mark.distributed
@@ -201,7 +238,9 @@ def test_a_worker_pools_ranks_end_with_the_process_that_they_are_copies_of() -> 
         pids = descendants(pool._process.pid)
         assert len(pids) == 3
         found = doors(pids)
-        assert found and all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
+        assert found and all(ipaddress.ip_address(address).is_loopback for address, _ in found), (
+            found
+        )
         pool._process.kill()
         # The ranks' ends stay open here: it is not those that tell them.
         pool._process.wait()
@@ -209,6 +248,12 @@ def test_a_worker_pools_ranks_end_with_the_process_that_they_are_copies_of() -> 
 
 
 def test_every_process_of_python_is_started_as_a_child() -> None:
-    """The process of an integer program watches its parent itself: planning does not import the runtime."""
-    users = [path for path in (ROOT / "autopipe").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
+    """The process of an integer program watches its parent itself: planning does not import the
+    runtime.
+    """
+    users = [
+        path
+        for path in (ROOT / "autopipe").rglob("*.py")
+        if "sys.executable" in path.read_text(encoding="utf-8")
+    ]
     assert sorted(path.name for path in users) == ["child.py", "pulp_client.py"]

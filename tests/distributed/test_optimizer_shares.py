@@ -1,4 +1,6 @@
-"""The optimizer's state in shares (ZeRO-1): parameters and state are one device's, and so are checkpoints."""
+"""The optimizer's state in shares (ZeRO-1): parameters and state are one device's, and so are
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.checkpoint import Reader, check_checkpoint, checkpoint_path, read_checkpoint
+from autopipe.backends.torch.checkpoint import (
+    Reader,
+    check_checkpoint,
+    checkpoint_path,
+    read_checkpoint,
+)
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
@@ -29,7 +36,8 @@ from tests.distributed.support.running import (
 
 pytestmark = pytest.mark.distributed
 
-SAMPLES, MICRO_BATCHES = 12, 2
+SAMPLES = 12
+MICRO_BATCHES = 2
 STEPS = 6
 TOLERANCE = 1e-5
 OPTIMIZERS = {
@@ -39,12 +47,16 @@ OPTIMIZERS = {
 
 
 def uneven() -> tuple[Graph, str]:
-    """Parameters of 35, 7, 28, 4 and 1 numbers, a table that the first and the last node use, and a frozen one."""
+    """Parameters of 35, 7, 28, 4 and 1 numbers, a table that the first and the last node use, and a
+    frozen one.
+    """
     builder = Builder()
     table = builder.parameter((7, 5))
     hidden = builder.node("Gather", table, builder.input((SAMPLES, 3), DType.INT64))
     hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((5, 4))))
-    hidden = builder.node("Mul", builder.node("Mul", hidden, builder.parameter((4,))), builder.parameter(()))
+    hidden = builder.node(
+        "Mul", builder.node("Mul", hidden, builder.parameter((4,))), builder.parameter(())
+    )
     hidden = builder.node("Mul", hidden, builder.parameter((4,), trainable=False))
     hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 7))))
     hidden = builder.node("Add", hidden, builder.parameter((7,)))
@@ -53,18 +65,28 @@ def uneven() -> tuple[Graph, str]:
 
 
 def cut(graph: Graph, at: int, groups: list[tuple[int, ...]], columns: int = 1) -> Placement:
-    """Stages from the start and from node `at`; replicas by samples, and the product of the first split by columns."""
+    """Stages from the start and from node `at`; replicas by samples, and the product of the first
+    split by columns.
+    """
     batch = batch_axes_of(graph)
     bounds = [0, at, len(graph.nodes)] if len(groups) > 1 else [0, len(graph.nodes)]
     stages = []
     for low, high, group in zip(bounds, bounds[1:], groups, strict=False):
         splits: list[tuple[int, tuple[Split, ...]]] = []
         for node in range(low, high):
-            own = [Split(str(batch.axis(node)), len(group) // columns)] if len(group) > columns else []
+            own = (
+                [Split(str(batch.axis(node)), len(group) // columns)]
+                if len(group) > columns
+                else []
+            )
             if columns > 1 and graph.nodes[node].op == "MatMul" and node < at:
                 own.append(Split("n", columns))
             splits.append((node, tuple(own)))
-        stages.append(Stage(tuple(range(low, high)), group, SAMPLES, tuple(each for each in splits if each[1])))
+        stages.append(
+            Stage(
+                tuple(range(low, high)), group, SAMPLES, tuple(each for each in splits if each[1])
+            )
+        )
     return Placement(tuple(stages))
 
 
@@ -90,19 +112,39 @@ class Runs:
             return graph, loss, cut(graph, 4, [(0, 1, 2, 3)], columns=2)
         return graph, loss, cut(graph, 4, PLACEMENTS[name])
 
-    def run(self, name: str, shard: bool, saved: str, *flags: object, steps: int = STEPS) -> list[float]:
+    def run(
+        self, name: str, shard: bool, saved: str, *flags: object, steps: int = STEPS
+    ) -> list[float]:
         """The losses of a run under a placement that saves in folder `saved`."""
         graph, loss, placement = self.placement(name)
         program = self.folder / f"{name} {shard}"
         schedule = schedule_of(graph, placement, MICRO_BATCHES)
         if not program.exists():
-            write(graph, placement, schedule, loss, program, optimizer=replace(self.optimizer, shard=shard))
+            write(
+                graph,
+                placement,
+                schedule,
+                loss,
+                program,
+                optimizer=replace(self.optimizer, shard=shard),
+            )
         report = self.folder / "report.jsonl"
         report.unlink(missing_ok=True)
-        arguments = ("--device", "cpu", "--steps", steps, "--report", report, "--checkpoint", self.folder / saved)
+        arguments = (
+            "--device",
+            "cpu",
+            "--steps",
+            steps,
+            "--report",
+            report,
+            "--checkpoint",
+            self.folder / saved,
+        )
         self.pools.of(placement.devices).run(program, *arguments, *flags)
         lines = report_lines(report)
-        moved = communication_bytes(graph, placement, MICRO_BATCHES, schedule.devices, loss, shard=shard)
+        moved = communication_bytes(
+            graph, placement, MICRO_BATCHES, schedule.devices, loss, shard=shard
+        )
         assert [line["communication_bytes"] for line in lines] == [moved] * len(lines)
         return [float(str(line["loss"])) for line in lines]
 
@@ -127,11 +169,15 @@ def assert_equal_numbers(found: dict[str, np.ndarray], expected: dict[str, np.nd
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_and_checkpoints_are_one_devices(pools: Pools, tmp_path: Path, optimizer: str) -> None:
+def test_steps_and_checkpoints_are_one_devices(
+    pools: Pools, tmp_path: Path, optimizer: str
+) -> None:
     runs = Runs(pools, tmp_path, OPTIMIZERS[optimizer])
     losses = runs.run("one", False, "alone")
     expected = runs.final("alone")
-    assert len(expected) == {"momentum": 13, "adamw": 19}[optimizer], "a frozen one, and six with their states"
+    assert len(expected) == {"momentum": 13, "adamw": 19}[optimizer], (
+        "a frozen one, and six with their states"
+    )
     for name in (*PLACEMENTS, "tensor and data"):
         shares = runs.run(name, True, name)
         np.testing.assert_allclose(shares, losses, rtol=TOLERANCE, err_msg=name)
@@ -143,7 +189,13 @@ def test_runs_go_on_with_shares_and_without(pools: Pools, tmp_path: Path, optimi
     runs = Runs(pools, tmp_path, OPTIMIZERS[optimizer])
     runs.run("one", False, "alone")
     expected = runs.final("alone")
-    ways = [("data", True), ("one", False), ("stages of replicas", True), ("data", False), ("tensor and data", True)]
+    ways = [
+        ("data", True),
+        ("one", False),
+        ("stages of replicas", True),
+        ("data", False),
+        ("tensor and data", True),
+    ]
     for number, (name, shard) in enumerate(ways, 1):  # Each goes on from the one before.
         runs.run(name, shard, "kept", *(["--resume"] if number > 1 else []), steps=number)
     runs.run("stages of three and one", True, "kept", "--resume", steps=STEPS)
@@ -157,4 +209,6 @@ def test_gradients_are_recorded_whole(pools: Pools, tmp_path: Path, name: str) -
     write(graph, placement, schedule, loss, tmp_path / "program", optimizer=OPTIMIZERS["adamw"])
     batch = batch_of(graph, MICRO_BATCHES)
     found: Step = run_step(pools, tmp_path / "program", batch)
-    assert_equal_steps(found, expected_step(graph, loss, tmp_path / "program", batch, MICRO_BATCHES), TOLERANCE)
+    assert_equal_steps(
+        found, expected_step(graph, loss, tmp_path / "program", batch, MICRO_BATCHES), TOLERANCE
+    )

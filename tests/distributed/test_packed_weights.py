@@ -26,11 +26,25 @@ def test_seven_billion_parameters_take_four_bits_each_and_their_scales(tmp_path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["expert", pytest.param("pipedream", marks=pytest.mark.sweep)])
-def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(here: None, strategy: str, tmp_path: Path) -> None:
+def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(
+    here: None, strategy: str, tmp_path: Path
+) -> None:
     onnx.save(Builder(SMALL, numbers=True).model(), tmp_path / "model.onnx")
-    plan, program = str(tmp_path / "plan"), str(tmp_path / "program")
+    plan = str(tmp_path / "plan")
+    program = str(tmp_path / "program")
     for words in (
-        ["plan", str(tmp_path / "model.onnx"), "--gpus", "4", "--batch-size", "4", "--strategy", strategy, "-o", plan],
+        [
+            "plan",
+            str(tmp_path / "model.onnx"),
+            "--gpus",
+            "4",
+            "--batch-size",
+            "4",
+            "--strategy",
+            strategy,
+            "-o",
+            plan,
+        ],
         ["codegen", plan, "-o", program],
         ["launch", program, "--device", "cpu"],
         ["verify", program],
@@ -39,7 +53,9 @@ def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(here: None, strategy: str
 
 
 @pytest.mark.distributed
-def test_what_rounding_to_16_bits_may_change_is_measured_by_moving_scales(here: None, tmp_path: Path) -> None:
+def test_what_rounding_to_16_bits_may_change_is_measured_by_moving_scales(
+    here: None, tmp_path: Path
+) -> None:
     """All weights are whole numbers: inputs and weights have nothing else to move."""
     layer = """
       n{0} = com.microsoft.DequantizeLinear(w, s, z)   m{0} = MatMul(q{0}, n{0})   g{0} = Tanh(m{0})
@@ -51,10 +67,12 @@ def test_what_rounding_to_16_bits_may_change_is_measured_by_moving_scales(here: 
     {{ d = com.microsoft.DequantizeLinear(w, s, z)  q0 = Gather(d, ids)
       {"".join(layer.format(each, each + 1) for each in range(4))} }}
     """
-    model, numbers = onnx.parser.parse_model(text), np.random.default_rng(0).integers(-128, 128, (64, 64))
+    model = onnx.parser.parse_model(text)
+    numbers = np.random.default_rng(0).integers(-128, 128, (64, 64))
     model.graph.initializer.append(onnx.numpy_helper.from_array(numbers.astype(np.int8), "w"))
     onnx.save(model, tmp_path / "model.onnx")
-    plan, program = str(tmp_path / "plan"), str(tmp_path / "program")
+    plan = str(tmp_path / "plan")
+    program = str(tmp_path / "program")
     size = ["--gpus", "2", "--batch-size", "4", "--micro-batches", "2", "--cluster", "cpu-local"]
     assert main(["plan", str(tmp_path / "model.onnx"), *size, "-o", plan]) == 0
     assert main(["codegen", plan, "-o", program]) == 0

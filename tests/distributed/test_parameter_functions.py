@@ -1,4 +1,6 @@
-"""What an exporter computes from parameters is trained as torch trains the parameters, or training it is refused."""
+"""What an exporter computes from parameters is trained as torch trains the parameters, or training
+it is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ STEPS = 2
 SEVERAL = {
     "product", "sum of two", "joined", "joined columns", "product of elements", "scaled rows", "low rank", "adapted",
 }  # fmt: skip
-"""Functions of several parameters, which are found if the file holds all of them and its metadata name them."""
+"""Functions of several parameters, which are found if the file holds all of them and its metadata
+name them.
+"""
 UNKNOWN = {
     "softmax", "normalized", "symmetric", "rows of a multiple, some twice", "straight through of a multiple",
     "layer beside the identity",
@@ -46,7 +50,9 @@ REFUSED = {
     ("torchscript", False): frozenset(PROBES) - {"plain", "flipped"} - LOOKUPS - KEPT - LAYERS,
     ("torchscript", True): frozenset((UNKNOWN | SEVERAL) - KEPT - {"low rank"}),
 }
-"""By exporter, and whether the module also uses the parameter itself: the functions whose parameter is not known."""
+"""By exporter, and whether the module also uses the parameter itself: the functions whose parameter
+is not known.
+"""
 
 
 def is_refused(case: Case) -> bool:
@@ -70,7 +76,9 @@ def test_a_tensor_with_a_parameters_name_is_that_parameter(case: Case) -> None:
         np.testing.assert_allclose(array, known[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if is_refused(each)], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "case", [each for each in CASES if is_refused(each)], ids=lambda each: each.name
+)
 def test_training_a_function_of_a_parameter_is_refused(case: Case) -> None:
     path = file_of(case)
     read = read_model(path)
@@ -78,7 +86,10 @@ def test_training_a_function_of_a_parameter_is_refused(case: Case) -> None:
     assert refused
     with pytest.raises(ModelError, match=refused[0]) as caught:
         require_trainable(read)
-    assert "optimize=False" in caught.value.message or "do_constant_folding=False" in caught.value.message
+    assert (
+        "optimize=False" in caught.value.message
+        or "do_constant_folding=False" in caught.value.message
+    )
     require_trainable(read_model(path, trainable=tuple(refused)))
     require_trainable(read_model(path, frozen=tuple(refused)))
     words = shlex.split(caught.value.hint)
@@ -88,7 +99,9 @@ def test_training_a_function_of_a_parameter_is_refused(case: Case) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", [each for each in CASES if not is_refused(each)], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "case", [each for each in CASES if not is_refused(each)], ids=lambda each: each.name
+)
 def test_two_steps_are_those_of_torch(case: Case, pools: Pools, tmp_path: Path) -> None:
     path = file_of(case)
     x, y = batch_of(STEPS)
@@ -98,10 +111,16 @@ def test_two_steps_are_those_of_torch(case: Case, pools: Pools, tmp_path: Path) 
     module = module_of(case)
     before = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
     after = by_torch(module, data, STEPS)
-    assert any(np.abs(after[name] - before[name]).max() > 1e-3 for name in before), "training changed nothing"
-    initial = {each.value.name: parameter_array(each, path) for each in read_model(path).graph.parameters}
+    assert any(np.abs(after[name] - before[name]).max() > 1e-3 for name in before), (
+        "training changed nothing"
+    )
+    initial = {
+        each.value.name: parameter_array(each, path) for each in read_model(path).graph.parameters
+    }
     compared = sum(compare(name, array, initial, before, after) for name, array in found.items())
-    reached = sum(array.size for name, array in after.items() if not np.array_equal(array, before[name]))
+    reached = sum(
+        array.size for name, array in after.items() if not np.array_equal(array, before[name])
+    )
     assert compared >= reached or case.probe == "part", "parameters are missing"
 
 
@@ -112,8 +131,9 @@ def compare(
     before: dict[str, np.ndarray],
     after: dict[str, np.ndarray],
 ) -> int:
-    """Compare a trained tensor with torch's and return its elements; one with a name of its own is known by the
-    elements that it began with, each of which one parameter had."""
+    """Compare a trained tensor with torch's and return its elements; one with a name of its own is
+    known by the elements that it began with, each of which one parameter had.
+    """
     if name in after:
         assert array.shape == after[name].shape
         np.testing.assert_allclose(array, after[name], rtol=1e-5, atol=1e-6)

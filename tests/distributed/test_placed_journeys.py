@@ -16,10 +16,15 @@ pytestmark = pytest.mark.distributed
 
 
 def constraints(devices: list[int], pipeline: int = 0) -> str:
-    """A stage for each layer of a GPT, on these devices; embeddings join the first, the head the last."""
+    """A stage for each layer of a GPT, on these devices; embeddings join the first, the head the
+    last.
+    """
     lines = [f"  - {{match: 'token_embedding/*', stage: 0, pipeline: {pipeline}}}\n"]
     lines += [
-        f"  - {{match: 'layers.{layer}/*', stage: {layer}, devices: [{device}], pipeline: {pipeline}}}\n"
+        (
+            f"  - {{match: 'layers.{layer}/*', stage: {layer}, devices: [{device}], pipeline: "
+            f"{pipeline}}}\n"
+        )
         for layer, device in enumerate(devices)
     ]
     return "".join(lines)
@@ -38,7 +43,8 @@ def test_from_a_configuration_to_verified_ranks(
 ) -> None:
     ways = JOURNEYS[schedule]
     settings = SETTINGS | {"layers": str(len(ways[0])), "loss": "true"}
-    model, folder = tmp_path / "gpt.onnx", tmp_path / "plan"
+    model = tmp_path / "gpt.onnx"
+    folder = tmp_path / "plan"
     build(configure("gpt", settings)).save(model)
     config = tmp_path / "placed.yaml"
     text = "".join(constraints(devices, pipeline) for pipeline, devices in enumerate(ways))

@@ -1,4 +1,6 @@
-"""The processes that run programs: what a rank raises is told, what never ends is ended, and the next run works."""
+"""The processes that run programs: what a rank raises is told, what never ends is ended, and the
+next run works.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ def ranks(folder: Path, *texts: str) -> Path:
 
 def test_each_rank_is_a_program_of_its_own(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "stage_00.py").write_text("NAME = 'first'\n", encoding="utf-8")
-    text = "import os, sys, stage_00\nprint(__name__, os.environ['RANK'], stage_00.NAME, sys.argv[1:])\n"
+    text = (
+        "import os, sys, stage_00\nprint(__name__, os.environ['RANK'], stage_00.NAME, "
+        "sys.argv[1:])\n"
+    )
     folder = ranks(tmp_path, text + GROUP, text + GROUP)
-    assert pools.of(2).run(folder, "--steps", 3) == [f"__main__ {rank} first ['--steps', '3']\n" for rank in range(2)]
+    assert pools.of(2).run(folder, "--steps", 3) == [
+        f"__main__ {rank} first ['--steps', '3']\n" for rank in range(2)
+    ]
     (tmp_path / "stage_00.py").write_text("NAME = 'other'\n", encoding="utf-8")
     assert "other" in pools.of(2).run(folder)[0]
 

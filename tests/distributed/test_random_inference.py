@@ -64,6 +64,7 @@ def inference_graph(name: str) -> Graph:
 
 def outputs(pools: Pools, program: Path, ranks: int) -> dict[str, np.ndarray]:
     """What a step of inference gives."""
-    target, report = program.with_suffix(".npz"), program.with_suffix(".jsonl")
+    target = program.with_suffix(".npz")
+    report = program.with_suffix(".jsonl")
     pools.of(ranks).run(program, "--device", "cpu", *DRAWN, "--outputs", target, "--report", report)
     return read_outputs(target, read_manifest(program))

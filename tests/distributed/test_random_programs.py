@@ -1,5 +1,6 @@
-"""Random graphs on random stages, groups, splits and schedules compute what torch computes, and exchange the bytes
-that are predicted."""
+"""Random graphs on random stages, groups, splits and schedules compute what torch computes, and
+exchange the bytes that are predicted.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ pytestmark = pytest.mark.distributed
 RANDOM = settings(
     max_examples=80,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 
 FEWER = settings(RANDOM, max_examples=25)
@@ -44,13 +49,17 @@ OPTIONS = st.sampled_from([(), ("--blocking",)])
 
 @RANDOM
 @given(case=cases(train=True), options=OPTIONS)
-def test_training_computes_loss_and_gradients(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+def test_training_computes_loss_and_gradients(
+    pools: Pools, case: Case, options: tuple[str, ...]
+) -> None:
     check_training(pools, case, options)
 
 
 @FEWER
 @given(case=unequal_cases(train=True), options=OPTIONS)
-def test_training_on_micro_batches_of_different_sizes(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+def test_training_on_micro_batches_of_different_sizes(
+    pools: Pools, case: Case, options: tuple[str, ...]
+) -> None:
     check_training(pools, case, options)
 
 
@@ -75,7 +84,9 @@ def test_inference_gives_every_output(pools: Pools, case: Case, options: tuple[s
 
 @FEWER
 @given(case=unequal_cases(train=False), options=OPTIONS)
-def test_inference_on_micro_batches_of_different_sizes(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+def test_inference_on_micro_batches_of_different_sizes(
+    pools: Pools, case: Case, options: tuple[str, ...]
+) -> None:
     check_inference(pools, case, options)
 
 
@@ -105,4 +116,6 @@ def check_inference(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
 def predicted_bytes(case: Case) -> dict[str, int]:
     """By kind, for one step of a case."""
     schedule = case.schedule
-    return communication_bytes(case.graph, case.placement, schedule.micro_batches, schedule.devices, case.loss)
+    return communication_bytes(
+        case.graph, case.placement, schedule.micro_batches, schedule.devices, case.loss
+    )

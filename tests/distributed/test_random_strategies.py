@@ -1,6 +1,8 @@
-"""Any executable strategy of every model of the zoo computes what one device does, and exchanges what is predicted.
+"""Any executable strategy of every model of the zoo computes what one device does, and exchanges
+what is predicted.
 
-`./test -m sweep` draws fifty strategies a model on four and on eight ranks, and some on three and six.
+`./test -m sweep` draws fifty strategies a model on four and on eight ranks, and some on three and
+six.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ SWEPT = ((4, 50), (8, 50), (6, 5), (3, 5))
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", SMALLEST)
-def test_a_strategy_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
+def test_a_strategy_on_four_ranks(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str
+) -> None:
     check_random(pools, small_models.of(name), 4, 0, tmp_path)
 
 
@@ -34,7 +38,9 @@ def test_a_strategy_with_the_optimizers_state_in_shares(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["moe", "rnnlm"])
-def test_a_strategy_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
+def test_a_strategy_on_eight_ranks(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str
+) -> None:
     check_random(pools, small_models.of(name), 8, 0, tmp_path)
 
 

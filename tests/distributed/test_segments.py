@@ -1,4 +1,6 @@
-"""Stages that run again segment by segment: gradients of one device, whatever the segments share."""
+"""Stages that run again segment by segment: gradients of one device, whatever the segments
+share.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ pytestmark = pytest.mark.distributed
 
 
 def tied() -> tuple[Graph, str]:
-    """A table that is looked up first and projects back at the end, a mask that every layer reads, and values that
-    skip layers."""
+    """A table that is looked up first and projects back at the end, a mask that every layer reads,
+    and values that skip layers.
+    """
     builder = Builder()
     table = builder.parameter((32, 8))
     indices = builder.input((4, 16), DType.INT64)
@@ -37,7 +40,9 @@ def tied() -> tuple[Graph, str]:
 
 @pytest.mark.parametrize("devices", [(0,), (0, 1)], ids=["alone", "replicas"])
 def test_what_several_segments_read(pools: Pools, tmp_path: Path, devices: tuple[int, ...]) -> None:
-    """Replicas send the table's gradient off when both its segments have added to it, not before."""
+    """Replicas send the table's gradient off when both its segments have added to it, not
+    before.
+    """
     graph, loss = tied()
     splits = batch_splits(graph, range(len(graph.nodes)), 2) if len(devices) > 1 else ()
     placement = Placement((Stage(tuple(range(len(graph.nodes))), devices, 4, splits, True),))
@@ -46,4 +51,8 @@ def test_what_several_segments_read(pools: Pools, tmp_path: Path, devices: tuple
     text = (tmp_path / "program" / "stage_00.py").read_text(encoding="utf-8")
     exec(text, names)
     segments = names["SEGMENTS"]
-    assert isinstance(segments, tuple) and sum("w0" in each for each in segments) == 2 and len(segments) > 2
+    assert (
+        isinstance(segments, tuple)
+        and sum("w0" in each for each in segments) == 2
+        and len(segments) > 2
+    )

@@ -1,5 +1,6 @@
-"""Running statistics of a BatchNormalization that a model calls several times move by every call in order, under every
-placement, and verify compares them."""
+"""Running statistics of a BatchNormalization that a model calls several times move by every call in
+order, under every placement, and verify compares them.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +18,44 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.pool import Pools
-from tests.distributed.support.running import drawn_parameters, forwards_first, one_device, schedule_of, write
+from tests.distributed.support.running import (
+    drawn_parameters,
+    forwards_first,
+    one_device,
+    schedule_of,
+    write,
+)
 
 pytestmark = pytest.mark.distributed
 
-SAMPLES, MICRO_BATCHES, CHANNELS = 4, 4, 6
+SAMPLES = 4
+MICRO_BATCHES = 4
+CHANNELS = 6
 MOMENTA = 0.5, 0.75, 0.5
 """What the calls leave of the old statistics."""
-MEAN, VARIANCE = 2, 3
+MEAN = 2
+VARIANCE = 3
 """Indices of the running statistics among the parameters."""
 
 
 def model() -> tuple[Graph, str]:
-    """A network with three calls: of an input, of another input, and of the second call's result."""
+    """A network with three calls: of an input, of another input, and of the second call's
+    result.
+    """
     builder = Builder()
-    scale, bias = builder.parameter((CHANNELS,)), builder.parameter((CHANNELS,))
+    scale = builder.parameter((CHANNELS,))
+    bias = builder.parameter((CHANNELS,))
     mean, variance = (builder.parameter((CHANNELS,), trainable=False) for _ in range(2))
     first, second = (builder.input((SAMPLES, CHANNELS)) for _ in range(2))
 
     def call(x: str, momentum: float) -> str:
         settings = {"training_mode": 1, "momentum": momentum}
-        return builder.node("BatchNormalization", x, scale, bias, mean, variance, outputs=3, **settings)
+        return builder.node(
+            "BatchNormalization", x, scale, bias, mean, variance, outputs=3, **settings
+        )
 
-    one, two = call(first, MOMENTA[0]), call(second, MOMENTA[1])
+    one = call(first, MOMENTA[0])
+    two = call(second, MOMENTA[1])
     three = call(builder.node("Tanh", two), MOMENTA[2])
     loss = builder.mean_square(builder.node("Sub", builder.node("Tanh", one), three))
     return builder.graph(loss), loss
@@ -48,28 +64,42 @@ def model() -> tuple[Graph, str]:
 def placements(graph: Graph) -> dict[str, Placement]:
     axes = batch_axes_of(graph)
     every = tuple(range(len(graph.nodes)))
-    by_sample = tuple((node, (Split(str(axes.axis(node)), 2),)) for node in every if axes.axis(node))
-    by_channel = tuple((node, (Split("c", 2),)) for node in every if graph.nodes[node].op == "BatchNormalization")
+    by_sample = tuple(
+        (node, (Split(str(axes.axis(node)), 2),)) for node in every if axes.axis(node)
+    )
+    by_channel = tuple(
+        (node, (Split("c", 2),)) for node in every if graph.nodes[node].op == "BatchNormalization"
+    )
     apart = tuple(node for node in every if node != 1)
     return {
         "replicas": Placement((Stage(every, (0, 1), SAMPLES, by_sample),)),
         "channels": Placement((Stage(every, (0, 1), SAMPLES, by_channel),)),
         "stages": Placement((Stage(every[:2], (0,), SAMPLES), Stage(every[2:], (1,), SAMPLES))),
-        "stages on one rank": Placement((Stage(every[:2], (0,), SAMPLES), Stage(every[2:], (0,), SAMPLES))),
-        "the middle call apart": Placement((Stage((1,), (0,), SAMPLES), Stage(apart, (1,), SAMPLES))),
+        "stages on one rank": Placement(
+            (Stage(every[:2], (0,), SAMPLES), Stage(every[2:], (0,), SAMPLES))
+        ),
+        "the middle call apart": Placement(
+            (Stage((1,), (0,), SAMPLES), Stage(apart, (1,), SAMPLES))
+        ),
         "stages of replicas": Placement(
             (
                 Stage(every[:2], (0, 1), SAMPLES, tuple(each for each in by_sample if each[0] < 2)),
-                Stage(every[2:], (2, 3), SAMPLES, tuple(each for each in by_sample if each[0] >= 2)),
+                Stage(
+                    every[2:], (2, 3), SAMPLES, tuple(each for each in by_sample if each[0] >= 2)
+                ),
             )
         ),
         "stages that share a rank": Placement(
             (
                 Stage(every[:2], (0, 1), SAMPLES, tuple(each for each in by_sample if each[0] < 2)),
-                Stage(every[2:], (1, 2), SAMPLES, tuple(each for each in by_sample if each[0] >= 2)),
+                Stage(
+                    every[2:], (1, 2), SAMPLES, tuple(each for each in by_sample if each[0] >= 2)
+                ),
             )
         ),
-        "pipelines": Placement((Stage(every, (0,), SAMPLES), Stage(every, (1,), SAMPLES, (), False, 1))),
+        "pipelines": Placement(
+            (Stage(every, (0,), SAMPLES), Stage(every, (1,), SAMPLES, (), False, 1))
+        ),
         "pipelines of stages": Placement(
             (
                 Stage(every[:2], (0,), SAMPLES),
@@ -90,7 +120,9 @@ def data() -> dict[str, np.ndarray]:
 def expected_statistics(parameters: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the running statistics after a step, each moved by one call after the other."""
     scale, bias, mean, variance = parameters.values()
-    for first, second in zip(*(np.split(each, MICRO_BATCHES) for each in data().values()), strict=True):
+    for first, second in zip(
+        *(np.split(each, MICRO_BATCHES) for each in data().values()), strict=True
+    ):
         normal = (second - second.mean(0)) / np.sqrt(second.var(0) + 1e-5) * scale + bias
         for momentum, x in zip(MOMENTA, (first, second, np.tanh(normal)), strict=True):
             mean = momentum * mean + (1 - momentum) * x.mean(0)
@@ -117,14 +149,26 @@ def test_every_call_moves_them_in_order(name: str, pools: Pools, tmp_path: Path)
     for rank, shards in enumerate(manifest.shards):
         for shard in (each for each in shards if each.parameter in expected):
             wanted = expected[shard.parameter][shard.box.slices]
-            np.testing.assert_allclose(found[rank][shard.parameter], wanted, rtol=1e-10, err_msg=f"rank {rank}")
+            np.testing.assert_allclose(
+                found[rank][shard.parameter], wanted, rtol=1e-10, err_msg=f"rank {rank}"
+            )
 
 
 def recorded(pools: Pools, program: Path, folder: Path, batch: Path) -> list[dict[int, np.ndarray]]:
     """Return the parameters of each rank after a step, by index."""
     folder.mkdir()
     ranks = read_manifest(program).world_size
-    pools.of(ranks).run(program, "--device", "cpu", "--data", batch, "--record", folder, "--report", folder / "report")
+    pools.of(ranks).run(
+        program,
+        "--device",
+        "cpu",
+        "--data",
+        batch,
+        "--record",
+        folder,
+        "--report",
+        folder / "report",
+    )
     found = []
     for rank in range(ranks):
         with np.load(record_file(folder, "parameters", 0, rank)) as stored:

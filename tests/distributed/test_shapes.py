@@ -18,7 +18,9 @@ GPT = {**SMALL, "layers": "4", "sequence": "8", "vocabulary": "512"}
 MT5 = {**SMALL, "layers": "2", "source": "8", "target": "8", "vocabulary": "512"}
 FLAVA = {**SMALL, "image": "16", "sequence": "8", "cross_layers": "1"}
 ALL = [0, 1, 2, 3]
-M, NN, K = [ALL, [0], [1], [2], [3], ALL], [ALL, [0], [1], ALL, [2], [3], ALL], [[0], [1], [2], [3], ALL]
+M = [ALL, [0], [1], [2], [3], ALL]
+NN = [ALL, [0], [1], ALL, [2], [3], ALL]
+K = [[0], [1], [2], [3], ALL]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,9 @@ def test_training_equals_one_device(
     assert float(str(checks["gradients of the ranks"]["relative_difference"])) < 1e-5
 
 
-@pytest.mark.parametrize(("model", "settings", "shape", "groups"), [("gpt", GPT, "m", M), ("flava", FLAVA, "k", K)])
+@pytest.mark.parametrize(
+    ("model", "settings", "shape", "groups"), [("gpt", GPT, "m", M), ("flava", FLAVA, "k", K)]
+)
 def test_inference_equals_one_device(
     here: None,
     tmp_path: Path,
@@ -57,16 +61,24 @@ def test_inference_equals_one_device(
     shape: str,
     groups: list[list[int]],
 ) -> None:
-    code, checks = verified(generated(tmp_path, model, settings, shape, groups, "--schedule", "1f1b"), capsys)
+    code, checks = verified(
+        generated(tmp_path, model, settings, shape, groups, "--schedule", "1f1b"), capsys
+    )
     assert code == 0
     assert float(str(checks["outputs of the ranks"]["relative_difference"])) < 1e-5
 
 
 def generated(
-    folder: Path, name: str, settings: dict[str, str], shape: str, groups: list[list[int]], *flags: str
+    folder: Path,
+    name: str,
+    settings: dict[str, str],
+    shape: str,
+    groups: list[list[int]],
+    *flags: str,
 ) -> Path:
     """The program of a model of the zoo on four devices, eight micro-batches of two."""
-    model, plan = folder / "model.onnx", folder / "plan"
+    model = folder / "model.onnx"
+    plan = folder / "plan"
     build(configure(name, settings)).save(model)
     sizes = ("--gpus", "4", "--batch-size", "16", "--micro-batches", "8")
     strategy = ("--strategy", "tessel_shapes", "--set", f"strategy.shape={shape}")

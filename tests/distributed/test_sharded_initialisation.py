@@ -1,4 +1,6 @@
-"""Whatever the plan, ranks begin with the parameters that one device would, bit for bit. No rank runs."""
+"""Whatever the plan, ranks begin with the parameters that one device would, bit for bit. No rank
+runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_every_model_under_many_placements(tmp_path: Path, name: str, number: in
 
 
 def check_placement(name: str, number: int, folder: Path) -> None:
-    """Every block of every rank is the same block of what one device draws; together they are all of it."""
+    """Every block of every rank is the same block of what one device draws; together they are all
+    of it.
+    """
     graph, loss = small_graph(name)
     random = Random(f"{name} {number}")
     placement = random_placement(random, graph, random.choice(DEVICES), SAMPLES)
@@ -53,7 +57,10 @@ def check_placement(name: str, number: int, folder: Path) -> None:
         for shard in shards:
             parameter = manifest.parameters[shard.parameter].value.name
             region = tuple(map(slice, shard.box.starts, shard.box.stops))
-            assert torch.equal(blocks[shard.parameter], expected[parameter][region]), (rank, parameter)
+            assert torch.equal(blocks[shard.parameter], expected[parameter][region]), (
+                rank,
+                parameter,
+            )
             left[parameter][region] = False
     read = {parameter.value.name for parameter in manifest.parameters}
     assert read == expected.keys()
@@ -65,11 +72,15 @@ def of_one_device(name: str) -> Parameters:
     """What one device draws for a model's parameters, by name."""
     graph, loss = small_graph(name)
     with TemporaryDirectory() as folder:
-        manifest = written(graph, *one_device(graph, 1, True, SAMPLES), loss, Path(folder) / "program")
+        manifest = written(
+            graph, *one_device(graph, 1, True, SAMPLES), loss, Path(folder) / "program"
+        )
     return by_name(manifest)
 
 
-def written(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None, folder: Path) -> Manifest:
+def written(
+    graph: Graph, placement: Placement, schedule: Schedule, loss: str | None, folder: Path
+) -> Manifest:
     """The manifest of the program of a placement."""
     write(graph, placement, schedule, loss, folder)
     return read_manifest(folder)
@@ -78,4 +89,6 @@ def written(graph: Graph, placement: Placement, schedule: Schedule, loss: str | 
 def by_name(manifest: Manifest) -> Parameters:
     """The parameters of rank 0, gradients off."""
     found = load_parameters(manifest, 0, torch.device("cpu"), SEED)
-    return {manifest.parameters[index].value.name: tensor.detach() for index, tensor in found.items()}
+    return {
+        manifest.parameters[index].value.name: tensor.detach() for index, tensor in found.items()
+    }

@@ -19,13 +19,23 @@ from tests.distributed.test_verify import SETTINGS, verified
 pytestmark = pytest.mark.distributed
 
 
-def two_stages(model: Trained, groups: tuple[tuple[int, ...], tuple[int, ...]], recompute: bool) -> Placement:
-    """Halves of the model, each split as an expert splits the whole of it over four devices, two a layer."""
+def two_stages(
+    model: Trained, groups: tuple[tuple[int, ...], tuple[int, ...]], recompute: bool
+) -> Placement:
+    """Halves of the model, each split as an expert splits the whole of it over four devices, two a
+    layer.
+    """
     (whole,) = Expert(tensor=2).run(problem_of(model, 4)).stages
     half = len(whole.nodes) // 2
     return Placement(
         tuple(
-            Stage(nodes, group, model.samples, tuple(each for each in whole.splits if each[0] in nodes), recompute)
+            Stage(
+                nodes,
+                group,
+                model.samples,
+                tuple(each for each in whole.splits if each[0] in nodes),
+                recompute,
+            )
             for nodes, group in zip((whole.nodes[:half], whole.nodes[half:]), groups, strict=True)
         )
     )
@@ -46,8 +56,15 @@ def test_two_stages_of_two_by_two(
 ) -> None:
     model = small_models.of(name)
     placement = two_stages(model, groups, recompute)
-    products = [node for node, each in enumerate(model.graph.nodes) if each.op in ("MatMul", "Gemm")]
-    split_both_ways = [stage.splits_of(node) for stage in placement.stages for node in stage.nodes if node in products]
+    products = [
+        node for node, each in enumerate(model.graph.nodes) if each.op in ("MatMul", "Gemm")
+    ]
+    split_both_ways = [
+        stage.splits_of(node)
+        for stage in placement.stages
+        for node in stage.nodes
+        if node in products
+    ]
     assert all([split.degree for split in splits] == [2, 2] for splits in split_both_ways)
     moved = check(pools, model, placement, tmp_path).moved
     assert moved and moved["all_reduce"] and moved["send"] and moved["gradient"]
@@ -68,7 +85,9 @@ constraints:
 def test_by_hand_from_a_configuration_to_verified_ranks(
     here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, config, plan = tmp_path / "gpt.onnx", tmp_path / "placed.yaml", tmp_path / "plan"
+    model = tmp_path / "gpt.onnx"
+    config = tmp_path / "placed.yaml"
+    plan = tmp_path / "plan"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
     config.write_text(CONSTRAINTS, encoding="utf-8")
     flags = ["--config", str(config), "--gpus", "8", "--batch-size", "16", "--micro-batches", "4"]

@@ -1,4 +1,6 @@
-"""Branches on two ranks each, split inside as the search finds it, and what graphpipe makes of them, on ranks."""
+"""Branches on two ranks each, split inside as the search finds it, and what graphpipe makes of
+them, on ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,20 @@ def test_two_branches_on_two_ranks_each(
     model = small_models.of(name, 4)
     samples = sample_axes(model.graph)
     parts = zip(BRANCHES[name], ((0, 1), (2, 3)), sizes, strict=True)
-    stages = (Stage(tuple(nodes), ranks, size, samples.splits(nodes, 2)) for nodes, ranks, size in parts)
+    stages = (
+        Stage(tuple(nodes), ranks, size, samples.splits(nodes, 2)) for nodes, ranks, size in parts
+    )
     before = Placement(tuple(stages))
     problem = problem_of(model, 4)
     slow = replace(problem.cluster, levels=(Level("node", 4, Link(0.0, 1e6)),))
     after = split_further(replace(problem, cluster=slow), before)
     axes = samples.axes
-    assert any(split.axis != axes[node] for stage in after.stages for node, own in stage.splits for split in own)
+    assert any(
+        split.axis != axes[node]
+        for stage in after.stages
+        for node, own in stage.splits
+        for split in own
+    )
     schedule = forwards_first(stage_graph(model.graph, after), MICRO_BATCHES)
     check(pools, model, after, tmp_path, schedule)
 

@@ -1,4 +1,6 @@
-"""Several steps: parameters stay what one device's optimizer makes of them, on all ranks that hold them."""
+"""Several steps: parameters stay what one device's optimizer makes of them, on all ranks that hold
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,34 +40,56 @@ OPTIMIZERS = [
 
 
 def tied() -> tuple[Graph, str, Placement]:
-    """A table that the first and the last stage use, two ranks sharing the batch of the stage between."""
+    """A table that the first and the last stage use, two ranks sharing the batch of the stage
+    between.
+    """
     builder = Builder()
     table = builder.parameter((6, 4))
     hidden = builder.node("Gather", table, builder.input((4, 3), DType.INT64))
     hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
     hidden = builder.node("Mul", hidden, builder.parameter((4,), trainable=False))
-    loss = builder.mean_square(builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0))))
+    loss = builder.mean_square(
+        builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0)))
+    )
     graph = builder.graph(loss)
     batch = batch_axes_of(graph)
     splits = tuple((node, (Split(str(batch.axis(node)), 2),)) for node in (1, 2, 3))
     last = tuple(range(4, len(graph.nodes)))
-    return graph, loss, Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (1, 2), 4, splits), Stage(last, (3,), 4)))
+    return (
+        graph,
+        loss,
+        Placement(
+            (Stage((0,), (0,), 4), Stage((1, 2, 3), (1, 2), 4, splits), Stage(last, (3,), 4))
+        ),
+    )
 
 
 def expected_losses(
-    graph: Graph, loss: str, folder: Path, batch: dict[str, np.ndarray], count: int, settings: Optimizer
+    graph: Graph,
+    loss: str,
+    folder: Path,
+    batch: dict[str, np.ndarray],
+    count: int,
+    settings: Optimizer,
 ) -> list[float]:
     """The same steps in plain torch."""
     parameters = drawn_parameters(graph, folder)
-    trained = [parameters[each.value.name].requires_grad_() for each in graph.parameters if each.trainable]
+    trained = [
+        parameters[each.value.name].requires_grad_() for each in graph.parameters if each.trainable
+    ]
     optimizer = (
         torch.optim.SGD(trained, settings.lr, settings.momentum, weight_decay=settings.weight_decay)
         if settings.name == "sgd"
-        else torch.optim.AdamW(trained, settings.lr, settings.betas, settings.eps, settings.weight_decay)
+        else torch.optim.AdamW(
+            trained, settings.lr, settings.betas, settings.eps, settings.weight_decay
+        )
     )
     losses = []
     for _ in range(STEPS):
-        parts = [evaluate(graph, parameters | inputs)[loss] for inputs in micro_batches_of(graph, batch, count)]
+        parts = [
+            evaluate(graph, parameters | inputs)[loss]
+            for inputs in micro_batches_of(graph, batch, count)
+        ]
         total = torch.stack(parts).mean()
         optimizer.zero_grad()
         total.backward()
@@ -75,17 +99,24 @@ def expected_losses(
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS, ids=["sgd", "momentum", "adamw"])
-def test_losses_follow_those_of_one_device(pools: Pools, tmp_path: Path, settings: Optimizer) -> None:
+def test_losses_follow_those_of_one_device(
+    pools: Pools, tmp_path: Path, settings: Optimizer
+) -> None:
     graph, loss, placement = tied()
     schedule = schedule_of(graph, placement, 3)
     check(pools, tmp_path, (graph, loss, placement), schedule, settings)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5, 6])
-def test_two_pipelines_keep_their_copies_of_parameters_equal(pools: Pools, tmp_path: Path, micro_batches: int) -> None:
-    """A second pipeline the other way round, cut elsewhere: ranks 0 and 3 use the table in two stages each."""
+def test_two_pipelines_keep_their_copies_of_parameters_equal(
+    pools: Pools, tmp_path: Path, micro_batches: int
+) -> None:
+    """A second pipeline the other way round, cut elsewhere: ranks 0 and 3 use the table in two
+    stages each.
+    """
     graph, loss, placement = tied()
-    first, second = placement.stages[0].nodes + placement.stages[1].nodes, placement.stages[2].nodes
+    first = placement.stages[0].nodes + placement.stages[1].nodes
+    second = placement.stages[2].nodes
     other = (Stage(first, (3,), 4, (), False, 1), Stage(second, (0,), 4, (), True, 1))
     placement = Placement(placement.stages + other)
     placement.verify(graph)
@@ -117,10 +148,22 @@ def check(
     batch = batch_of(graph, count)
     np.savez(tmp_path / "batch.npz", **batch)  # type: ignore[arg-type]
     report = tmp_path / "report.jsonl"
-    arguments = ("--device", "cpu", "--data", tmp_path / "batch.npz", "--steps", STEPS, "--report", report, *options)
+    arguments = (
+        "--device",
+        "cpu",
+        "--data",
+        tmp_path / "batch.npz",
+        "--steps",
+        STEPS,
+        "--report",
+        report,
+        *options,
+    )
     printed = pools.of(4).run(folder, *arguments)
     found = read_losses(report)
-    np.testing.assert_allclose(found, expected_losses(graph, loss, folder, batch, count, settings), rtol=1e-9)
+    np.testing.assert_allclose(
+        found, expected_losses(graph, loss, folder, batch, count, settings), rtol=1e-9
+    )
     assert found[-1] < found[0]
     assert [line["step"] for line in report_lines(report)] == list(range(STEPS))
     assert printed == [""] * 4, "what a report says is not printed"

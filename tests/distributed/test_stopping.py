@@ -13,7 +13,15 @@ import pytest
 from autopipe.backends.torch.checkpoint import committed_steps, keep_only, prune
 from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.ir.problem import Optimizer
-from tests.distributed.support.launching import finish, launch, launch_here, spell_data, start, wait_for, write_chain
+from tests.distributed.support.launching import (
+    finish,
+    launch,
+    launch_here,
+    spell_data,
+    start,
+    wait_for,
+    write_chain,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +31,9 @@ SLOW = """time.sleep(0.2)
             (here / 'reached').write_text('')"""
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)]
+)
 def test_who_stops_a_run_may_go_on_as_if_nothing_had_been(
     here: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +99,9 @@ class Together:
 
 class _Member:
     def __init__(self, together: Together, rank: int) -> None:
-        self.together, self.rank, self.world_size = together, rank, together.world_size
+        self.together = together
+        self.rank = rank
+        self.world_size = together.world_size
 
     def run_collectively(self, task: str, act: object) -> list[object]:
         assert callable(act)
@@ -97,8 +109,11 @@ class _Member:
 
 
 def test_ranks_at_different_steps_act_after_the_same_one() -> None:
-    """Four ranks, each at most two steps ahead of the next, ask in the middle of it, some at the same time."""
-    ranks, steps = 4, 60
+    """Four ranks, each at most two steps ahead of the next, ask in the middle of it, some at the
+    same time.
+    """
+    ranks = 4
+    steps = 60
     together = Together(ranks)
     done = [0] * ranks
     acted: list[dict[int, set[str]]] = [{} for _ in range(ranks)]
@@ -145,10 +160,21 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
 
 def test_minutes_between_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = write_chain(tmp_path / "program")
-    flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", "0.02m", "--keep-latest-k", 0)
-    ended = launch(program, "--steps", 30, "--data", spell_data(tmp_path, "time.sleep(0.2)"), *flags)
+    flags = (
+        "--checkpoint",
+        tmp_path / "saved",
+        "--checkpoint-every",
+        "0.02m",
+        "--keep-latest-k",
+        0,
+    )
+    ended = launch(
+        program, "--steps", 30, "--data", spell_data(tmp_path, "time.sleep(0.2)"), *flags
+    )
     assert ended.code == 0, ended.stderr
     *between, last = committed_steps(tmp_path / "saved")
     assert last == 30 and between
-    wrong = launch_here(capsys, program, "--checkpoint", tmp_path / "other", "--checkpoint-every", "5x")
+    wrong = launch_here(
+        capsys, program, "--checkpoint", tmp_path / "other", "--checkpoint-every", "5x"
+    )
     assert wrong.code == 2 and "neither a number of steps nor minutes" in wrong.stderr

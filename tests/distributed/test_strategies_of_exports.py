@@ -1,4 +1,6 @@
-"""Exported models under strategies found, by an expert, and at random, on four and eight ranks against one device."""
+"""Exported models under strategies found, by an expert, and at random, on four and eight ranks
+against one device.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ DRAWN_STRATEGIES = 50
 FIXED = 2
 """Samples that an export with fixed shapes has, but where each device is to have one."""
 DATA = {"densenet121": 1, "inception_v2": 3, "resnet50": 6, "vgg19": 3}
-"""Seeds of data with which no ReLU and no maximum of the first samples turns within rounding, if not 0."""
+"""Seeds of data with which no ReLU and no maximum of the first samples turns within rounding, if
+not 0.
+"""
 FAST = ("gpt2-dynamo-dynamic-loss", "lstm-torchscript-dynamic-loss", "dlrm-dynamo-dynamic-loss")
 
 EXPORTS = {export.name: export for export in all_exports() if export.loss}
@@ -34,7 +38,9 @@ EXPORTS = {export.name: export for export in all_exports() if export.loss}
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAST)
 def test_a_random_strategy(name: str, pools: Pools, tmp_path: Path) -> None:
-    check_random(pools, trained_export(pools, EXPORTS[name], 4, 2, tmp_path), 4, 0, tmp_path / "random")
+    check_random(
+        pools, trained_export(pools, EXPORTS[name], 4, 2, tmp_path), 4, 0, tmp_path / "random"
+    )
 
 
 @pytest.mark.sweep
@@ -51,8 +57,12 @@ def test_every_export(export: Export, devices: int, pools: Pools, tmp_path: Path
         check_random(pools, models[micro_batches_of(seed)], devices, seed, tmp_path / str(seed))
 
 
-def trained_export(pools: Pools, export: Export, samples: int, micro_batches: int, folder: Path) -> Trained:
-    """The export on so many samples a micro-batch; a network that ships with onnx is a small copy of it."""
+def trained_export(
+    pools: Pools, export: Export, samples: int, micro_batches: int, folder: Path
+) -> Trained:
+    """The export on so many samples a micro-batch; a network that ships with onnx is a small copy
+    of it.
+    """
     loss = None
     if export.model in LIGHT:
         path = drawn_small(export.model, folder, samples)
@@ -68,8 +78,8 @@ def trained_export(pools: Pools, export: Export, samples: int, micro_batches: in
 def batch_for(graph: Graph, micro_batches: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Random data of which a mask leaves the first positions of every sentence.
 
-    Of a row that is masked as a whole, torch's fused kernel and the same attention in several calls make different
-    gradients.
+    Of a row that is masked as a whole, torch's fused kernel and the same attention in several calls
+    make different gradients.
     """
     generator = np.random.default_rng(seed)
     axes = dict(graph.batch_axes)

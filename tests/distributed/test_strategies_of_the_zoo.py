@@ -1,4 +1,6 @@
-"""What strategies choose for the models of the zoo computes what one device does, and exchanges what is predicted."""
+"""What strategies choose for the models of the zoo computes what one device does, and exchanges
+what is predicted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CHOOSING: dict[str, Strategy] = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", SIZES)
-def test_what_pase_finds_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
+def test_what_pase_finds_on_four_ranks(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str
+) -> None:
     model = small_models.of(name)
     check(pools, model, chosen(Pase(), model, 4), tmp_path)
 
@@ -73,7 +77,9 @@ def test_grid_shards_the_embedding_of_one_sample(
 
 
 @pytest.mark.distributed
-def test_what_grid_makes_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path) -> None:
+def test_what_grid_makes_on_eight_ranks(
+    pools: Pools, small_models: SmallModels, tmp_path: Path
+) -> None:
     model = small_models.of("gpt", 2 * SAMPLES)
     check(pools, model, chosen(Grid(pipeline=2, data=2, tensor=2), model, 8), tmp_path)
 

@@ -1,4 +1,6 @@
-"""A loss divided by the step's counted labels: gradients are those of all labels of a step at once."""
+"""A loss divided by the step's counted labels: gradients are those of all labels of a step at
+once.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,41 @@ from autopipe.ir.training import Training
 from autopipe.passes.frontend.token_loss import summed_over_labels
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.pool import Pools
-from tests.distributed.support.running import drawn_parameters, forwards_first, report_lines, schedule_of, write
+from tests.distributed.support.running import (
+    drawn_parameters,
+    forwards_first,
+    report_lines,
+    schedule_of,
+    write,
+)
 
 pytestmark = pytest.mark.distributed
 
-SAMPLES, MICRO_BATCHES, CLASSES, WIDTH, STEPS = 4, 4, 6, 5, 3
+SAMPLES = 4
+MICRO_BATCHES = 4
+CLASSES = 6
+WIDTH = 5
+STEPS = 3
 IGNORED = -100
 RATE = 0.5
 
 
 def model() -> tuple[Graph, str]:
     builder = Builder()
-    value, labels = builder.input((SAMPLES, WIDTH)), builder.input((SAMPLES,), DType.INT64)
+    value = builder.input((SAMPLES, WIDTH))
+    labels = builder.input((SAMPLES,), DType.INT64)
     hidden = builder.node("Tanh", builder.node("MatMul", value, builder.parameter((WIDTH, 4))))
     scores = builder.node("MatMul", hidden, builder.parameter((4, CLASSES)))
-    loss = builder.node("SoftmaxCrossEntropyLoss", scores, labels, ignore_index=IGNORED, reduction="mean")
+    loss = builder.node(
+        "SoftmaxCrossEntropyLoss", scores, labels, ignore_index=IGNORED, reduction="mean"
+    )
     return summed_over_labels(builder.graph(loss), loss)
 
 
 def batch() -> dict[str, np.ndarray]:
-    """The first micro-batch has one label that counts, the second none, the others three and four."""
+    """The first micro-batch has one label that counts, the second none, the others three and
+    four.
+    """
     drawn = np.random.default_rng(3)
     labels = drawn.integers(0, CLASSES, SAMPLES * MICRO_BATCHES)
     labels[1 : 2 * SAMPLES] = IGNORED
@@ -46,9 +63,12 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def placements(graph: Graph) -> dict[str, Placement]:
-    count, batch_axis = len(graph.nodes), batch_axes_of(graph)
+    count = len(graph.nodes)
+    batch_axis = batch_axes_of(graph)
     every = tuple(range(count))
-    by_sample = tuple((node, (Split(str(batch_axis.axis(node)), 2),)) for node in every if batch_axis.axis(node))
+    by_sample = tuple(
+        (node, (Split(str(batch_axis.axis(node)), 2),)) for node in every if batch_axis.axis(node)
+    )
     columns = ((2, (Split("n", 2),)),)
     rest = (count - 4, count - 3, count - 2, count - 1)
     return {
@@ -56,8 +76,12 @@ def placements(graph: Graph) -> dict[str, Placement]:
         "replicas": Placement((Stage(every, (0, 1), SAMPLES, by_sample),)),
         "columns": Placement((Stage(every, (0, 1), SAMPLES, columns),)),
         # The labels are counted on another rank than the loss is computed on.
-        "apart": Placement((Stage((0, 1, *rest), (0,), SAMPLES), Stage(every[2 : count - 4], (1,), SAMPLES))),
-        "two pipelines": Placement((Stage(every, (0,), SAMPLES), Stage(every, (1,), SAMPLES, (), False, 1))),
+        "apart": Placement(
+            (Stage((0, 1, *rest), (0,), SAMPLES), Stage(every[2 : count - 4], (1,), SAMPLES))
+        ),
+        "two pipelines": Placement(
+            (Stage(every, (0,), SAMPLES), Stage(every, (1,), SAMPLES, (), False, 1))
+        ),
     }
 
 
@@ -67,13 +91,31 @@ def test_losses_are_those_of_all_labels_at_once(pools: Pools, tmp_path: Path, ba
     data = batch()
     count = MICRO_BATCHES // batches
     for name, placement in placements(graph).items():
-        program, report = tmp_path / name, tmp_path / f"{name}.jsonl"
+        program = tmp_path / name
+        report = tmp_path / f"{name}.jsonl"
         order = forwards_first if name == "two pipelines" else schedule_of
         training = Training(gradient_accumulation_steps=batches)
         schedule = order(graph, placement, count)
-        write(graph, placement, schedule, loss, program, optimizer=Optimizer("sgd", lr=RATE), training=training)
+        write(
+            graph,
+            placement,
+            schedule,
+            loss,
+            program,
+            optimizer=Optimizer("sgd", lr=RATE),
+            training=training,
+        )
         np.savez(tmp_path / "batch.npz", **data)  # type: ignore[arg-type]
-        flags = ("--device", "cpu", "--data", tmp_path / "batch.npz", "--steps", STEPS, "--report", report)
+        flags = (
+            "--device",
+            "cpu",
+            "--data",
+            tmp_path / "batch.npz",
+            "--steps",
+            STEPS,
+            "--report",
+            report,
+        )
         pools.of(placement.devices).run(program, *flags)
         np.testing.assert_allclose(
             [line["loss"] for line in report_lines(report)],
@@ -90,15 +132,20 @@ def by_torch(graph: Graph, program: Path, data: dict[str, np.ndarray]) -> list[f
     for _ in range(STEPS):
         loss = F.cross_entropy(torch.tanh(inputs @ first) @ last, labels, ignore_index=IGNORED)
         losses.append(loss.item())
-        for each, gradient in zip((first, last), torch.autograd.grad(loss, (first, last)), strict=True):
+        for each, gradient in zip(
+            (first, last), torch.autograd.grad(loss, (first, last)), strict=True
+        ):
             each.data -= RATE * gradient
     return losses
 
 
 def test_other_losses_are_refused() -> None:
     builder = Builder()
-    loss = builder.mean_square(builder.node("MatMul", builder.input((4, 3)), builder.parameter((3, 2))))
+    loss = builder.mean_square(
+        builder.node("MatMul", builder.input((4, 3)), builder.parameter((3, 2)))
+    )
     with pytest.raises(
-        ConfigurationError, match=r"tokens needs a mean cross-entropy over labels, and the loss .* ReduceMean"
+        ConfigurationError,
+        match=r"tokens needs a mean cross-entropy over labels, and the loss .* ReduceMean",
     ):
         summed_over_labels(builder.graph(loss), loss)

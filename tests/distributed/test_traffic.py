@@ -1,4 +1,6 @@
-"""The bytes of a step that a plan predicts, that ranks count, and that dry runs of the ranks count."""
+"""The bytes of a step that a plan predicts, that ranks count, and that dry runs of the ranks
+count.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,35 @@ from tests.distributed.test_verify import SETTINGS
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("mode", "kinds"), [("train", {"all_reduce", "gradient"}), ("infer", {"all_reduce"})])
+@pytest.mark.parametrize(
+    ("mode", "kinds"), [("train", {"all_reduce", "gradient"}), ("infer", {"all_reduce"})]
+)
 def test_a_plan_its_ranks_and_their_dry_runs_agree(
     pools: Pools, tmp_path: Path, mode: str, kinds: set[str], precision: str
 ) -> None:
-    model, plan = tmp_path / "gpt.onnx", tmp_path / "plan"
+    model = tmp_path / "gpt.onnx"
+    plan = tmp_path / "plan"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
-    flags = ["--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "expert", "--mode", mode]
+    flags = [
+        "--gpus",
+        "2",
+        "--batch-size",
+        "8",
+        "--micro-batches",
+        "2",
+        "--strategy",
+        "expert",
+        "--mode",
+        mode,
+    ]
     flags += ["--set", f"precision={precision}"]
-    assert main(["plan", str(model), *flags, "--set", "strategy.tensor=2", "-o", str(plan), "-q"]) == 0
+    assert (
+        main(["plan", str(model), *flags, "--set", "strategy.tensor=2", "-o", str(plan), "-q"]) == 0
+    )
     assert main(["codegen", str(plan), "-q"]) == 0
-    predicted = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"]["communication_bytes"]
+    predicted = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"][
+        "communication_bytes"
+    ]
     assert {kind for kind in KINDS if predicted[kind]} == kinds
     report = tmp_path / "report.jsonl"
     pools.of(2).run(plan / "program", "--device", "cpu", "--steps", 2, "--report", report)
@@ -44,15 +64,37 @@ def test_a_plan_its_ranks_and_their_dry_runs_agree(
 
 
 @pytest.mark.distributed
-def test_messages_have_half_the_bytes_under_autocast(here: None, pools: Pools, tmp_path: Path) -> None:
-    """As many as are predicted, of the same stages; the ranks' gradients are one device's as far as 16 bits go."""
+def test_messages_have_half_the_bytes_under_autocast(
+    here: None, pools: Pools, tmp_path: Path
+) -> None:
+    """As many as are predicted, of the same stages; the ranks' gradients are one device's as far as
+    16 bits go.
+    """
     model = tmp_path / "gpt.onnx"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
-    flags = ["--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "grid", "--set"]
+    flags = [
+        "--gpus",
+        "2",
+        "--batch-size",
+        "8",
+        "--micro-batches",
+        "2",
+        "--strategy",
+        "grid",
+        "--set",
+    ]
     predicted = {}
     for precision in ("fp32", "bf16"):
         plan = tmp_path / precision
-        words = [*flags, "strategy.pipeline=2", "--set", f"precision={precision}", "-o", str(plan), "-q"]
+        words = [
+            *flags,
+            "strategy.pipeline=2",
+            "--set",
+            f"precision={precision}",
+            "-o",
+            str(plan),
+            "-q",
+        ]
         assert main(["plan", str(model), *words]) == 0
         assert main(["codegen", str(plan), "-q"]) == 0
         summary = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"]
@@ -82,12 +124,27 @@ levels:
 
 
 @pytest.mark.distributed
-def test_a_rank_sends_its_part_where_the_other_group_has_faster_links(here: None, pools: Pools, tmp_path: Path) -> None:
-    """Two devices a layer halve what each sends; the other half is gathered. On uniform links all of it is sent."""
-    model, cluster = tmp_path / "gpt.onnx", tmp_path / "nodes.yaml"
+def test_a_rank_sends_its_part_where_the_other_group_has_faster_links(
+    here: None, pools: Pools, tmp_path: Path
+) -> None:
+    """Two devices a layer halve what each sends; the other half is gathered. On uniform links all
+    of it is sent.
+    """
+    model = tmp_path / "gpt.onnx"
+    cluster = tmp_path / "nodes.yaml"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
     cluster.write_text(NODES, encoding="utf-8")
-    flags = ["--gpus", "4", "--batch-size", "8", "--micro-batches", "2", "--strategy", "grid", "--set"]
+    flags = [
+        "--gpus",
+        "4",
+        "--batch-size",
+        "8",
+        "--micro-batches",
+        "2",
+        "--strategy",
+        "grid",
+        "--set",
+    ]
     flags += ["strategy.pipeline=2", "--set", "strategy.tensor=2", "--set", "precision=bf16", "-q"]
     sent = {}
     for name in (str(cluster), "cpu-local"):
@@ -95,7 +152,10 @@ def test_a_rank_sends_its_part_where_the_other_group_has_faster_links(here: None
         assert main(["plan", str(model), *flags, "--cluster", name, "-o", str(plan)]) == 0
         document = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
         predicted = document["summary"]["communication_bytes"]
-        assert ["gathers" in stage for stage in document["placement"]["stages"]] == [False, name != "cpu-local"]
+        assert ["gathers" in stage for stage in document["placement"]["stages"]] == [
+            False,
+            name != "cpu-local",
+        ]
         assert main(["codegen", str(plan), "-q"]) == 0
         report = plan / "report.jsonl"
         pools.of(4).run(plan / "program", "--device", "cpu", "--steps", 1, "--report", report)
@@ -112,7 +172,9 @@ def test_dry_runs_of_random_strategies_count_what_is_predicted(tmp_path: Path, n
     placement = random_placement(Random(name), graph, 4, SAMPLES)
     schedule = schedule_of(graph, placement, MICRO_BATCHES)
     write(graph, placement, schedule, loss, tmp_path / "program")
-    assert rehearsed(tmp_path / "program", 4) == communication_bytes(graph, placement, MICRO_BATCHES, 4, loss)
+    assert rehearsed(tmp_path / "program", 4) == communication_bytes(
+        graph, placement, MICRO_BATCHES, 4, loss
+    )
 
 
 def rehearsed(program: Path, ranks: int) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Several steps under random strategies: losses follow one device's, and training goes on from a checkpoint."""
+"""Several steps under random strategies: losses follow one device's, and training goes on from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def test_steps_before_and_after_a_checkpoint(pools: Pools, tmp_path: Path, name:
     schedule = schedule_of(graph, placement, MICRO_BATCHES)
     optimizer = Optimizer("adamw", lr=0.01)
     write(graph, placement, schedule, loss, tmp_path / "ranks", optimizer=optimizer)
-    write(graph, *one_device(graph, MICRO_BATCHES, True, SAMPLES), loss, tmp_path / "one", optimizer=optimizer)
+    write(
+        graph,
+        *one_device(graph, MICRO_BATCHES, True, SAMPLES),
+        loss,
+        tmp_path / "one",
+        optimizer=optimizer,
+    )
 
     def losses(folder: str, report: str, *flags: object) -> list[float]:
         size = 1 if folder == "one" else 4

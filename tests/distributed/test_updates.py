@@ -1,4 +1,6 @@
-"""Updates of ranks are those of plain torch on one device: rates, clipping, and what comes of them."""
+"""Updates of ranks are those of plain torch on one device: rates, clipping, and what comes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            (first, second), rate = group["betas"], group["lr"]
+            (first, second) = group["betas"]
+            rate = group["lr"]
             for each in group["params"]:
                 average = self.state[each].setdefault("average", torch.zeros_like(each))
                 update = torch.sign(first * average + (1 - first) * each.grad)
@@ -67,11 +70,14 @@ class Lion(torch.optim.Optimizer):
                 average.copy_(second * average + (1 - second) * each.grad)
 
 
-def optimizers_of(settings: Optimizer, trained: dict[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
+def optimizers_of(
+    settings: Optimizer, trained: dict[str, torch.Tensor]
+) -> list[torch.optim.Optimizer]:
     """Torch's, with a group for each parameter, as one writes it by hand."""
     forms = []
     for name, tensor in trained.items():
-        decay, factor = settings.weight_decay, 1.0
+        decay = settings.weight_decay
+        factor = 1.0
         if settings.groups and name in ("w2", "w4"):
             decay = 0.0
         elif settings.groups and name in ("w1", "w3"):
@@ -110,45 +116,64 @@ def cosine(step: int) -> float:
 
 
 def by_torch(
-    graph: Graph, loss: str, folder: Path, batch: dict[str, np.ndarray], settings: Optimizer, training: Training
+    graph: Graph,
+    loss: str,
+    folder: Path,
+    batch: dict[str, np.ndarray],
+    settings: Optimizer,
+    training: Training,
 ) -> Updates:
     """The same steps in plain torch, all micro-batches of a step in one mean."""
     parameters = drawn_parameters(graph, folder)
     names = [each.value.name for each in graph.parameters if each.trainable]
     trained = {name: parameters[name].requires_grad_() for name in names}
     averaged = AveragedModel(
-        torch.nn.ParameterDict(trained), multi_avg_fn=get_ema_multi_avg_fn(training.ema_decay or 0.0)
+        torch.nn.ParameterDict(trained),
+        multi_avg_fn=get_ema_multi_avg_fn(training.ema_decay or 0.0),
     )
     optimizers = optimizers_of(settings, trained)
     schedulers = [LambdaLR(each, cosine) for each in optimizers]
     found = Updates([], [], [])
     count = MICRO_BATCHES * training.gradient_accumulation_steps
     for _ in range(STEPS):
-        parts = [evaluate(graph, parameters | inputs)[loss] for inputs in micro_batches_of(graph, batch, count)]
+        parts = [
+            evaluate(graph, parameters | inputs)[loss]
+            for inputs in micro_batches_of(graph, batch, count)
+        ]
         total = torch.stack(parts).mean()
         gradients = torch.autograd.grad(total, list(trained.values()))
         for tensor, gradient in zip(trained.values(), gradients, strict=True):
             tensor.grad = gradient
         found.losses.append(total.item())
         found.rates.append(settings.lr * cosine(schedulers[0].last_epoch))
-        found.norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), training.max_norm or math.inf).item())
+        found.norms.append(
+            torch.nn.utils.clip_grad_norm_(trained.values(), training.max_norm or math.inf).item()
+        )
         for each in optimizers:
             each.step()
         averaged.update_parameters(torch.nn.ParameterDict(trained))
         for scheduler in schedulers:
             scheduler.step()
     found.weights.update({name: tensor.detach().numpy() for name, tensor in trained.items()})
-    found.averages.update({name: tensor.detach().numpy() for name, tensor in averaged.module.items()})
+    found.averages.update(
+        {name: tensor.detach().numpy() for name, tensor in averaged.module.items()}
+    )
     return found
 
 
 def two_pipelines(graph: Graph) -> Placement:
-    """The second the other way round and cut elsewhere: each rank has two stages, and the table in both."""
+    """The second the other way round and cut elsewhere: each rank has two stages, and the table in
+    both.
+    """
     count = len(graph.nodes)
-    low, high = tuple(range(4)), tuple(range(4, count))
-    first, second = tuple(range(6)), tuple(range(6, count))
+    low = tuple(range(4))
+    high = tuple(range(4, count))
+    first = tuple(range(6))
+    second = tuple(range(6, count))
     stages = [Stage(low, (0,), 12), Stage(high, (1,), 12)]
-    return Placement((*stages, Stage(first, (1,), 12, (), False, 1), Stage(second, (0,), 12, (), False, 1)))
+    return Placement(
+        (*stages, Stage(first, (1,), 12, (), False, 1), Stage(second, (0,), 12, (), False, 1))
+    )
 
 
 def placed(name: str) -> tuple[Graph, str, Placement, Schedule]:
@@ -156,7 +181,11 @@ def placed(name: str) -> tuple[Graph, str, Placement, Schedule]:
     if name == "two pipelines":
         placement = two_pipelines(graph)
         return graph, loss, placement, forwards_first(graph, placement, MICRO_BATCHES)
-    own = cut(graph, 4, [(0, 1, 2, 3)], columns=2) if name == "tensor and data" else cut(graph, 4, PLACEMENTS[name])
+    own = (
+        cut(graph, 4, [(0, 1, 2, 3)], columns=2)
+        if name == "tensor and data"
+        else cut(graph, 4, PLACEMENTS[name])
+    )
     return graph, loss, own, schedule_of(graph, own, MICRO_BATCHES)
 
 
@@ -168,8 +197,9 @@ class Runs:
     training: Training = CLIPPED
 
     def check(self, name: str, *flags: object, begun: str | None = None) -> Updates:
-        """Run under a placement, and compare each step's figures, and the weights in the end, with torch's. The first
-        half of the steps may have been done under another one, `begun`."""
+        """Run under a placement, and compare each step's figures, and the weights in the end, with
+        torch's. The first half of the steps may have been done under another one, `begun`.
+        """
         batch = batch_of(placed(name)[0], MICRO_BATCHES * self.training.gradient_accumulation_steps)
         np.savez(self.folder / "batch.npz", **batch)  # type: ignore[arg-type]
         saved = self.folder / f"{name} saved"
@@ -183,7 +213,9 @@ class Runs:
             keys["grad_norm"] = expected.norms
         for key, theirs in keys.items():
             theirs = theirs[STEPS - len(lines) :]
-            np.testing.assert_allclose([line[key] for line in lines], theirs, rtol=TOLERANCE, err_msg=f"{name}: {key}")  # type: ignore[arg-type]
+            np.testing.assert_allclose(
+                [line[key] for line in lines], theirs, rtol=TOLERANCE, err_msg=f"{name}: {key}"
+            )  # type: ignore[arg-type]
         for kept, numbers in (("", expected.weights), ("ema", expected.averages)):
             if kept and self.training.ema_decay is None:
                 continue
@@ -199,16 +231,28 @@ class Runs:
     ) -> tuple[Graph, str, Path, list[dict[str, object]]]:
         """The graph, its loss, the program, and the lines of its report."""
         graph, loss, placement, schedule = placed(name)
-        program, report = self.folder / name, self.folder / f"{name}.jsonl"
+        program = self.folder / name
+        report = self.folder / f"{name}.jsonl"
         how = {"lr_scheduler": COSINE, "training": self.training}
         write(graph, placement, schedule, loss, program, optimizer=self.settings, **how)  # type: ignore[arg-type]
-        arguments = ("--device", "cpu", "--data", self.folder / "batch.npz", "--steps", steps, "--report", report)
+        arguments = (
+            "--device",
+            "cpu",
+            "--data",
+            self.folder / "batch.npz",
+            "--steps",
+            steps,
+            "--report",
+            report,
+        )
         self.pools.of(placement.devices).run(program, *arguments, "--checkpoint", saved, *flags)
         return graph, loss, program, report_lines(report)
 
 
 def stored(folder: Path, state: str) -> dict[str, np.ndarray]:
-    """What the checkpoint after the last step holds of each trained parameter: its numbers, or a state of them."""
+    """What the checkpoint after the last step holds of each trained parameter: its numbers, or a
+    state of them.
+    """
     path = checkpoint_path(folder, STEPS)
     checkpoint = read_checkpoint(path)
     reader = Reader(path, checkpoint)
@@ -226,7 +270,9 @@ def test_rates_norms_and_losses_are_torchs(pools: Pools, tmp_path: Path, shard: 
     runs = Runs(pools, tmp_path, replace(ADAMW, shard=shard, groups=GROUPS))
     for name in (*PLACEMENTS, "tensor and data", "two pipelines"):
         expected = runs.check(name)
-        assert min(expected.norms) < MAX_NORM < max(expected.norms), "some steps are clipped, and some are not"
+        assert min(expected.norms) < MAX_NORM < max(expected.norms), (
+            "some steps are clipped, and some are not"
+        )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -251,4 +297,6 @@ def test_a_run_goes_on_under_another_plan(pools: Pools, tmp_path: Path) -> None:
     Runs(pools, tmp_path, settings, training).check("tensor and data", begun="stages of replicas")
     muon = tmp_path / "muon"
     muon.mkdir()
-    Runs(pools, muon, OTHERS["muon"], training).check("two pipelines", begun="stages of three and one")
+    Runs(pools, muon, OTHERS["muon"], training).check(
+        "two pipelines", begun="stages of three and one"
+    )

@@ -1,4 +1,6 @@
-"""`autopipe verify` of the zoo in small: right programs pass, and programs with a fault are refused."""
+"""`autopipe verify` of the zoo in small: right programs pass, and programs with a fault are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def passes(name: str, strategy: str, folder: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("unet", "pase"), ("bert", "tepdist"), ("llama", "pase"), ("rnnlm", "tepdist"), ("moe", "grid")],
+    [
+        ("unet", "pase"),
+        ("bert", "tepdist"),
+        ("llama", "pase"),
+        ("rnnlm", "tepdist"),
+        ("moe", "grid"),
+    ],
 )
 def test_right_programs_pass(
     tmp_path: Path,
@@ -64,11 +72,16 @@ def without_all_reduce(program: Path) -> None:
 def with_a_gradient_twice(program: Path) -> None:
     """A matrix's gradient is counted twice where it is first read."""
     parameters = enumerate(read_manifest(program).parameters)
-    matrices = [number for number, each in parameters if each.trainable and len(each.value.shape) > 1]
+    matrices = [
+        number for number, each in parameters if each.trainable and len(each.value.shape) > 1
+    ]
     word = f"p.w{matrices[-1]}"
     for path in program.glob("stage_*.py"):
         text = path.read_text(encoding="utf-8")
-        path.write_text(re.sub(rf"{re.escape(word)}\b", f"(2 * {word} - {word}.detach())", text), encoding="utf-8")
+        path.write_text(
+            re.sub(rf"{re.escape(word)}\b", f"(2 * {word} - {word}.detach())", text),
+            encoding="utf-8",
+        )
 
 
 def with_a_scale_too_small(program: Path) -> None:
@@ -80,7 +93,9 @@ def with_a_scale_too_small(program: Path) -> None:
 
 def with_a_wrong_block(program: Path) -> None:
     """Rank 0 has rank 1's block of the data that it is given first, or of a parameter."""
-    first, second = ((program / f"rank_{rank:03d}.py").read_text(encoding="utf-8") for rank in (0, 1))
+    first, second = (
+        (program / f"rank_{rank:03d}.py").read_text(encoding="utf-8") for rank in (0, 1)
+    )
     blocks = [re.findall(r"runtime\.Data\(.*\)", text) for text in (first, second)]
     for mine, other in zip(*blocks, strict=False):
         if mine != other:
@@ -106,11 +121,15 @@ FAULTS: tuple[Callable[[Path], None], ...] = (
 )
 
 
-def refused(name: str, fault: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def refused(
+    name: str, fault: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = generated(name, folder, "--strategy", "pase")
     fault(program)
     code, checks = verified(program, capsys)
-    failed = [check for check in checks.values() if not check["relative_difference"] <= check["limit"]]
+    failed = [
+        check for check in checks.values() if not check["relative_difference"] <= check["limit"]
+    ]
     assert code == 5
     assert failed, checks
     for check in failed:

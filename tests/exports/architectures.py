@@ -1,6 +1,8 @@
-"""Small models with random weights, and one batch of inputs for each, for torch's exporters to trace.
+"""Small models with random weights, and one batch of inputs for each, for torch's exporters to
+trace.
 
-The sizes are the smallest that keep every part of an architecture: several heads, several layers, a vocabulary.
+The sizes are the smallest that keep every part of an architecture: several heads, several layers, a
+vocabulary.
 """
 
 from __future__ import annotations
@@ -61,30 +63,45 @@ class LanguageModel(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Dense features and embedded categories, their pairwise products, and a click's logit (DLRM, arXiv:1906.00091)."""
+    """Dense features and embedded categories, their pairwise products, and a click's logit (DLRM,
+    arXiv:1906.00091).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        width, tables = 16, (50, 30, 70)
+        width = 16
+        tables = (50, 30, 70)
         self.bottom = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for rows in tables)
         count = len(tables) + 1
-        self.top = nn.Sequential(nn.Linear(width + count * (count - 1) // 2, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.top = nn.Sequential(
+            nn.Linear(width + count * (count - 1) // 2, 32), nn.ReLU(), nn.Linear(32, 1)
+        )
         pairs = torch.tril_indices(count, count, offset=-1)
         self.register_buffer("rows", pairs[0])
         self.register_buffer("columns", pairs[1])
 
-    def forward(self, dense: torch.Tensor, category: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    def forward(
+        self, dense: torch.Tensor, category: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> Any:
         bottom = self.bottom(dense)
         features = [bottom, *(table(category[:, index]) for index, table in enumerate(self.tables))]
         stacked = torch.stack(features, dim=1)
         products = torch.bmm(stacked, stacked.transpose(1, 2))
-        logits = self.top(torch.cat([bottom, products[:, self.rows, self.columns]], dim=1)).squeeze(1)
-        return logits if labels is None else (F.binary_cross_entropy_with_logits(logits, labels), logits)
+        logits = self.top(torch.cat([bottom, products[:, self.rows, self.columns]], dim=1)).squeeze(
+            1
+        )
+        return (
+            logits
+            if labels is None
+            else (F.binary_cross_entropy_with_logits(logits, labels), logits)
+        )
 
 
 def perturb(model: nn.Module) -> None:
-    """Move all that is trained and every statistic: biases of 0 hide mistakes, and exporters merge equal weights."""
+    """Move all that is trained and every statistic: biases of 0 hide mistakes, and exporters merge
+    equal weights.
+    """
     with torch.no_grad():
         for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -153,7 +170,10 @@ def _resnet() -> nn.Module:
 
 
 def _images(batch: int) -> Tensors:
-    return {"pixel_values": torch.randn(batch, 3, 32, 32), "labels": torch.randint(0, CLASSES, (batch,))}
+    return {
+        "pixel_values": torch.randn(batch, 3, 32, 32),
+        "labels": torch.randint(0, CLASSES, (batch,)),
+    }
 
 
 def _mask(batch: int) -> torch.Tensor:
@@ -177,7 +197,11 @@ def _typed_sentences(batch: int) -> Tensors:
 
 
 def _sentence_pairs(batch: int) -> Tensors:
-    return {"input_ids": _tokens(batch), "decoder_input_ids": _tokens(batch), "labels": _tokens(batch)}
+    return {
+        "input_ids": _tokens(batch),
+        "decoder_input_ids": _tokens(batch),
+        "labels": _tokens(batch),
+    }
 
 
 def _texts(batch: int) -> Tensors:
@@ -186,19 +210,27 @@ def _texts(batch: int) -> Tensors:
 
 def _clicks(batch: int) -> Tensors:
     labels = torch.randint(0, 2, (batch,)).float()
-    return {"dense": torch.randn(batch, 13), "category": torch.randint(0, 30, (batch, 3)), "labels": labels}
+    return {
+        "dense": torch.randn(batch, 13),
+        "category": torch.randint(0, 30, (batch, 3)),
+        "labels": labels,
+    }
 
 
 ARCHITECTURES = {
     "gpt2": Architecture(_gpt2, _masked_sentences, ("input_ids", "attention_mask", "labels")),
     "llama": Architecture(_llama, _masked_sentences, ("input_ids", "attention_mask", "labels")),
-    "bert": Architecture(_bert, _typed_sentences, ("input_ids", "attention_mask", "token_type_ids", "labels")),
+    "bert": Architecture(
+        _bert, _typed_sentences, ("input_ids", "attention_mask", "token_type_ids", "labels")
+    ),
     "t5": Architecture(_t5, _sentence_pairs, ("input_ids", "decoder_input_ids", "labels")),
     "vit": Architecture(_vit, _images),
     "resnet": Architecture(_resnet, _images),
     "dlrm": Architecture(Recommender, _clicks),
     "lstm": Architecture(
-        LanguageModel, lambda batch: {"tokens": _tokens(batch), "labels": _tokens(batch)}, ("tokens", "labels")
+        LanguageModel,
+        lambda batch: {"tokens": _tokens(batch), "labels": _tokens(batch)},
+        ("tokens", "labels"),
     ),
 }
 """The models that torch exports, by name."""

@@ -1,4 +1,6 @@
-"""Models with branches, for torch's exporters: two towers that meet in a score, and features that are joined."""
+"""Models with branches, for torch's exporters: two towers that meet in a score, and features that
+are joined.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TwoTowers(nn.Module):
-    """A text and an image encoder whose embeddings are compared (CLIP, arXiv:2103.00020): a loss and scores.
+    """A text and an image encoder whose embeddings are compared (CLIP, arXiv:2103.00020): a loss
+    and scores.
 
-    Each text with its own image alone, labelled as matching or not; or, with `contrast`, with all images of the
-    micro-batch, the labels saying which of them is its own.
+    Each text with its own image alone, labelled as matching or not; or, with `contrast`, with all
+    images of the micro-batch, the labels saying which of them is its own.
     """
 
     def __init__(self, contrast: bool) -> None:
@@ -41,9 +44,13 @@ class TwoTowers(nn.Module):
             "num_attention_heads": 4,
         }  # fmt: skip
         self.text = CLIPTextModelWithProjection(
-            CLIPTextConfig(vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, eos_token_id=1, **common)
+            CLIPTextConfig(
+                vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, eos_token_id=1, **common
+            )
         )
-        self.image = CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=IMAGE, patch_size=8, **common))
+        self.image = CLIPVisionModelWithProjection(
+            CLIPVisionConfig(image_size=IMAGE, patch_size=8, **common)
+        )
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(
@@ -51,7 +58,9 @@ class TwoTowers(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and scores [batch] or [batch of texts, batch of images]."""
         text = F.normalize(self.text(input_ids=input_ids, return_dict=True).text_embeds, dim=-1)
-        image = F.normalize(self.image(pixel_values=pixel_values, return_dict=True).image_embeds, dim=-1)
+        image = F.normalize(
+            self.image(pixel_values=pixel_values, return_dict=True).image_embeds, dim=-1
+        )
         if self.contrast:
             scores = text @ image.T * self.scale.exp()
             return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2, scores
@@ -60,21 +69,29 @@ class TwoTowers(nn.Module):
 
 
 class JoinedFeatures(nn.Module):
-    """Groups of dense features with layers of their own, tables of categories, and layers over all of them (DLRM)."""
+    """Groups of dense features with layers of their own, tables of categories, and layers over all
+    of them (DLRM).
+    """
 
     def __init__(self, groups: int = 3, tables: int = 3, width: int = 32, layers: int = 3) -> None:
         super().__init__()
         self.dense = nn.ModuleList(
-            nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
+            nn.Sequential(
+                *(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh()))
+            )
             for _ in range(groups)
         )
         self.tables = nn.ModuleList(nn.Embedding(50, 8) for _ in range(tables))
-        self.top = nn.Sequential(nn.Linear(groups * width + tables * 8, width), nn.Tanh(), nn.Linear(width, 1))
+        self.top = nn.Sequential(
+            nn.Linear(groups * width + tables * 8, width), nn.Tanh(), nn.Linear(width, 1)
+        )
 
     def forward(
         self, dense: torch.Tensor, categories: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss and the logits [batch] of `dense` [batch, groups, width] and `categories` [batch, tables]."""
+        """The loss and the logits [batch] of `dense` [batch, groups, width] and `categories`
+        [batch, tables].
+        """
         joined = [layers(dense[:, index]) for index, layers in enumerate(self.dense)]
         joined += [table(categories[:, index]) for index, table in enumerate(self.tables)]
         logits = self.top(torch.cat(joined, dim=1)).squeeze(1)
@@ -84,12 +101,20 @@ class JoinedFeatures(nn.Module):
 def _pairs(contrast: bool) -> Tensors:
     labels = torch.arange(BATCH) if contrast else torch.rand(BATCH)
     texts = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
-    return {"input_ids": texts, "pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE), "labels": labels}
+    return {
+        "input_ids": texts,
+        "pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE),
+        "labels": labels,
+    }
 
 
 def _clicks() -> Tensors:
     categories = torch.randint(0, 50, (BATCH, 3))
-    return {"dense": torch.randn(BATCH, 3, 32), "categories": categories, "labels": torch.rand(BATCH)}
+    return {
+        "dense": torch.randn(BATCH, 3, 32),
+        "categories": categories,
+        "labels": torch.rand(BATCH),
+    }
 
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Tensors]]] = {
@@ -101,7 +126,9 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Tensors]]] = {
 
 
 def exported(name: str, dynamo: bool, folder: Path) -> Path:
-    """The file that one of torch's exporters writes of a model with random weights, its batch symbolic."""
+    """The file that one of torch's exporters writes of a model with random weights, its batch
+    symbolic.
+    """
     build, inputs = MODELS[name]
     path = folder / f"{name}.onnx"
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
@@ -115,5 +142,7 @@ def exported(name: str, dynamo: bool, folder: Path) -> Path:
             more = {"dynamic_shapes": shapes, "external_data": False}
         else:
             more = {"dynamic_axes": {each: {0: "batch"} for each in given}}
-        torch.onnx.export(build().eval(), tuple(given.values()), str(path), dynamo=dynamo, **common, **more)
+        torch.onnx.export(
+            build().eval(), tuple(given.values()), str(path), dynamo=dynamo, **common, **more
+        )
     return path

@@ -10,34 +10,49 @@ from torch import nn
 
 from tests.exports.with_loss import Tensors
 
-BATCH, NODES, EDGES, WIDTH, CLASSES = 2, 6, 9, 4, 3
+BATCH = 2
+NODES = 6
+EDGES = 9
+WIDTH = 4
+CLASSES = 3
 
 
 class Tokens(nn.Module):
-    """Tokens that a mask keeps: assigned, flattened, joined with learned ones, pooled, in order of size."""
+    """Tokens that a mask keeps: assigned, flattened, joined with learned ones, pooled, in order of
+    size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.exit = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.exit = nn.Linear(WIDTH, CLASSES)
         self.learned = nn.Parameter(torch.randn(2, WIDTH))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         keep = x[..., 0] > 0
         hidden = self.first(x).clone()
-        hidden[keep] = torch.tanh(self.second(hidden[keep]).reshape(-1, 2) * 0.5).reshape(-1, WIDTH) * 2
+        hidden[keep] = (
+            torch.tanh(self.second(hidden[keep]).reshape(-1, 2) * 0.5).reshape(-1, WIDTH) * 2
+        )
         hidden[x > 1.0] = 0.25
         kept = torch.cat([hidden[keep], self.learned])
-        pooled = (torch.softmax(kept, dim=0) * kept).sum(dim=0) + kept.sort(dim=0).values.cumsum(dim=0).mean(dim=0)
+        pooled = (torch.softmax(kept, dim=0) * kept).sum(dim=0) + kept.sort(dim=0).values.cumsum(
+            dim=0
+        ).mean(dim=0)
         return F.cross_entropy(self.exit(hidden + pooled).mean(dim=1), labels)
 
 
 class Edges(nn.Module):
-    """A graph convolution (arXiv:1609.02907) and graph attention (arXiv:1710.10903) over edges of which loops are
-    taken out, before each node has one."""
+    """A graph convolution (arXiv:1609.02907) and graph attention (arXiv:1710.10903) over edges of
+    which loops are taken out, before each node has one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry, self.middle, self.exit = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.exit = nn.Linear(WIDTH, CLASSES)
         self.score = nn.Linear(2 * WIDTH, 1, bias=False)
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -52,10 +67,14 @@ class Edges(nn.Module):
         scale = degree.rsqrt()
         hidden = self.entry(x.reshape(count, WIDTH))
         sent = hidden[source] * (scale[source] * scale[target])[:, None]
-        hidden = F.relu(torch.zeros(count, WIDTH).scatter_add(0, target[:, None].expand(-1, WIDTH), sent))
+        hidden = F.relu(
+            torch.zeros(count, WIDTH).scatter_add(0, target[:, None].expand(-1, WIDTH), sent)
+        )
 
         hidden = torch.tanh(self.middle(hidden)) + 3 * x.reshape(count, WIDTH)
-        scores = F.leaky_relu(self.score(torch.cat([hidden[source], hidden[target]], dim=1))[:, 0], 0.2)
+        scores = F.leaky_relu(
+            self.score(torch.cat([hidden[source], hidden[target]], dim=1))[:, 0], 0.2
+        )
         largest = torch.full((count,), -100.0).scatter_reduce(0, target, scores.detach(), "amax")
         shares = (scores - largest[target]).exp()
         shares = shares / (torch.zeros(count).scatter_add(0, target, shares)[target] + 1e-16)

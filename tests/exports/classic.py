@@ -1,4 +1,6 @@
-"""Attention as the first transformers spelled it, which onnxruntime's optimizer fuses into operators of its own."""
+"""Attention as the first transformers spelled it, which onnxruntime's optimizer fuses into
+operators of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import nn
 from tests.exports.other_models import Classification
 from tests.exports.with_loss import BATCH, SEQUENCE, VOCABULARY, Tensors, WithLoss
 
-WIDTH, HEADS, LAYERS = 32, 4, 2
+WIDTH = 32
+HEADS = 4
+LAYERS = 2
 
 
 def _by_head(x: torch.Tensor) -> torch.Tensor:
@@ -29,8 +33,10 @@ class BertLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.norm, self.last_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last_norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         query, key, value = (_by_head(each(x)) for each in (self.query, self.key, self.value))
@@ -43,14 +49,20 @@ class BertLayer(nn.Module):
 class Bert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.types = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(2, WIDTH)
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.types = nn.Embedding(2, WIDTH)
         self.positions = nn.Embedding(2 * SEQUENCE, WIDTH)
         self.register_buffer("position_ids", torch.arange(2 * SEQUENCE)[None])
-        self.norm, self.layers = nn.LayerNorm(WIDTH), nn.ModuleList(BertLayer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(BertLayer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
-        x = self.words(ids) + self.types(types) + self.positions(self.position_ids[:, : ids.size(1)])
+        x = (
+            self.words(ids)
+            + self.types(types)
+            + self.positions(self.position_ids[:, : ids.size(1)])
+        )
         x, hidden = self.norm(x), (1.0 - mask[:, None, None, :].to(x.dtype)) * -10000.0
         for layer in self.layers:
             x = layer(x, hidden)
@@ -76,16 +88,23 @@ class GptLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.last_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.projection = Projection(WIDTH, 3 * WIDTH), Projection(WIDTH, WIDTH)
-        self.up, self.down = Projection(WIDTH, 2 * WIDTH), Projection(2 * WIDTH, WIDTH)
-        self.register_buffer("bias", torch.ones(2 * SEQUENCE, 2 * SEQUENCE, dtype=torch.uint8).tril()[None, None])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last_norm = nn.LayerNorm(WIDTH)
+        self.attention = Projection(WIDTH, 3 * WIDTH)
+        self.projection = Projection(WIDTH, WIDTH)
+        self.up = Projection(WIDTH, 2 * WIDTH)
+        self.down = Projection(2 * WIDTH, WIDTH)
+        self.register_buffer(
+            "bias", torch.ones(2 * SEQUENCE, 2 * SEQUENCE, dtype=torch.uint8).tril()[None, None]
+        )
         self.register_buffer("masked_bias", torch.tensor(-1e4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = map(_by_head, self.attention(self.norm(x)).split(WIDTH, 2))
         scores = torch.matmul(query, key.permute(0, 1, 3, 2)) / (float(value.size(-1)) ** 0.5)
-        shown = self.bias[:, :, scores.size(-1) - scores.size(-2) : scores.size(-1), : scores.size(-1)].bool()
+        shown = self.bias[
+            :, :, scores.size(-1) - scores.size(-2) : scores.size(-1), : scores.size(-1)
+        ].bool()
         scores = torch.where(shown, scores, self.masked_bias)
         x = x + self.projection(_merged(torch.matmul(scores.softmax(-1), value)))
         result: torch.Tensor = x + self.down(F.gelu(self.up(self.last_norm(x)), approximate="tanh"))
@@ -95,8 +114,10 @@ class GptLayer(nn.Module):
 class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(2 * SEQUENCE, WIDTH)
-        self.layers, self.norm = nn.ModuleList(GptLayer() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(2 * SEQUENCE, WIDTH)
+        self.layers = nn.ModuleList(GptLayer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -112,11 +133,20 @@ def _ids(top: int = VOCABULARY) -> torch.Tensor:
 
 
 def _sentences() -> Tensors:
-    return {"ids": _ids(), "mask": torch.ones(BATCH, SEQUENCE, dtype=torch.int64), "types": _ids(2), "labels": _ids()}
+    return {
+        "ids": _ids(),
+        "mask": torch.ones(BATCH, SEQUENCE, dtype=torch.int64),
+        "types": _ids(2),
+        "labels": _ids(),
+    }
 
 
 def _texts() -> Tensors:
-    return {"ids": _ids(), "positions": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE).contiguous(), "labels": _ids()}
+    return {
+        "ids": _ids(),
+        "positions": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE).contiguous(),
+        "labels": _ids(),
+    }
 
 
 CLASSIC: dict[str, WithLoss] = {

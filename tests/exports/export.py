@@ -1,4 +1,6 @@
-"""ONNX files from torch's two exporters, and the networks that ship with onnx, kept on disk between runs."""
+"""ONNX files from torch's two exporters, and the networks that ship with onnx, kept on disk between
+runs.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,14 @@ class Export:
 
     model: str
     exporter: str
-    """`torchscript` (dynamo=False), `dynamo` (dynamo=True), either with `@` and an opset that is not its default,
-    `onnx` for a file that ships with onnx, or `hand`."""
+    """`torchscript` (dynamo=False), `dynamo` (dynamo=True), either with `@` and an opset that is
+    not its default, `onnx` for a file that ships with onnx, or `hand`.
+    """
     dynamic: bool
     loss: bool
-    """A loss in the graph; for a network that ships with onnx, random weights and the YAML's loss behind its scores."""
+    """A loss in the graph; for a network that ships with onnx, random weights and the YAML's loss
+    behind its scores.
+    """
     batch: int = BATCH
     """Samples of the traced batch."""
     dtype: str = "fp32"
@@ -42,7 +47,9 @@ class Export:
         """A name for files and for `--only`."""
         shapes = "dynamic" if self.dynamic else "static"
         dtype = () if self.dtype == "fp32" else (self.dtype,)
-        return "-".join((self.model, self.exporter, shapes, "loss" if self.loss else "forward", *dtype))
+        return "-".join(
+            (self.model, self.exporter, shapes, "loss" if self.loss else "forward", *dtype)
+        )
 
 
 def all_exports() -> tuple[Export, ...]:
@@ -61,13 +68,16 @@ def all_exports() -> tuple[Export, ...]:
 
 
 def onnx_file(export: Export, scratch: Path) -> Path:
-    """The export's file, made where it is not in the cache yet; `scratch` takes those that are too large to keep."""
+    """The export's file, made where it is not in the cache yet; `scratch` takes those that are too
+    large to keep.
+    """
     if export.exporter == "onnx":
         return drawn(export.model, scratch) if export.loss else shipped(export.model)
     from tests.exports.architectures import ARCHITECTURES
 
     if export.model in ARCHITECTURES:
-        sources, write = (Path(__file__).with_name("architectures.py"),), _export
+        sources = (Path(__file__).with_name("architectures.py"),)
+        write = _export
     else:
         from tests.exports.recent import sources_of, write
 
@@ -83,7 +93,9 @@ def onnx_file(export: Export, scratch: Path) -> Path:
 
 
 def cache(*sources: Path) -> Path:
-    """A folder that a change of a version, or of the `sources` that make the exports, makes anew."""
+    """A folder that a change of a version, or of the `sources` that make the exports, makes
+    anew.
+    """
     import onnx
     import onnxscript
     import torch
@@ -92,16 +104,29 @@ def cache(*sources: Path) -> Path:
     made_by = hashlib.sha256()
     for source in sources:
         made_by.update(source.read_bytes())
-    versions = (torch.__version__, transformers.__version__, onnx.__version__, onnxscript.__version__)
+    versions = (
+        torch.__version__,
+        transformers.__version__,
+        onnx.__version__,
+        onnxscript.__version__,
+    )
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "autopipe-tests" / "-".join((*versions, made_by.hexdigest()[:12]))
 
 
 def traced(export: Export) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The module that is exported, and the inputs that it is traced with, in its arguments' order."""
+    """The module that is exported, and the inputs that it is traced with, in its arguments'
+    order.
+    """
     import torch
 
-    from tests.exports.architectures import ARCHITECTURES, Called, LanguageModel, Recommender, perturb
+    from tests.exports.architectures import (
+        ARCHITECTURES,
+        Called,
+        LanguageModel,
+        Recommender,
+        perturb,
+    )
 
     architecture = ARCHITECTURES[export.model]
     torch.manual_seed(0)
@@ -123,7 +148,14 @@ def _export(export: Export, path: Path) -> None:
     model, inputs = traced(export)
     sequences = ARCHITECTURES[export.model].sequences
     outputs = ("loss", "logits") if export.loss else ("logits",)
-    write_torch(model, inputs, outputs, path, export, {name: {1: "sequence"} for name in sequences if name in inputs})
+    write_torch(
+        model,
+        inputs,
+        outputs,
+        path,
+        export,
+        {name: {1: "sequence"} for name in sequences if name in inputs},
+    )
 
 
 def write_torch(
@@ -134,17 +166,24 @@ def write_torch(
     export: Export,
     dynamic: dict[str, dict[int, str]],
 ) -> None:
-    """Export with one of torch's exporters; where shapes are dynamic, axis 0 is the batch of every input, and `dynamic`
-    names further axes."""
+    """Export with one of torch's exporters; where shapes are dynamic, axis 0 is the batch of every
+    input, and `dynamic` names further axes.
+    """
     import torch
 
     axes = {name: {0: "batch", **dynamic.get(name, {})} for name in inputs}
     exporter, _, opset = export.exporter.partition("@")
-    common: dict[str, Any] = {"input_names": list(inputs), "output_names": list(outputs), "verbose": False}
+    common: dict[str, Any] = {
+        "input_names": list(inputs),
+        "output_names": list(outputs),
+        "verbose": False,
+    }
     if opset:
         common["opset_version"] = int(opset)
     if exporter == "torchscript":
-        training = torch.onnx.TrainingMode.TRAINING if model.training else torch.onnx.TrainingMode.EVAL
+        training = (
+            torch.onnx.TrainingMode.TRAINING if model.training else torch.onnx.TrainingMode.EVAL
+        )
         symbolic = {**axes, **({outputs[-1]: {0: "batch"}} if outputs[-1] != "loss" else {})}
         common |= {"training": training, "dynamic_axes": symbolic if export.dynamic else None}
     else:
@@ -157,7 +196,9 @@ def write_torch(
         }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(model, tuple(inputs.values()), str(path), dynamo=exporter == "dynamo", **common)
+        torch.onnx.export(
+            model, tuple(inputs.values()), str(path), dynamo=exporter == "dynamo", **common
+        )
 
 
 def _dynamic(axes: dict[str, dict[int, str]]) -> tuple[dict[int, object], ...]:

@@ -28,7 +28,10 @@ MOST = {
     "matcha-dynamo-static-loss": "arange:0=64",
 }
 """The most numbers that data may give a Range."""
-NORMALIZED = "batch normalization is folded into the weights before it: each is a function of several parameters"
+NORMALIZED = (
+    "batch normalization is folded into the weights before it: each is a function of several "
+    "parameters"
+)
 SHIFTED = "the scales of the normalizations are 1 + a parameter"
 JOINED = "tables of relative positions are joined from several parameters"
 FOLDED = {
@@ -50,8 +53,9 @@ FOLDED = {
     "pvt-dynamo-static-loss": "tables of positions are resized and joined",
     "gan_discriminator-dynamo-static-loss": "weights are divided by their norms",
 }
-"""Exports whose training is refused, by name, and what the exporter computed of their parameters; without the refusal
-they are trained as files that hold these tensors."""
+"""Exports whose training is refused, by name, and what the exporter computed of their parameters;
+without the refusal they are trained as files that hold these tensors.
+"""
 DEVICES = 4
 MICRO_BATCHES = 4
 
@@ -76,7 +80,9 @@ class Journey:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a journey; differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, None where it never got there."""
+    """What became of a journey; differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, None where it
+    never got there.
+    """
 
     journey: Journey
     nodes: tuple[int, int] | None = None
@@ -130,9 +136,16 @@ def travel(journey: Journey, folder: Path) -> Outcome:
         path = _exported(journey.export, folder)
         plan = _plan(journey, path, folder)
         assert plan["mode"] == ("train" if journey.export.loss else "infer")
-        stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
+        stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))[
+            "placement"
+        ]["stages"]
         seen["stages"] = tuple(len(stage["devices"]) for stage in stages)
-        planned = {node for stage in stages for start, stop in stage["nodes"] for node in range(start, stop)}
+        planned = {
+            node
+            for stage in stages
+            for start, stop in stage["nodes"]
+            for node in range(start, stop)
+        }
         seen["nodes"] = _nodes_in_file(path), len(planned)
         _command("codegen", folder / "plan")
         program = folder / "plan" / "program"
@@ -144,7 +157,9 @@ def travel(journey: Journey, folder: Path) -> Outcome:
         field = _FIELDS[check["compared"].removesuffix(" without Dropout")]
         seen[field] = float(check["relative_difference"])
     worst = max(verified["checks"], key=lambda check: float(check["relative_difference"]))
-    failure = "" if verified["equal"] else f"verify: {worst['compared']} differ, most in {worst['worst']}"
+    failure = (
+        "" if verified["equal"] else f"verify: {worst['compared']} differ, most in {worst['worst']}"
+    )
     return Outcome(journey, **seen, failure=failure)
 
 
@@ -154,11 +169,15 @@ def _exported(export: Export, folder: Path) -> Path:
         return onnx_file(export, folder)
     except Exception as error:
         lines = str(error).strip().splitlines()
-        raise CommandError(f"export: {type(error).__name__}: {lines[0] if lines else ''}") from error
+        raise CommandError(
+            f"export: {type(error).__name__}: {lines[0] if lines else ''}"
+        ) from error
 
 
 def _plan(journey: Journey, path: Path, folder: Path) -> dict[str, Any]:
-    """Plan; where training is refused, check that, and plan to train the tensors that the refusal is about."""
+    """Plan; where training is refused, check that, and plan to train the tensors that the refusal
+    is about.
+    """
     arguments = _plan_arguments(journey, path, folder)
     if journey.export.name in FOLDED:
         _require_refused(arguments, folder / "refused")
@@ -169,7 +188,9 @@ def _plan(journey: Journey, path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _require_refused(arguments: list[object], folder: Path) -> None:
-    """Raise CommandError unless `plan` refuses to train what the exporter computed from parameters."""
+    """Raise CommandError unless `plan` refuses to train what the exporter computed from
+    parameters.
+    """
     try:
         _command("plan", *arguments, "-o", folder)
     except CommandError as error:
@@ -194,14 +215,25 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     export = journey.export
     size = journey.micro_batch_size or export.batch
     batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
-    arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
+    arguments = [
+        path,
+        "--gpus",
+        DEVICES,
+        "--cluster",
+        "cpu-local",
+        "--strategy",
+        journey.strategy,
+        *batch,
+    ]
     arguments += dimensions(path)
     arguments += ["--dim", MOST[export.name]] if export.name in MOST else []
     arguments += [word for each in SETTINGS.get(export.model, ()) for word in ("--set", each)]
     if export.loss and export.model in LIGHT:
         written = folder / "loss.yaml"
         scores = json.dumps(LIGHT[export.model])
-        written.write_text(f"loss: {{cross_entropy: {{logits: {scores}, labels: labels}}}}\n", encoding="utf-8")
+        written.write_text(
+            f"loss: {{cross_entropy: {{logits: {scores}, labels: labels}}}}\n", encoding="utf-8"
+        )
         arguments += ["--config", written]
     return arguments
 
@@ -217,7 +249,9 @@ def symbols(path: Path) -> list[str]:
 
     graph = onnx.load(path, load_external_data=False).graph
     shapes = [each.type.tensor_type.shape.dim for each in graph.input]
-    return sorted({each.dim_param for shape in shapes for each in shape[1:] if each.dim_param.isidentifier()})
+    return sorted(
+        {each.dim_param for shape in shapes for each in shape[1:] if each.dim_param.isidentifier()}
+    )
 
 
 def _nodes_in_file(path: Path) -> int:
@@ -238,12 +272,14 @@ def _launched(journey: Journey, program: Path) -> int:
 
 
 def _command(name: str, *arguments: object, accept_difference: bool = False) -> dict[str, Any]:
-    """The last that a command prints with --json. With `accept_difference` a failed comparison is a result too.
+    """The last that a command prints with --json. With `accept_difference` a failed comparison is a
+    result too.
 
-    The command line's own entry is called in this process: starting Python and torch for each command would take
-    longer than all that the commands do. Ranks are processes of their own.
+    The command line's own entry is called in this process: starting Python and torch for each
+    command would take longer than all that the commands do. Ranks are processes of their own.
     """
-    printed, noted = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
+    noted = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(noted):
         code = main([name, *map(str, arguments), "--json"])
     objects = [json.loads(line) for line in printed.getvalue().splitlines()]

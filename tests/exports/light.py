@@ -1,8 +1,8 @@
 """The networks of onnx's `light` data, as they ship and with random weights.
 
-Each of their weights is a ConstantOfShape node that gives 0.02 everywhere: all classes then score alike and all
-gradients but the last layer's are 0, so that there is nothing to compare. Copies with random weights take their place
-where gradients are verified.
+Each of their weights is a ConstantOfShape node that gives 0.02 everywhere: all classes then score
+alike and all gradients but the last layer's are 0, so that there is nothing to compare. Copies with
+random weights take their place where gradients are verified.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ LIGHT = {
     "vgg19": "r46",
     "zfnet512": "r20",
 }
-"""The networks of onnx's `light` data and the value with their scores before the softmax: a batch of one image is baked
-in, weights are ConstantOfShape nodes, there is no loss."""
+"""The networks of onnx's `light` data and the value with their scores before the softmax: a batch
+of one image is baked in, weights are ConstantOfShape nodes, there is no loss.
+"""
 
 _SCALES = {("BatchNormalization", 1), ("BatchNormalization", 4), ("Mul", 0), ("Mul", 1)}
 """Operators and operands of which a vector multiplies: scales and variances, drawn around 1."""
@@ -41,7 +42,9 @@ def shipped(model: str) -> Path:
 
 
 def drawn(model: str, folder: Path, proto: onnx.ModelProto | None = None) -> Path:
-    """A copy in `folder`, of `proto` if it is given, whose weights are random, stored in the file."""
+    """A copy in `folder`, of `proto` if it is given, whose weights are random, stored in the
+    file.
+    """
     path = folder / f"{model}.onnx"
     proto = proto or onnx.load(shipped(model))
     graph = proto.graph
@@ -63,9 +66,11 @@ def drawn(model: str, folder: Path, proto: onnx.ModelProto | None = None) -> Pat
 
 
 def _scale_scores(proto: onnx.ModelProto, name: str, path: Path) -> None:
-    """Scale the last layer until the scores' deviation is 1, lest the softmax be 1 for one class and 0 for the rest.
+    """Scale the last layer until the scores' deviation is 1, lest the softmax be 1 for one class
+    and 0 for the rest.
 
-    A network whose scores come out of a pooling or convolution keeps its weights: its scores are of that order.
+    A network whose scores come out of a pooling or convolution keeps its weights: its scores are of
+    that order.
     """
     import onnxruntime
 
@@ -75,7 +80,9 @@ def _scale_scores(proto: onnx.ModelProto, name: str, path: Path) -> None:
         return
     watched = onnx.ModelProto()
     watched.CopyFrom(proto)
-    watched.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    watched.graph.output.append(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+    )
     onnx.save(watched, path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     weights = {each.name: each for each in graph.initializer}
@@ -90,7 +97,9 @@ def _scale_scores(proto: onnx.ModelProto, name: str, path: Path) -> None:
 
 
 def _weight(generator: np.random.Generator, shape: tuple[int, ...], scale: bool) -> np.ndarray:
-    """Filters keep the variance of what a ReLU leaves of their input (He et al. 2015, section 2.2)."""
+    """Filters keep the variance of what a ReLU leaves of their input (He et al. 2015, section
+    2.2).
+    """
     if scale:
         return generator.uniform(0.5, 1.5, shape).astype(np.float32)
     deviation = math.sqrt(2 / math.prod(shape[1:])) if len(shape) > 1 else 0.1

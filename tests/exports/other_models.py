@@ -9,17 +9,32 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.exports.architectures import LanguageModel, Recommender
-from tests.exports.with_loss import BATCH, CLASSES, SEQUENCE, VOCABULARY, Tensors, WithLoss, hugging_face, tokens
+from tests.exports.with_loss import (
+    BATCH,
+    CLASSES,
+    SEQUENCE,
+    VOCABULARY,
+    Tensors,
+    WithLoss,
+    hugging_face,
+    tokens,
+)
 
 WIDTH = 16
 
 
 def _images(size: int = 32) -> Tensors:
-    return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(0, CLASSES, (BATCH,))}
+    return {
+        "pixel_values": torch.randn(BATCH, 3, size, size),
+        "labels": torch.randint(0, CLASSES, (BATCH,)),
+    }
 
 
 def _scenes() -> Tensors:
-    return {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, CLASSES, (BATCH, 32, 32))}
+    return {
+        "pixel_values": torch.randn(BATCH, 3, 32, 32),
+        "labels": torch.randint(0, CLASSES, (BATCH, 32, 32)),
+    }
 
 
 def _captions() -> Tensors:
@@ -117,9 +132,13 @@ class Residual(nn.Module):
 
     def __init__(self, inner: int, outer: int, time: int) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.GroupNorm(4, inner), nn.SiLU(), nn.Conv2d(inner, outer, 3, padding=1))
+        self.first = nn.Sequential(
+            nn.GroupNorm(4, inner), nn.SiLU(), nn.Conv2d(inner, outer, 3, padding=1)
+        )
         self.time = nn.Linear(time, outer)
-        self.second = nn.Sequential(nn.GroupNorm(4, outer), nn.SiLU(), nn.Conv2d(outer, outer, 3, padding=1))
+        self.second = nn.Sequential(
+            nn.GroupNorm(4, outer), nn.SiLU(), nn.Conv2d(outer, outer, 3, padding=1)
+        )
         self.skip = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
 
     def forward(self, image: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
@@ -159,7 +178,9 @@ class Unet(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """Patches, blocks whose scales and shifts are computed from time and class (DiT, arXiv:2212.09748)."""
+    """Patches, blocks whose scales and shifts are computed from time and class (DiT,
+    arXiv:2212.09748).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +211,9 @@ class AdaptiveBlock(nn.Module):
         self.first = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.second = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(approximate="tanh"), nn.Linear(32, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 32), nn.GELU(approximate="tanh"), nn.Linear(32, WIDTH)
+        )
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
 
     def forward(self, hidden: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
@@ -203,7 +226,9 @@ class AdaptiveBlock(nn.Module):
 
 
 class StyleGenerator(nn.Module):
-    """Instance normalization whose scale comes from a style (AdaIN, arXiv:1703.06868), and one with its own scale."""
+    """Instance normalization whose scale comes from a style (AdaIN, arXiv:1703.06868), and one with
+    its own scale.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,12 +249,17 @@ class StyleGenerator(nn.Module):
 
 
 class Detector(nn.Module):
-    """A convolutional backbone, and a decoder of learned queries over its places (DETR, arXiv:2005.12872)."""
+    """A convolutional backbone, and a decoder of learned queries over its places (DETR,
+    arXiv:2005.12872).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, WIDTH, 3, stride=2)
+            nn.Conv2d(3, 8, 3, stride=4, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, WIDTH, 3, stride=2),
         )
         self.queries = nn.Parameter(torch.randn(4, WIDTH))
         self.rows = nn.Parameter(torch.rand(4, WIDTH // 2))
@@ -238,7 +268,9 @@ class Detector(nn.Module):
         self.kinds = nn.Linear(WIDTH, CLASSES)
         self.boxes = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
 
-    def forward(self, image: torch.Tensor, kinds: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, image: torch.Tensor, kinds: torch.Tensor, boxes: torch.Tensor
+    ) -> torch.Tensor:
         features = self.backbone(image)
         height, width = features.shape[-2:]
         places = torch.cat(
@@ -331,7 +363,9 @@ class Rational(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         hidden = self.slopes(self.entry(features)) * self.log_scale.exp()
         hidden = hidden + self.gate * self.slope(self.hidden(hidden))
-        result: torch.Tensor = -(hidden[:, None] - self.prototypes).square().sum(dim=-1) * self.temperature
+        result: torch.Tensor = (
+            -(hidden[:, None] - self.prototypes).square().sum(dim=-1) * self.temperature
+        )
         return result
 
 
@@ -382,7 +416,11 @@ def _text() -> Tensors:
 
 def _clicks() -> Tensors:
     labels = torch.randint(0, 2, (BATCH,)).float()
-    return {"dense": torch.randn(BATCH, 13), "category": torch.randint(0, 30, (BATCH, 3)), "labels": labels}
+    return {
+        "dense": torch.randn(BATCH, 13),
+        "category": torch.randint(0, 30, (BATCH, 3)),
+        "labels": labels,
+    }
 
 
 def _boxes() -> Tensors:

@@ -1,4 +1,6 @@
-"""Small modules that use parameters through a function, alone or beside the parameters, in torch's exports."""
+"""Small modules that use parameters through a function, alone or beside the parameters, in torch's
+exports.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Probe:
     shapes: tuple[tuple[int, ...], ...]
     function: Function
     layer: bool = False
-    """True if the parameters are the weight and the bias of a module, which calls the function with its input first."""
+    """True if the parameters are the weight and the bias of a module, which calls the function with
+    its input first.
+    """
 
 
 def _distances() -> Tensor:
@@ -57,7 +61,9 @@ PROBES = {
     "normalized": Probe(SQUARE, lambda p: p / p.norm()),
     "symmetric": Probe(SQUARE, lambda p: p + p.t()),
     "relative positions": Probe(((2 * WIDTH - 1,),), lambda p: p[_distances()]),
-    "table of relative positions": Probe(((2 * WIDTH - 1, 1),), lambda p: p[_distances()].permute(2, 0, 1)[0]),
+    "table of relative positions": Probe(
+        ((2 * WIDTH - 1, 1),), lambda p: p[_distances()].permute(2, 0, 1)[0]
+    ),
     "product": Probe(((WIDTH, 3), (3, WIDTH)), lambda p, q: p @ q),
     "sum of two": Probe((*SQUARE, *SQUARE), lambda p, q: p + q),
     "joined": Probe(((2, WIDTH), (4, WIDTH)), lambda p, q: torch.cat([p, q])),
@@ -72,15 +78,21 @@ PROBES = {
     "cosines and sines": Probe(((WIDTH, 3),), lambda p: torch.cat([p.cos(), p.sin()], 1)),
     "sines": Probe(SQUARE, torch.sin),
     "straight through": Probe(SQUARE, lambda p: p + (torch.round(4 * p) / 4 - p).detach()),
-    "straight through of a multiple": Probe(SQUARE, lambda p: p + ((p / 0.3).round() * 0.3 - p).detach()),
+    "straight through of a multiple": Probe(
+        SQUARE, lambda p: p + ((p / 0.3).round() * 0.3 - p).detach()
+    ),
     "layer": Probe(LAYER, functional.linear, layer=True),
     "product with a weight": Probe(LAYER, lambda x, w, b: x @ w + b, layer=True),
     "product with a multiple": Probe(LAYER, lambda x, w, b: x @ (0.5 * w) + b, layer=True),
     "scaled layer": Probe(LAYER, lambda x, w, b: functional.linear(x, 0.37 * w, b), layer=True),
-    "scaled layer without bias": Probe(SQUARE, lambda x, w: functional.linear(x, 0.37 * w), layer=True),
+    "scaled layer without bias": Probe(
+        SQUARE, lambda x, w: functional.linear(x, 0.37 * w), layer=True
+    ),
     "negated layer": Probe(LAYER, lambda x, w, b: functional.linear(x, -w, b), layer=True),
     "masked layer": Probe(
-        LAYER, lambda x, w, b: functional.linear(x, w * torch.tril(torch.ones(WIDTH, WIDTH)), b), layer=True
+        LAYER,
+        lambda x, w, b: functional.linear(x, w * torch.tril(torch.ones(WIDTH, WIDTH)), b),
+        layer=True,
     ),
     "layer beside the identity": Probe(
         LAYER, lambda x, w, b: functional.linear(x, w + torch.eye(WIDTH), b), layer=True
@@ -91,7 +103,9 @@ PROBES = {
 
 
 class Layer(nn.Module):
-    """A module with a weight and perhaps a bias, whose result is a function of its input and of both."""
+    """A module with a weight and perhaps a bias, whose result is a function of its input and of
+    both.
+    """
 
     def __init__(self, probe: Probe) -> None:
         super().__init__()
@@ -104,26 +118,34 @@ class Layer(nn.Module):
 
 
 class Module(nn.Module):
-    """A linear layer behind a product with a function of parameters, with the mean square of its error as loss."""
+    """A linear layer behind a product with a function of parameters, with the mean square of its
+    error as loss.
+    """
 
     def __init__(self, probe: Probe, beside: bool) -> None:
         super().__init__()
         self.layer = Layer(probe) if probe.layer else None
-        self.parts = nn.ParameterList([] if probe.layer else [nn.Parameter(torch.randn(each)) for each in probe.shapes])
+        self.parts = nn.ParameterList(
+            [] if probe.layer else [nn.Parameter(torch.randn(each)) for each in probe.shapes]
+        )
         self.function = probe.function
         self.head = nn.Linear(WIDTH, 3)
         self.beside = beside
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.layer is not None:
-            # Exporters write a layer of two-dimensional data as one operator, which reads the parameter itself.
+            # Exporters write a layer of two-dimensional data as one operator, which reads the
+            # parameter itself.
             hidden = self.layer(x[:, None]).squeeze(1)
         else:
             hidden = x @ self.function(*self.parts)
         if self.beside:
             for part in self.parts if self.layer is None else self.layer.parameters():
                 # A product with data, which no exporter computes.
-                hidden = hidden + (x[:, :1].reshape(-1, *[1] * part.dim()) * part).flatten(1).sum(1)[:, None]
+                hidden = (
+                    hidden
+                    + (x[:, :1].reshape(-1, *[1] * part.dim()) * part).flatten(1).sum(1)[:, None]
+                )
         return ((self.head(torch.tanh(hidden)) - y) ** 2).mean()
 
 
@@ -139,7 +161,11 @@ class Case:
     def name(self) -> str:
         """A name for files and tests."""
         return "-".join(
-            (self.probe.replace(",", "").replace(" ", "_"), self.exporter, *(["beside"] if self.beside else []))
+            (
+                self.probe.replace(",", "").replace(" ", "_"),
+                self.exporter,
+                *(["beside"] if self.beside else []),
+            )
         )
 
 

@@ -1,4 +1,6 @@
-"""Models of the last years as they are exported, optimized, quantised and built by hand: a table of small files."""
+"""Models of the last years as they are exported, optimized, quantised and built by hand: a table of
+small files.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ EXPORTS: Mapping[str, str] = {
     "bart_step": "dynamo-static-forward",
     "t5_step": "torchscript-static-forward",
 }
-"""By model the files that are made of it: exporter, shapes, outputs, and the type of its weights if not fp32."""
+"""By model the files that are made of it: exporter, shapes, outputs, and the type of its weights if
+not fp32.
+"""
 
 
 CACHED: Mapping[str, Callable[[str, Path], object]] = {
@@ -186,7 +190,9 @@ def recent_exports() -> tuple[Export, ...]:
 
 def _export(name: str) -> Export:
     model, exporter, shapes, outputs, *dtype = name.split("-")
-    return Export(model, exporter, shapes == "dynamic", outputs == "loss", dtype=dtype[0] if dtype else "fp32")
+    return Export(
+        model, exporter, shapes == "dynamic", outputs == "loss", dtype=dtype[0] if dtype else "fp32"
+    )
 
 
 def sources_of(export: Export) -> tuple[Path, ...]:
@@ -236,5 +242,8 @@ def module_of(export: Export) -> tuple[nn.Module, Tensors]:
     perturb(module)
     module.train(model.training and export.loss)
     dtype = TYPES[export.dtype]
-    typed = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+    typed = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in inputs.items()
+    }
     return module.to(dtype), typed

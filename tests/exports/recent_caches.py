@@ -1,4 +1,6 @@
-"""Steps of decoders that are given the keys and values of former tokens, as files for generation have them."""
+"""Steps of decoders that are given the keys and values of former tokens, as files for generation
+have them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from torch import nn
 
 from tests.exports.with_loss import BATCH, VOCABULARY, Tensors, WithLoss, tokens
 
-WIDTH, HEADS, HEAD, LAYERS = 16, 2, 8, 2
+WIDTH = 16
+HEADS = 2
+HEAD = 8
+LAYERS = 2
 PAST = 5
 
 
@@ -21,11 +26,15 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, text: torch.Tensor, mask: torch.Tensor, *past: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, text: torch.Tensor, mask: torch.Tensor, *past: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         from transformers import DynamicCache
 
         cache = DynamicCache(tuple(zip(past[::2], past[1::2], strict=True)))
-        result = self.model(input_ids=text, attention_mask=mask, past_key_values=cache, use_cache=True)
+        result = self.model(
+            input_ids=text, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
         return result.logits, *_tensors(result.past_key_values)
 
 
@@ -36,7 +45,9 @@ class CrossStep(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, text: torch.Tensor, encoded: torch.Tensor, *past: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, text: torch.Tensor, encoded: torch.Tensor, *past: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         from transformers import DynamicCache, EncoderDecoderCache
 
         pairs = list(zip(past[::2], past[1::2], strict=True))
@@ -44,7 +55,11 @@ class CrossStep(nn.Module):
         for layer in range(len(pairs) // 2):
             cache.is_updated[layer] = True
         result = self.model(
-            decoder_input_ids=text, encoder_outputs=(encoded,), past_key_values=cache, use_cache=True, return_dict=True
+            decoder_input_ids=text,
+            encoder_outputs=(encoded,),
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
         )
         return result.logits, *_tensors(result.past_key_values.self_attention_cache)
 
@@ -117,16 +132,24 @@ def _t5() -> nn.Module:
 
 
 CACHES: dict[str, WithLoss] = {
-    "gpt2_step": _step("GPT2LMHeadModel", n_positions=32, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS),
+    "gpt2_step": _step(
+        "GPT2LMHeadModel", n_positions=32, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS
+    ),
     "qwen3_step": _step("Qwen3ForCausalLM", heads=1, head_dim=HEAD, **_LLAMA),
     "gemma2_step": _step("Gemma2ForCausalLM", heads=1, head_dim=HEAD, **_LLAMA),
     "phi3_step": _step("Phi3ForCausalLM", heads=1, **_LLAMA),
     "falcon_step": _step(
-        "FalconForCausalLM", heads=1, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS
+        "FalconForCausalLM",
+        heads=1,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
     ),
     "bloom_step": _step("BloomForCausalLM", hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS),
     "whisper_step": _cross_step(_whisper, 8),
-    "bart_step": _cross_step(lambda: _model("BartForConditionalGeneration", max_position_embeddings=32, **_BART), 6),
+    "bart_step": _cross_step(
+        lambda: _model("BartForConditionalGeneration", max_position_embeddings=32, **_BART), 6
+    ),
     "t5_step": _cross_step(_t5, 6),
 }
 """By name."""

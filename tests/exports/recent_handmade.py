@@ -1,4 +1,6 @@
-"""Graphs as builders of generative models write them: operators of com.microsoft by their specification, functions."""
+"""Graphs as builders of generative models write them: operators of com.microsoft by their
+specification, functions.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,16 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 BATCH = 2
-WIDTH, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
-INNER, VOCABULARY, LAYERS, PAST, TOKENS, BLOCK = 48, 50, 2, 5, 1, 16
+WIDTH = 64
+HEADS = 4
+KV_HEADS = 2
+HEAD = 16
+INNER = 48
+VOCABULARY = 50
+LAYERS = 2
+PAST = 5
+TOKENS = 1
+BLOCK = 16
 CONTRIB = "com.microsoft"
 
 
@@ -25,7 +35,9 @@ class Graph:
     weights: dict[str, onnx.TensorProto] = field(default_factory=dict)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def add(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object) -> str:
+    def add(
+        self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object
+    ) -> str:
         """Add a node; the name of its first result, the others' end in .1 and so on."""
         name = f"{op}_{len(self.nodes)}"
         results = [name, *(f"{name}.{index}" for index in range(1, outputs))]
@@ -38,7 +50,9 @@ class Graph:
 
     def weight(self, name: str, *shape: int, scale: float = 0.3, around: float = 0.0) -> str:
         """A weight with random numbers."""
-        array = (around + scale * self.generator.standard_normal(shape)).astype(np.float16 if self.half else np.float32)
+        array = (around + scale * self.generator.standard_normal(shape)).astype(
+            np.float16 if self.half else np.float32
+        )
         return self.constant(name, array)
 
     def constant(self, name: str, array: np.ndarray) -> str:
@@ -56,12 +70,25 @@ class Graph:
         packed = self.generator.integers(0, 256, (outer, blocks, BLOCK // 2)).astype(np.uint8)
         weight = self.constant(f"{name}.weight_q4", packed)
         scales = self.weight(f"{name}.scales", outer * blocks, scale=0.005, around=0.02)
-        settings = {"K": inner, "N": outer, "bits": 4, "block_size": BLOCK, "accuracy_level": 4 if self.half else 0}
+        settings = {
+            "K": inner,
+            "N": outer,
+            "bits": 4,
+            "block_size": BLOCK,
+            "accuracy_level": 4 if self.half else 0,
+        }
         return self.contrib("MatMulNBits", value, weight, scales, **settings)
 
-    def save(self, path: Path, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]) -> None:
+    def save(
+        self,
+        path: Path,
+        inputs: Sequence[onnx.ValueInfoProto],
+        outputs: Sequence[onnx.ValueInfoProto],
+    ) -> None:
         """Write the file."""
-        graph = helper.make_graph(self.nodes, "main_graph", inputs, outputs, list(self.weights.values()))
+        graph = helper.make_graph(
+            self.nodes, "main_graph", inputs, outputs, list(self.weights.values())
+        )
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid(CONTRIB, 1)]
         onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
 
@@ -78,9 +105,12 @@ def _angles(graph: Graph) -> tuple[str, str]:
     )
 
 
-def decoder(quantised: bool, half: bool = False, packed: bool = True, window: int = -1) -> Callable[[Path], None]:
-    """A decoder step as onnxruntime-genai's builder writes it: grouped attention with its cache and rotary positions
-    inside, normalization with the sum in one node, weights of 4 bits."""
+def decoder(
+    quantised: bool, half: bool = False, packed: bool = True, window: int = -1
+) -> Callable[[Path], None]:
+    """A decoder step as onnxruntime-genai's builder writes it: grouped attention with its cache and
+    rotary positions inside, normalization with the sum in one node, weights of 4 bits.
+    """
 
     def write(path: Path) -> None:
         graph = Graph(half)
@@ -88,9 +118,13 @@ def decoder(quantised: bool, half: bool = False, packed: bool = True, window: in
         linear = graph.packed if quantised else graph.linear
         total, lengths = _lengths(graph)
         angles = _angles(graph)
-        residual = graph.add("Gather", graph.weight("embed", VOCABULARY, WIDTH, scale=1.0), "input_ids")
+        residual = graph.add(
+            "Gather", graph.weight("embed", VOCABULARY, WIDTH, scale=1.0), "input_ids"
+        )
         norm = graph.weight("norm.0", WIDTH, around=1.0)
-        hidden = graph.add("SimplifiedLayerNormalization", residual, norm, axis=-1, epsilon=1e-5, stash_type=1)
+        hidden = graph.add(
+            "SimplifiedLayerNormalization", residual, norm, axis=-1, epsilon=1e-5, stash_type=1
+        )
         outputs = []
         for layer in range(LAYERS):
             past = f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
@@ -98,17 +132,35 @@ def decoder(quantised: bool, half: bool = False, packed: bool = True, window: in
             if packed:
                 qkv = [linear(f"{layer}.qkv", hidden, WIDTH, sum(sizes)), "", ""]
             else:
-                qkv = [linear(f"{layer}.{part}", hidden, WIDTH, size) for part, size in zip("qkv", sizes, strict=True)]
-            settings = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1, "local_window_size": window}
-            attended = graph.contrib("GroupQueryAttention", *qkv, *past, lengths, total, *angles, outputs=3, **settings)
+                qkv = [
+                    linear(f"{layer}.{part}", hidden, WIDTH, size)
+                    for part, size in zip("qkv", sizes, strict=True)
+                ]
+            settings = {
+                "num_heads": HEADS,
+                "kv_num_heads": KV_HEADS,
+                "do_rotary": 1,
+                "local_window_size": window,
+            }
+            attended = graph.contrib(
+                "GroupQueryAttention", *qkv, *past, lengths, total, *angles, outputs=3, **settings
+            )
             for index, part in enumerate(("key", "value")):
                 graph.nodes[-1].output[1 + index] = f"present.{layer}.{part}"
-                outputs.append(_value(f"present.{layer}.{part}", kind, BATCH, KV_HEADS, PAST + TOKENS, HEAD))
-            hidden, residual = _summed(graph, residual, linear(f"{layer}.o", attended, HEADS * HEAD, WIDTH), layer, "a")
+                outputs.append(
+                    _value(f"present.{layer}.{part}", kind, BATCH, KV_HEADS, PAST + TOKENS, HEAD)
+                )
+            hidden, residual = _summed(
+                graph, residual, linear(f"{layer}.o", attended, HEADS * HEAD, WIDTH), layer, "a"
+            )
             gate, up = (linear(f"{layer}.{part}", hidden, WIDTH, INNER) for part in ("gate", "up"))
             inner = graph.add("Mul", graph.add("Mul", gate, graph.add("Sigmoid", gate)), up)
-            hidden, residual = _summed(graph, residual, linear(f"{layer}.down", inner, INNER, WIDTH), layer, "b")
-        graph.nodes.append(helper.make_node("Identity", [linear("head", hidden, WIDTH, VOCABULARY)], ["logits"]))
+            hidden, residual = _summed(
+                graph, residual, linear(f"{layer}.down", inner, INNER, WIDTH), layer, "b"
+            )
+        graph.nodes.append(
+            helper.make_node("Identity", [linear("head", hidden, WIDTH, VOCABULARY)], ["logits"])
+        )
         pasts = [_value(each.name.replace("present", "past_key_values"), kind, BATCH, KV_HEADS, PAST, HEAD)
                  for each in outputs]  # fmt: skip
         inputs = [_value("input_ids", TensorProto.INT64, BATCH, TOKENS),
@@ -131,45 +183,67 @@ def _lengths(graph: Graph) -> tuple[str, str]:
 def _summed(graph: Graph, residual: str, value: str, layer: int, part: str) -> tuple[str, str]:
     """The normalized sum, and the sum."""
     norm = graph.weight(f"norm.{layer}.{part}", WIDTH, around=1.0)
-    name = graph.contrib("SkipSimplifiedLayerNormalization", residual, value, norm, outputs=4, epsilon=1e-5)
+    name = graph.contrib(
+        "SkipSimplifiedLayerNormalization", residual, value, norm, outputs=4, epsilon=1e-5
+    )
     graph.nodes[-1].output[1] = graph.nodes[-1].output[2] = ""
     return name, f"{name}.3"
 
 
 def encoder(path: Path) -> None:
-    """An encoder of fused operators: attention of three products, bias and GELU, normalization with the sum."""
+    """An encoder of fused operators: attention of three products, bias and GELU, normalization with
+    the sum.
+    """
     graph = Graph()
     hidden = graph.add("Gather", graph.weight("embed", VOCABULARY, WIDTH, scale=1.0), "input_ids")
-    lengths = graph.add("ReduceSum", "attention_mask", graph.constant("one", np.array([1], np.int64)), keepdims=0)
+    lengths = graph.add(
+        "ReduceSum", "attention_mask", graph.constant("one", np.array([1], np.int64)), keepdims=0
+    )
     mask = graph.add("Cast", lengths, to=TensorProto.INT32)
     for layer in range(LAYERS):
         qkv = [graph.linear(f"{layer}.{part}", hidden, WIDTH, WIDTH) for part in "qkv"]
         bias = graph.weight(f"{layer}.bias", 3 * WIDTH)
         attended = graph.contrib("MultiHeadAttention", *qkv, bias, mask, num_heads=HEADS)
-        hidden = _normalized(graph, hidden, graph.linear(f"{layer}.o", attended, WIDTH, WIDTH), f"{layer}.a")
+        hidden = _normalized(
+            graph, hidden, graph.linear(f"{layer}.o", attended, WIDTH, WIDTH), f"{layer}.a"
+        )
         inner = graph.linear(f"{layer}.up", hidden, WIDTH, INNER)
-        inner = graph.contrib("BiasGelu" if layer else "FastGelu", inner, graph.weight(f"{layer}.up.bias", INNER))
-        hidden = _normalized(graph, hidden, graph.linear(f"{layer}.down", inner, INNER, WIDTH), f"{layer}.b")
+        inner = graph.contrib(
+            "BiasGelu" if layer else "FastGelu", inner, graph.weight(f"{layer}.up.bias", INNER)
+        )
+        hidden = _normalized(
+            graph, hidden, graph.linear(f"{layer}.down", inner, INNER, WIDTH), f"{layer}.b"
+        )
     graph.nodes.append(helper.make_node("Identity", [hidden], ["last_hidden_state"]))
     inputs = [_value(name, TensorProto.INT64, BATCH, 8) for name in ("input_ids", "attention_mask")]
     graph.save(path, inputs, [_value("last_hidden_state", TensorProto.FLOAT, BATCH, 8, WIDTH)])
 
 
 def _normalized(graph: Graph, skip: str, value: str, name: str) -> str:
-    weights = (graph.weight(f"{name}.gamma", WIDTH, around=1.0), graph.weight(f"{name}.beta", WIDTH))
+    weights = (
+        graph.weight(f"{name}.gamma", WIDTH, around=1.0),
+        graph.weight(f"{name}.beta", WIDTH),
+    )
     bias = graph.weight(f"{name}.bias", WIDTH)
     return graph.contrib("SkipLayerNormalization", skip, value, *weights, bias, epsilon=1e-5)
 
 
 def pooled_regions(path: Path) -> None:
-    """Of several classes and images the boxes that are kept, around their centers, and the features within: Fast R-CNN
-    (arXiv:1504.08083) over boxes of its own."""
+    """Of several classes and images the boxes that are kept, around their centers, and the features
+    within: Fast R-CNN (arXiv:1504.08083) over boxes of its own.
+    """
     graph = Graph()
-    stem = graph.add("Conv", "image", graph.weight("stem", 8, 3, 3, 3), strides=[2, 2], pads=[1] * 4)
-    features, flat = graph.add("Relu", stem), graph.constant("flat", np.array([0, 0, -1]))
+    stem = graph.add(
+        "Conv", "image", graph.weight("stem", 8, 3, 3, 3), strides=[2, 2], pads=[1] * 4
+    )
+    features = graph.add("Relu", stem)
+    flat = graph.constant("flat", np.array([0, 0, -1]))
     boxes, scores = (
         graph.add(
-            "Sigmoid", graph.add("Reshape", graph.add("Conv", features, graph.weight(name, count, 8, 1, 1)), flat)
+            "Sigmoid",
+            graph.add(
+                "Reshape", graph.add("Conv", features, graph.weight(name, count, 8, 1, 1)), flat
+            ),
         )
         for name, count in (("boxes", 4), ("scores", 3))
     )
@@ -178,12 +252,20 @@ def pooled_regions(path: Path) -> None:
     limits = (("most", 5, np.int64), ("overlap", 0.4, np.float32), ("least", 0.45, np.float32))
     settings = (graph.constant(name, np.array([number], kind)) for name, number, kind in limits)
     rows = graph.add("NonMaxSuppression", places, scores, *settings, center_point_box=1)
-    found = graph.add("GatherND", places, graph.add("Gather", rows, graph.constant("ends", np.array([0, 2])), axis=1))
+    found = graph.add(
+        "GatherND",
+        places,
+        graph.add("Gather", rows, graph.constant("ends", np.array([0, 2])), axis=1),
+    )
     owners = graph.add("Gather", rows, graph.constant("first", np.array([0])), axis=1)
     regions = graph.add("Concat", graph.add("Cast", owners, to=TensorProto.FLOAT), found, axis=1)
     pooled = graph.add("MaxRoiPool", features, regions, pooled_shape=[2, 2], spatial_scale=0.5)
     logits = graph.linear("head", graph.add("Flatten", pooled), 32, 3)
-    for name, value in (("rows", rows), ("logits", logits), ("scored", graph.add("GatherND", scores, rows))):
+    for name, value in (
+        ("rows", rows),
+        ("logits", logits),
+        ("scored", graph.add("GatherND", scores, rows)),
+    ):
         graph.nodes.append(helper.make_node("Identity", [value], [name]))
     outputs = [
         _value("rows", TensorProto.INT64, "kept", 3),

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from tests.exports.with_loss import BATCH, CLASSES, VOCABULARY, Tensors, WithLoss, hugging_face, tokens
+from tests.exports.with_loss import (
+    BATCH,
+    CLASSES,
+    VOCABULARY,
+    Tensors,
+    WithLoss,
+    hugging_face,
+    tokens,
+)
 
 WIDTH = 16
 IMAGE_TOKEN = VOCABULARY - 1
@@ -74,7 +82,10 @@ def _gridded() -> Tensors:
 
 
 def _prompted() -> Tensors:
-    places = {"input_points": torch.rand(BATCH, 1, 1, 2) * 32, "input_labels": torch.ones(BATCH, 1, 1).long()}
+    places = {
+        "input_points": torch.rand(BATCH, 1, 1, 2) * 32,
+        "input_labels": torch.ones(BATCH, 1, 1).long(),
+    }
     return {**_large(), **places}
 
 

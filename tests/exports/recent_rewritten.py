@@ -1,4 +1,6 @@
-"""Files that tools make of exported ones: optimized, quantised, converted to another opset or type, merged."""
+"""Files that tools make of exported ones: optimized, quantised, converted to another opset or type,
+merged.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,21 @@ Rewrite = Callable[[Path, Path], None]
 
 
 def _optimized(kind: str, heads: int, width: int, half: bool = False) -> Rewrite:
-    """By onnxruntime.transformers.optimizer, which puts operators of com.microsoft in the place of patterns."""
+    """By onnxruntime.transformers.optimizer, which puts operators of com.microsoft in the place of
+    patterns.
+    """
 
     def rewrite(source: Path, target: Path) -> None:
         from onnxruntime.transformers.fusion_options import FusionOptions
         from onnxruntime.transformers.optimizer import optimize_model
 
         options = FusionOptions(kind)
-        options.enable_nhwc_conv = options.enable_group_norm = False  # They have kernels on GPUs only.
-        optimized = optimize_model(str(source), kind, heads, width, optimization_options=options, opt_level=0)
+        options.enable_nhwc_conv = options.enable_group_norm = (
+            False  # They have kernels on GPUs only.
+        )
+        optimized = optimize_model(
+            str(source), kind, heads, width, optimization_options=options, opt_level=0
+        )
         if half:
             optimized.convert_float_to_float16(keep_io_types=True)
         optimized.save_model_to_file(str(target))
@@ -31,7 +39,9 @@ def _optimized(kind: str, heads: int, width: int, half: bool = False) -> Rewrite
 
 
 def _by_sessions(source: Path, target: Path) -> None:
-    """As ONNX Runtime's own session writes what it has optimized, short of one machine's layouts."""
+    """As ONNX Runtime's own session writes what it has optimized, short of one machine's
+    layouts.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -71,9 +81,9 @@ def _drawn(path: Path, seed: int) -> dict[str, np.ndarray]:
         shape = [dimension.dim_value for dimension in each.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(each.type.tensor_type.elem_type)
         whole = np.issubdtype(dtype, np.integer)
-        found[each.name] = (generator.integers(1, 40, shape) if whole else generator.standard_normal(shape)).astype(
-            dtype
-        )
+        found[each.name] = (
+            generator.integers(1, 40, shape) if whole else generator.standard_normal(shape)
+        ).astype(dtype)
     return found
 
 
@@ -103,16 +113,23 @@ def _opset(version: int) -> Rewrite:
 
 
 def _simplified(source: Path, target: Path) -> None:
-    """Every shape inferred, and all initializers inputs too, as files before IR version 4 have them."""
+    """Every shape inferred, and all initializers inputs too, as files before IR version 4 have
+    them.
+    """
     proto = onnx.shape_inference.infer_shapes(onnx.load(source))
     for each in proto.graph.initializer:
-        proto.graph.input.append(onnx.helper.make_tensor_value_info(each.name, each.data_type, each.dims))
+        proto.graph.input.append(
+            onnx.helper.make_tensor_value_info(each.name, each.data_type, each.dims)
+        )
     onnx.save(proto, target)
 
 
 REWRITTEN: Mapping[str, tuple[str, Rewrite]] = {
     "bert_optimized": ("layoutlm-torchscript-static-forward", _optimized("bert", 2, 16)),
-    "bert_optimized_half": ("layoutlm-torchscript-static-forward", _optimized("bert", 2, 16, half=True)),
+    "bert_optimized_half": (
+        "layoutlm-torchscript-static-forward",
+        _optimized("bert", 2, 16, half=True),
+    ),
     "gpt2_optimized": ("gpt_neo-torchscript-static-forward", _optimized("gpt2", 2, 16)),
     "bert_fused": ("classic_bert-torchscript-dynamic-forward", _optimized("bert", 4, 32)),
     "bert_fused_loss": ("classic_bert-torchscript@14-static-loss", _optimized("bert", 4, 32)),

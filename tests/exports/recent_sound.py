@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from tests.exports.with_loss import BATCH, SEQUENCE, VOCABULARY, Tensors, WithLoss, hugging_face, tokens
+from tests.exports.with_loss import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    Tensors,
+    WithLoss,
+    hugging_face,
+    tokens,
+)
 
 WIDTH = 16
 BOOKS = BATCH

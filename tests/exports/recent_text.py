@@ -1,4 +1,6 @@
-"""Language models whose layers are of several kinds: state spaces beside attention, experts one by one."""
+"""Language models whose layers are of several kinds: state spaces beside attention, experts one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,20 @@ from typing import Any
 from tests.exports.text_models import EXPERTS, HEADS, WIDTH, bart_like, llama_like, sentences
 from tests.exports.with_loss import VOCABULARY, WithLoss, hugging_face
 
-_STATES: dict[str, Any] = {"mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2, "num_hidden_layers": 4}
+_STATES: dict[str, Any] = {
+    "mamba_d_state": 4,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "num_hidden_layers": 4,
+}
 """Sizes of a Mamba layer."""
-_HEADED = {**_STATES, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_HEADED = {
+    **_STATES,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+}
 """Sizes of a Mamba-2 layer."""
 
 

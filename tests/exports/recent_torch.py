@@ -30,7 +30,8 @@ class CrossStage(nn.Module):
     def __init__(self, inner: int, outer: int, shortcut: bool) -> None:
         super().__init__()
         half = outer // 2
-        self.entry, self.exit = Convolution(inner, outer), Convolution(3 * half, outer)
+        self.entry = Convolution(inner, outer)
+        self.exit = Convolution(3 * half, outer)
         self.bottleneck = nn.Sequential(Convolution(half, half, 3), Convolution(half, half, 3))
         self.shortcut = shortcut
 
@@ -47,7 +48,8 @@ class PyramidPooling(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.entry, self.exit = Convolution(width, width // 2), Convolution(2 * width, width)
+        self.entry = Convolution(width, width // 2)
+        self.exit = Convolution(2 * width, width)
         self.pool = nn.MaxPool2d(5, 1, 2)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
@@ -59,15 +61,22 @@ class PyramidPooling(nn.Module):
 
 
 class Yolo(nn.Module):
-    """Backbone, feature pyramid and decoupled heads over two scales; boxes from distributions over distances."""
+    """Backbone, feature pyramid and decoupled heads over two scales; boxes from distributions over
+    distances.
+    """
 
     BINS = 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(Convolution(3, 8, 3, 2), Convolution(8, 16, 3, 2), CrossStage(16, 16, True))
-        self.deep = nn.Sequential(Convolution(16, 32, 3, 2), CrossStage(32, 32, True), PyramidPooling(32))
-        self.up, self.down = CrossStage(48, 16, False), Convolution(16, 16, 3, 2)
+        self.stem = nn.Sequential(
+            Convolution(3, 8, 3, 2), Convolution(8, 16, 3, 2), CrossStage(16, 16, True)
+        )
+        self.deep = nn.Sequential(
+            Convolution(16, 32, 3, 2), CrossStage(32, 32, True), PyramidPooling(32)
+        )
+        self.up = CrossStage(48, 16, False)
+        self.down = Convolution(16, 16, 3, 2)
         self.out = CrossStage(48, 32, False)
         self.boxes = nn.ModuleList(nn.Conv2d(width, 4 * self.BINS, 1) for width in (16, 32))
         self.kinds = nn.ModuleList(nn.Conv2d(width, CLASSES, 1) for width in (16, 32))
@@ -88,7 +97,9 @@ class Yolo(nn.Module):
 
 
 class JointBlock(nn.Module):
-    """Text and image with weights of their own and one attention over both (MMDiT, arXiv:2403.03206)."""
+    """Text and image with weights of their own and one attention over both (MMDiT,
+    arXiv:2403.03206).
+    """
 
     HEADS = 2
 
@@ -99,7 +110,8 @@ class JointBlock(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH // self.HEADS) for _ in range(4))
         self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.mlp = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(approximate="tanh"), nn.Linear(24, WIDTH)) for _ in range(2)
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(approximate="tanh"), nn.Linear(24, WIDTH))
+            for _ in range(2)
         )
 
     def forward(self, both: list[torch.Tensor], condition: torch.Tensor) -> list[torch.Tensor]:
@@ -114,7 +126,9 @@ class JointBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         sizes = [hidden.shape[1] for hidden in both]
         results = []
-        for index, (hidden, part, attended) in enumerate(zip(both, parts, mixed.split(sizes, dim=1), strict=True)):
+        for index, (hidden, part, attended) in enumerate(
+            zip(both, parts, mixed.split(sizes, dim=1), strict=True)
+        ):
             hidden = hidden + part[2] * self.out[index](attended)
             inner = F.layer_norm(hidden, (WIDTH,)) * (1 + part[4]) + part[3]
             results.append(hidden + part[5] * self.mlp[index](inner))
@@ -122,7 +136,9 @@ class JointBlock(nn.Module):
 
 
 class JointDiffusion(nn.Module):
-    """Patches of an image and embedded text through joint blocks, as Stable Diffusion 3 and FLUX do."""
+    """Patches of an image and embedded text through joint blocks, as Stable Diffusion 3 and FLUX
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +159,9 @@ class JointDiffusion(nn.Module):
         both = [self.context(text), self.patches(latent).flatten(2).transpose(1, 2) + self.places]
         for block in self.blocks:
             both = block(both, condition)
-        patches = self.exit(F.layer_norm(both[1], (WIDTH,))).unflatten(1, (4, 4)).unflatten(3, (2, 2, 4))
+        patches = (
+            self.exit(F.layer_norm(both[1], (WIDTH,))).unflatten(1, (4, 4)).unflatten(3, (2, 2, 4))
+        )
         return patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
@@ -165,29 +183,39 @@ def generator() -> nn.Module:
 
 
 class Tacotron(nn.Module):
-    """Characters through convolutions and a bidirectional LSTM; frames by an LSTM that attends to them; a post-net
-    (Tacotron 2, arXiv:1712.05884), the former frames given."""
+    """Characters through convolutions and a bidirectional LSTM; frames by an LSTM that attends to
+    them; a post-net (Tacotron 2, arXiv:1712.05884), the former frames given.
+    """
 
     BANDS = 8
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.convolutions = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.ReLU(), nn.Dropout(0.0))
+        self.convolutions = nn.Sequential(
+            nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.ReLU(), nn.Dropout(0.0)
+        )
         self.encoder = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
         self.before = nn.Sequential(nn.Linear(self.BANDS, WIDTH), nn.ReLU())
         self.decoder = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
-        self.query, self.key, self.energy = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12, bias=False), nn.Linear(12, 1)
-        self.frame, self.stop = nn.Linear(2 * WIDTH, self.BANDS), nn.Linear(2 * WIDTH, 1)
+        self.query = nn.Linear(WIDTH, 12)
+        self.key = nn.Linear(WIDTH, 12, bias=False)
+        self.energy = nn.Linear(12, 1)
+        self.frame = nn.Linear(2 * WIDTH, self.BANDS)
+        self.stop = nn.Linear(2 * WIDTH, 1)
         self.after = nn.Sequential(
-            nn.Conv1d(self.BANDS, WIDTH, 5, padding=2), nn.Tanh(), nn.Conv1d(WIDTH, self.BANDS, 5, padding=2)
+            nn.Conv1d(self.BANDS, WIDTH, 5, padding=2),
+            nn.Tanh(),
+            nn.Conv1d(WIDTH, self.BANDS, 5, padding=2),
         )
 
     def forward(self, text: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         hidden = self.convolutions(self.embedding(text).transpose(1, 2)).transpose(1, 2)
         memory = self.encoder(hidden)[0]
         state = self.decoder(self.before(F.pad(frames, (0, 0, 1, -1))))[0]
-        scores = self.energy(torch.tanh(self.query(state)[:, :, None] + self.key(memory)[:, None])).squeeze(-1)
+        scores = self.energy(
+            torch.tanh(self.query(state)[:, :, None] + self.key(memory)[:, None])
+        ).squeeze(-1)
         joined = torch.cat([state, scores.softmax(dim=-1) @ memory], dim=-1)
         found = self.frame(joined)
         found = found + self.after(found.transpose(1, 2)).transpose(1, 2)
@@ -195,15 +223,20 @@ class Tacotron(nn.Module):
 
 
 class Matcha(nn.Module):
-    """Characters last as many frames as is told of each; of the frames an even number, halved and doubled by
-    convolutions, attend to one another (Matcha-TTS, arXiv:2309.03199)."""
+    """Characters last as many frames as is told of each; of the frames an even number, halved and
+    doubled by convolutions, attend to one another (Matcha-TTS, arXiv:2309.03199).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder, self.length = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, 1, 1)
-        self.down, self.up = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1), nn.ConvTranspose1d(WIDTH, WIDTH, 4, 2, 1)
-        self.norm, self.heads, self.joined = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.encoder = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.length = nn.Conv1d(WIDTH, 1, 1)
+        self.down = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1)
+        self.up = nn.ConvTranspose1d(WIDTH, WIDTH, 4, 2, 1)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.heads = nn.Linear(WIDTH, 3 * WIDTH)
+        self.joined = nn.Linear(WIDTH, WIDTH)
         self.exit = nn.Conv1d(2 * WIDTH, 8, 3, padding=1)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -216,14 +249,20 @@ class Matcha(nn.Module):
         frames = hidden @ (until - F.pad(until, (0, 0, 1, 0))[:, :-1])
         deep = self.down(frames * inside[:, None])
         query, key, value = self.heads(self.norm(deep.transpose(1, 2))).chunk(3, dim=-1)
-        scores = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(inside[:, None, ::2] == 0, -1e4)
+        scores = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(
+            inside[:, None, ::2] == 0, -1e4
+        )
         deep = deep + self.joined(scores.softmax(dim=-1) @ value).transpose(1, 2)
-        result: torch.Tensor = self.exit(torch.cat([self.up(deep), frames], dim=1)) * inside[:, None]
+        result: torch.Tensor = (
+            self.exit(torch.cat([self.up(deep), frames], dim=1)) * inside[:, None]
+        )
         return result
 
 
 class Vocoder(nn.Module):
-    """A spectrum becomes a wave: transposed convolutions and dilated residual ones (HiFi-GAN, arXiv:2010.05646)."""
+    """A spectrum becomes a wave: transposed convolutions and dilated residual ones (HiFi-GAN,
+    arXiv:2010.05646).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +273,9 @@ class Vocoder(nn.Module):
         )
         self.residual = nn.ModuleList(
             nn.ModuleList(
-                normalized(nn.Conv1d(8 >> index, 8 >> index, 3, dilation=dilation, padding=dilation))
+                normalized(
+                    nn.Conv1d(8 >> index, 8 >> index, 3, dilation=dilation, padding=dilation)
+                )
                 for dilation in (1, 3, 5)
             )
             for index in range(2)
@@ -251,7 +292,9 @@ class Vocoder(nn.Module):
 
 
 class Flow(nn.Module):
-    """Affine couplings over halves of channels, as VITS and Glow-TTS have them, conditioned by a gated WaveNet."""
+    """Affine couplings over halves of channels, as VITS and Glow-TTS have them, conditioned by a
+    gated WaveNet.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +316,8 @@ class Separator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = nn.Conv1d(1, 12, 8, 4, bias=False), nn.ConvTranspose1d(12, 1, 8, 4, bias=False)
+        self.encoder = nn.Conv1d(1, 12, 8, 4, bias=False)
+        self.decoder = nn.ConvTranspose1d(12, 1, 8, 4, bias=False)
         self.norm = nn.GroupNorm(1, 12)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv1d(12, 16, 1), nn.PReLU(), nn.GroupNorm(1, 16),
@@ -297,7 +341,8 @@ class Graph(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Linear(6, WIDTH)
+        self.second = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, features: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
         degrees = adjacency.sum(dim=-1).clamp(min=1.0).rsqrt()
@@ -307,7 +352,9 @@ class Graph(nn.Module):
 
 
 class Forecaster(nn.Module):
-    """A series in patches through a transformer encoder, normalized by its own mean and deviation (PatchTST)."""
+    """A series in patches through a transformer encoder, normalized by its own mean and deviation
+    (PatchTST).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,15 +364,20 @@ class Forecaster(nn.Module):
         self.exit = nn.Linear(7 * WIDTH, 6)
 
     def forward(self, series: torch.Tensor) -> torch.Tensor:
-        mean, deviation = series.mean(dim=1, keepdim=True), series.std(dim=1, keepdim=True) + 1e-5
+        mean = series.mean(dim=1, keepdim=True)
+        deviation = series.std(dim=1, keepdim=True) + 1e-5
         patches = ((series - mean) / deviation).unfold(1, 8, 4)
         result: torch.Tensor = self.exit(self.encoder(self.entry(patches)).flatten(1))
         return result * deviation + mean
 
 
 @torch.jit.script
-def recurrent(series: torch.Tensor, gates: torch.Tensor, candidates: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """A gated recurrent unit of one's own, in a loop over as many steps as there are, which no trace unrolls."""
+def recurrent(
+    series: torch.Tensor, gates: torch.Tensor, candidates: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """A gated recurrent unit of one's own, in a loop over as many steps as there are, which no
+    trace unrolls.
+    """
     states: list[torch.Tensor] = []
     for step in range(series.size(1)):
         reset, update = torch.sigmoid(torch.cat([series[:, step], state], 1) @ gates).chunk(2, 1)
@@ -340,12 +392,17 @@ class Recurrence(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry, self.exit = nn.Linear(3, 4), nn.Linear(WIDTH, 2)
-        self.gates, self.candidates = (nn.Parameter(torch.randn(4 + WIDTH, times * WIDTH) / 4) for times in (2, 1))
+        self.entry = nn.Linear(3, 4)
+        self.exit = nn.Linear(WIDTH, 2)
+        self.gates, self.candidates = (
+            nn.Parameter(torch.randn(4 + WIDTH, times * WIDTH) / 4) for times in (2, 1)
+        )
 
     def forward(self, series: torch.Tensor) -> torch.Tensor:
         state = torch.zeros(series.shape[0], WIDTH)
-        result: torch.Tensor = self.exit(recurrent(self.entry(series), self.gates, self.candidates, state))
+        result: torch.Tensor = self.exit(
+            recurrent(self.entry(series), self.gates, self.candidates, state)
+        )
         return result
 
 
@@ -361,15 +418,27 @@ TORCH: dict[str, WithLoss] = {
     "yolo": WithLoss(lambda: Regression(Yolo()), lambda: _drawn(image=(3, 32, 32), target=(9, 80))),
     "joint_diffusion": WithLoss(
         lambda: Regression(JointDiffusion()),
-        lambda: _drawn(latent=(4, 8, 8), text=(SEQUENCE, 12), pooled=(10,), step=(), target=(4, 8, 8)),
+        lambda: _drawn(
+            latent=(4, 8, 8), text=(SEQUENCE, 12), pooled=(10,), step=(), target=(4, 8, 8)
+        ),
     ),
-    "gan_generator": WithLoss(lambda: Regression(generator()), lambda: _drawn(noise=(8,), target=(3, 16, 16))),
-    "gan_discriminator": WithLoss(lambda: Regression(discriminator()), lambda: _drawn(image=(3, 32, 32), target=(1,))),
+    "gan_generator": WithLoss(
+        lambda: Regression(generator()), lambda: _drawn(noise=(8,), target=(3, 16, 16))
+    ),
+    "gan_discriminator": WithLoss(
+        lambda: Regression(discriminator()), lambda: _drawn(image=(3, 32, 32), target=(1,))
+    ),
     "tacotron": WithLoss(lambda: Regression(Tacotron()), _spoken),
-    "matcha": WithLoss(lambda: Regression(Matcha()), lambda: {"text": tokens(), **_drawn(target=(8, 1))}),
-    "vocoder": WithLoss(lambda: Regression(Vocoder()), lambda: _drawn(spectrum=(8, 10), target=(1, 160))),
+    "matcha": WithLoss(
+        lambda: Regression(Matcha()), lambda: {"text": tokens(), **_drawn(target=(8, 1))}
+    ),
+    "vocoder": WithLoss(
+        lambda: Regression(Vocoder()), lambda: _drawn(spectrum=(8, 10), target=(1, 160))
+    ),
     "flow": WithLoss(lambda: Regression(Flow()), lambda: _drawn(latent=(8, 12), target=(8, 12))),
-    "separator": WithLoss(lambda: Regression(Separator()), lambda: _drawn(wave=(64,), target=(2, 64))),
+    "separator": WithLoss(
+        lambda: Regression(Separator()), lambda: _drawn(wave=(64,), target=(2, 64))
+    ),
     "graph": WithLoss(
         lambda: Classification(Graph()),
         lambda: {
@@ -378,7 +447,11 @@ TORCH: dict[str, WithLoss] = {
             "labels": torch.randint(0, CLASSES, (BATCH, 7)),
         },
     ),
-    "forecaster": WithLoss(lambda: Regression(Forecaster()), lambda: _drawn(series=(32,), target=(6,))),
-    "recurrence": WithLoss(lambda: Regression(Recurrence()), lambda: _drawn(series=(1000, 3), target=(1000, 2))),
+    "forecaster": WithLoss(
+        lambda: Regression(Forecaster()), lambda: _drawn(series=(32,), target=(6,))
+    ),
+    "recurrence": WithLoss(
+        lambda: Regression(Recurrence()), lambda: _drawn(series=(1000, 3), target=(1000, 2))
+    ),
 }
 """By name."""

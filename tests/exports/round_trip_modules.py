@@ -1,7 +1,8 @@
-"""Small modules of forty kinds that are exported, trained and loaded again, each with its loss and a batch.
+"""Small modules of forty kinds that are exported, trained and loaded again, each with its loss and
+a batch.
 
-Vision, text, sequences and graphs of training; parts that exporters spell in their own ways: tied and normalised
-weights, transposed convolutions, experts, frozen parts, several losses.
+Vision, text, sequences and graphs of training; parts that exporters spell in their own ways: tied
+and normalised weights, transposed convolutions, experts, frozen parts, several losses.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def copies(generator: torch.Generator) -> Batch:
 
 def pairs(generator: torch.Generator) -> Batch:
     first, second = torch.randn(2, 2 * SAMPLES, WIDTH, generator=generator)
-    return {"first": first, "second": second, "labels": torch.rand(2 * SAMPLES, generator=generator).round()}
+    return {
+        "first": first,
+        "second": second,
+        "labels": torch.rand(2 * SAMPLES, generator=generator).round(),
+    }
 
 
 def per_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -79,21 +84,34 @@ def per_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
+    )
 
 
 def square_perceptron() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, CLASSES)
+        nn.Linear(WIDTH, WIDTH),
+        nn.GELU(),
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        nn.Linear(WIDTH, CLASSES),
     )
 
 
 def normalised_perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES)
+    )
 
 
 def layer_normalised() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.SiLU(), nn.LayerNorm(16), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 16),
+        nn.SiLU(),
+        nn.LayerNorm(16),
+        nn.Linear(16, CLASSES),
+    )
 
 
 def rms_normalised() -> nn.Module:
@@ -126,7 +144,13 @@ def convolutional() -> nn.Module:
 
 
 def vgg() -> nn.Module:
-    block = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)
+    block = (
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+    )
     return nn.Sequential(*block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
 
 
@@ -137,7 +161,9 @@ class ResidualBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(outputs)
         self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
-        self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.short = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = F.relu(self.norm1(self.first(x)))
@@ -158,7 +184,13 @@ def frozen_residual() -> nn.Module:
 
 
 def grouped() -> nn.Module:
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.Hardswish()
+    layers = (
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=4),
+        nn.Hardswish(),
+    )
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 36, CLASSES))
 
 
@@ -196,7 +228,9 @@ def dense() -> nn.Module:
     class Dense(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([nn.Conv2d(3 + 4 * index, 4, 3, padding=1) for index in range(3)])
+            self.layers = nn.ModuleList(
+                [nn.Conv2d(3 + 4 * index, 4, 3, padding=1) for index in range(3)]
+            )
             self.head = nn.Linear(15, CLASSES)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -224,30 +258,52 @@ class ContractingExpanding(nn.Module):
 
 
 def autoencoder() -> nn.Module:
-    coder = nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(4, 1, 3, 2, 1, output_padding=1), nn.Tanh()
+    coder = (
+        nn.Conv2d(1, 4, 3, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(4, 1, 3, 2, 1, output_padding=1),
+        nn.Tanh(),
+    )
     return nn.Sequential(*coder)
 
 
 def upsampled() -> nn.Module:
-    coder = nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Upsample(scale_factor=2.0), nn.Conv2d(4, 4, 3, padding=1)
+    coder = (
+        nn.Conv2d(1, 4, 3, 2, 1),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2.0),
+        nn.Conv2d(4, 4, 3, padding=1),
+    )
     return nn.Sequential(*coder, nn.PixelShuffle(2), nn.AvgPool2d(2))
 
 
 def weight_normalised() -> nn.Module:
-    return nn.Sequential(weight_norm(nn.Linear(WIDTH, 16)), nn.ReLU(), weight_norm(nn.Linear(16, CLASSES)))
+    return nn.Sequential(
+        weight_norm(nn.Linear(WIDTH, 16)), nn.ReLU(), weight_norm(nn.Linear(16, CLASSES))
+    )
 
 
 def spectrally_normalised() -> nn.Module:
-    return nn.Sequential(spectral_norm(nn.Linear(WIDTH, 16)).eval(), nn.ReLU(), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        spectral_norm(nn.Linear(WIDTH, 16)).eval(), nn.ReLU(), nn.Linear(16, CLASSES)
+    )
 
 
 def signal_convolutional() -> nn.Module:
-    layers = nn.Conv1d(2, 8, 3, dilation=2), nn.BatchNorm1d(8), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten()
+    layers = (
+        nn.Conv1d(2, 8, 3, dilation=2),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.AdaptiveMaxPool1d(1),
+        nn.Flatten(),
+    )
     return nn.Sequential(*layers, nn.Linear(8, CLASSES))
 
 
 class SavedState(nn.Module):
-    """A `state_dict` whose entries no node of an exported file holds, or that the file holds under other names."""
+    """A `state_dict` whose entries no node of an exported file holds, or that the file holds under
+    other names.
+    """
 
     counted: torch.Tensor
 
@@ -308,7 +364,11 @@ class CausalBlock(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.joined(self.norm1(x)).unflatten(-1, (3, self.heads, WIDTH // self.heads)).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.joined(self.norm1(x))
+            .unflatten(-1, (3, self.heads, WIDTH // self.heads))
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -346,7 +406,9 @@ class GatedBlock(nn.Module):
         self.gate = nn.Linear(WIDTH, 16, bias=False)
         self.up = nn.Linear(WIDTH, 16, bias=False)
         self.down = nn.Linear(16, WIDTH, bias=False)
-        self.register_buffer("frequencies", 1 / 100 ** (torch.arange(0, 4, 2) / 4), persistent=False)
+        self.register_buffer(
+            "frequencies", 1 / 100 ** (torch.arange(0, 4, 2) / 4), persistent=False
+        )
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -356,7 +418,9 @@ class GatedBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
-        q, k, v = (layer(h).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(h).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         k, v = (each.repeat_interleave(2, 1) for each in (k, v))
         mixed = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
@@ -366,7 +430,9 @@ class GatedBlock(nn.Module):
 
 def llama() -> nn.Module:
     blocks = GatedBlock(), GatedBlock()
-    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    )
 
 
 class Experts(nn.Module):
@@ -380,7 +446,10 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = torch.softmax(self.router(x), -1)
-        mixed = sum(shares[:, index : index + 1] * F.relu(expert(x)) for index, expert in enumerate(self.experts))
+        mixed = sum(
+            shares[:, index : index + 1] * F.relu(expert(x))
+            for index, expert in enumerate(self.experts)
+        )
         return self.head(mixed)
 
 
@@ -403,7 +472,9 @@ class WindowBlock(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 2, 2)
         self.table = nn.Parameter(torch.randn(9, 2) / 4)
-        places = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(2), indexing="ij")).flatten(1)
+        places = torch.stack(
+            torch.meshgrid(torch.arange(2), torch.arange(2), indexing="ij")
+        ).flatten(1)
         apart = places[:, :, None] - places[:, None, :] + 1
         self.register_buffer("places", apart[0] * 3 + apart[1])
         self.joined = nn.Linear(WIDTH, 3 * WIDTH)
@@ -412,7 +483,13 @@ class WindowBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         grid = self.patches(x).permute(0, 2, 3, 1)
-        windows = grid.unflatten(1, (2, 2)).unflatten(3, (2, 2)).permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)
+        windows = (
+            grid.unflatten(1, (2, 2))
+            .unflatten(3, (2, 2))
+            .permute(0, 1, 3, 2, 4, 5)
+            .flatten(3, 4)
+            .flatten(1, 2)
+        )
         q, k, v = self.joined(windows).unflatten(-1, (3, 2, 4)).permute(3, 0, 1, 4, 2, 5)
         bias = self.table[self.places.flatten()].reshape(4, 4, 2).permute(2, 0, 1)
         scores = torch.softmax(q @ k.transpose(-1, -2) / 2 + bias, -1)
@@ -426,7 +503,9 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(3, WIDTH, 4, 4)
         self.start = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.positions = nn.Parameter(torch.randn(1, 5, WIDTH) / 4)
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            WIDTH, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -474,7 +553,9 @@ class Siamese(nn.Module):
         super().__init__()
         self.tower = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 4))
 
-    def forward(self, first: torch.Tensor, second: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, first: torch.Tensor, second: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         distance = (self.tower(first) - self.tower(second)).square().sum(-1)
         return (labels * distance + (1 - labels) * F.relu(2 - distance)).mean()
 
@@ -506,7 +587,10 @@ class Teacher(nn.Module):
         with torch.no_grad():
             target = torch.softmax(self.teacher(input), -1)
         scores = self.student(input)
-        return F.cross_entropy(scores, labels) - (target * torch.log_softmax(scores, -1)).sum(-1).mean()
+        return (
+            F.cross_entropy(scores, labels)
+            - (target * torch.log_softmax(scores, -1)).sum(-1).mean()
+        )
 
 
 class Quantised(nn.Module):
@@ -547,7 +631,9 @@ class Recommender(nn.Module):
 
 
 class PackedProjections(nn.Module):
-    """Attention of three axes whose projections are one parameter, as a stack or one below the other."""
+    """Attention of three axes whose projections are one parameter, as a stack or one below the
+    other.
+    """
 
     def __init__(self, stacked: bool) -> None:
         super().__init__()
@@ -558,7 +644,9 @@ class PackedProjections(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.joined if self.joined.dim() == 3 else self.joined.chunk(3)
-        q, k, v = x @ parts[0].t(), x @ parts[1].t(), x @ parts[2]
+        q = x @ parts[0].t()
+        k = x @ parts[1].t()
+        v = x @ parts[2]
         return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).mean(1))
 
 
@@ -574,12 +662,17 @@ class NamedAsOperators(nn.Module):
         self.loss = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(torch.tanh(x @ self.linear) * self.mul + self.mean * x.mean(1, keepdim=True)) * self.tanh
+        h = (
+            torch.tanh(torch.tanh(x @ self.linear) * self.mul + self.mean * x.mean(1, keepdim=True))
+            * self.tanh
+        )
         return self.loss(h + self.add(x) * self.val_0 + self.batch + self.matmul)
 
 
 class MomentumEncoder(nn.Module):
-    """A frozen encoder whose BatchNorm is in training, under `no_grad`; the trained one is called both ways."""
+    """A frozen encoder whose BatchNorm is in training, under `no_grad`; the trained one is called
+    both ways.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -660,7 +753,9 @@ def pruned() -> nn.Module:
 def soft_labels(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the weighted cross-entropy with smoothed probabilities, as of mixed samples."""
     mixed = torch.softmax(2 * F.one_hot(labels, CLASSES).float(), -1)
-    return F.cross_entropy(found, mixed, weight=torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]), label_smoothing=0.2)
+    return F.cross_entropy(
+        found, mixed, weight=torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]), label_smoothing=0.2
+    )
 
 
 def mean_squared(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The way of a module through autopipe and back: export, weights in, training, weights out, `load_state_dict`.
+"""The way of a module through autopipe and back: export, weights in, training, weights out,
+`load_state_dict`.
 
 python -m tests.exports.round_trips [NAME ...]        every module, or those named: some ten seconds each
 """
@@ -36,7 +37,9 @@ class Outcome:
     """The result of one way."""
 
     loss: float
-    """Relative difference of the losses of two modules: the one with the trained weights, and the one torch trained."""
+    """Relative difference of the losses of two modules: the one with the trained weights, and the
+    one torch trained.
+    """
     parameters: float
     """Largest difference of a parameter or buffer of the two, relative to its norm."""
     worst: str
@@ -48,17 +51,36 @@ def taken(name: str, folder: Path) -> Outcome:
     case = ROUND_TRIPS[name]
     module, fresh, target = (_built(case, seed) for seed in range(3))
     batch = case.batch(torch.Generator().manual_seed(0))
-    model, started = folder / "model.onnx", folder / "started.onnx"
+    model = folder / "model.onnx"
+    started = folder / "started.onnx"
     _export(case, module, batch, model)
     save_file(_state(fresh), folder / "fresh.safetensors")
     _run("checkpoint", "import", folder / "fresh.safetensors", "--model", model, "-o", started)
     np.savez(folder / "data.npz", **{key: value.numpy() for key, value in batch.items()})
     plan = folder / "plan"
-    words = ["--cluster", "cpu-local", "--gpus", 2, "--strategy", "pipedream", "--batch-size", SAMPLES]
+    words = [
+        "--cluster",
+        "cpu-local",
+        "--gpus",
+        2,
+        "--strategy",
+        "pipedream",
+        "--batch-size",
+        SAMPLES,
+    ]
     words += ["--micro-batches", MICRO_BATCHES, "--optimizer", "sgd", "--lr", RATE]
     _run("plan", started, *words, "-o", plan)
     _run("codegen", plan)
-    words = ["--device", "cpu", "--steps", STEPS, "--data", folder / "data.npz", "--checkpoint", folder / "saved"]
+    words = [
+        "--device",
+        "cpu",
+        "--steps",
+        STEPS,
+        "--data",
+        folder / "data.npz",
+        "--checkpoint",
+        folder / "saved",
+    ]
     _run("launch", plan / "program", *words)
     _run("checkpoint", "export", folder / "saved", "-o", folder / "trained.safetensors")
     trained = load_file(folder / "trained.safetensors")
@@ -69,13 +91,17 @@ def taken(name: str, folder: Path) -> Outcome:
 
 
 def _require_same_shards(folder: Path, trained: dict[str, torch.Tensor]) -> None:
-    """Raise CommandFailure if the shards of an export hold other tensors than the file of the export."""
+    """Raise CommandFailure if the shards of an export hold other tensors than the file of the
+    export.
+    """
     words = ["--max-shard-size", 256, "-o", folder / "shards.safetensors"]
     _run("checkpoint", "export", folder / "saved", *words)
     found: dict[str, torch.Tensor] = {}
     for file in folder.glob("shards*.safetensors"):
         found |= load_file(file)
-    if found.keys() != trained.keys() or not all(torch.equal(found[name], trained[name]) for name in trained):
+    if found.keys() != trained.keys() or not all(
+        torch.equal(found[name], trained[name]) for name in trained
+    ):
         raise CommandFailure("the shards of checkpoint export differ from its file")
 
 
@@ -115,7 +141,9 @@ def _loss(case: RoundTrip, module: nn.Module, batch: Batch) -> torch.Tensor:
 
 def _train(case: RoundTrip, module: nn.Module, batch: Batch) -> None:
     """Train in torch: a step averages the losses of its micro-batches."""
-    optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=RATE)
+    optimizer = torch.optim.SGD(
+        [each for each in module.parameters() if each.requires_grad], lr=RATE
+    )
     size = SAMPLES // MICRO_BATCHES
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -129,7 +157,10 @@ def _train(case: RoundTrip, module: nn.Module, batch: Batch) -> None:
 def _outcome(case: RoundTrip, found: nn.Module, expected: nn.Module, batch: Batch) -> Outcome:
     known = expected.state_dict()
     differences = {
-        name: float((tensor.double() - known[name].double()).norm() / known[name].double().norm().clamp(min=1e-12))
+        name: float(
+            (tensor.double() - known[name].double()).norm()
+            / known[name].double().norm().clamp(min=1e-12)
+        )
         for name, tensor in found.state_dict().items()
     }
     worst = max(differences, key=lambda name: differences[name])
@@ -157,7 +188,10 @@ def sweep(names: Sequence[str]) -> int:
                     line = f"loss {found.loss:.1e}, tensors {found.parameters:.1e} ({found.worst})"
                     failures += not found.loss <= 1e-5
                 except Exception as error:  # noqa: BLE001  (The sweep goes on.)
-                    line = f"{type(error).__name__}: {str(error).splitlines()[0]} {getattr(error, 'hint', '')}"
+                    line = (
+                        f"{type(error).__name__}: {str(error).splitlines()[0]} "
+                        f"{getattr(error, 'hint', '')}"
+                    )
                     failures += 1
             print(f"{name:24} {line}", flush=True)  # noqa: T201
     pools.stop()

@@ -1,7 +1,8 @@
 """The networks of onnx's `light` data on smaller images, with narrower linear layers and any batch.
 
-They keep every operator of the network as it ships, but for the extent of its last pooling. What is smaller has few
-units, of which one is seldom so near to where a ReLU or a maximum turns that rounding decides; and it runs in a second.
+They keep every operator of the network as it ships, but for the extent of its last pooling. What is
+smaller has few units, of which one is seldom so near to where a ReLU or a maximum turns that
+rounding decides; and it runs in a second.
 """
 
 from __future__ import annotations
@@ -43,12 +44,17 @@ def shrunk(model: str, batch: int) -> onnx.ModelProto:
     image = IMAGES.get(model, IMAGE)
     stored = {each.name for each in graph.initializer}
     images = next(each for each in graph.input if each.name not in stored)
-    for dimension, extent in zip(images.type.tensor_type.shape.dim, (batch, 3, image, image), strict=True):
+    for dimension, extent in zip(
+        images.type.tensor_type.shape.dim, (batch, 3, image, image), strict=True
+    ):
         dimension.dim_value = extent
     _narrow(graph, batch, image)
     del graph.value_info[:]
     graph.output[0].type.tensor_type.ClearField("shape")
-    last = next((node for node in graph.node if node.op_type == "AveragePool" and _kernel(node) == [7, 7]), None)
+    last = next(
+        (node for node in graph.node if node.op_type == "AveragePool" and _kernel(node) == [7, 7]),
+        None,
+    )
     if last is not None:
         pads = next((list(each.ints) for each in last.attribute if each.name == "pads"), [0] * 4)
         _, _, height, width = _shape(proto, last.input[0])
@@ -78,7 +84,12 @@ def _fit_linear(proto: onnx.ModelProto, batch: int) -> None:
     """Fit the first linear layer to what the last image flattens to."""
     graph = proto.graph
     flat = next(
-        (node for node in graph.node if node.op_type == "Reshape" and _extents(graph, node.input[1]) == 2), None
+        (
+            node
+            for node in graph.node
+            if node.op_type == "Reshape" and _extents(graph, node.input[1]) == 2
+        ),
+        None,
     )
     if flat is None:
         return

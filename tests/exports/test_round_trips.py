@@ -1,4 +1,6 @@
-"""Modules that are exported, trained and loaded again have the loss of modules that torch trained."""
+"""Modules that are exported, trained and loaded again have the loss of modules that torch
+trained.
+"""
 
 from __future__ import annotations
 

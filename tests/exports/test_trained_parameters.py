@@ -1,7 +1,8 @@
-"""A plan of an exported model trains what torch trains: the module's own parameters, each once, and nothing else.
+"""A plan of an exported model trains what torch trains: the module's own parameters, each once, and
+nothing else.
 
-`./test -m sweep tests/exports` compares every model, exporter and kind of numbers; `scripts/trained_parameters.py`
-writes the table in docs.
+`./test -m sweep tests/exports` compares every model, exporter and kind of numbers;
+`scripts/trained_parameters.py` writes the table in docs.
 """
 
 from __future__ import annotations

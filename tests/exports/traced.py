@@ -1,4 +1,6 @@
-"""Modules with a loss as torch's two exporters write them, with numbers as if trained or as they begin."""
+"""Modules with a loss as torch's two exporters write them, with numbers as if trained or as they
+begin.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MODELS = {**text_models.TEXT, **other_models.OTHER}
 EXPORTERS = ("dynamo", "torchscript")
 """torch.onnx.export with dynamo=True and with dynamo=False."""
 UNOPTIMIZED = "dynamo-unoptimized"
-"""dynamo=True with optimize=False, which keeps parameters apart that the exporter else multiplies with one another."""
+"""dynamo=True with optimize=False, which keeps parameters apart that the exporter else multiplies
+with one another.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,8 +1,10 @@
-"""The set of tensors that a plan would train, compared with the parameters of the module that was exported.
+"""The set of tensors that a plan would train, compared with the parameters of the module that was
+exported.
 
-torch knows its parameters; the exported file has them renamed, folded, merged, copied and packed. They are matched by
-name where the file kept it, else by their numbers, which hardly ever meet in two tensors of a trained model. In a fresh
-model most numbers are ones and zeros, so that there only names and counts of elements are left.
+torch knows its parameters; the exported file has them renamed, folded, merged, copied and packed.
+They are matched by name where the file kept it, else by their numbers, which hardly ever meet in
+two tensors of a trained model. In a fresh model most numbers are ones and zeros, so that there only
+names and counts of elements are left.
 """
 
 from __future__ import annotations
@@ -30,13 +32,24 @@ NOT_EXPORTED: dict[tuple[str, str], str] = {
     ("longformer", "dynamo"): "torch.export meets a condition that depends on data",
     ("mamba2", "torchscript"): "the exporter writes a Transpose that ONNX Runtime refuses too",
     ("switch_transformers", "dynamo"): "torch.export meets a condition that depends on data",
-    ("switch_transformers", "torchscript"): "its experts take as many tokens as the data says (NonZero)",
+    (
+        "switch_transformers",
+        "torchscript",
+    ): "its experts take as many tokens as the data says (NonZero)",
 }
 """Why there is no file to compare."""
 COMPUTED = "the exporter computes this from parameters, which `optimize=False` keeps"
-NORMALIZED = "the exporter folds batch normalization into the weights before it, which `optimize=False` keeps"
-TWICE = "two products that are equal in a new model are one node, which `optimize=False` keeps apart"
-REFUSED = "training is refused, since the exporter computes this from parameters in a way that the file does not tell"
+NORMALIZED = (
+    "the exporter folds batch normalization into the weights before it, which `optimize=False` "
+    "keeps"
+)
+TWICE = (
+    "two products that are equal in a new model are one node, which `optimize=False` keeps apart"
+)
+REFUSED = (
+    "training is refused, since the exporter computes this from parameters in a way that the file "
+    "does not tell"
+)
 DROPPED = "the exporter drops what adds 0 or multiplies by 1, which `optimize=False` keeps"
 PLAIN = "a table of zeros, looked up at fixed places, shows no rows"
 EXPLAINED = (
@@ -49,7 +62,11 @@ EXPLAINED = (
     ("cut in two", "siglip-torchscript-fresh", "not trained here: *.in_proj_bias (48, all 0)"),
     ("cut in two", "beit*-torchscript-fresh", "trained here only: onnx::Concat_* (*)"),
     ("cut in two", "beit*-torchscript-fresh", "trained here only: onnx::Res*_* (*)"),
-    ("cut in two", "beit*-torchscript-fresh", "not trained here: *.relative_position_bias_table (*, all 0)"),
+    (
+        "cut in two",
+        "beit*-torchscript-fresh",
+        "not trained here: *.relative_position_bias_table (*, all 0)",
+    ),
     ("cut in two", "beit*-torchscript-fresh", "not trained here: *.position_embeddings (*, all 0)"),
     ("cut in two", "detr-torchscript-fresh", "trained here only: onnx::Add_79* (*)"),
     ("cut in two", "detr-torchscript-fresh", "not trained here: *.in_proj_bias (48, all 0)"),
@@ -85,7 +102,9 @@ EXPLAINED = (
     (NORMALIZED, "detr-dynamo-*", "*trained here*: backbone.*"),
     (NORMALIZED, "convolutions-dynamo-*", "*trained here*: network.*"),
 )
-"""Differences that are no mistakes: why, where the words do not say it, in which exports, and in which words."""
+"""Differences that are no mistakes: why, where the words do not say it, in which exports, and in
+which words.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +116,16 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def trained_by_torch(module: nn.Module, inputs: Tensors) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The parameters that the loss reaches, by the name of `named_parameters()`, and their gradients."""
+def trained_by_torch(
+    module: nn.Module, inputs: Tensors
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The parameters that the loss reaches, by the name of `named_parameters()`, and their
+    gradients.
+    """
     module.zero_grad()
     module(*inputs.values()).backward()
-    numbers, gradients = {}, {}
+    numbers = {}
+    gradients = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
             numbers[name], gradients[name] = parameter.detach().numpy(), parameter.grad.numpy()
@@ -116,14 +140,18 @@ def compared(traced: Traced) -> Comparison:
 
 
 def unexplained(traced: Traced, differences: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The differences that nothing explains, and those that `EXPLAINED` does, after the reason that they share."""
+    """The differences that nothing explains, and those that `EXPLAINED` does, after the reason that
+    they share.
+    """
     known = [(why, words) for why, names, words in EXPLAINED if fnmatchcase(traced.name, names)]
     wrong: list[str] = []
     explained: dict[str, list[str]] = {}
     for each in differences:
         why = next((why for why, words in known if fnmatchcase(each, words)), None)
         (wrong if why is None else explained.setdefault(why, [])).append(each)
-    return wrong, [f"{why}: {', '.join(each)}" if why else "; ".join(each) for why, each in explained.items()]
+    return wrong, [
+        f"{why}: {', '.join(each)}" if why else "; ".join(each) for why, each in explained.items()
+    ]
 
 
 def _elements(tensors: Mapping[str, np.ndarray]) -> int:
@@ -141,7 +169,9 @@ def _numbers(parameter: Parameter, path: Path) -> np.ndarray:
     if isinstance(place, Fill):
         return np.full(parameter.value.shape, place.value, np.float32)
     if not isinstance(place, FileSlice):
-        return np.full(parameter.value.shape, np.nan, np.float32)  # Drawn at random: like nothing of torch's.
+        return np.full(
+            parameter.value.shape, np.nan, np.float32
+        )  # Drawn at random: like nothing of torch's.
     assert parameter.value.dtype is DType.FLOAT32, parameter.value
     file = path.parent / place.file if place.file else path
     numbers = np.fromfile(file, "<f4", place.length // 4, offset=place.offset)
@@ -150,11 +180,17 @@ def _numbers(parameter: Parameter, path: Path) -> np.ndarray:
     if place.rows:
         columns = place.step * np.arange(parameter.value.shape[1])
         numbers = numbers[np.array(place.rows)[:, None] + columns]
-    return np.log(-numbers if place.form == "log of the negative" else numbers) if place.form else numbers
+    return (
+        np.log(-numbers if place.form == "log of the negative" else numbers)
+        if place.form
+        else numbers
+    )
 
 
 def _differences(
-    theirs: Mapping[str, np.ndarray], ours: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
+    theirs: Mapping[str, np.ndarray],
+    ours: Mapping[str, np.ndarray],
+    gradients: Mapping[str, np.ndarray],
 ) -> tuple[str, ...]:
     """What does not match, in words that name the tensors."""
     found = []
@@ -166,12 +202,18 @@ def _differences(
         if same(whole + 1, here):
             found.append(f"{names[0]}: here {places[0]} is 1 + it")
         elif whole.size != here.size:
-            unread = f", {UNREAD}" if whole.size == here.size + lacking.size and not lacking.any() else ""
+            unread = (
+                f", {UNREAD}"
+                if whole.size == here.size + lacking.size and not lacking.any()
+                else ""
+            )
             other = "" if names == places else f" in {', '.join(places)}"
             found.append(f"{', '.join(names)}: {here.size} of {whole.size}{other}{unread}")
     for name in extra:
         of = next((each for each in sorted(theirs) if holds(theirs[each], ours[name])), None)
-        found.append(f"trained here only: {name} ({ours[name].size})" + (f", a copy of {of}" if of else ""))
+        found.append(
+            f"trained here only: {name} ({ours[name].size})" + (f", a copy of {of}" if of else "")
+        )
     return (*found, *(f"not trained here: {name} ({_described(theirs[name])})" for name in left))
 
 
@@ -189,27 +231,42 @@ def paired(
 ) -> tuple[list[Group], list[str], list[str]]:
     """Tensors that hold the same numbers; names of torch's and of ours that are left.
 
-    Mostly one of each. ONNX's recurrent operators take all gates, directions and biases of a layer in one tensor each,
-    and exporters cut the weights of packed projections apart.
+    Mostly one of each. ONNX's recurrent operators take all gates, directions and biases of a layer
+    in one tensor each, and exporters cut the weights of packed projections apart.
     """
     pairs = {name: name for name in theirs if name in ours and same(theirs[name], ours[name])}
     left = set(ours) - set(pairs)
     for added in (0, 1):
         for name, array in sorted(theirs.items()):
-            like = (each for each in sorted(left) if name not in pairs and same(array + added, ours[each]))
+            like = (
+                each
+                for each in sorted(left)
+                if name not in pairs and same(array + added, ours[each])
+            )
             other = next(like, None)
             if other is not None:
                 pairs[name] = other
                 left.remove(other)
-    packed = list(_packed({name: theirs[name] for name in theirs if name not in pairs}, {n: ours[n] for n in left}))
+    packed = list(
+        _packed(
+            {name: theirs[name] for name in theirs if name not in pairs}, {n: ours[n] for n in left}
+        )
+    )
     groups = [*(((name,), (other,)) for name, other in pairs.items()), *packed]
-    taken = {name for names, _ in groups for name in names}, {name for _, names in groups for name in names}
+    taken = (
+        {name for names, _ in groups for name in names},
+        {name for _, names in groups for name in names},
+    )
     return groups, sorted(set(theirs) - taken[0]), sorted(set(ours) - taken[1])
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two tensors hold the same numbers, whatever their order and the last bits of a logarithm taken back."""
-    return one.size == other.size and np.allclose(np.sort(one, None), np.sort(other, None), rtol=1e-5, atol=1e-6)
+    """Whether two tensors hold the same numbers, whatever their order and the last bits of a
+    logarithm taken back.
+    """
+    return one.size == other.size and np.allclose(
+        np.sort(one, None), np.sort(other, None), rtol=1e-5, atol=1e-6
+    )
 
 
 def _packed(theirs: Mapping[str, np.ndarray], ours: Mapping[str, np.ndarray]) -> Iterator[Group]:
@@ -229,7 +286,9 @@ def _packed(theirs: Mapping[str, np.ndarray], ours: Mapping[str, np.ndarray]) ->
 
 
 def holds(whole: np.ndarray, part: np.ndarray) -> bool:
-    """Whether most numbers of one tensor are numbers of another; one number repeated says nothing."""
+    """Whether most numbers of one tensor are numbers of another; one number repeated says
+    nothing.
+    """
     numbers = np.unique(part[part != 0])
     if numbers.size <= min(2, part.size - 1):
         return False

@@ -1,4 +1,5 @@
-"""Modules that give a loss, and what they are traced with, to compare what is trained here with what torch trains.
+"""Modules that give a loss, and what they are traced with, to compare what is trained here with
+what torch trains.
 
 The same module without its loss is what exporters write for inference.
 """
@@ -29,7 +30,9 @@ class WithLoss:
     inputs: Callable[[], Tensors]
     """By name, in the order of the module's arguments."""
     training: bool = False
-    """Traced in training mode: the older exporter folds batch normalization into convolutions otherwise."""
+    """Traced in training mode: the older exporter folds batch normalization into convolutions
+    otherwise.
+    """
     output: str = "logits"
     """What is kept of the result of a model of `transformers` that is asked for no loss."""
 
@@ -53,7 +56,9 @@ class Called(nn.Module):
 class Loss(nn.Module):
     """A model of `transformers` called with tensors by name, of whose result the loss is kept."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], of: Callable[[Any], torch.Tensor] | None) -> None:
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], of: Callable[[Any], torch.Tensor] | None
+    ) -> None:
         super().__init__()
         self.model = model
         self.names = names
@@ -80,8 +85,8 @@ def hugging_face(
 ) -> WithLoss:
     """The model `name + head` of `transformers`; `of` makes a loss of its result.
 
-    It is configured by `configuration`, `name + "Config"` where that is empty. `experts` is how a mixture of experts is
-    computed, `fixed` are arguments that are no inputs of the file.
+    It is configured by `configuration`, `name + "Config"` where that is empty. `experts` is how a
+    mixture of experts is computed, `fixed` are arguments that are no inputs of the file.
     """
 
     def build() -> nn.Module:
@@ -89,7 +94,9 @@ def hugging_face(
 
         configured = getattr(transformers, configuration or f"{name}Config")(**settings)
         chosen = {"experts_implementation": experts} if "num_experts_per_tok" in settings else {}
-        model = getattr(transformers, f"{name}{head}")._from_config(configured, attn_implementation="eager", **chosen)
+        model = getattr(transformers, f"{name}{head}")._from_config(
+            configured, attn_implementation="eager", **chosen
+        )
         if fixed:
             model.forward = partial(model.forward, **fixed)
         return Loss(model, tuple(inputs()), of)
@@ -104,7 +111,8 @@ def tokens(below: int = VOCABULARY, length: int = SEQUENCE) -> torch.Tensor:
 
 def without_loss(model: WithLoss) -> tuple[nn.Module, Tensors]:
     """The module inside, with random weights, and its inputs but for what only the loss reads."""
-    module, inputs = model.build(), model.inputs()
+    module = model.build()
+    inputs = model.inputs()
     if isinstance(module, Loss):
         inputs.pop("labels", None)
         return Called(module.model, tuple(inputs), model.output), inputs

@@ -1,5 +1,6 @@
-"""Runs the emitted forward of each node case that ships with ONNX, and its backward, on fake CUDA tensors, and writes a
-JSON line for each. A share of the cases is run, in float32 and under CUDA's autocast in bfloat16:
+"""Runs the emitted forward of each node case that ships with ONNX, and its backward, on fake CUDA
+tensors, and writes a JSON line for each. A share of the cases is run, in float32 and under CUDA's
+autocast in bfloat16:
 
     python -m autopipe.backends.torch.fake_cuda LIBRARY tests/fake_cuda/cases.py FOUND SHARE SHARES
 """
@@ -40,14 +41,19 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.watcher = watcher
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         self.watcher.see(function, args, kwargs, result)
         return result
 
 
 def _held(tensors: list[torch.Tensor], trained: bool) -> list[torch.Tensor]:
-    return [each.requires_grad_(trained and each.dtype in (torch.float32, torch.float64)) for each in tensors]
+    return [
+        each.requires_grad_(trained and each.dtype in (torch.float32, torch.float64))
+        for each in tensors
+    ]
 
 
 class Case(NamedTuple):
@@ -68,13 +74,19 @@ class Case(NamedTuple):
 
 
 def run(case: Case, precision: str, watcher: Watcher, trained: bool = True) -> None:
-    """Forward and backward of a case. Raises AssertionError for a result that is elsewhere or has no gradient."""
+    """Forward and backward of a case. Raises AssertionError for a result that is elsewhere or has
+    no gradient.
+    """
     imported, given, forward = case
     graph = imported.graph
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = _held([to_tensor(array, DEVICE) for array in imported.weights], trained)
-        constants = {f"c{index}": to_tensor(each.array, DEVICE) for index, each in enumerate(graph.constants)}
-        held = SimpleNamespace(device=DEVICE, **{f"w{index}": each for index, each in enumerate(weights)}, **constants)
+        constants = {
+            f"c{index}": to_tensor(each.array, DEVICE) for index, each in enumerate(graph.constants)
+        }
+        held = SimpleNamespace(
+            device=DEVICE, **{f"w{index}": each for index, each in enumerate(weights)}, **constants
+        )
         operands = _held([to_tensor(given[each.name], DEVICE) for each in graph.inputs], trained)
         watcher.watching = True
         with _Mode(watcher):
@@ -90,7 +102,11 @@ def run(case: Case, precision: str, watcher: Watcher, trained: bool = True) -> N
             assert leaf.grad is None or leaf.grad.device == DEVICE
 
 
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
 def main() -> None:
@@ -101,20 +117,34 @@ def main() -> None:
         for name in names[int(share) :: int(shares)]:
             case = Case.of(name)
             for precision in ("fp32", "bf16"):
-                watcher, error, needs_values = Watcher(), "", False
+                watcher = Watcher()
+                error = ""
+                needs_values = False
                 try:
                     try:
                         run(case, precision, watcher)
                     except RuntimeError as caught:
                         if "is not differentiable" not in str(caught):
                             raise
-                        run(case, precision, watcher, trained=False)  # The weights of a loss are no parameters.
+                        run(
+                            case, precision, watcher, trained=False
+                        )  # The weights of a loss are no parameters.
                 except NEEDS_VALUES:
                     needs_values = True
                 except Exception as caught:  # noqa: BLE001
                     error = f"{caught}\n{''.join(traceback.format_tb(caught.__traceback__)[-3:])}"
-                found = [(kind, place, count) for (kind, place), count in sorted(watcher.found.items())]
-                out.write(line(case=name, precision=precision, error=error, needs_values=needs_values, found=found))
+                found = [
+                    (kind, place, count) for (kind, place), count in sorted(watcher.found.items())
+                ]
+                out.write(
+                    line(
+                        case=name,
+                        precision=precision,
+                        error=error,
+                        needs_values=needs_values,
+                        found=found,
+                    )
+                )
 
 
 main()

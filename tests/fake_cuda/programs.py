@@ -1,6 +1,8 @@
-"""Runs ranks of programs on fake CUDA tensors, each in a fork, and writes a JSON line for each of them:
+"""Runs ranks of programs on fake CUDA tensors, each in a fork, and writes a JSON line for each of
+them:
 
-python -m autopipe.backends.torch.fake_cuda LIBRARY tests/fake_cuda/programs.py FOUND PROGRAM[:RANK]...
+python -m autopipe.backends.torch.fake_cuda LIBRARY tests/fake_cuda/programs.py FOUND
+PROGRAM[:RANK]...
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _watcher = Watcher()
 
 
 class _Tracker(dry_run.MemoryTracker):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = super().__torch_dispatch__(function, types, args, kwargs)
         _watcher.see(function, args, kwargs, result)
         return result
@@ -76,7 +80,9 @@ def main() -> None:
                 frames = traceback.extract_tb((caught.__cause__ or caught).__traceback__)
                 ours = [each for each in frames if "site-packages" not in each.filename]
                 error = f"{caught}, in {ours}"
-            found = [(kind, place, count) for (kind, place), count in sorted(_watcher.found.items())]
+            found = [
+                (kind, place, count) for (kind, place), count in sorted(_watcher.found.items())
+            ]
             with out.open("a", encoding="utf-8") as file:
                 file.write(line(program=str(folder), rank=number, error=error, found=found))
             os._exit(0)

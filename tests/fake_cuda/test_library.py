@@ -41,7 +41,9 @@ def torch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_it_is_built_once_for_a_torch(tmp_path: Path, torch_folder: Path, built: list[Path]) -> None:
+def test_it_is_built_once_for_a_torch(
+    tmp_path: Path, torch_folder: Path, built: list[Path]
+) -> None:
     cache = tmp_path / "cache"
     library = fake_cuda.build(cache)
     assert library.parent == cache and library.read_text(encoding="utf-8") == "a library"
@@ -66,7 +68,9 @@ def test_without_a_cache_it_is_built_all_the_same(tmp_path: Path) -> None:
         ("torch", "torch is not installed"),
     ],
 )
-def test_what_is_missing_is_named(torch_folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str, says: str) -> None:
+def test_what_is_missing_is_named(
+    torch_folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str, says: str
+) -> None:
     if missing == "compiler":
         monkeypatch.setattr(shutil, "which", lambda _: None)
     elif missing == "headers":
@@ -83,7 +87,9 @@ def test_an_error_of_the_compiler_is_said_in_one_line(
     tmp_path: Path, torch_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (torch_folder / "lib" / "libtorch_cpu.so").touch()
-    (torch_folder / "include" / "ATen" / "detail" / "CUDAHooksInterface.h").write_text("#error no good\n")
+    (torch_folder / "include" / "ATen" / "detail" / "CUDAHooksInterface.h").write_text(
+        "#error no good\n"
+    )
     if shutil.which("g++") is None:
         pytest.skip("there is no compiler")
     with pytest.raises(ConfigurationError, match=r"g\+\+ fails: .*no good") as caught:

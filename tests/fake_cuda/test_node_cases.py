@@ -1,5 +1,7 @@
-"""The emitted forward and backward of every node case that ships with ONNX, on fake CUDA tensors: in float32 and under
-CUDA's autocast, whose types are not those of the CPU, devices are never mixed, and nothing runs on the CPU."""
+"""The emitted forward and backward of every node case that ships with ONNX, on fake CUDA tensors:
+in float32 and under CUDA's autocast, whose types are not those of the CPU, devices are never mixed,
+and nothing runs on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import pytest
 from tests.distributed.support.launching import ROOT
 from tests.fake_cuda.watching import forbidden
 
-WITHOUT_BIAS = {"test_lstm_batchwise", "test_lstm_bidirectional", "test_lstm_defaults", "test_lstm_reverse"}
+WITHOUT_BIAS = {
+    "test_lstm_batchwise",
+    "test_lstm_bidirectional",
+    "test_lstm_defaults",
+    "test_lstm_reverse",
+}
 """Torch's fake tensors have no LSTM without a bias; CUDA has."""
 SHARES = 2
 
@@ -23,7 +30,8 @@ SHARES = 2
 @pytest.mark.timeout(600)  # Of a suite whose other tests take the processors too.
 @pytest.mark.parametrize("share", range(SHARES))
 def test_all_stays_on_the_device(fake_cuda_library: Path, tmp_path: Path, share: int) -> None:
-    path, script = tmp_path / "found.jsonl", Path(__file__).with_name("cases.py")
+    path = tmp_path / "found.jsonl"
+    script = Path(__file__).with_name("cases.py")
     words = [fake_cuda_library, script, path, share, SHARES]
     command = [sys.executable, "-m", "autopipe.backends.torch.fake_cuda", *map(str, words)]
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}

@@ -1,5 +1,6 @@
-"""Programs on fake CUDA tensors, forward, backward, sums of gradients and update: nothing runs on the CPU, and the host
-neither waits nor copies but where it may."""
+"""Programs on fake CUDA tensors, forward, backward, sums of gradients and update: nothing runs on
+the CPU, and the host neither waits nor copies but where it may.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +30,28 @@ Watched = Callable[..., dict[str, str | list[str]]]
 
 @pytest.fixture
 def watched(fake_cuda_library: Path, tmp_path: Path) -> Watched:
-    """`watched(PROGRAM, ...)` runs all ranks of programs, or of `(PROGRAM, RANK)` one: what is forbidden of that."""
+    """`watched(PROGRAM, ...)` runs all ranks of programs, or of `(PROGRAM, RANK)` one: what is
+    forbidden of that.
+    """
 
     def run(*programs: Path | tuple[Path, int]) -> dict[str, str | list[str]]:
         found = tmp_path / "found.jsonl"
-        words = [str(each) if isinstance(each, Path) else f"{each[0]}:{each[1]}" for each in programs]
+        words = [
+            str(each) if isinstance(each, Path) else f"{each[0]}:{each[1]}" for each in programs
+        ]
         script = Path(__file__).with_name("programs.py")
-        command = [sys.executable, "-m", "autopipe.backends.torch.fake_cuda", fake_cuda_library, script, found, *words]
-        subprocess.run(command, env=dict(os.environ) | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
+        command = [
+            sys.executable,
+            "-m",
+            "autopipe.backends.torch.fake_cuda",
+            fake_cuda_library,
+            script,
+            found,
+            *words,
+        ]
+        subprocess.run(
+            command, env=dict(os.environ) | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True
+        )
         rows = [json.loads(text) for text in found.read_text(encoding="utf-8").splitlines()]
         assert len(rows) >= len(programs)
         return {
@@ -98,10 +113,15 @@ def test_every_schedule(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_plans_of_gpt(watch: Watch, tmp_path: Path) -> None:
-    """Shares of the optimizer's state, tensor parallelism, bf16, recomputation, backwards in halves."""
+    """Shares of the optimizer's state, tensor parallelism, bf16, recomputation, backwards in
+    halves.
+    """
     model = tmp_path / "gpt.onnx"
     build(configure("gpt", SIZES)).save(model)
-    programs = [generated(model, tmp_path / str(index), *flags) for index, flags in enumerate(PLANS.values())]
+    programs = [
+        generated(model, tmp_path / str(index), *flags)
+        for index, flags in enumerate(PLANS.values())
+    ]
     watch(*((program, rank) for program in programs for rank in (0, 3)))
 
 
@@ -121,20 +141,42 @@ def planned(name: str, folder: Path, flags: Sequence[str]) -> Path:
     if not model.exists():
         build(configure(name, {**zoo.SIZES[name], "loss": "true", "weights": "none"})).save(model)
     plan = folder / f"{name}.{len(list(folder.iterdir()))}"
-    words = ["plan", model, "--gpus", RANKS, "--cluster", "cpu-local", "--batch-size", 16, "--micro-batches", 4]
-    assert main([*map(str, words), "--set", "optimizer.name=adamw", *flags, "-q", "-o", str(plan)]) == 0
+    words = [
+        "plan",
+        model,
+        "--gpus",
+        RANKS,
+        "--cluster",
+        "cpu-local",
+        "--batch-size",
+        16,
+        "--micro-batches",
+        4,
+    ]
+    assert (
+        main([*map(str, words), "--set", "optimizer.name=adamw", *flags, "-q", "-o", str(plan)])
+        == 0
+    )
     assert main(["codegen", str(plan), "-q"]) == 0
     return plan / "program"
 
 
 def test_other_models(watch: Watch, tmp_path: Path) -> None:
-    """A step of each kind of operator: experts, lookups, recurrence, convolutions up and down, batch norms, dropout."""
-    chosen = {"moe": "pipeline", "dlrm": "pase", "rnnlm": "replicas", "unet": "pipeline, bf16, recomputed"}
+    """A step of each kind of operator: experts, lookups, recurrence, convolutions up and down,
+    batch norms, dropout.
+    """
+    chosen = {
+        "moe": "pipeline",
+        "dlrm": "pase",
+        "rnnlm": "replicas",
+        "unet": "pipeline, bf16, recomputed",
+    }
     watch(*((planned(name, tmp_path, STRATEGIES[plan]), 0) for name, plan in chosen.items()))
 
 
 def test_a_rank_of_64_of_llama_7b(watch: Watch, tmp_path: Path) -> None:
-    model, plan = tmp_path / "llama.onnx", tmp_path / "llama.plan"
+    model = tmp_path / "llama.onnx"
+    plan = tmp_path / "llama.plan"
     build(configure("llama", {"size": "7b", "loss": "true", "weights": "none"})).save(model)
     words = [
         "plan",
@@ -148,7 +190,16 @@ def test_a_rank_of_64_of_llama_7b(watch: Watch, tmp_path: Path) -> None:
         "--micro-batches",
         "16",
     ]
-    words += ["--strategy", "grid", "--set", "strategy.pipeline=4", "--set", "strategy.tensor=8", "--schedule", "1f1b"]
+    words += [
+        "--strategy",
+        "grid",
+        "--set",
+        "strategy.pipeline=4",
+        "--set",
+        "strategy.tensor=8",
+        "--schedule",
+        "1f1b",
+    ]
     words += ["--set", "precision=bf16", "--set", "recompute=full", "--set", "optimizer.name=adamw"]
     assert main([*words, "-q", "-o", str(plan)]) == 0
     assert main(["codegen", str(plan), "--ranks", "0", "-q"]) == 0

@@ -1,4 +1,6 @@
-"""Operators as they run on fake CUDA tensors: those that make the host wait, and those that leave the device."""
+"""Operators as they run on fake CUDA tensors: those that make the host wait, and those that leave
+the device.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,18 @@ ALLOWED = {
 }
 """Places in a step that may copy between host and device, or wait: why."""
 
-_READ = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave.Tensor", "equal.d")
-"""Parts of the names of operators that wait for the device, since the host must know numbers or shapes."""
+_READ = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "bincount",
+    "repeat_interleave.Tensor",
+    "equal.d",
+)
+"""Parts of the names of operators that wait for the device, since the host must know numbers or
+shapes.
+"""
 _COPIES = ("aten._to_copy.default", "aten.copy_.default")
 
 
@@ -50,19 +62,34 @@ class Watcher:
         devices = {each.device.type for each in (*taken, *given)}
         if any(part in name for part in _READ) and "cuda" in devices:
             self.note(f"{name} waits for the device")
-        if "index" in name and any(each.dtype is torch.bool for each in taken[1:]) and "where" not in name:
+        if (
+            "index" in name
+            and any(each.dtype is torch.bool for each in taken[1:])
+            and "where" not in name
+        ):
             self.note(f"{name} waits for the number of true elements")
         if len(devices) > 1:
             way = f"{_types(taken)} to {_types(given)}"
             waiting = "" if (kwargs or {}).get("non_blocking") else " and waits"
-            self.note(f"copies from {way}{waiting}" if name in _COPIES else f"{name} mixes devices, {way}")
-        elif devices == {"cpu"} and function.namespace == "aten" and "detach" not in name and "lift_fresh" not in name:
+            self.note(
+                f"copies from {way}{waiting}" if name in _COPIES else f"{name} mixes devices, {way}"
+            )
+        elif (
+            devices == {"cpu"}
+            and function.namespace == "aten"
+            and "detach" not in name
+            and "lift_fresh" not in name
+        ):
             self.note(f"{name} runs on the CPU")
 
     @contextmanager
     def waits_noted(self) -> Iterator[None]:
         """For the length of the block notes calls that wait for a stream or for the device."""
-        places = (torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize")
+        places = (
+            (torch.cuda, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+        )
         before = [getattr(owner, name) for owner, name in places]
 
         def waits(*_: object, **__: object) -> None:
@@ -86,12 +113,21 @@ def _types(tensors: list[torch.Tensor]) -> str:
 
 
 def place() -> str:
-    """The innermost line of the package or of generated files that runs now: `file:line function`."""
+    """The innermost line of the package or of generated files that runs now: `file:line
+    function`.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path, function = Path(frame.f_code.co_filename), frame.f_code.co_qualname
-        ours = "backends" in path.parts and "autopipe" in path.parts and "fake_cuda" not in path.parts
-        if (ours and path.name != "dry_run.py") or path.name.startswith(("stage_", "rank_")) or path.name == "<stage>":
+        path = Path(frame.f_code.co_filename)
+        function = frame.f_code.co_qualname
+        ours = (
+            "backends" in path.parts and "autopipe" in path.parts and "fake_cuda" not in path.parts
+        )
+        if (
+            (ours and path.name != "dry_run.py")
+            or path.name.startswith(("stage_", "rank_"))
+            or path.name == "<stage>"
+        ):
             return f"{path.parent.name}/{path.name}:{frame.f_lineno} {function}"
         frame = frame.f_back
     return "autograd"

@@ -1,4 +1,6 @@
-"""Which kernel computes an attention, by torch's own rules: the filters in sdp_utils.cpp of torch 2.6 to 2.13."""
+"""Which kernel computes an attention, by torch's own rules: the filters in sdp_utils.cpp of torch
+2.6 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.ir.attention_kernels import AttentionForm, Capability, Kernel, capability_of, kernels_of, repeats_heads
+from autopipe.ir.attention_kernels import (
+    AttentionForm,
+    Capability,
+    Kernel,
+    capability_of,
+    kernels_of,
+    repeats_heads,
+)
 from tests.passes.cost.graphs import cluster
 
 FUSED = (Kernel.FLASH, Kernel.EFFICIENT)
 EFFICIENT = (Kernel.EFFICIENT,)
 MATH = (Kernel.MATH,)
-A100, RTX_4090, H100, V100, GTX_1080 = (8, 0), (8, 9), (9, 0), (7, 0), (6, 1)
+A100 = (8, 0)
+RTX_4090 = (8, 9)
+H100 = (9, 0)
+V100 = (7, 0)
+GTX_1080 = (6, 1)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +41,8 @@ A100, RTX_4090, H100, V100, GTX_1080 = (8, 0), (8, 9), (9, 0), (7, 0), (6, 1)
         # check_flash_causal_non_square_seqlens
         (AttentionForm("bfloat16", 64, 64, causal=True, square=False), H100, EFFICIENT),
         (AttentionForm("bfloat16", 64, 64, square=False), H100, FUSED),
-        # check_head_dim_size_flash: equal, at most 256; flash pads to multiples of 8, the efficient kernel does not
+        # check_head_dim_size_flash: equal, at most 256; flash pads to multiples of 8, the efficient
+        # kernel does not
         (AttentionForm("bfloat16", 64, 32), H100, EFFICIENT),
         (AttentionForm("bfloat16", 256, 256), H100, FUSED),
         (AttentionForm("bfloat16", 264, 264), H100, EFFICIENT),
@@ -65,17 +79,28 @@ def test_the_kernels_that_torch_would_take(
         (AttentionForm("float32", 64, 64, grouped=True), True),
         (AttentionForm("bfloat16", 64, 64, masked=True, grouped=True), True),
         (AttentionForm("bfloat16", 64, 64, masked=True), False),
-        (AttentionForm("float64", 64, 64, grouped=True), False),  # The math kernel repeats them itself.
+        (
+            AttentionForm("float64", 64, 64, grouped=True),
+            False,
+        ),  # The math kernel repeats them itself.
     ],
 )
-def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(form: AttentionForm, repeated: bool) -> None:
+def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(
+    form: AttentionForm, repeated: bool
+) -> None:
     assert repeats_heads(form, H100) is repeated
 
 
 @pytest.mark.parametrize(
-    ("stated", "expected"), [(("fp32",), None), (("fp32", "fp16"), V100), (("fp32", "fp16", "bf16"), A100)]
+    ("stated", "expected"),
+    [(("fp32",), None), (("fp32", "fp16"), V100), (("fp32", "fp16", "bf16"), A100)],
 )
-def test_precisions_tell_the_least_capability(stated: tuple[str, ...], expected: Capability | None) -> None:
+def test_precisions_tell_the_least_capability(
+    stated: tuple[str, ...], expected: Capability | None
+) -> None:
     peaks = tuple((name, 1e12) for name in stated)
     own = cluster(2)
-    assert capability_of(replace(own, devices=(replace(own.devices[0], peak_flops=peaks),) * 2)) == expected
+    assert (
+        capability_of(replace(own, devices=(replace(own.devices[0], peak_flops=peaks),) * 2))
+        == expected
+    )

@@ -1,4 +1,6 @@
-"""Samples are followed through spaces: merged dimensions, reductions, masks expanded to the batch."""
+"""Samples are followed through spaces: merged dimensions, reductions, masks expanded to the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def graph_of(
         inputs=tuple(values[name] for name in inputs),
         parameters=tuple(Parameter(values[name], Initializer("zeros")) for name in parameters),
         constants=tuple(
-            Constant(Value(name, DType(array.dtype.name), array.shape), array) for name, array in constants.items()
+            Constant(Value(name, DType(array.dtype.name), array.shape), array)
+            for name, array in constants.items()
         ),
         nodes=nodes,
         outputs=nodes[-1].outputs,
@@ -41,12 +44,19 @@ def graph_of(
 
 def reshape_graph(source: tuple[int, ...], target: tuple[int, ...], axis: int) -> Graph:
     node = Node("reshape", "Reshape", ("x", "shape"), ("y",))
-    return graph_of((node,), {"x": source, "y": target}, {"x": axis}, {"shape": np.array(target, dtype=np.int64)})
+    return graph_of(
+        (node,),
+        {"x": source, "y": target},
+        {"x": axis},
+        {"shape": np.array(target, dtype=np.int64)},
+    )
 
 
 def test_a_product_splits_by_its_rows_and_its_weight_carries_no_samples() -> None:
     node = Node("product", "MatMul", ("x", "w"), ("y",))
-    graph = graph_of((node,), {"x": (4, 3, 8), "w": (8, 5), "y": (4, 3, 5)}, {"x": 0}, parameters=("w",))
+    graph = graph_of(
+        (node,), {"x": (4, 3, 8), "w": (8, 5), "y": (4, 3, 5)}, {"x": 0}, parameters=("w",)
+    )
     found = batch_axes_of(graph)
     assert found.batch == 4
     assert found.axis(0) == "b0"
@@ -71,7 +81,9 @@ def test_merged_dimensions_keep_the_samples_outermost() -> None:
 def test_samples_inside_a_merged_dimension_cannot_be_split_by_contiguous_shares() -> None:
     node = Node("sum", "Add", ("rows", "rows"), ("y",))
     merge = Node("merge", "Reshape", ("x", "flat"), ("rows",))
-    graph = graph_of((merge, node), {"x": (3, 4), "rows": (12,), "y": (12,)}, {"x": 1}, {"flat": np.array([12])})
+    graph = graph_of(
+        (merge, node), {"x": (3, 4), "rows": (12,), "y": (12,)}, {"x": 1}, {"flat": np.array([12])}
+    )
     found = batch_axes_of(graph)
     assert found.of("y") == Samples(0, outer=3, inner=1)
     assert found.axis(1) is None
@@ -92,14 +104,21 @@ def test_a_constant_that_meets_the_samples_carries_them_and_so_does_what_made_it
 def test_broadcast_operands_carry_no_samples() -> None:
     node = Node("masked", "Add", ("x", "mask"), ("y",))
     found = batch_axes_of(
-        graph_of((node,), {"x": (4, 3), "y": (4, 3)}, {"x": 0}, {"mask": np.zeros((1, 3), dtype=np.float32)})
+        graph_of(
+            (node,),
+            {"x": (4, 3), "y": (4, 3)},
+            {"x": 0},
+            {"mask": np.zeros((1, 3), dtype=np.float32)},
+        )
     )
     assert found.of("mask") is None
 
 
 def test_a_product_of_two_batches_is_split_by_the_first() -> None:
     node = Node("similar", "MatMul", ("image", "text"), ("scores",))
-    graph = graph_of((node,), {"image": (4, 8), "text": (8, 4), "scores": (4, 4)}, {"image": 0, "text": 1})
+    graph = graph_of(
+        (node,), {"image": (4, 8), "text": (8, 4), "scores": (4, 4)}, {"image": 0, "text": 1}
+    )
     found = batch_axes_of(graph)
     assert [each.axis for each in found.nodes[0]] == ["m", "n"]
     assert found.axis(0) == "m"
@@ -119,16 +138,26 @@ def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     factors[axis] = draw(st.sampled_from([2, 3, 4]))
     cuts = sorted(draw(st.sets(st.integers(1, len(factors) - 1), max_size=3)))
     bounds = [0, *cuts, len(factors)]
-    return tuple(factors), tuple(math.prod(factors[a:b]) for a, b in itertools.pairwise(bounds)), axis
+    return (
+        tuple(factors),
+        tuple(math.prod(factors[a:b]) for a, b in itertools.pairwise(bounds)),
+        axis,
+    )
 
 
 @given(reshapes())
-def test_samples_of_a_reshape_are_where_numpy_puts_them(case: tuple[tuple[int, ...], tuple[int, ...], int]) -> None:
+def test_samples_of_a_reshape_are_where_numpy_puts_them(
+    case: tuple[tuple[int, ...], tuple[int, ...], int],
+) -> None:
     source, target, axis = case
     found = batch_axes_of(reshape_graph(source, target, axis)).of("y")
     assert found is not None
     batch = source[axis]
-    sample = np.broadcast_to(np.arange(batch).reshape([-1 if i == axis else 1 for i in range(len(source))]), source)
+    sample = np.broadcast_to(
+        np.arange(batch).reshape([-1 if i == axis else 1 for i in range(len(source))]), source
+    )
     moved = np.moveaxis(sample.reshape(target), found.dimension, -1)
-    expected = np.broadcast_to(np.arange(batch)[:, None], (found.outer, batch, found.inner)).reshape(-1)
+    expected = np.broadcast_to(
+        np.arange(batch)[:, None], (found.outer, batch, found.inner)
+    ).reshape(-1)
     assert np.array_equal(moved, np.broadcast_to(expected, moved.shape))

@@ -7,7 +7,8 @@ import pytest
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError
 
-F, B = Block("F", (0,), 1, 1), Block("B", (0,), 3, -1, (0,))
+F = Block("F", (0,), 1, 1)
+B = Block("B", (0,), 3, -1, (0,))
 
 REFUSED = {
     "no blocks": (BlockGraph(1, (), (None,)), "no blocks"),
@@ -17,9 +18,18 @@ REFUSED = {
     "out of range": (BlockGraph(1, (Block("F", (1,), 1),), (None,)), "'F': there is no device 1"),
     "no time": (BlockGraph(1, (Block("F", (0,), 0),), (None,)), "its time is 0"),
     "negative time": (BlockGraph(1, (Block("F", (0,), -2),), (None,)), "its time is -2"),
-    "after nothing": (BlockGraph(1, (Block("F", (0,), 1, 0, (1,)),), (None,)), "after a block that is not there"),
-    "a negative delay": (BlockGraph(1, (F, Block("B", (0,), 1, 0, (0,), (-1,))), (None,)), "delay of 0 or more"),
-    "too few delays": (BlockGraph(1, (F, B, Block("C", (0,), 1, 0, (0, 1), (2,))), (None,)), "delay of 0 or more"),
+    "after nothing": (
+        BlockGraph(1, (Block("F", (0,), 1, 0, (1,)),), (None,)),
+        "after a block that is not there",
+    ),
+    "a negative delay": (
+        BlockGraph(1, (F, Block("B", (0,), 1, 0, (0,), (-1,))), (None,)),
+        "delay of 0 or more",
+    ),
+    "too few delays": (
+        BlockGraph(1, (F, B, Block("C", (0,), 1, 0, (0, 1), (2,))), (None,)),
+        "delay of 0 or more",
+    ),
     "a circle": (
         BlockGraph(1, (F, Block("A", (0,), 1, 0, (0, 2)), Block("B", (0,), 1, 0, (1,))), (None,)),
         "wait in a circle: 'A' after 'B' after 'A'",

@@ -16,7 +16,9 @@ WIDTHS = {"float32": 4, "float64": 8, "float16": 2}
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
-def block(index: int, elements: int, ranks: tuple[int, ...], dtype: str = "float32", home: int | None = 0) -> Block:
+def block(
+    index: int, elements: int, ranks: tuple[int, ...], dtype: str = "float32", home: int | None = 0
+) -> Block:
     return Block(index, elements, dtype, WIDTHS[dtype], ranks, home)
 
 
@@ -25,14 +27,18 @@ def block(index: int, elements: int, ranks: tuple[int, ...], dtype: str = "float
     st.sets(st.integers(0, 40), min_size=2, max_size=9).map(lambda ranks: tuple(sorted(ranks))),
     st.sampled_from(sorted(WIDTHS)),
 )
-def test_every_element_is_in_one_share(sizes: list[int], ranks: tuple[int, ...], dtype: str) -> None:
+def test_every_element_is_in_one_share(
+    sizes: list[int], ranks: tuple[int, ...], dtype: str
+) -> None:
     bucket = Bucket(tuple(block(index, size, ranks, dtype) for index, size in enumerate(sizes)))
     counted = [np.zeros(size, int) for size in sizes]
     for number, rank in enumerate(ranks):
         end = 0
         for run in bucket.runs(rank):
             assert end <= run.at and run.at + run.stop - run.start <= bucket.share
-            assert number * bucket.share + run.at == bucket.starts[run.parameter] + run.start, "where it is in the row"
+            assert number * bucket.share + run.at == bucket.starts[run.parameter] + run.start, (
+                "where it is in the row"
+            )
             counted[run.parameter][run.start : run.stop] += 1
             end = run.at + run.stop - run.start
     assert all((each == 1).all() for each in counted)
@@ -50,7 +56,8 @@ def test_a_run_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject
     numbers = np.arange(size).reshape(shape)
     boxes = list(ElementRange(0, start, stop, 0).boxes(shape))
     found = [
-        numbers[tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))].reshape(-1) for box in boxes
+        numbers[tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))].reshape(-1)
+        for box in boxes
     ]
     assert np.concatenate(found).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape))
@@ -58,10 +65,22 @@ def test_a_run_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject
 
 def test_buckets_by_home_ranks_type_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 24)
-    both, others = (0, 1), (0, 2)
+    both = (0, 1)
+    others = (0, 2)
     blocks = [block(index, 3, both) for index in range(4)]
-    blocks += [block(4, 3, both, home=None), block(5, 3, others, home=1), block(6, 3, both, "float64")]
-    found = [(each.home, each.ranks, [one.parameter for one in each.blocks]) for each in buckets_of(blocks)]
-    assert found == [(None, both, [4]), (0, both, [6]), (0, both, [3, 2]), (0, both, [1, 0]), (1, others, [5])], (
-        "the last parameters come first, types stay apart"
-    )
+    blocks += [
+        block(4, 3, both, home=None),
+        block(5, 3, others, home=1),
+        block(6, 3, both, "float64"),
+    ]
+    found = [
+        (each.home, each.ranks, [one.parameter for one in each.blocks])
+        for each in buckets_of(blocks)
+    ]
+    assert found == [
+        (None, both, [4]),
+        (0, both, [6]),
+        (0, both, [3, 2]),
+        (0, both, [1, 0]),
+        (1, others, [5]),
+    ], "the last parameters come first, types stay apart"

@@ -15,7 +15,10 @@ DEVICE = Device("d", 2**30, (("fp32", 1e12), ("fp16", 4e12)), 1e11, 1e-6, (("mat
 
 
 def cluster(sizes: list[int], bandwidths: list[float], count: int | None = None) -> Cluster:
-    levels = tuple(Level(f"l{i}", n, Link(i * 1e-6, b)) for i, (n, b) in enumerate(zip(sizes, bandwidths, strict=True)))
+    levels = tuple(
+        Level(f"l{i}", n, Link(i * 1e-6, b))
+        for i, (n, b) in enumerate(zip(sizes, bandwidths, strict=True))
+    )
     total = 1
     for size in sizes:
         total *= size
@@ -35,7 +38,9 @@ def test_a_link_is_that_of_the_smallest_group_that_holds_both() -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
-def test_the_slowest_link_is_the_minimum_over_all_pairs(sizes: list[int], data: st.DataObject) -> None:
+def test_the_slowest_link_is_the_minimum_over_all_pairs(
+    sizes: list[int], data: st.DataObject
+) -> None:
     bandwidths = [data.draw(st.sampled_from([1.0, 2.0, 3.0])) for _ in sizes]
     whole = cluster(sizes, bandwidths)
     count = data.draw(st.integers(1, whole.size))
@@ -43,7 +48,9 @@ def test_the_slowest_link_is_the_minimum_over_all_pairs(sizes: list[int], data: 
     group = data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True))
     pairs = list(itertools.combinations(group, 2)) or [(group[0], group[0])]
     links = [part.link(first, second) for first, second in pairs]
-    assert part.slowest_link(group) == min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
+    assert part.slowest_link(group) == min(
+        links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s)
+    )
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
@@ -78,5 +85,7 @@ def test_a_device_states_peaks_and_fractions() -> None:
     assert DEVICE.fraction("matmul") == 0.5
     with pytest.raises(ConfigurationError, match="no peak FLOP/s for fp64"):
         DEVICE.peak("fp64")
-    with pytest.raises(ConfigurationError, match="no efficiency for operators of class convolution"):
+    with pytest.raises(
+        ConfigurationError, match="no efficiency for operators of class convolution"
+    ):
         DEVICE.fraction("convolution")

@@ -34,7 +34,11 @@ TEXTS = st.text(max_size=8)
 TIMINGS = st.builds(Timing, SECONDS, SECONDS, st.integers(1, 200))
 TYPES = st.sampled_from(["", "float32[]", "float32[8,64]", "int64[3]", "bfloat16[1,2,3]"])
 ATTRIBUTES = st.one_of(
-    st.integers(-9, 9), SECONDS, TEXTS, st.lists(st.integers(0, 9), max_size=3).map(tuple), st.lists(TEXTS).map(tuple)
+    st.integers(-9, 9),
+    SECONDS,
+    TEXTS,
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.lists(TEXTS).map(tuple),
 )
 FIGURES = st.tuples(SECONDS, SECONDS)
 LINES = st.builds(Affine, SECONDS, SECONDS)
@@ -58,7 +62,16 @@ EXCHANGE_COSTS = st.builds(
     LINES,
     st.lists(st.builds(TimedBytes, st.integers(0, 2**40), TIMINGS), max_size=2).map(tuple),
 )
-TASKS = st.builds(TaskCosts, SECONDS, SECONDS, SECONDS, SECONDS, TENSORS, TENSORS, st.tuples(TENSORS, TENSORS, TENSORS))
+TASKS = st.builds(
+    TaskCosts,
+    SECONDS,
+    SECONDS,
+    SECONDS,
+    SECONDS,
+    TENSORS,
+    TENSORS,
+    st.tuples(TENSORS, TENSORS, TENSORS),
+)
 DEVICES = st.builds(
     DeviceCosts,
     TEXTS,
@@ -67,11 +80,17 @@ DEVICES = st.builds(
     st.none() | TASKS,
     st.lists(EXCHANGE_COSTS, max_size=2).map(tuple),
 )
-COSTS = st.lists(DEVICES, min_size=1, max_size=2, unique_by=lambda each: each.device).map(tuple).map(Costs)
+COSTS = (
+    st.lists(DEVICES, min_size=1, max_size=2, unique_by=lambda each: each.device)
+    .map(tuple)
+    .map(Costs)
+)
 
 
 @given(COSTS)
-def test_a_file_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, costs: Costs) -> None:
+def test_a_file_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, costs: Costs
+) -> None:
     path = tmp_path_factory.mktemp("costs") / "a.costs"
     path.write_text(costs_text(costs), encoding="utf-8")
     assert read_costs(path) == costs
@@ -79,7 +98,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFacto
 
 def an_operation(operand: str, seconds: float) -> OperationCost:
     operation = Operation("Relu", (), (operand,), (operand,), (0,), "fp32")
-    return OperationCost(operation, "elementwise", (1.0, 1.0), (8.0, 8.0), Timing(seconds, 0.0, 5), None)
+    return OperationCost(
+        operation, "elementwise", (1.0, 1.0), (8.0, 8.0), Timing(seconds, 0.0, 5), None
+    )
 
 
 def a_device(*operations: OperationCost, **more: Any) -> DeviceCosts:
@@ -90,8 +111,15 @@ def test_merged_costs_hold_all_and_the_later_one_counts() -> None:
     tensors = TensorCosts(0.0, 0.0)
     tasks = TaskCosts(1.0, 1.0, 1.0, 1.0, tensors, tensors, (tensors,) * 3)
     sends = ExchangeCost("send", 2, Affine(1.0, 0.0), ())
-    first = Costs((a_device(an_operation("float32[1]", 1.0), an_operation("float32[2]", 2.0), tasks=tasks),))
-    second = Costs((a_device(an_operation("float32[2]", 3.0), exchanges=(sends,)), replace(a_device(), device="other")))
+    first = Costs(
+        (a_device(an_operation("float32[1]", 1.0), an_operation("float32[2]", 2.0), tasks=tasks),)
+    )
+    second = Costs(
+        (
+            a_device(an_operation("float32[2]", 3.0), exchanges=(sends,)),
+            replace(a_device(), device="other"),
+        )
+    )
     both = merged([first, second])
     assert [each.device for each in both.devices] == ["core", "other"]
     assert [each.forward.seconds for each in both.devices[0].operations] == [1.0, 3.0]

@@ -20,7 +20,10 @@ ONE = (1, 1)
         (PlanDegrees((1, 2, 5), ONE, (1, 2), (1, 5), stages=3, recomputed_stages=3),
          "pipeline 3 stages of 1, 2 and 5 devices, data 1–2, tensor 1–5, recompute 3 of 3 stages"),
         (PlanDegrees((4, 1, 1), (1, 2), ONE, (1, 4), overlapping=True, stages=4),
-         "pipeline 3 groups of 4, 1 and 1 devices (1–2 chunks, groups share devices), data 1, tensor 1–4"),
+         (
+             "pipeline 3 groups of 4, 1 and 1 devices (1–2 chunks, groups share devices), data 1, "
+             "tensor 1–4"
+         )),
         (PlanDegrees((1,) * 7 + (2,), ONE, (1, 2), ONE, depth=3, stages=8),
          "pipeline 8 stages of 1 to 2 devices (branches, 3 stages deep), data 1–2, tensor 1"),
         (PlanDegrees((2, 2), ONE, ONE, ONE, (2, 2), pipelines=2, stages=4, recomputed_stages=1),

@@ -23,12 +23,17 @@ def test_a_plan_leaves_room_for_the_context_and_nccl(name: str) -> None:
         cluster = build_cluster(cluster_preset(name), count)
         device = cluster.devices[0]
         left = device.memory_bytes - on(cluster).memory_of(0)
-        assert left == (0 if name == "cpu-local" else device.context_bytes + (count > 1) * nccl_bytes(count))
+        assert left == (
+            0 if name == "cpu-local" else device.context_bytes + (count > 1) * nccl_bytes(count)
+        )
         assert left < 0.15 * device.memory_bytes
 
 
 def test_a_limit_that_is_given_holds_as_it_is() -> None:
-    assert on(build_cluster(cluster_preset("h100-80gb"), 8), memory_limit=80 * 10**9).memory_of(0) == 80 * 10**9
+    assert (
+        on(build_cluster(cluster_preset("h100-80gb"), 8), memory_limit=80 * 10**9).memory_of(0)
+        == 80 * 10**9
+    )
 
 
 def test_buffers_grow_with_communicators_and_not_with_ranks() -> None:

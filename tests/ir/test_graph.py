@@ -23,7 +23,11 @@ def test_lookups() -> None:
     graph = example()
     assert graph.type_of("v0") == Value("v0", DType.FLOAT64, (4, 4))
     assert (graph.producer("v1"), graph.producer("in0"), graph.producer("w0")) == (1, None, None)
-    assert (graph.parameter("w0"), graph.parameter("v0"), graph.parameter("k0")) == (graph.parameters[0], None, None)
+    assert (graph.parameter("w0"), graph.parameter("v0"), graph.parameter("k0")) == (
+        graph.parameters[0],
+        None,
+        None,
+    )
     assert (graph.constant("k0"), graph.constant("w0")) == (graph.constants[0], None)
     assert graph.has("v2")
     assert not graph.has("v3")
@@ -42,9 +46,18 @@ def test_a_name_defined_twice() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nodes": (Node("n", "Tanh", ("nowhere",), ("v0",)),)}, "Tanh reads 'nowhere' before it is written"),
-        ({"nodes": (Node("n", "Tanh", ("v1",), ("v0",)), Node("m", "Tanh", ("v0",), ("v1",)))}, "reads 'v1' before"),
-        ({"nodes": (Node("n", "Tanh", ("in0",), ("untyped",)),)}, "writes 'untyped', whose type is unknown"),
+        (
+            {"nodes": (Node("n", "Tanh", ("nowhere",), ("v0",)),)},
+            "Tanh reads 'nowhere' before it is written",
+        ),
+        (
+            {"nodes": (Node("n", "Tanh", ("v1",), ("v0",)), Node("m", "Tanh", ("v0",), ("v1",)))},
+            "reads 'v1' before",
+        ),
+        (
+            {"nodes": (Node("n", "Tanh", ("in0",), ("untyped",)),)},
+            "writes 'untyped', whose type is unknown",
+        ),
         ({"nodes": (Node("n", "Tanh", ("in0",), ("v0",)),) * 2}, "writes 'v0' a second time"),
         ({"nodes": (Node("n", "Tanh", ("in0",), ("w0",)),)}, "writes 'w0' a second time"),
         ({"outputs": ("nowhere",)}, "output 'nowhere' is never written"),
@@ -60,10 +73,18 @@ def test_attributes_have_the_type_that_is_asked_for() -> None:
     assert (node.integer("axis"), node.integer("other", 7)) == (1, 7)
     assert (node.number("eps"), node.number("axis")) == (0.5, 1.0)
     assert (node.text("mode"), node.text("other", "x")) == ("edge", "x")
-    assert (node.integers("pads"), node.numbers("other", (1.0,)), node.texts("other")) == ((1, 2), (1.0,), ())
+    assert (node.integers("pads"), node.numbers("other", (1.0,)), node.texts("other")) == (
+        (1, 2),
+        (1.0,),
+        (),
+    )
     assert node.has("eps")
     assert not node.has("other")
-    for read in (lambda: node.integer("eps"), lambda: node.text("axis"), lambda: node.integers("mode")):
+    for read in (
+        lambda: node.integer("eps"),
+        lambda: node.text("axis"),
+        lambda: node.integers("mode"),
+    ):
         with pytest.raises(ModelError, match="of Op has an unexpected type"):
             read()
 

@@ -63,7 +63,9 @@ def test_relative_coordinates_name_the_same_elements(pair: tuple[Box, Box]) -> N
     inner = outer.intersect(other)
     assume(inner is not None)
     assert inner is not None
-    tensor = np.arange(9**3).reshape(9, 9, 9)[(slice(None),) * len(outer.starts) + (0,) * (3 - len(outer.starts))]
+    tensor = np.arange(9**3).reshape(9, 9, 9)[
+        (slice(None),) * len(outer.starts) + (0,) * (3 - len(outer.starts))
+    ]
 
     def part(array: np.ndarray, box: Box) -> np.ndarray:
         return array[tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))]
@@ -85,8 +87,12 @@ SPACE = parse("a b -> a b", ((36, 36),), ((36, 36),))
 
 @st.composite
 def configurations(draw: st.DrawFn) -> tuple[tuple[Split, ...], int]:
-    """Splits of SPACE in either order, and the size of a group that perhaps has copies left over."""
-    splits = tuple(Split(axis, draw(st.sampled_from([1, 2, 3, 4, 6]))) for axis in draw(st.permutations("ab")))
+    """Splits of SPACE in either order, and the size of a group that perhaps has copies left
+    over.
+    """
+    splits = tuple(
+        Split(axis, draw(st.sampled_from([1, 2, 3, 4, 6]))) for axis in draw(st.permutations("ab"))
+    )
     return splits, math.prod(split.degree for split in splits) * draw(st.integers(1, 3))
 
 
@@ -95,7 +101,9 @@ def layout_of(splits: tuple[Split, ...], group: int) -> Layout:
 
 
 @given(configurations())
-def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(case: tuple[tuple[Split, ...], int]) -> None:
+def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(
+    case: tuple[tuple[Split, ...], int],
+) -> None:
     splits, group = case
     layout = layout_of(splits, group)
     held = [layout.box(position) for position in range(group)]
@@ -108,10 +116,13 @@ def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(case: tuple[tupl
 
 
 @given(configurations())
-def test_slices_of_copies_cover_the_tensor_once_each_inside_of_its_copy(case: tuple[tuple[Split, ...], int]) -> None:
+def test_slices_of_copies_cover_the_tensor_once_each_inside_of_its_copy(
+    case: tuple[tuple[Split, ...], int],
+) -> None:
     splits, group = case
     layout = layout_of(splits, group)
-    slices, copies = sliced(layout, group), group // layout.parts
+    slices = sliced(layout, group)
+    copies = group // layout.parts
     if all(extent % copies for extent in layout.local_shape()):
         assert slices == layout
         return
@@ -124,10 +135,16 @@ def test_slices_of_copies_cover_the_tensor_once_each_inside_of_its_copy(case: tu
 
 
 @given(configurations())
-def test_places_along_the_splits_count_the_group_outer_to_inner(case: tuple[tuple[Split, ...], int]) -> None:
+def test_places_along_the_splits_count_the_group_outer_to_inner(
+    case: tuple[tuple[Split, ...], int],
+) -> None:
     splits, group = case
     degrees = [split.degree for split in splits]
-    expected = [p for p in itertools.product(*map(range, degrees)) for _ in range(group // math.prod(degrees))]
+    expected = [
+        p
+        for p in itertools.product(*map(range, degrees))
+        for _ in range(group // math.prod(degrees))
+    ]
     mesh = mesh_of(splits, group)
     assert [tuple(axis.place(position) for axis in mesh) for position in range(group)] == expected
 
@@ -137,12 +154,17 @@ def test_layouts_are_equal_where_they_mean_the_same(
     first: tuple[tuple[Split, ...], int], second: tuple[tuple[Split, ...], int]
 ) -> None:
     group = math.lcm(first[1], second[1])
-    one, other = layout_of(first[0], group), layout_of(second[0], group)
-    assert (one == other) == all(one.box(position) == other.box(position) for position in range(group))
+    one = layout_of(first[0], group)
+    other = layout_of(second[0], group)
+    assert (one == other) == all(
+        one.box(position) == other.box(position) for position in range(group)
+    )
 
 
 @given(configurations(), st.integers(0, 100))
-def test_members_along_axes_are_in_their_order(case: tuple[tuple[Split, ...], int], start: int) -> None:
+def test_members_along_axes_are_in_their_order(
+    case: tuple[tuple[Split, ...], int], start: int
+) -> None:
     splits, group = case
     mesh = mesh_of(splits, group)
     position = start % group
@@ -151,9 +173,9 @@ def test_members_along_axes_are_in_their_order(case: tuple[tuple[Split, ...], in
         places = [tuple(axis.place(each) for axis in mesh[:count]) for each in along]
         assert places == list(itertools.product(*(range(axis.degree) for axis in mesh[:count])))
         rest = degree_of(mesh[:count])
-        assert {each - sum(axis.place(each) * axis.stride for axis in mesh[:count]) for each in along} == {
-            position - sum(axis.place(position) * axis.stride for axis in mesh[:count])
-        }
+        assert {
+            each - sum(axis.place(each) * axis.stride for axis in mesh[:count]) for each in along
+        } == {position - sum(axis.place(position) * axis.stride for axis in mesh[:count])}
         assert len(set(along)) == rest
 
 
@@ -169,13 +191,19 @@ def test_a_product_split_along_its_sum_leaves_partial_results() -> None:
         Box((0, 3), (2, 6)),
         Box((2, 0), (4, 3)),
     ]
-    assert not result_layout(space, space.results[0] or (), (4, 8), axes_of((Split("m", 2),), 2)).is_partial
+    assert not result_layout(
+        space, space.results[0] or (), (4, 8), axes_of((Split("m", 2),), 2)
+    ).is_partial
 
 
 def test_a_mean_split_leaves_means() -> None:
     space = parse("a b~ c& -> a", ((4, 6, 8),), ((4,),))
-    assert result_layout(space, space.results[0] or (), (4,), axes_of((Split("b", 3),), 3)).means == (MeshAxis(3, 1),)
-    both = result_layout(space, space.results[0] or (), (4,), axes_of((Split("b", 3), Split("c", 2)), 6))
+    assert result_layout(
+        space, space.results[0] or (), (4,), axes_of((Split("b", 3),), 3)
+    ).means == (MeshAxis(3, 1),)
+    both = result_layout(
+        space, space.results[0] or (), (4,), axes_of((Split("b", 3), Split("c", 2)), 6)
+    )
     assert (both.means, both.sums) == ((MeshAxis(3, 2),), (MeshAxis(2, 1),))
     assert both.partial_over == (MeshAxis(6, 1),)
 
@@ -188,12 +216,19 @@ def merged(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(merged())
-def test_a_share_of_an_axis_is_a_block_where_its_indices_are_neighbours(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_a_share_of_an_axis_is_a_block_where_its_indices_are_neighbours(
+    case: tuple[tuple[int, ...], int, int],
+) -> None:
     extents, place, degree = case
     names = [f"a{index}" for index in range(len(extents))]
     dimension = f"({' '.join(names)})"
     size = math.prod(extents)
-    space = parse(f"{dimension} -> {dimension}", ((size,),), ((size,),), dict(zip(names, extents, strict=True)))
+    space = parse(
+        f"{dimension} -> {dimension}",
+        ((size,),),
+        ((size,),),
+        dict(zip(names, extents, strict=True)),
+    )
     found = is_block(space, names[place], degree)
     if extents[place] % degree:
         assert not found
@@ -208,15 +243,23 @@ def sliding(draw: st.DrawFn) -> tuple[Windowed, int, int]:
     """Windows over a dimension, its extent, and a degree that divides their number."""
     degree = draw(st.integers(1, 4))
     count = degree * draw(st.integers(1, 3))
-    stride, reach, offset = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(-3, 1))
+    stride = draw(st.integers(1, 3))
+    reach = draw(st.integers(1, 4))
+    offset = draw(st.integers(-3, 1))
     span = (count - 1) * stride + reach + offset
-    return Windowed(0, 0, "o", count, stride, offset, reach, -1.0), max(1, span - draw(st.integers(-2, 2))), degree
+    return (
+        Windowed(0, 0, "o", count, stride, offset, reach, -1.0),
+        max(1, span - draw(st.integers(-2, 2))),
+        degree,
+    )
 
 
 @given(sliding(), st.integers(1, 2))
 def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copies: int) -> None:
     windowed, extent, degree = case
-    layout = operand_layout(((),), (extent,), axes_of((Split("o", degree),), degree * copies), (windowed,))
+    layout = operand_layout(
+        ((),), (extent,), axes_of((Split("o", degree),), degree * copies), (windowed,)
+    )
     read = [range(i * windowed.stride + windowed.offset, i * windowed.stride + windowed.offset + windowed.reach)
             for i in range(windowed.count)]  # fmt: skip
     share = windowed.count // degree
@@ -233,24 +276,33 @@ def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copie
     assert layout.fill == (-1.0 if out else 0.0)
     even = layout.even()
     assert even.windows == ()
-    assert even.parts == (degree if degree == 1 or not layout.windows or extent % degree == 0 else 1)
+    assert even.parts == (
+        degree if degree == 1 or not layout.windows or extent % degree == 0 else 1
+    )
 
 
 @given(sliding(), sliding())
 def test_windows_are_equal_where_they_read_the_same(
     first: tuple[Windowed, int, int], second: tuple[Windowed, int, int]
 ) -> None:
-    extent, degree = first[1], first[2]
+    extent = first[1]
+    degree = first[2]
     assume(second[0].count % degree == 0)
     axes = axes_of((Split("o", degree),), degree)
     one, other = (operand_layout(((),), (extent,), axes, (each,)) for each in (first[0], second[0]))
-    assert (one == other) == all(one.box(position) == other.box(position) for position in range(degree))
+    assert (one == other) == all(
+        one.box(position) == other.box(position) for position in range(degree)
+    )
 
 
 def test_windows_that_read_even_blocks_are_these() -> None:
-    halved = operand_layout(((),), (8,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),))
+    halved = operand_layout(
+        ((),), (8,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
+    )
     assert halved == operand_layout((("o",),), (8,), axes_of((Split("o", 2),), 2))
-    wider = operand_layout(((),), (9,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),))
+    wider = operand_layout(
+        ((),), (9,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
+    )
     assert wider.windows == (WindowedBlocks(4, 0, 4),)
     assert wider.even() == replicated(wider.shape)
 
@@ -259,5 +311,9 @@ def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:
     space = parse("(a b) -> (a b)", ((24,),), ((24,),), {"a": 4, "b": 6})
     assert are_blocks(space, (Split("a", 4), Split("b", 3)))
     assert not are_blocks(space, (Split("a", 2), Split("b", 3)))
-    layout = operand_layout(space.operands[0] or (), (24,), axes_of((Split("a", 4), Split("b", 3)), 12))
-    assert [layout.box(position).starts for position in range(12)] == [(2 * position,) for position in range(12)]
+    layout = operand_layout(
+        space.operands[0] or (), (24,), axes_of((Split("a", 4), Split("b", 3)), 12)
+    )
+    assert [layout.box(position).starts for position in range(12)] == [
+        (2 * position,) for position in range(12)
+    ]

@@ -25,13 +25,19 @@ def level(size: int, bandwidth: float) -> Level:
 
 def mixed() -> Cluster:
     """Two nodes of four fast devices and three of two slow ones."""
-    groups = (Group("a", 8, (level(4, 100.0), level(2, 10.0))), Group("b", 6, (level(2, 50.0), level(3, 5.0))))
+    groups = (
+        Group("a", 8, (level(4, 100.0), level(2, 10.0))),
+        Group("b", 6, (level(2, 50.0), level(3, 5.0))),
+    )
     return Cluster("m", (FAST,) * 8 + (SLOW,) * 6, (Level("site", 2, OUTER),), groups)
 
 
 def test_links_are_those_of_the_group_and_between_groups_the_one_that_joins_them() -> None:
     both = mixed()
-    found = {pair: both.link(*pair).bandwidth_bytes_per_s for pair in ((0, 3), (3, 4), (8, 9), (9, 10), (8, 13))}
+    found = {
+        pair: both.link(*pair).bandwidth_bytes_per_s
+        for pair in ((0, 3), (3, 4), (8, 9), (9, 10), (8, 13))
+    }
     assert found == {(0, 3): 100.0, (3, 4): 10.0, (8, 9): 50.0, (9, 10): 5.0, (8, 13): 5.0}
     assert both.link(7, 8) == both.link(13, 0) == OUTER
     assert both.link(9, 9).bandwidth_bytes_per_s == SLOW.bandwidth_bytes_per_s
@@ -51,17 +57,23 @@ def clusters(draw: st.DrawFn) -> Cluster:
         count = draw(st.integers(1, min(12, math.prod(sizes))))
         groups.append(Group(f"g{index}", count, levels))
         devices += [draw(st.sampled_from([FAST, SLOW]))] * count
-    return Cluster("c", tuple(devices), (Level("site", len(groups), Link(0.0, 1.5)),), tuple(groups))
+    return Cluster(
+        "c", tuple(devices), (Level("site", len(groups), Link(0.0, 1.5)),), tuple(groups)
+    )
 
 
 @given(clusters(), st.data())
-def test_the_slowest_link_is_the_minimum_over_all_pairs(whole: Cluster, data: st.DataObject) -> None:
+def test_the_slowest_link_is_the_minimum_over_all_pairs(
+    whole: Cluster, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(1, whole.size))
     part = whole.take(count)
     group = data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True))
     pairs = list(itertools.combinations(group, 2)) or [(group[0], group[0])]
     links = [part.link(first, second) for first, second in pairs]
-    assert part.slowest_link(group) == min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
+    assert part.slowest_link(group) == min(
+        links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s)
+    )
 
 
 @given(clusters(), st.data())
@@ -75,7 +87,9 @@ def test_the_first_devices_keep_kinds_links_and_nodes(whole: Cluster, data: st.D
 
 
 @given(clusters(), st.randoms())
-def test_groups_in_another_order_are_the_same_devices_with_the_same_links(whole: Cluster, random: Random) -> None:
+def test_groups_in_another_order_are_the_same_devices_with_the_same_links(
+    whole: Cluster, random: Random
+) -> None:
     order = list(range(len(whole.groups)))
     random.shuffle(order)
     other, old = whole.reordered(order)
@@ -89,11 +103,15 @@ def test_groups_that_do_not_add_up_are_refused() -> None:
     both = mixed()
     with pytest.raises(ConfigurationError, match="do not hold its 13 devices"):
         replace(both, devices=both.devices[:13])
-    with pytest.raises(ConfigurationError, match="group a has 9 devices or groups, but its levels hold only 8"):
+    with pytest.raises(
+        ConfigurationError, match="group a has 9 devices or groups, but its levels hold only 8"
+    ):
         replace(both, groups=(replace(both.groups[0], size=9), both.groups[1]))
     with pytest.raises(ConfigurationError, match="joins groups by 2 levels"):
         replace(both, levels=both.levels * 2)
-    with pytest.raises(ConfigurationError, match="has 2 devices or groups, but its levels hold only 1"):
+    with pytest.raises(
+        ConfigurationError, match="has 2 devices or groups, but its levels hold only 1"
+    ):
         replace(both, levels=(level(1, 1.0),))
     with pytest.raises(InfeasibleError, match="1 fewer than the 15"):
         both.take(15)

@@ -1,4 +1,6 @@
-"""Files and folders that are replaced: an interruption or a kill at any renaming leaves the old or the new ones."""
+"""Files and folders that are replaced: an interruption or a kill at any renaming leaves the old or
+the new ones.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def write_set(folder: Path, version: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def expected(tmp_path: Path, version: str) -> dict[str, str]:
@@ -79,15 +85,22 @@ output_files.exchange = before(output_files.exchange)
 
 
 def killed_at(number: int, body: str) -> bool:
-    """Run `body` in a process that is killed before renaming number `number`; return True if it came that far."""
+    """Run `body` in a process that is killed before renaming number `number`; return True if it
+    came that far.
+    """
     script = PRELUDE + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", script, str(number)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(number)], capture_output=True, text=True, check=False
+    )
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 
 
-def test_a_kill_at_any_renaming_of_files_leaves_a_set_or_a_mixture_that_is_named(tmp_path: Path) -> None:
-    old, new = expected(tmp_path, "old"), expected(tmp_path, "new")
+def test_a_kill_at_any_renaming_of_files_leaves_a_set_or_a_mixture_that_is_named(
+    tmp_path: Path,
+) -> None:
+    old = expected(tmp_path, "old")
+    new = expected(tmp_path, "new")
     found = []
     for number in itertools.count():
         folder = tmp_path / str(number)
@@ -112,8 +125,11 @@ def test_a_kill_at_any_renaming_of_files_leaves_a_set_or_a_mixture_that_is_named
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_kill_at_any_renaming_of_a_folder_leaves_the_old_or_the_new_one(tmp_path: Path, can_exchange: bool) -> None:
-    old, new = expected(tmp_path, "old"), expected(tmp_path, "new")
+def test_a_kill_at_any_renaming_of_a_folder_leaves_the_old_or_the_new_one(
+    tmp_path: Path, can_exchange: bool
+) -> None:
+    old = expected(tmp_path, "old")
+    new = expected(tmp_path, "new")
     found = []
     for number in itertools.count():
         folder = tmp_path / str(number)
@@ -172,7 +188,8 @@ def test_an_interruption_of_the_renaming_waits_for_the_last_file(
 def test_an_interruption_of_the_exchange_leaves_a_whole_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, can_exchange: bool, exists: bool
 ) -> None:
-    old, new = expected(tmp_path, "old"), expected(tmp_path, "new")
+    old = expected(tmp_path, "old")
+    new = expected(tmp_path, "new")
     folder = tmp_path / "folder"
     if exists:
         folder.mkdir()
@@ -180,7 +197,9 @@ def test_an_interruption_of_the_exchange_leaves_a_whole_folder(
     if not can_exchange:
         monkeypatch.setattr(output_files, "exchange", lambda one, other: False)
     monkeypatch.setattr(os, "replace", interrupting(os.replace, 1, late))
-    monkeypatch.setattr(output_files, "exchange", interrupting(output_files.exchange, 0, late and can_exchange))
+    monkeypatch.setattr(
+        output_files, "exchange", interrupting(output_files.exchange, 0, late and can_exchange)
+    )
     monkeypatch.setattr(Path, "rename", interrupting(Path.rename, 0, late))
     with pytest.raises(KeyboardInterrupt), replacing_folder(folder, HEAD) as made:
         write_set(made, "new")
@@ -212,7 +231,8 @@ def test_two_folders_are_exchanged(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
-    path, link = tmp_path / "below/real", tmp_path / "link"
+    path = tmp_path / "below/real"
+    link = tmp_path / "link"
     path.parent.mkdir()
     path.write_text("old")
     path.chmod(0o600)
@@ -263,7 +283,10 @@ def test_what_is_written_to_an_open_file_follows_what_it_holds(tmp_path: Path) -
 
 
 def test_a_device_without_room_is_named() -> None:
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"), replacing(Path("/dev/full")) as file:
+    with (
+        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
+        replacing(Path("/dev/full")) as file,
+    ):
         file.write(b"x")
 
 

@@ -43,7 +43,9 @@ def test_what_depends_on_inputs_alone_and_costs_little_is_recomputed() -> None:
     builder = Builder()
     product = builder.node("MatMul", builder.input((4, 4)), builder.input((4, 4)))
     after = builder.node("Tanh", product)
-    graph = builder.graph(builder.node("Add", builder.node("Neg", builder.parameter((4, 4))), after))
+    graph = builder.graph(
+        builder.node("Add", builder.node("Neg", builder.parameter((4, 4))), after)
+    )
     assert recomputed_nodes(graph) == frozenset()
 
 
@@ -66,8 +68,11 @@ def test_a_value_crosses_once_to_each_stage_that_needs_it() -> None:
 
 def test_each_pipeline_has_edges_of_its_own() -> None:
     graph = masked()
-    first, second = place(((0, 1, 2), 0), ((3, 4, 5), 1)), place(((0, 1, 2, 3), 1), ((4, 5), 0))
-    placement = Placement(first.stages + tuple(replace(stage, pipeline=1) for stage in second.stages))
+    first = place(((0, 1, 2), 0), ((3, 4, 5), 1))
+    second = place(((0, 1, 2, 3), 1), ((4, 5), 0))
+    placement = Placement(
+        first.stages + tuple(replace(stage, pipeline=1) for stage in second.stages)
+    )
     placement.verify(graph)
     assert list(crossing_values(graph, placement)) == [("v2", 0, 1), ("v3", 2, 3)]
     assert placement.pipelines == 2
@@ -81,12 +86,18 @@ def test_each_pipeline_has_edges_of_its_own() -> None:
         ((Stage((0, 1, 2, 3), (0, 0), 4),), r"stage 0 has devices \(0, 0\)"),
         ((Stage((0, 1), (0,), 4), Stage((1, 2, 3), (1,), 4)), "node 'n1' is in stages 0 and 1"),
         ((Stage((0, 1), (0,), 4),), "2 nodes are in no stage, the first is 'n2'"),
-        ((Stage((2, 3), (0,), 4), Stage((0, 1), (1,), 4)), "stage 0 needs a value of the later stage 1"),
+        (
+            (Stage((2, 3), (0,), 4), Stage((0, 1), (1,), 4)),
+            "stage 0 needs a value of the later stage 1",
+        ),
         (
             (Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2), (1,), 4, pipeline=1)),
             "1 node is in no stage of pipeline 1",
         ),
-        ((Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2, 3), (1,), 4, pipeline=2)), "4 nodes .* of pipeline 1"),
+        (
+            (Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2, 3), (1,), 4, pipeline=2)),
+            "4 nodes .* of pipeline 1",
+        ),
     ],
 )
 def test_placements_that_are_refused(stages: tuple[Stage, ...], message: str) -> None:

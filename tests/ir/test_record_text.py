@@ -6,7 +6,8 @@ from autopipe.ir.files import record_text
 
 
 def test_lists_that_are_shared_are_written_as_often_as_they_stand():
-    shared, own = [[0, 1.5], [1, 2.5]], [[2, None]]
+    shared = [[0, 1.5], [1, 2.5]]
+    own = [[2, None]]
     form = {"format": "x/1", "devices": 3, "tasks": (shared, own, shared), "none": []}
     plain = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in form.items()]
     assert record_text(form) == "{" + ",\n ".join(plain) + "}\n"

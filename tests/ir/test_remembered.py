@@ -16,7 +16,8 @@ def test_equal_texts_are_one_and_equal_lists_are_not() -> None:
         asked.append((text, numbers))
         return len(text) + len(numbers)
 
-    one, other = [1, 2], [1, 2]
+    one = [1, 2]
+    other = [1, 2]
     text = "ab"
     assert length(text, one) == length("".join(["a", "b"]), one) == 4
     assert len(asked) == 1

@@ -39,7 +39,8 @@ def test_orders_are_compared_device_by_device():
 
 
 def test_orders_that_can_run_are_all_those_that_respect_the_edges():
-    # All interleavings of one device with two stages and one micro-batch: only one respects F0 F1 B1 B0.
+    # All interleavings of one device with two stages and one micro-batch: only one respects F0 F1
+    # B1 B0.
     tasks = [Task.parse(text) for text in ("0F0", "1F0", "1B0", "0B0")]
     good = []
     for order in itertools.permutations(tasks):
@@ -88,7 +89,9 @@ def test_a_backward_may_be_split_for_some_micro_batches_alone():
 def test_pipelines_take_micro_batches_in_turn():
     two_ways = StageGraph(2, ((0,), (1,), (1,), (0,)), ((0, 1), (2, 3)), (0, 0, 1, 1))
     schedule("0F0 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)
-    with pytest.raises(InfeasibleError, match="micro-batch 1 does not run on the pipeline of stage 0"):
+    with pytest.raises(
+        InfeasibleError, match="micro-batch 1 does not run on the pipeline of stage 0"
+    ):
         schedule("0F0 0F1 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)
 
 
@@ -109,10 +112,17 @@ def test_a_larger_micro_batch_waits_for_the_smaller_ones_with_its_samples():
 
 @given(st.data())
 def test_what_can_run_is_what_an_order_of_samples_allows(data):
-    """One device with two stages, its tasks in any order: it can run iff each comes behind all with its samples."""
+    """One device with two stages, its tasks in any order: it can run iff each comes behind all with
+    its samples.
+    """
     turns = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
     phases = (Phase.FORWARD, Phase.BACKWARD)
-    tasks = [Task(stage, phase, number) for stage in (0, 1) for phase in phases for number in range(turns[stage])]
+    tasks = [
+        Task(stage, phase, number)
+        for stage in (0, 1)
+        for phase in phases
+        for number in range(turns[stage])
+    ]
     order = data.draw(st.permutations(tasks)) if data.draw(st.booleans()) else by_end(tasks, turns)
     graph = StageGraph(1, ((0,), (0,)), ((0, 1),), ratios=turns)
     done: set[Task] = set()
@@ -136,7 +146,10 @@ def samples_of(task, turns):
 
 def waits(task, need, turns):
     if task.stage == need.stage:
-        return (task.phase, need.phase) == (Phase.BACKWARD, Phase.FORWARD) and task.micro_batch == need.micro_batch
+        return (task.phase, need.phase) == (
+            Phase.BACKWARD,
+            Phase.FORWARD,
+        ) and task.micro_batch == need.micro_batch
     ways = {(Phase.FORWARD, 1), (Phase.BACKWARD, 0)}
     return (
         need.phase is task.phase

@@ -1,4 +1,6 @@
-"""Plans written and read back: equal, compact, and refused with file and key where a file is not what was written."""
+"""Plans written and read back: equal, compact, and refused with file and key where a file is not
+what was written.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ TASKS = tuple(tuple(map(Task.parse, order.split())) for order in ORDERS)
 
 def a_plan(model):
     split = (Split("b", 2),)
-    stages = (Stage((0, 1, 2, 5), (0,), 4), Stage((3, 4), (1, 2), 4, ((3, split), (4, split)), recompute=True))
+    stages = (
+        Stage((0, 1, 2, 5), (0,), 4),
+        Stage((3, 4), (1, 2), 4, ((3, split), (4, split)), recompute=True),
+    )
     summary = Summary(
         "manual", "1f1b", 3, 2, 2, 4, 2, 0.5, 16.0, 0.25, (10, 20, 20), (("read", 0.1), ("manual", 0.2)), 0.4, False,
         None, tuple((kind, place) for place, kind in enumerate(KINDS)), SplitProof(3.0, 2.0, False, "operations"),
@@ -51,7 +56,17 @@ def a_plan(model):
     )
     schedule = Schedule(2, TASKS, (Repetend(0, 0, 0), Repetend(0, 2, 2), Repetend(0, 2, 2)), 0.3)
     parts = Breakdown(0.25, 0.1, 0.05, messages_s=0.1)
-    return Plan(str(model), "abc", "train", 8, Placement(stages), schedule, summary, prediction, breakdown=parts)
+    return Plan(
+        str(model),
+        "abc",
+        "train",
+        8,
+        Placement(stages),
+        schedule,
+        summary,
+        prediction,
+        breakdown=parts,
+    )
 
 
 def a_timeline():
@@ -81,10 +96,21 @@ def test_a_plan_moves_with_its_model(folder):
 
 def test_the_schedules_file_has_the_form_of_all_schedules(folder):
     form = json.loads((folder / "schedule.json").read_text())
-    assert (form["format"], form["devices"], form["units"], form["makespan"]) == ("autopipe.schedule/1", 3, 2, 4.0)
+    assert (form["format"], form["devices"], form["units"], form["makespan"]) == (
+        "autopipe.schedule/1",
+        3,
+        2,
+        4.0,
+    )
     assert [block["name"] for block in form["blocks"]] == ["0F", "1F", "0B", "1B"]
     assert [block["after"] for block in form["blocks"]] == [[], [0], [0, 3], [1]]
-    assert form["blocks"][1] == {"name": "1F", "devices": [1, 2], "time": 0.1, "memory": 4, "after": [0]}
+    assert form["blocks"][1] == {
+        "name": "1F",
+        "devices": [1, 2],
+        "time": 0.1,
+        "memory": 4,
+        "after": [0],
+    }
     assert form["tasks"][1][1] == {"block": 3, "unit": 0, "start": 1.0}
     assert form["tasks"][1] == form["tasks"][2]
 
@@ -95,7 +121,11 @@ def test_halves_of_backwards_are_kept(tmp_path):
     tasks = tuple(tuple(map(Task.parse, order.split())) for order in orders)
     plan = dataclasses.replace(plan, schedule=Schedule(2, tasks))
     starts = {task: float(place) for order in tasks for place, task in enumerate(order)}
-    spans = [Span(device, task, starts[task], 9.0) for device, order in enumerate(tasks) for task in order]
+    spans = [
+        Span(device, task, starts[task], 9.0)
+        for device, order in enumerate(tasks)
+        for task in order
+    ]
     write_plan(tmp_path, plan, dataclasses.replace(a_timeline(), own_spans=tuple(spans)))
     assert read_plan(tmp_path) == plan
     blocks = json.loads((tmp_path / "schedule.json").read_text())["blocks"]
@@ -114,14 +144,22 @@ def test_halves_of_backwards_are_kept(tmp_path):
 def test_search_times_and_places_do_not_change_the_digest(folder):
     plan = a_plan(folder.parent / "model.onnx")
     slower = dataclasses.replace(plan.summary, search_time_s=(("read", 9.0),))
-    assert plan_digest(dataclasses.replace(plan, model="elsewhere", summary=slower)) == plan_digest(plan)
+    assert plan_digest(dataclasses.replace(plan, model="elsewhere", summary=slower)) == plan_digest(
+        plan
+    )
     other = dataclasses.replace(plan.schedule, tasks=(TASKS[0][::-1], *TASKS[1:]))
     assert plan_digest(dataclasses.replace(plan, schedule=other)) != plan_digest(plan)
 
 
 def paths_in(value, path=()):
     """The paths of all values inside a JSON document."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    entries = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in entries:
         yield (*path, key)
         yield from paths_in(inner, (*path, key))
@@ -213,7 +251,10 @@ def test_values_that_cannot_be_are_refused(folder, path, value):
         (lambda form: form["tasks"][0].reverse(), "0B1 waits for 0F1"),
         (lambda form: form["tasks"][0].pop(), "stage 0 runs F on micro-batch 1"),
         (lambda form: form["tasks"][0][0].update(unit=5), "there is no micro-batch 5"),
-        (lambda form: (form["tasks"].pop(), form.update(devices=2)), "tasks are for 2 devices, the placement has 3"),
+        (
+            lambda form: (form["tasks"].pop(), form.update(devices=2)),
+            "tasks are for 2 devices, the placement has 3",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(folder, change, message):
@@ -226,10 +267,19 @@ def test_a_schedule_that_cannot_run_is_refused(folder, change, message):
 
 
 nodes = st.sets(st.integers(0, 60), min_size=1).map(lambda found: tuple(sorted(found)))
-splits = st.lists(st.builds(Split, st.sampled_from("bmnk"), st.integers(1, 8)), max_size=3).map(tuple)
+splits = st.lists(st.builds(Split, st.sampled_from("bmnk"), st.integers(1, 8)), max_size=3).map(
+    tuple
+)
 
 
-@given(nodes, st.lists(st.integers(0, 9), min_size=1, unique=True), splits, splits, st.booleans(), st.integers(0, 3))
+@given(
+    nodes,
+    st.lists(st.integers(0, 9), min_size=1, unique=True),
+    splits,
+    splits,
+    st.booleans(),
+    st.integers(0, 3),
+)
 def test_any_stage_is_read_as_it_was_written(indices, devices, one, other, recompute, pipeline):
     chosen = tuple((node, one if node % 3 else other) for node in indices)
     placement = Placement((Stage(indices, tuple(devices), 2, chosen, recompute, pipeline),))
@@ -246,5 +296,7 @@ def test_notes_are_read_as_they_were_written_and_stand_only_where_there_are_some
 
 def test_a_long_run_of_nodes_takes_little_space():
     split = (Split("b", 8),)
-    stage = Stage(tuple(range(15_000)), tuple(range(64)), 8, tuple((node, split) for node in range(15_000)))
+    stage = Stage(
+        tuple(range(15_000)), tuple(range(64)), 8, tuple((node, split) for node in range(15_000))
+    )
     assert len(json.dumps(encode(Placement((stage,))))) < 1000

@@ -32,8 +32,14 @@ def test_marks_and_what_no_result_has() -> None:
 
 
 def test_an_axis_must_be_in_every_result_to_be_parallel() -> None:
-    assert kinds(parse("a b -> a b, a", ((2, 3),), ((2, 3), (2,)))) == {"a": "parallel", "b": "whole"}
-    assert kinds(parse("a b -> a b, ?", ((2, 3),), ((2, 3), None))) == {"a": "parallel", "b": "parallel"}
+    assert kinds(parse("a b -> a b, a", ((2, 3),), ((2, 3), (2,)))) == {
+        "a": "parallel",
+        "b": "whole",
+    }
+    assert kinds(parse("a b -> a b, ?", ((2, 3),), ((2, 3), None))) == {
+        "a": "parallel",
+        "b": "parallel",
+    }
 
 
 def test_absent_operands_scalars_and_made_up_extents() -> None:
@@ -72,21 +78,27 @@ def test_dimensions_that_are_read_through_windows() -> None:
     ],
 )
 def test_notation_that_does_not_fit(
-    notation: str, operands: tuple[tuple[int, ...], ...], results: tuple[tuple[int, ...], ...], message: str
+    notation: str,
+    operands: tuple[tuple[int, ...], ...],
+    results: tuple[tuple[int, ...], ...],
+    message: str,
 ) -> None:
     with pytest.raises(NotationError, match=message):
         parse(notation, operands, results)
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> tuple[str, list[tuple[int, ...]], list[tuple[int, ...]], dict[str, int]]:
+def spaces(
+    draw: st.DrawFn,
+) -> tuple[str, list[tuple[int, ...]], list[tuple[int, ...]], dict[str, int]]:
     """A line of notation with shapes that fit it."""
     extents = {f"x{index}": draw(st.integers(1, 5)) for index in range(draw(st.integers(1, 4)))}
     marks = {name: draw(st.sampled_from(["", "", "!", "+", "~"])) for name in extents}
 
     def tensor() -> tuple[str, tuple[int, ...]]:
         names = draw(st.permutations(list(extents)))[: draw(st.integers(0, len(extents)))]
-        words, shape = [], []
+        words = []
+        shape = []
         while names:
             group = [names.pop() for _ in range(min(len(names), draw(st.integers(1, 2))))]
             text = " ".join(name + marks[name] for name in group)
@@ -101,7 +113,9 @@ def spaces(draw: st.DrawFn) -> tuple[str, list[tuple[int, ...]], list[tuple[int,
 
 
 @given(spaces())
-def test_spaces_print_and_parse(case: tuple[str, list[tuple[int, ...]], list[tuple[int, ...]], dict[str, int]]) -> None:
+def test_spaces_print_and_parse(
+    case: tuple[str, list[tuple[int, ...]], list[tuple[int, ...]], dict[str, int]],
+) -> None:
     line, operands, results, extents = case
     space = parse(line, tuple(operands), tuple(results), extents)
     assert space.extents() == {axis.name: extents[axis.name] for axis in space.axes}

@@ -14,7 +14,9 @@ STEPS = 40
 
 
 def torchtitan(step: int, warmup: int, ratio: float, kind: str, least: float) -> float:
-    """`linear_warmup_stable_decay` of torchtitan's components/lr_scheduler.py, with what it is called with."""
+    """`linear_warmup_stable_decay` of torchtitan's components/lr_scheduler.py, with what it is
+    called with.
+    """
     decay = round(STEPS * ratio)
     if warmup + decay > STEPS:
         decay = STEPS - warmup
@@ -36,8 +38,13 @@ def torchtitan(step: int, warmup: int, ratio: float, kind: str, least: float) ->
 @pytest.mark.parametrize(("warmup", "ratio"), [(0, 0.3), (7, 0.25), (10, 1.0), (1, 0.01)])
 def test_with_a_decay_ratio_rates_are_torchtitans(kind: str, warmup: int, ratio: float) -> None:
     found = LRScheduler(warmup, kind, ratio, min_lr_factor=0.1)  # type: ignore[arg-type]
-    expected = [torchtitan(step, warmup, ratio, kind, 0.1) if ratio >= 0.02 else 1.0 for step in range(STEPS)]
-    assert [found.factor(step, STEPS) for step in range(STEPS)] == pytest.approx(expected, abs=1e-15)
+    expected = [
+        torchtitan(step, warmup, ratio, kind, 0.1) if ratio >= 0.02 else 1.0
+        for step in range(STEPS)
+    ]
+    assert [found.factor(step, STEPS) for step in range(STEPS)] == pytest.approx(
+        expected, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
@@ -61,7 +68,9 @@ def test_a_floor_and_a_length_of_their_own() -> None:
     from transformers import optimization
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    theirs = optimization.get_cosine_with_min_lr_schedule_with_warmup(optimizer, 4, STEPS, min_lr_rate=0.2)
+    theirs = optimization.get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, 4, STEPS, min_lr_rate=0.2
+    )
     found = LRScheduler(4, "cosine", min_lr_factor=0.2, total_steps=STEPS)
     for step in range(STEPS):
         assert found.factor(step, 10) == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)

@@ -1,4 +1,6 @@
-"""Losses of a small network, each with how the loss of a batch depends on the losses of its parts."""
+"""Losses of a small network, each with how the loss of a batch depends on the losses of its
+parts.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,17 @@ from torch import Tensor, nn
 
 from autopipe.passes.analysis.batch_forms import LossKind
 
-WIDTH, CLASSES = 6, 4
-MEAN, SUM, RATIO, MIXED = LossKind.MEAN, LossKind.SUM, LossKind.RATIO, LossKind.MIXED
+WIDTH = 6
+CLASSES = 4
+MEAN = LossKind.MEAN
+SUM = LossKind.SUM
+RATIO = LossKind.RATIO
+MIXED = LossKind.MIXED
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function from the scores [samples, classes], the labels [samples], the targets [samples, classes] and a weight of the
-network to a loss."""
+"""Function from the scores [samples, classes], the labels [samples], the targets [samples, classes]
+and a weight of the network to a loss.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,11 @@ def _contrastive(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def _dice(scores: Tensor, targets: Tensor, axes: tuple[int, ...]) -> Tensor:
-    found, wanted = scores.sigmoid(), targets.sigmoid()
-    return (1 - (2 * (found * wanted).sum(axes) + 1) / (found.sum(axes) + wanted.sum(axes) + 1)).mean()
+    found = scores.sigmoid()
+    wanted = targets.sigmoid()
+    return (
+        1 - (2 * (found * wanted).sum(axes) + 1) / (found.sum(axes) + wanted.sum(axes) + 1)
+    ).mean()
 
 
 def _focal(scores: Tensor, labels: Tensor) -> Tensor:
@@ -205,7 +215,9 @@ class Network(nn.Module):
 
 
 def exported(case: LossCase, folder: Path, samples: int | None = None) -> Path:
-    """Return the ONNX file of the network with a loss; `samples` fixes the batch, None leaves it open."""
+    """Return the ONNX file of the network with a loss; `samples` fixes the batch, None leaves it
+    open.
+    """
     torch.manual_seed(0)
     path = folder / f"{case.name.replace(' ', '-')}.onnx"
     names = ["x", "labels", "targets"]
@@ -228,7 +240,9 @@ def batch(samples: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random data."""
     drawn = np.random.default_rng(seed)
     labels = drawn.integers(0, CLASSES, samples)
-    x, targets = (drawn.standard_normal((samples, width)).astype(np.float32) for width in (WIDTH, CLASSES))
+    x, targets = (
+        drawn.standard_normal((samples, width)).astype(np.float32) for width in (WIDTH, CLASSES)
+    )
     return {"x": x, "labels": labels, "targets": targets}
 
 

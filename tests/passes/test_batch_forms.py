@@ -1,4 +1,6 @@
-"""How the loss of a batch depends on the losses of its parts: what the analysis says, and what the numbers say."""
+"""How the loss of a batch depends on the losses of its parts: what the analysis says, and what the
+numbers say.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ from tests.passes.loss_cases import LOSSES, LossCase, batch, exported, loss_of
 
 
 def measured_kind(path: Path) -> LossKind:
-    """Return the kind of the loss by its values for two batches of equal size, and for both together."""
+    """Return the kind of the loss by its values for two batches of equal size, and for both
+    together.
+    """
     parts = [batch(4, seed) for seed in (1, 2)]
     first, second = (loss_of(path, part) for part in parts)
-    together = loss_of(path, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    together = loss_of(
+        path, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    )
     if np.isclose(together, (first + second) / 2, rtol=1e-5):
         return LossKind.MEAN
     return LossKind.SUM if np.isclose(together, first + second, rtol=1e-5) else LossKind.MIXED
@@ -70,9 +76,15 @@ def test_a_division_by_a_batch_of_one_sample_is_a_divisor(tmp_path: Path) -> Non
     assert (form.kind, form.samples, form.divisor) == (LossKind.SUM, 1, 1)
 
 
-def test_a_model_that_is_read_on_one_sample_only_is_not_known_to_be_divisible(tmp_path: Path) -> None:
+def test_a_model_that_is_read_on_one_sample_only_is_not_known_to_be_divisible(
+    tmp_path: Path,
+) -> None:
     """The shape in the file is that of one sample, whatever its batch axis says."""
-    nodes = [node("Mul", "x w", "y"), node("Reshape", "y shape", "z"), node("ReduceMean", "z", "loss", keepdims=0)]
+    nodes = [
+        node("Mul", "x w", "y"),
+        node("Reshape", "y shape", "z"),
+        node("ReduceMean", "z", "loss", keepdims=0),
+    ]
     held = {"w": floats(6), "shape": integers(1, 3, 2)}
     path = saved(model(nodes, {"x": ["samples", 6]}, "loss", held), tmp_path)
     form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
@@ -82,7 +94,9 @@ def test_a_model_that_is_read_on_one_sample_only_is_not_known_to_be_divisible(tm
     assert "'reshape_z'" in form.reason
 
 
-def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(tmp_path: Path) -> None:
+def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(
+    tmp_path: Path,
+) -> None:
     nodes = [
         node("Mul", "x w", "y"),
         node("ReduceSum", "y axis", "s", keepdims=0),
@@ -91,10 +105,14 @@ def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(t
     ]
     held = {"w": floats(6), "axis": integers(1), "k": integers(3)}
     path = saved(model(nodes, {"x": ["samples", 6]}, "loss", held), tmp_path)
-    with pytest.raises(ModelError, match=r"cannot be read on 1 sample, as it can be on 16: .*topk_t") as error:
+    with pytest.raises(
+        ModelError, match=r"cannot be read on 1 sample, as it can be on 16: .*topk_t"
+    ) as error:
         read_model(path)
     assert "--dim samples=16" in error.value.hint
-    form = form_of(read_model(path, dims={"samples": 16}), lambda samples: read_model(path, batch=samples))
+    form = form_of(
+        read_model(path, dims={"samples": 16}), lambda samples: read_model(path, batch=samples)
+    )
     assert form is not None
     assert form.kind is LossKind.MIXED
 
@@ -102,12 +120,22 @@ def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(t
 def test_a_loss_that_is_a_number_on_one_sample_only_is_refused(tmp_path: Path) -> None:
     """As torch's exporter writes the sum of a cross-entropy without reduction: without the sum."""
     nodes = [node("MatMul", "x w", "y"), node("Squeeze", "y axis", "loss")]
-    path = saved(model(nodes, {"x": ["samples", 6]}, "loss", {"w": floats(6, 1), "axis": integers(1)}), tmp_path)
+    path = saved(
+        model(nodes, {"x": ["samples", 6]}, "loss", {"w": floats(6, 1), "axis": integers(1)}),
+        tmp_path,
+    )
     read = read_model(path, loss="loss")
     form = form_of(read, lambda samples: read_model(path, batch=samples, opened=True))
     assert form is not None
-    assert (form.kind, form.reason) == (LossKind.MIXED, "on 2 samples the loss 'loss' is no number, its shape is [2]")
+    assert (form.kind, form.reason) == (
+        LossKind.MIXED,
+        "on 2 samples the loss 'loss' is no number, its shape is [2]",
+    )
     cluster = build_cluster(cluster_preset("cpu-local"), 1)
-    request = Request(path, cluster, DataParallel(), OneForwardOneBackward(), batch_size=4, micro_batches=1)
-    with pytest.raises(ModelError, match=r"on 4 samples the loss 'loss' is no number: its shape is \[4\]"):
+    request = Request(
+        path, cluster, DataParallel(), OneForwardOneBackward(), batch_size=4, micro_batches=1
+    )
+    with pytest.raises(
+        ModelError, match=r"on 4 samples the loss 'loss' is no number: its shape is \[4\]"
+    ):
         make_plan(request)

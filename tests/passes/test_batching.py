@@ -1,4 +1,6 @@
-"""How a batch is divided: what is given is kept, what is open is chosen as stated, what does not fit is refused."""
+"""How a batch is divided: what is given is kept, what is open is chosen as stated, what does not
+fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from autopipe.passes.batching import Batching, Division, batchings, climb
 
 
 def first(**given):
-    every = {"batch_size": None, "micro_batches": None, "micro_batch_size": None, "own": None, "devices": 4, **given}
+    every = {
+        "batch_size": None,
+        "micro_batches": None,
+        "micro_batch_size": None,
+        "own": None,
+        "devices": 4,
+        **given,
+    }
     return next(batchings(**every))
 
 
@@ -24,7 +33,13 @@ def first(**given):
         ({1: 1, 2: float("inf"), 4: 3, 8: None, 16: 1}, 1, [2, 4, 8, 1]),
         ({1: None, 2: 1, 4: 2, 8: 3, 16: 4}, 1, [2, 4, 1]),
     ],
-    ids=["both ways", "down", "while memory refuses", "past what has no step", "memory refuses what comes before"],
+    ids=[
+        "both ways",
+        "down",
+        "while memory refuses",
+        "past what has no step",
+        "memory refuses what comes before",
+    ],
 )
 def test_a_climb_goes_on_while_steps_get_shorter(seconds, start, tried):
     found = []
@@ -63,7 +78,10 @@ def test_what_is_chosen(given, chosen):
         ({"batch_size": 10, "micro_batch_size": 4}, "10 samples is not 2 micro-batches of 4"),
         ({"batch_size": 2, "micro_batch_size": 4}, "2 samples is not 1 micro-batch of 4"),
         ({"own": 8, "micro_batch_size": 3}, "micro-batches of 3 samples cannot be made of the 8"),
-        ({"own": 8, "batch_size": 9, "micro_batches": 3}, "micro-batches of 3 samples cannot be made of the 8"),
+        (
+            {"own": 8, "batch_size": 9, "micro_batches": 3},
+            "micro-batches of 3 samples cannot be made of the 8",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused(given, message):
@@ -89,7 +107,9 @@ def test_open_divisions_are_all_there_are_best_first(batch_size, devices, own):
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.none() | st.integers(1, 12))
-def test_a_strategy_that_chooses_begins_with_the_largest_and_may_have_all_that_divide_it(batch_size, devices, own):
+def test_a_strategy_that_chooses_begins_with_the_largest_and_may_have_all_that_divide_it(
+    batch_size, devices, own
+):
     every = [batch_size // each.micro_batches for each in open_divisions(batch_size, own, devices)]
     if not every:
         return

@@ -1,4 +1,6 @@
-"""Strategies that choose the micro-batches of their stages: asked once, with the largest there can be."""
+"""Strategies that choose the micro-batches of their stages: asked once, with the largest there can
+be.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,18 @@ from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import Request, make_plan, reopen
 from autopipe.passes.schedule.published.base import GPipe
-from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
+from autopipe.passes.schedule.published.one_f_one_b import (
+    KForwardsKBackwards,
+    OneForwardOneBackward,
+)
 from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
+from autopipe.passes.schedule.tessel.stage_blocks import (
+    busiest_seconds,
+    stage_blocks,
+    stage_schedule,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +62,10 @@ class Chooser:
         most = problem.micro_batch_size
         sizes = [min(size, most) for size in self.sizes]
         return Placement(
-            tuple(Stage(own, (rank,), size) for rank, (own, size) in enumerate(zip(nodes, sizes, strict=True)))
+            tuple(
+                Stage(own, (rank,), size)
+                for rank, (own, size) in enumerate(zip(nodes, sizes, strict=True))
+            )
         )
 
 
@@ -65,8 +77,16 @@ def model(tmp_path_factory):
 
 
 def request(model, sizes, scheduler=None, **given):
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(len(sizes)), "--cluster": "a100-80gb"}))
-    return Request(model, cluster, Chooser(sizes), scheduler or KForwardsKBackwards(), **{"batch_size": 16, **given})
+    cluster = resolve_cluster(
+        load_configuration(words={"--gpus": str(len(sizes)), "--cluster": "a100-80gb"})
+    )
+    return Request(
+        model,
+        cluster,
+        Chooser(sizes),
+        scheduler or KForwardsKBackwards(),
+        **{"batch_size": 16, **given},
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (8, 8), (2, 16), (1, 1)])
@@ -82,7 +102,9 @@ def test_the_problem_becomes_that_of_the_largest(model, sizes, tmp_path):
     assert again.digest == planned.digest
     assert again.timeline == planned.timeline
     write_plan(tmp_path, planned.plan, planned.timeline)
-    assert dataclasses.replace(read_plan(tmp_path), model="") == dataclasses.replace(planned.plan, model="")
+    assert dataclasses.replace(read_plan(tmp_path), model="") == dataclasses.replace(
+        planned.plan, model=""
+    )
     assert 0 < summary.lower_bound_s <= summary.step_time_s
     per_sample = math.fsum(span.end - span.start for span in planned.timeline.spans)
     assert per_sample <= len(sizes) * summary.step_time_s
@@ -113,12 +135,18 @@ def test_a_searched_schedule_is_no_longer_than_the_greedy_one(model):
 
 def test_a_searched_order_of_split_backwards_becomes_a_program_that_can_run(model):
     planned = make_plan(request(model, (1, 2, 4)))
-    problem, placement, prediction = planned.problem, planned.plan.placement, planned.plan.prediction
+    problem = planned.problem
+    placement = planned.plan.placement
+    prediction = planned.plan.prediction
     graph = StageGraph.of(problem, placement)
-    blocks = stage_blocks(graph, prediction, True, busiest_seconds(graph, prediction) / 100, split=True)
+    blocks = stage_blocks(
+        graph, prediction, True, busiest_seconds(graph, prediction) / 100, split=True
+    )
     schedule = stage_schedule(blocks, search(blocks.graph, 4, SearchOptions(0.5)), graph, 4)
     schedule.verify(graph, train=True)
-    assert {task.phase for order in schedule.tasks for task in order} == set(Phase) - {Phase.BACKWARD}
+    assert {task.phase for order in schedule.tasks for task in order} == set(Phase) - {
+        Phase.BACKWARD
+    }
     prove(lower(problem.graph, placement, schedule, problem.loss))
 
 
@@ -127,7 +155,10 @@ def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tm
     initial = {
         "w": np.ones((4, 4), np.float32),
         "bias": np.ones((1, 4), np.float32),
-        **{name: np.array([value], np.int64) for name, value in (("four", 4), ("zero", 0), ("one", 1))},
+        **{
+            name: np.array([value], np.int64)
+            for name, value in (("four", 4), ("zero", 0), ("one", 1))
+        },
     }
     nodes = [
         helper.make_node("Shape", ["x"], ["shape"]),
@@ -146,7 +177,9 @@ def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tm
     tensors = [numpy_helper.from_array(array, name) for name, array in initial.items()]
     graph = helper.make_graph(nodes, "biased", inputs, outputs, tensors)
     path = tmp_path / "biased.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path
+    )
     asked = request(path, (1, 1), batch_size=8)
     planned = make_plan(asked)
     assert asked.strategy.asked == [(8, (1, 2, 4, 8)), (1, (1,))]

@@ -20,8 +20,20 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import Strategy, scheduler_class, strategy_class
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
-BATCH, SEQUENCE, HIDDEN, LAYERS, HEADS, VOCABULARY = 16, 8, 32, 4, 4, 64
-GPT = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocabulary": VOCABULARY, "loss": True}
+BATCH = 16
+SEQUENCE = 8
+HIDDEN = 32
+LAYERS = 4
+HEADS = 4
+VOCABULARY = 64
+GPT = {
+    "layers": LAYERS,
+    "hidden": HIDDEN,
+    "heads": HEADS,
+    "sequence": SEQUENCE,
+    "vocabulary": VOCABULARY,
+    "loss": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +69,10 @@ def planned(
         (DataParallel(), "1f1b", "pipeline 1 × data 4 × tensor 1, ZeRO-1"),
         (strategy_class("tessel_shapes")("x"), "chimera", "pipeline 4 (2 directions) × data 1 × tensor 1, ZeRO-1"),
         (strategy_class("tessel_shapes")("m"), "1f1b_plus",
-         "pipeline 5 groups of 4, 1, 1, 1 and 1 devices (1–2 chunks, groups share devices), data 1, tensor 1–4"),
+         (
+             "pipeline 5 groups of 4, 1, 1, 1 and 1 devices (1–2 chunks, groups share devices), "
+             "data 1, tensor 1–4"
+         )),
     ],
     ids=["pipeline", "tensor", "chunks", "data", "directions", "overlapping"],
 )  # fmt: skip
@@ -93,7 +108,10 @@ def test_unequal_stages_are_no_grid() -> None:
         Stage((4, 5), (3, 4, 5, 6, 7), 8, ((4, (Split("n", 5),)),)),
     )
     degrees = plan_degrees(problem(graph, cluster(8)), Placement(stages))
-    assert degrees.text == "pipeline 3 stages of 1, 2 and 5 devices, data 1–2, tensor 1–5, recompute 1 of 3 stages"
+    assert (
+        degrees.text
+        == "pipeline 3 stages of 1, 2 and 5 devices, data 1–2, tensor 1–5, recompute 1 of 3 stages"
+    )
 
 
 def test_devices_that_compute_the_same_are_copies() -> None:
@@ -103,7 +121,9 @@ def test_devices_that_compute_the_same_are_copies() -> None:
 
 
 def test_rows_beyond_samples_are_the_sequence() -> None:
-    """A product of 2 samples × 4 positions, merged, in 4 parts along them: two samples, each in halves."""
+    """A product of 2 samples × 4 positions, merged, in 4 parts along them: two samples, each in
+    halves.
+    """
     builder = Builder(2, 4)
     builder.inputs = (replace(builder.inputs[0], shape=(2, 4, 6)),)
     builder.shapes["x"] = (2, 4, 6)
@@ -117,7 +137,9 @@ def test_rows_beyond_samples_are_the_sequence() -> None:
 
 
 def test_a_product_of_no_weight_does_not_count_beside_one() -> None:
-    """The first product is most of the work and split over two; the second is a hundredth and whole."""
+    """The first product is most of the work and split over two; the second is a hundredth and
+    whole.
+    """
     graph = perceptron([1000, 1000, 1], batch=8)
     stage = Stage((0, 1, 2, 3), (0, 1), 8, ((0, (Split("n", 2),)), (1, (Split("x1", 2),))))
     assert plan_degrees(problem(graph, cluster(2)), Placement((stage,))).tensor == (2, 2)
@@ -129,9 +151,12 @@ def test_open_options_are_told() -> None:
 
 
 def test_rates_and_mfu_are_those_of_the_definition(gpt: Path) -> None:
-    """A decoder's FLOPs are 6 per token and weight of a product, and 12 per layer, hidden unit and pair of tokens."""
+    """A decoder's FLOPs are 6 per token and weight of a product, and 12 per layer, hidden unit and
+    pair of tokens.
+    """
     found = planned(gpt, Grid(2, 1, 2))
-    summary, given = found.plan.summary, found.problem
+    summary = found.plan.summary
+    given = found.problem
     tokens = BATCH * SEQUENCE
     weights = LAYERS * 12 * HIDDEN**2 + HIDDEN * VOCABULARY
     products = 6 * weights * tokens + 12 * LAYERS * HIDDEN * SEQUENCE * tokens
@@ -142,7 +167,9 @@ def test_rates_and_mfu_are_those_of_the_definition(gpt: Path) -> None:
         for each in given.work
         if each.kind not in ("matmul", "convolution", "recurrent")
     )
-    assert given.step_flops - given.micro_batches * elementwise == pytest.approx(products, rel=0.002)
+    assert given.step_flops - given.micro_batches * elementwise == pytest.approx(
+        products, rel=0.002
+    )
     assert summary.rate_per_device == (pytest.approx(tokens / summary.step_time_s / 4), "tokens/s")
     assert summary.tokens_per_sample == SEQUENCE
 

@@ -1,4 +1,6 @@
-"""Whether losses keep their scores or recompute them: by time, by memory, under every strategy, in the search."""
+"""Whether losses keep their scores or recompute them: by time, by memory, under every strategy, in
+the search.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.registry import STRATEGIES, scheduler_class, strategy_class
 from tests.passes.auto.models import cluster
 
-CLASSES, TOKENS = 16_384, 16
-SETTINGS = {"layers": "2", "hidden": "32", "heads": "1", "sequence": str(TOKENS), "loss": "true", "weights": "none"}
+CLASSES = 16_384
+TOKENS = 16
+SETTINGS = {
+    "layers": "2",
+    "hidden": "32",
+    "heads": "1",
+    "sequence": str(TOKENS),
+    "loss": "true",
+    "weights": "none",
+}
 SEARCHED = sorted(set(STRATEGIES) - {"given", "manual", "one_weird_trick"})
 """Strategies for a model without convolutions."""
 
@@ -40,7 +50,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(path: Path, strategy: str = "data_parallel", devices: int = 1, **more: object) -> Request:
-    own = Request(path, cluster(devices, "cpu-local"), strategy_class(strategy)(), scheduler_class("gpipe")())
+    own = Request(
+        path, cluster(devices, "cpu-local"), strategy_class(strategy)(), scheduler_class("gpipe")()
+    )
     return dataclasses.replace(own, batch_size=2, micro_batches=1, recompute="none", **more)  # type: ignore[arg-type]
 
 
@@ -83,10 +95,16 @@ def test_memory_decides_under_every_strategy(gpt: Path, strategy: str) -> None:
     assert least < peak(kept)
     enough = make_plan(asked(gpt, strategy, memory_limit=peak(kept)))
     assert (told(enough).choice, peak(enough)) == ("keep", peak(kept))
-    assert told(enough).other_step_s is not None, "memory may be short: the other form is planned, too"
+    assert told(enough).other_step_s is not None, (
+        "memory may be short: the other form is planned, too"
+    )
     assert enough.timeline.end < told(enough).other_step_s
     short = make_plan(asked(gpt, strategy, memory_limit=peak(kept) - 1))
-    assert (told(short).choice, peak(short), short.request.scores) == ("recompute", least, "recompute")
+    assert (told(short).choice, peak(short), short.request.scores) == (
+        "recompute",
+        least,
+        "recompute",
+    )
     assert recomputes(short.problem.graph)
     assert told(short).other_refused is not None, "why scores cannot be kept"
     with pytest.raises(InfeasibleError):
@@ -94,7 +112,9 @@ def test_memory_decides_under_every_strategy(gpt: Path, strategy: str) -> None:
 
 
 def test_the_shorter_step_wins_where_memory_binds(gpt: Path) -> None:
-    """Kept scores fit memory only in micro-batches of one sample, whose weight gradients are added up."""
+    """Kept scores fit memory only in micro-batches of one sample, whose weight gradients are added
+    up.
+    """
     own = dataclasses.replace(asked(gpt), batch_size=16, micro_batches=None)
     kept, recomputed = (make_plan(dataclasses.replace(own, scores=scores)) for scores in SCORES)
     limit = max(peak(recomputed), peak(kept) - 1)
@@ -102,7 +122,9 @@ def test_the_shorter_step_wins_where_memory_binds(gpt: Path) -> None:
     rivals = []
     for scores in SCORES:
         try:
-            rivals.append(make_plan(dataclasses.replace(own, memory_limit=limit, scores=scores)).timeline.end)
+            rivals.append(
+                make_plan(dataclasses.replace(own, memory_limit=limit, scores=scores)).timeline.end
+            )
         except OutOfMemoryError:
             continue
     assert planned.timeline.end == min(rivals)
@@ -111,7 +133,9 @@ def test_the_shorter_step_wins_where_memory_binds(gpt: Path) -> None:
 def test_scores_are_compared_by_node(gpt: Path) -> None:
     planned = make_plan(asked(gpt))
     rows = 2 * TOKENS
-    assert told(planned).saved_bytes == 4 * rows * CLASSES - 16 * rows, "scores; a label, its weight and its logarithm"
+    assert told(planned).saved_bytes == 4 * rows * CLASSES - 16 * rows, (
+        "scores; a label, its weight and its logarithm"
+    )
     other = make_plan(asked(gpt, scores="recompute"))
     assert told(other) == dataclasses.replace(told(planned), choice="recompute")
     change = told(planned).recompute_s - told(planned).keep_s
@@ -122,7 +146,9 @@ def test_scores_are_compared_by_node(gpt: Path) -> None:
 def test_the_search_tries_both_where_memory_is_short(gpt: Path, tmp_path: Path) -> None:
     own = dataclasses.replace(asked(gpt), strategy=None, scheduler=None)
     kept = choose(own)
-    assert {each.choice.scores for each in kept.plan.alternatives} == {"keep"}, "memory suffices for all of them"
+    assert {each.choice.scores for each in kept.plan.alternatives} == {"keep"}, (
+        "memory suffices for all of them"
+    )
     assert told(kept).choice == "keep"
     store = Store(tmp_path / "answers")
     short = dataclasses.replace(own, memory_limit=peak(kept) - 1)
@@ -141,6 +167,11 @@ def test_an_inference_saves_nothing(gpt: Path) -> None:
 
 def test_both_forms_are_read_at_once(gpt: Path) -> None:
     model = read_model(gpt, batch=2)
-    assert [(each.scores, recomputes(each.graph)) for each in model.forms] == [("keep", False), ("recompute", True)]
+    assert [(each.scores, recomputes(each.graph)) for each in model.forms] == [
+        ("keep", False),
+        ("recompute", True),
+    ]
     assert model.with_scores("recompute").with_scores("keep") == model
-    assert read_model(gpt, batch=2, scores="recompute").graph == model.with_scores("recompute").graph
+    assert (
+        read_model(gpt, batch=2, scores="recompute").graph == model.with_scores("recompute").graph
+    )

@@ -25,9 +25,18 @@ A, B, C, D = (kind(speed) for speed in (1.0, 2.0, 4.0, 8.0))
 
 def test_all_orders_of_few_kinds_and_both_of_many() -> None:
     assert list(orders_of(mixed_cluster([(2, A), (2, B)]))) == [(0, 1), (1, 0)]
-    assert sorted(orders_of(mixed_cluster([(1, A), (1, B), (1, C)]))) == sorted(itertools.permutations(range(3)))
-    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, C), (1, D)]))) == [(0, 1, 2, 3), (3, 2, 1, 0)]
-    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, A)]))) == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    assert sorted(orders_of(mixed_cluster([(1, A), (1, B), (1, C)]))) == sorted(
+        itertools.permutations(range(3))
+    )
+    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, C), (1, D)]))) == [
+        (0, 1, 2, 3),
+        (3, 2, 1, 0),
+    ]
+    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, A)]))) == [
+        (0, 1, 2),
+        (0, 2, 1),
+        (1, 0, 2),
+    ]
     assert list(orders_of(mixed_cluster([(2, A), (2, A)]))) == [(0, 1)]
 
 
@@ -66,20 +75,27 @@ def test_no_step_is_shorter_than_the_ideal(
 
 def one_each(given: Problem) -> Placement:
     """A layer on each device, in order; the last one has all that are left."""
-    count, nodes = given.cluster.size, len(given.graph.nodes)
+    count = given.cluster.size
+    nodes = len(given.graph.nodes)
     ends = [2 * index for index in range(count)] + [nodes]
     pairs = enumerate(itertools.pairwise(ends))
-    return Placement(tuple(Stage(tuple(range(*ends)), (index,), given.micro_batch_size) for index, ends in pairs))
+    return Placement(
+        tuple(Stage(tuple(range(*ends)), (index,), given.micro_batch_size) for index, ends in pairs)
+    )
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=4), st.permutations([A, B, C]))
-def test_the_best_order_is_the_one_with_the_shortest_step(widths: list[int], kinds: list[Device]) -> None:
+def test_the_best_order_is_the_one_with_the_shortest_step(
+    widths: list[int], kinds: list[Device]
+) -> None:
     given = problem(perceptron(widths), mixed_cluster([(1, each) for each in kinds]))
     best = best_order(given, one_each, parts=False)
     steps = []
     for order in itertools.permutations(range(3)):
-        stages = tuple(replace(stage, devices=(order[i],)) for i, stage in enumerate(one_each(given).stages))
+        stages = tuple(
+            replace(stage, devices=(order[i],)) for i, stage in enumerate(one_each(given).stages)
+        )
         placement = Placement(stages)
         steps.append(quick_step_seconds(given, placement, stage_costs(given, placement)))
     assert quick_step_seconds(given, best, stage_costs(given, best)) == min(steps)

@@ -25,7 +25,9 @@ def planned() -> PlanResult:
         "micro_batches": "4",
         "strategy": "{name: grid, pipeline: 2, tensor: 2}",
     }
-    configuration = load_configuration(assignments=[f"{key}={value}" for key, value in settings.items()])
+    configuration = load_configuration(
+        assignments=[f"{key}={value}" for key, value in settings.items()]
+    )
     return make_plan(request_of(configuration, decoder_file("gpt2")))
 
 
@@ -33,11 +35,14 @@ def test_every_node_stays_where_it_was(planned: PlanResult) -> None:
     """On 64 tokens the causal mask is computed, not a constant: its nodes are in no stage yet."""
     wider = with_step_length(planned, 64)
     assert wider is not None
-    few, many = planned.problem.graph, wider.problem.graph
+    few = planned.problem.graph
+    many = wider.problem.graph
     assert many.type_of("input_ids").shape == (2, 64)
     assert len(many.nodes) > len(few.nodes)
     wider.plan.placement.verify(many)
-    for before, after in zip(planned.plan.placement.stages, wider.plan.placement.stages, strict=True):
+    for before, after in zip(
+        planned.plan.placement.stages, wider.plan.placement.stages, strict=True
+    ):
         names = {few.nodes[node].outputs: before.splits_of(node) for node in before.nodes}
         carried = {many.nodes[node].outputs: after.splits_of(node) for node in after.nodes}
         assert names.items() <= carried.items()

@@ -25,7 +25,9 @@ def test_every_scheduler_is_a_frozen_dataclass_of_its_name(name: str) -> None:
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"no strategy called 'pipedram' \(did you mean pipedream\?\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"no strategy called 'pipedram' \(did you mean pipedream\?\)"
+    ):
         registry.strategy_class("pipedram")
     with pytest.raises(ConfigurationError, match="no schedule called 'zzz'"):
         registry.scheduler_class("zzz")
@@ -36,7 +38,9 @@ def test_installed_packages_add_strategies(monkeypatch: pytest.MonkeyPatch) -> N
         "mine", "autopipe.passes.placement.manual:Manual", "autopipe.strategies"
     )
     monkeypatch.setattr(
-        registry.importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
+        registry.importlib.metadata,
+        "entry_points",
+        lambda group: [point] if group == point.group else [],
     )
     monkeypatch.setattr(registry, "_announced", functools.cache(registry._announced.__wrapped__))
     assert "mine" in registry.strategy_names()

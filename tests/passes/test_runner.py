@@ -22,7 +22,9 @@ class Recorder:
 def test_requirements_then_the_pass_then_the_check():
     heard = []
     runner = Runner()
-    result = runner.run("place", lambda: heard.append("run") or 7, lambda: heard.append("requires"), heard.append)
+    result = runner.run(
+        "place", lambda: heard.append("run") or 7, lambda: heard.append("requires"), heard.append
+    )
     assert result == 7
     assert heard == ["requires", "run", 7]
 
@@ -64,7 +66,9 @@ def test_a_mistake_of_ours_names_the_pass_too():
 def test_a_result_that_does_not_verify_is_refused():
     recorder = Recorder()
     with pytest.raises(InfeasibleError):
-        Runner(recorder).run("place", lambda: 1, verify=lambda value: refuse(InfeasibleError(f"{value} is wrong")))
+        Runner(recorder).run(
+            "place", lambda: 1, verify=lambda value: refuse(InfeasibleError(f"{value} is wrong"))
+        )
     assert recorder.heard == [("started", "place")]
 
 

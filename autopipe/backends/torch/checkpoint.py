@@ -1,11 +1,12 @@
 """A folder of checkpoints, and how one is written, committed, merged, checked and read.
 
-A checkpoint is written under a temporary name and renamed when every byte is on the disk, so that a crash never loses
-the last. The newest and the one before stay; an older one goes only when a newer one is committed.
+A checkpoint is written under a temporary name and renamed when every byte is on the disk, so that a
+crash never loses the last. The newest and the one before stay; an older one goes only when a newer
+one is committed.
 
-A checkpoint is a folder `step_00000012` with files `rank_00000.safetensors`, one a rank, and `manifest.json`. What is
-saved is known by the parameter's name and the block of it, not by ranks: any plan of the same model can read it.
-`manifest.json` is one JSON object:
+A checkpoint is a folder `step_00000012` with files `rank_00000.safetensors`, one a rank, and
+`manifest.json`. What is saved is known by the parameter's name and the block of it, not by ranks:
+any plan of the same model can read it. `manifest.json` is one JSON object:
 
     format       "autopipe.checkpoint/2"
     sha256       SHA-256 of the object without this member, as JSON with sorted keys, no spaces, and ASCII only
@@ -19,15 +20,17 @@ saved is known by the parameter's name and the block of it, not by ranks: any pl
     optimizer    the settings it was made with: {"name", "lr", "momentum", ..., "shard"}
     files        [{"name", "bytes", "sha256"}]
     parameters   [{"name", "trainable", "value", "state", "scalars"}], by name
-                 value: a tensor; state: {"exp_avg": tensor, ...}, what the optimizer keeps of each element;
+                 value: a tensor; state: {"exp_avg": tensor, ...}, what the optimizer keeps of each
+                 element;
                  scalars: {"step": 12.0}, what it keeps once
     random       [{"rank", "device", "state"}]: torch's generator on "cpu" or "cuda" of a rank; state is a tensor
     loss_scale   {"scale", "good_steps"}, of a run in fp16: the scale, and the steps since without an overflow
     eval_loss    of the best so far, in the folder `best`: its validation loss
 
-A tensor is {"dtype", "shape", "blocks"}: element type by ONNX's name, and global shape. Its blocks do not overlap and
-cover it: [{"starts", "stops", "file", "offset", "key"}], half-open in each dimension; the block's elements lie row by
-row, little-endian, at byte `offset` of file number `file`, where safetensors calls them `key`.
+A tensor is {"dtype", "shape", "blocks"}: element type by ONNX's name, and global shape. Its blocks
+do not overlap and cover it: [{"starts", "stops", "file", "offset", "key"}], half-open in each
+dimension; the block's elements lie row by row, little-endian, at byte `offset` of file number
+`file`, where safetensors calls them `key`.
 """
 
 from __future__ import annotations
@@ -93,7 +96,9 @@ class StoredParameter:
 
 @dataclass(frozen=True, slots=True)
 class StoredGenerator:
-    """The state of torch's generator of random numbers on a rank's `device`, "cpu" or "cuda", as bytes."""
+    """The state of torch's generator of random numbers on a rank's `device`, "cpu" or "cuda", as
+    bytes.
+    """
 
     rank: Index
     device: str
@@ -106,7 +111,9 @@ class LossScale:
     good_steps: Index
 
 
-FileName = Annotated[str, Fits(lambda name: Path(name).name == name != "..", "a file of the checkpoint")]
+FileName = Annotated[
+    str, Fits(lambda name: Path(name).name == name != "..", "a file of the checkpoint")
+]
 """A name that leads nowhere else."""
 
 
@@ -155,8 +162,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason, hint = error.strerror or error, "earlier checkpoints are untouched"
-        raise LaunchError(f"the checkpoint cannot be written: {reason}", hint=hint, where=str(path)) from error
+        reason = error.strerror or error
+        hint = "earlier checkpoints are untouched"
+        raise LaunchError(
+            f"the checkpoint cannot be written: {reason}", hint=hint, where=str(path)
+        ) from error
 
 
 def _refused(path: Path, message: str, where: object = None) -> LaunchError:
@@ -175,7 +185,9 @@ class FolderLock:
     """Holds a folder until `release`, or the end of the process, however it ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot be made."""
+        """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot
+        be made.
+        """
         self._descriptor = -1
         self._folder = folder
         self.held = False
@@ -200,8 +212,9 @@ class FolderLock:
         return True
 
     def claim(self, run: str) -> None:
-        """Note that the folder is that of `run`. Raises ConfigurationError if it holds checkpoints and is that of
-        another run, which ended after this one was started."""
+        """Note that the folder is that of `run`. Raises ConfigurationError if it holds checkpoints
+        and is that of another run, which ended after this one was started.
+        """
         if os.pread(self._descriptor, _LONGEST_RUN, 0) == run.encode():
             return  # The ranks of this run were started again.
         check_unused(self._folder)
@@ -228,14 +241,16 @@ _SHORT_PATIENCE_S = 2.0
 
 def _in_use(folder: Path) -> ConfigurationError:
     hint = "wait for its end, or choose another --checkpoint folder"
-    return ConfigurationError("another run saves its checkpoints here", hint=hint, where=str(folder))
+    return ConfigurationError(
+        "another run saves its checkpoints here", hint=hint, where=str(folder)
+    )
 
 
 def check_savable(folder: Path) -> None:
     """Raise ConfigurationError if checkpoints cannot be saved in `folder`, which need not exist.
 
-    A temporary folder is made and removed in the nearest folder that exists: permissions do not tell of a read-only
-    file system, and do not bind root.
+    A temporary folder is made and removed in the nearest folder that exists: permissions do not
+    tell of a read-only file system, and do not bind root.
     """
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
@@ -243,7 +258,8 @@ def check_savable(folder: Path) -> None:
         raise _unsavable(folder, f"{there} is {_kind_of(there)}")
     try:
         with held_folder(".autopipe-check-", there) as made:
-            # What is still missing is made there, too: its names may be longer than the file system takes.
+            # What is still missing is made there, too: its names may be longer than the file system
+            # takes.
             names = [name for name in folder.relative_to(there).parts if name != ".."]
             made.joinpath(*names).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -260,12 +276,18 @@ def _kind_of(path: Path) -> str:
     if not path.exists():
         return "a link to nothing"
     return (
-        "a file" if path.is_file() else "a device" if path.is_char_device() or path.is_block_device() else "no folder"
+        "a file"
+        if path.is_file()
+        else "a device"
+        if path.is_char_device() or path.is_block_device()
+        else "no folder"
     )
 
 
 def check_free(folder: Path) -> None:
-    """Raise ConfigurationError if another run holds `folder`, or its lock may not be opened. Nothing is written."""
+    """Raise ConfigurationError if another run holds `folder`, or its lock may not be opened.
+    Nothing is written.
+    """
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -296,13 +318,17 @@ def committed_steps(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigurationError(f"checkpoints cannot be read: {error.strerror}", where=str(folder)) from error
+        raise ConfigurationError(
+            f"checkpoints cannot be read: {error.strerror}", where=str(folder)
+        ) from error
     found = (_COMMITTED.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in found if match)
 
 
 def check_unused(folder: Path) -> None:
-    """Raise ConfigurationError where a run that starts anew would save beside the checkpoints of another."""
+    """Raise ConfigurationError where a run that starts anew would save beside the checkpoints of
+    another.
+    """
     if steps := committed_steps(folder):
         hint = "give --resume to go on from it, or choose another folder"
         raise ConfigurationError(
@@ -324,8 +350,9 @@ def temporary_path(folder: Path, step: int, token: str) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed runs left, but for folders that hold files of others. No run may be saving here: see
-    `FolderLock`."""
+    """Remove what crashed runs left, but for folders that hold files of others. No run may be
+    saving here: see `FolderLock`.
+    """
     with writing(folder):
         for path in folder.iterdir():
             if _TEMPORARY.fullmatch(path.name) and _holds_only_shards(path):
@@ -343,7 +370,9 @@ def _holds_only_shards(folder: Path) -> bool:
 
 
 def commit(temporary: Path, manifest: str) -> Path:
-    """Give a checkpoint whose files are all on the disk its manifest and its final name. One rank alone does this."""
+    """Give a checkpoint whose files are all on the disk its manifest and its final name. One rank
+    alone does this.
+    """
     final = temporary.with_name(temporary.name.partition(".")[0])
     with writing(final):
         path = temporary / MANIFEST
@@ -361,8 +390,9 @@ def commit(temporary: Path, manifest: str) -> Path:
 
 
 def prune(folder: Path, latest: int = KEPT, every: int = 0) -> None:
-    """Remove all checkpoints but the `latest` newest ones, 0 for all, and those after a multiple of `every` steps. A
-    checkpoint whose folder holds a file of others stays, too."""
+    """Remove all checkpoints but the `latest` newest ones, 0 for all, and those after a multiple of
+    `every` steps. A checkpoint whose folder holds a file of others stays, too.
+    """
     old = committed_steps(folder)[:-latest] if latest else []
     _remove_steps(folder, [step for step in old if not every or step % every])
 
@@ -396,7 +426,9 @@ def flush(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The manifest of the checkpoint in folder `path`. Raises LaunchError where it is damaged or of another format."""
+    """The manifest of the checkpoint in folder `path`. Raises LaunchError where it is damaged or of
+    another format.
+    """
     try:
         document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -416,7 +448,9 @@ def text_of(checkpoint: Checkpoint) -> str:
 
 
 def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+    return hashlib.sha256(
+        json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+    ).hexdigest()
 
 
 def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -436,8 +470,9 @@ def numpy_type(dtype: str) -> np.dtype:
 
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal in all of them.
-    Blocks have the numbers that the files get here: part N's one file is number N."""
+    """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal
+    in all of them. Blocks have the numbers that the files get here: part N's one file is number N.
+    """
     pieces: dict[str, list[StoredParameter]] = defaultdict(list)
     for parameter in (parameter for part in parts for parameter in part.parameters):
         pieces[parameter.name].append(parameter)
@@ -453,9 +488,12 @@ def _joined(pieces: Sequence[StoredParameter]) -> StoredParameter:
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in (pair for piece in pieces for pair in (("", piece.value), *piece.state)):
         known = tensors.get(name)
-        tensors[name] = tensor if known is None else replace(known, blocks=known.blocks + tensor.blocks)
+        tensors[name] = (
+            tensor if known is None else replace(known, blocks=known.blocks + tensor.blocks)
+        )
     scalars = dict(scalar for piece in pieces for scalar in piece.scalars)
-    value, state = tensors.pop(""), tuple(sorted(tensors.items()))
+    value = tensors.pop("")
+    state = tuple(sorted(tensors.items()))
     return replace(pieces[0], value=value, state=state, scalars=tuple(sorted(scalars.items())))
 
 
@@ -473,10 +511,15 @@ class Content:
 
 
 def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, dict[str, int]]:
-    """Write a file, down to the disk. Returns what it is, and each tensor's offset in bytes by key. Raises LaunchError
-    where it cannot be written."""
-    ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)  # So that each is aligned.
-    header, offsets, size = safetensors_header((each.key, DType(each.dtype), each.shape) for each in ordered)
+    """Write a file, down to the disk. Returns what it is, and each tensor's offset in bytes by key.
+    Raises LaunchError where it cannot be written.
+    """
+    ordered = sorted(
+        contents, key=lambda each: -numpy_type(each.dtype).itemsize
+    )  # So that each is aligned.
+    header, offsets, size = safetensors_header(
+        (each.key, DType(each.dtype), each.shape) for each in ordered
+    )
     digest = hashlib.sha256()
     with writing(path), path.open("xb", buffering=0) as file:
         for data in (memoryview(header), *(each.data for each in ordered)):
@@ -490,7 +533,9 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
 
 
 def verify_file(path: Path, file: StoredFile) -> None:
-    """Read a whole file of the checkpoint in `path`. Raises LaunchError unless it is the one that was written."""
+    """Read a whole file of the checkpoint in `path`. Raises LaunchError unless it is the one that
+    was written.
+    """
     where = path / file.name
     try:
         with where.open("rb") as opened:
@@ -505,7 +550,9 @@ def verify_file(path: Path, file: StoredFile) -> None:
 
 
 class Reader:
-    """The tensors of the checkpoint in folder `path`. Its files are taken as they are: `verify_file` looks at them."""
+    """The tensors of the checkpoint in folder `path`. Its files are taken as they are:
+    `verify_file` looks at them.
+    """
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
         self._path = path
@@ -513,19 +560,23 @@ class Reader:
         self._mapped: dict[int, np.ndarray] = {}
 
     def read(self, tensor: StoredTensor, box: Box | None = None) -> np.ndarray:
-        """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in uint16. Raises
-        LaunchError where the checkpoint lacks a part of it."""
+        """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in
+        uint16. Raises LaunchError where the checkpoint lacks a part of it.
+        """
         wanted = whole(tensor.shape) if box is None else box
         found = np.empty(wanted.shape, numpy_type(tensor.dtype))
         elements = 0
         for block in tensor.blocks:
             common = block.box.intersect(wanted)
             if common is not None:
-                found[common.within(wanted).slices] = self._stored(tensor, block)[common.within(block.box).slices]
+                found[common.within(wanted).slices] = self._stored(tensor, block)[
+                    common.within(block.box).slices
+                ]
                 elements += common.elements
         if elements != wanted.elements:
             lacking = (
-                f"{wanted.elements - elements} of {wanted.elements} {plural(wanted.elements, 'element')} of a tensor"
+                f"{wanted.elements - elements} of {wanted.elements} "
+                f"{plural(wanted.elements, 'element')} of a tensor"
             )
             raise _refused(self._path, f"the checkpoint lacks {lacking}", self._path)
         return found
@@ -545,9 +596,12 @@ class Reader:
         return data.view(dtype).reshape(block.box.shape)
 
 
-def check_checkpoint(path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Read all of the checkpoint in folder `path`. Raises LaunchError, naming the file, at the first that is wrong.
-    `progress` is told the bytes of every file."""
+def check_checkpoint(
+    path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Read all of the checkpoint in folder `path`. Raises LaunchError, naming the file, at the
+    first that is wrong. `progress` is told the bytes of every file.
+    """
     for name, tensor in tensors_of(checkpoint):
         if flaw := _flaw(tensor, checkpoint):
             raise _damaged(path, f"{name}: {flaw}")
@@ -567,8 +621,9 @@ def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
-    """Describe the first defect of a tensor's blocks; "" where they lie inside it, do not overlap, cover it, and lie
-    within their files."""
+    """Describe the first defect of a tensor's blocks; "" where they lie inside it, do not overlap,
+    cover it, and lie within their files.
+    """
     try:
         size = numpy_type(tensor.dtype).itemsize
     except ValueError:
@@ -578,7 +633,9 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
     for block in tensor.blocks:
         box = block.box
         if len(box.starts) != rank or len(box.stops) != rank:
-            return f"a block has {len(box.starts)} {plural(len(box.starts), 'dimension')}, not {rank}"
+            return (
+                f"a block has {len(box.starts)} {plural(len(box.starts), 'dimension')}, not {rank}"
+            )
         if any(stop < start for start, stop in zip(box.starts, box.stops, strict=True)):
             return "a block ends before it begins"
         if box.elements and box.intersect(everything) != box:
@@ -589,14 +646,20 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
             return f"a block ends behind the end of {checkpoint.files[block.file].name}"
     stored = sum(block.box.elements for block in tensor.blocks)
     if stored != everything.elements:
-        return f"its blocks have {stored} {plural(stored, 'element')}, its shape {everything.elements}"
+        return (
+            f"its blocks have {stored} {plural(stored, 'element')}, its shape {everything.elements}"
+        )
     return "two of its blocks overlap" if _overlap(tensor) else ""
 
 
 def _overlap(tensor: StoredTensor) -> bool:
     blocks = [block.box for block in tensor.blocks if block.box.elements]
-    starts, stops = (np.array([getattr(box, ends) for box in blocks]) for ends in ("starts", "stops"))
+    starts, stops = (
+        np.array([getattr(box, ends) for box in blocks]) for ends in ("starts", "stops")
+    )
     return any(
-        ((starts[number + 1 :] < stops[number]) & (starts[number] < stops[number + 1 :])).all(axis=1).any()
+        ((starts[number + 1 :] < stops[number]) & (starts[number] < stops[number + 1 :]))
+        .all(axis=1)
+        .any()
         for number in range(len(blocks) - 1)
     )

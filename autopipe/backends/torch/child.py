@@ -1,6 +1,8 @@
-"""Processes that autopipe starts: they end with their parent, and import modules from known folders only.
+"""Processes that autopipe starts: they end with their parent, and import modules from known folders
+only.
 
-`python -P -m autopipe.backends.torch.child FILE.py|MODULE ARGUMENT...` runs the file or module as its main program.
+`python -P -m autopipe.backends.torch.child FILE.py|MODULE ARGUMENT...` runs the file or module as
+its main program.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ _ORPHANED = 5
 
 
 def python_command(*words: str) -> list[str]:
-    """Return the command of a child process that runs `words`: a Python file or module, and its arguments.
+    """Return the command of a child process that runs `words`: a Python file or module, and its
+    arguments.
 
-    -P keeps the current folder, where anybody may have put a `queue.py`, out of the module search path."""
+    -P keeps the current folder, where anybody may have put a `queue.py`, out of the module search
+    path.
+    """
     return [sys.executable, "-P", "-u", "-m", "autopipe.backends.torch.child", *words]
 
 
@@ -45,9 +50,10 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """From now on, Linux kills this process when its parent, process number `parent`, ends; if the parent has ended
-    already, exit. Linux ties the process to the parent's thread that started it, so a parent starts its children from
-    its main thread."""
+    """From now on, Linux kills this process when its parent, process number `parent`, ends; if the
+    parent has ended already, exit. Linux ties the process to the parent's thread that started it,
+    so a parent starts its children from its main thread.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -56,7 +62,9 @@ def end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """While the block runs, Linux makes this process the parent of each descendant whose parent ends."""
+    """While the block runs, Linux makes this process the parent of each descendant whose parent
+    ends.
+    """
     libc = ctypes.CDLL(None)
     before = ctypes.c_int(0)
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -68,13 +76,17 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def show_rank() -> None:
-    """Name this process after its rank, such as `rank 3`, in the lists of processes that `ps -e` and `top` print."""
+    """Name this process after its rank, such as `rank 3`, in the lists of processes that `ps -e`
+    and `top` print.
+    """
     if sys.platform == "linux" and "RANK" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode(), 0, 0, 0)
 
 
 def run(words: Sequence[str]) -> None:
-    """Run `words`, a Python file or module and its arguments, as the main program of this process."""
+    """Run `words`, a Python file or module and its arguments, as the main program of this
+    process.
+    """
     sys.argv[:] = words
     if words[0].endswith(".py"):
         runpy.run_path(words[0], run_name="__main__")
@@ -83,7 +95,9 @@ def run(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run the command line's program, in a process that is tied to its parent before any import that may take long."""
+    """Run the command line's program, in a process that is tied to its parent before any import
+    that may take long.
+    """
     if PARENT in os.environ:
         end_with(int(os.environ[PARENT]))
     show_rank()

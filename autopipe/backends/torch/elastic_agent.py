@@ -1,9 +1,10 @@
 """Torch elastic's agent, told which failures are worth another try and which rank hangs.
 
-Elastic's own launcher starts ranks again whatever they ended with; this agent stops at what would only fail again, such
-as a data file that is missing. By the ranks' heartbeats, one that waits for others is not to blame, however long it
-waits. One is that does not progress in a task of its own (an endless loop), gives no sign of life at all (stopped, or
-stuck while it holds Python's lock), or never began. Where all wait for one another, it is the one that waits longest.
+Elastic's own launcher starts ranks again whatever they ended with; this agent stops at what would
+only fail again, such as a data file that is missing. By the ranks' heartbeats, one that waits for
+others is not to blame, however long it waits. One is that does not progress in a task of its own
+(an endless loop), gives no sign of life at all (stopped, or stuck while it holds Python's lock), or
+never began. Where all wait for one another, it is the one that waits longest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -59,8 +65,9 @@ def _spelled(task: str) -> str:
 
 
 def waits_of(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
-    """For whom a rank waits, for whom that one does, and so on to one that comes again, waits for several, or is on
-    another node. Empty where the first waits for no rank alone."""
+    """For whom a rank waits, for whom that one does, and so on to one that comes again, waits for
+    several, or is on another node. Empty where the first waits for no rank alone.
+    """
     parts: list[str] = []
     seen: set[int] = set()
     while rank in records and rank not in seen and (record := records[rank]).peer >= 0:
@@ -91,37 +98,63 @@ class HungRank:
         name = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.waits:
             chain = f": {self.chain}" if self.chain else ""
-            return f"{name} waits in {_spelled(self.task)} for {self.seconds:.0f} s, and so do all others{chain}"
+            return (
+                f"{name} waits in {_spelled(self.task)} for {self.seconds:.0f} s, and so do all "
+                f"others{chain}"
+            )
         return f"{name} hangs in {_spelled(self.task)} for {self.seconds:.0f} s"
 
     def failure(self, logs: Path) -> Failure:
-        hint = f"--{phase_of(self.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
+        hint = (
+            f"--{phase_of(self.task)}-timeout allows more time; what each rank wrote, and was "
+            f"doing, is in {logs}"
+        )
         code = LaunchError.exit_code
         return Failure(
-            self.rank, self.task, self.message(), hint, "", time.time(), code, final=False, consequence=False
+            self.rank,
+            self.task,
+            self.message(),
+            hint,
+            "",
+            time.time(),
+            code,
+            final=False,
+            consequence=False,
         )
 
 
 def find_hung_rank(
-    records: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
+    records: Mapping[int, HeartbeatRecord | None],
+    began: float,
+    now: float,
+    timeouts: Timeouts,
+    nodes: int,
 ) -> HungRank | None:
-    """The rank that hangs, of those that began at `began`, by rank; of several the one that has done so longest. Where
-    other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there."""
-    running = {rank: record for rank, record in records.items() if record is None or record.task != ENDED}
+    """The rank that hangs, of those that began at `began`, by rank; of several the one that has
+    done so longest. Where other nodes have ranks too, all of this one's may wait twice as long, for
+    theirs to be found there.
+    """
+    running = {
+        rank: record for rank, record in records.items() if record is None or record.task != ENDED
+    }
     found = []
     for rank, record in running.items():
         if record is None:
-            hang, limit = HungRank(rank, "", now - began), timeouts.start_s
+            hang = HungRank(rank, "", now - began)
+            limit = timeouts.start_s
         else:
             last = record.at if record.waits else min(record.at, record.since)
-            hang, limit = HungRank(rank, record.task, now - last), timeouts.of(record.task)
+            hang = HungRank(rank, record.task, now - last)
+            limit = timeouts.of(record.task)
         if hang.seconds > limit:
             found.append(hang)
     patience = 1 if nodes == 1 else 2
     waiting = [
         HungRank(rank, record.task, now - record.since, waits=True)
         for rank, record in running.items()
-        if record is not None and record.waits and now - record.since > patience * timeouts.of(record.task)
+        if record is not None
+        and record.waits
+        and now - record.since > patience * timeouts.of(record.task)
     ]
     if not found and len(waiting) == len(running):
         known = {rank: record for rank, record in running.items() if record is not None}
@@ -148,8 +181,12 @@ class Watchdog:
         records: dict[int, HeartbeatRecord | None] = {}
         for rank in self.ranks:
             record = read_heartbeat(heartbeat_file(self.folder, rank))
-            if record is not None:  # Nothing in it counts as older than the time since watching began.
-                record = replace(record, at=max(record.at, self._began), since=max(record.since, self._began))
+            if (
+                record is not None
+            ):  # Nothing in it counts as older than the time since watching began.
+                record = replace(
+                    record, at=max(record.at, self._began), since=max(record.since, self._began)
+                )
             records[rank] = record
         hang = find_hung_rank(records, self._began, now, self.timeouts, self.nodes)
         return hang and replace(hang, host=socket.gethostname() if self.nodes > 1 else "")
@@ -164,8 +201,12 @@ _NETWORK = "AUTOPIPE_NETWORK"
 
 
 def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the network for the ranks of a node: those set on the first node, but for those set on it."""
-    return {name: str(first[name]) for name in NETWORK_VARIABLES if name in first and name not in own}
+    """Variables of the network for the ranks of a node: those set on the first node, but for those
+    set on it.
+    """
+    return {
+        name: str(first[name]) for name in NETWORK_VARIABLES if name in first and name not in own
+    }
 
 
 class Agent(LocalElasticAgent):
@@ -182,10 +223,14 @@ class Agent(LocalElasticAgent):
         network: Mapping[str, str],
         stop_s: float = 0.0,
     ) -> None:
-        """`network`: variables of the network that this node's user has set. `stop_s`: how long ranks that are asked to
-        stop may take to save."""
+        """`network`: variables of the network that this node's user has set. `stop_s`: how long
+        ranks that are asked to stop may take to save.
+        """
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
-        self._logs, self._timeouts, self._note, self._network = logs, timeouts, note, network
+        self._logs = logs
+        self._timeouts = timeouts
+        self._note = note
+        self._network = network
         self._poll = poll
         self._watch: Watchdog | None = None
         self._hang: HungRank | None = None
@@ -194,8 +239,9 @@ class Agent(LocalElasticAgent):
         """The one that ended the latest attempt."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Torch 2.13 keeps one store for all attempts, and gloo would find in it where the ranks of the last one
-        # listened. Nodes may differ in how often they have restarted, so a token tells attempts apart.
+        # Torch 2.13 keeps one store for all attempts, and gloo would find in it where the ranks of
+        # the last one listened. Nodes may differ in how often they have restarted, so a token tells
+        # attempts apart.
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
             store.set(ATTEMPT, uuid.uuid4().hex)
@@ -220,7 +266,11 @@ class Agent(LocalElasticAgent):
             if self._hang is not None:
                 self._end(worker_group, self._hang.rank)
         if result.state is WorkerState.FAILED:
-            self.failure = self._hang.failure(self._logs) if self._hang else first_failure(result.failures, self._logs)
+            self.failure = (
+                self._hang.failure(self._logs)
+                if self._hang
+                else first_failure(result.failures, self._logs)
+            )
             if self.failure.final:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
@@ -231,14 +281,20 @@ class Agent(LocalElasticAgent):
                 )
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *further: Any, **options: Any) -> None:
-        """Stop all ranks. After Ctrl-C or SIGTERM, which elastic raises as SignalException, ranks that save end with a
-        last checkpoint. A second Ctrl-C ends the ranks at once.
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, *further: Any, **options: Any
+    ) -> None:
+        """Stop all ranks. After Ctrl-C or SIGTERM, which elastic raises as SignalException, ranks
+        that save end with a last checkpoint. A second Ctrl-C ends the ranks at once.
 
-        `further`, `options`: further arguments of elastic, passed on unchanged. Torch 2.13 passes a time limit; torch
-        2.11 passes the signal only and accepts nothing else.
+        `further`, `options`: further arguments of elastic, passed on unchanged. Torch 2.13 passes a
+        time limit; torch 2.11 passes the signal only and accepts nothing else.
         """
-        if self._stop_s and isinstance(sys.exception(), SignalException) and self._pcontext is not None:
+        if (
+            self._stop_s
+            and isinstance(sys.exception(), SignalException)
+            and self._pcontext is not None
+        ):
             for pid in self._pcontext.pids().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STOP)
@@ -248,7 +304,9 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig, *further, **options)
 
     def _end(self, worker_group: WorkerGroup, rank: int) -> None:
-        """End a rank that hangs; elastic then ends the others. It may be deaf to all but SIGKILL."""
+        """End a rank that hangs; elastic then ends the others. It may be deaf to all but
+        SIGKILL.
+        """
         pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS)
@@ -269,12 +327,13 @@ def run_agent(
     stop_s: float = 0.0,
     server: ForkServer | None = None,
 ) -> Failure | None:
-    """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to their end.
+    """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to
+    their end.
 
-    `poll` is called at each look at them. Returns the failure that ended them, None where all went well. With
-    `timeouts` a rank that hangs has failed, too. `server` forks the ranks; without it, each is a new interpreter. What
-    they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
-    RendezvousError.
+    `poll` is called at each look at them. Returns the failure that ended them, None where all went
+    well. With `timeouts` a rank that hangs has failed, too. `server` forks the ranks; without it,
+    each is a new interpreter. What they write goes to files in `logs`, but for rank 0's stdout with
+    `live`. Raises torch's SignalException and RendezvousError.
     """
     handler = Handler(place, ranks)
     entry, *words = python_command(*command)
@@ -287,16 +346,23 @@ def run_agent(
     starter = server or ForkServer()  # One that has not been entered starts interpreters.
 
     def start(
-        command: tuple[str, ...], variables: dict[str, str], output: IO[str] | None, errors: IO[str] | None
+        command: tuple[str, ...],
+        variables: dict[str, str],
+        output: IO[str] | None,
+        errors: IO[str] | None,
     ) -> ForkedProcess | subprocess.Popen[bytes]:
-        return starter.start(list(command[len(python_command()) :]), variables, (None, output, errors))
+        return starter.start(
+            list(command[len(python_command()) :]), variables, (None, output, errors)
+        )
 
     agent = Agent(spec, logs, redirects, timeouts, note, poll, network, stop_s)
     try:
         with environment(_ranks_environment(handler, place)), starting_processes_by(start):
             result = agent.run()
     except SignalException:
-        raise  # Without closing the rendezvous: other nodes may go on with one that takes this one's place.
+        # Without closing the rendezvous: other nodes may go on with one that takes this one's
+        # place.
+        raise
     except RendezvousError:  # No other attempt: the ranks' failure says more.
         handler.shutdown()
         if agent.failure is None:
@@ -312,10 +378,17 @@ def run_agent(
 
 
 def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
-    """Environment of the ranks. They listen on the interface of this node's address, or, where there are several nodes,
-    on those that a user names."""
-    found = {PARENT: str(os.getpid()), KEY: handler.signer.key.hex(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    return found | interface_variables({} if place.nodes == 1 else os.environ, lambda: handler.address)
+    """Environment of the ranks. They listen on the interface of this node's address, or, where
+    there are several nodes, on those that a user names.
+    """
+    found = {
+        PARENT: str(os.getpid()),
+        KEY: handler.signer.key.hex(),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+    }
+    return found | interface_variables(
+        {} if place.nodes == 1 else os.environ, lambda: handler.address
+    )
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:
@@ -329,11 +402,20 @@ def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
     if written is not None:
         return written
     name = failure.signal_name() if failure.exitcode < 0 else ""
-    message, hint = f"killed by {name}", "the machine may be out of memory" if name == "SIGKILL" else ""
+    message = f"killed by {name}"
+    hint = "the machine may be out of memory" if name == "SIGKILL" else ""
     if not name:  # It failed before it could say more than the last line that it wrote.
-        files = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+        files = sorted(
+            logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"),
+            key=lambda path: path.stat().st_mtime,
+        )
         lines = files[-1].read_text(encoding="utf-8", errors="replace").split("\n") if files else []
-        message = next((line for line in reversed(lines) if line.strip()), f"ended with exit code {failure.exitcode}")
+        message = next(
+            (line for line in reversed(lines) if line.strip()),
+            f"ended with exit code {failure.exitcode}",
+        )
     stopped = name == "SIGTERM"  # As elastic stops the ranks that are left.
     code = LaunchError.exit_code
-    return Failure(rank, "", message, hint, "", failure.timestamp, code, final=False, consequence=stopped)
+    return Failure(
+        rank, "", message, hint, "", failure.timestamp, code, final=False, consequence=stopped
+    )

@@ -1,7 +1,7 @@
 """From a PyTorch module to an ONNX file with its loss, by torch's own exporter.
 
-The exporter loses parts of a module that training needs. They are put into the traced program (`traced_program.py`) or,
-if a file has no place for them, into its metadata.
+The exporter loses parts of a module that training needs. They are put into the traced program
+(`traced_program.py`) or, if a file has no place for them, into its metadata.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from autopipe.backends.torch.module_state import buffer_changes, first_names, overlapping, record_state, tensors_of
+from autopipe.backends.torch.module_state import (
+    buffer_changes,
+    first_names,
+    overlapping,
+    record_state,
+    tensors_of,
+)
 from autopipe.backends.torch.torch_interfaces import FakeTensor, NormBase
 from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
 from autopipe.ir.errors import ConfigurationError
@@ -45,7 +51,9 @@ Example = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 class _WithLoss(nn.Module):
     """A module that ends in a loss, if there is one."""
 
-    def __init__(self, module: nn.Module, loss: Callable[..., torch.Tensor] | None, keywords: Sequence[str]) -> None:
+    def __init__(
+        self, module: nn.Module, loss: Callable[..., torch.Tensor] | None, keywords: Sequence[str]
+    ) -> None:
         super().__init__()
         self.module = module
         self._loss_name = _LOSS
@@ -103,9 +111,13 @@ def subject_of(
     loss: Callable[[Any, torch.Tensor], torch.Tensor] | None,
     labels: torch.Tensor | None,
 ) -> Subject:
-    """Return the module and its example inputs as they are exported. Raises ConfigurationError if these do not fit."""
+    """Return the module and its example inputs as they are exported. Raises ConfigurationError if
+    these do not fit.
+    """
     if (loss is None) != (labels is None):
-        raise ConfigurationError("loss and labels go together", "labels is an example of what loss compares with")
+        raise ConfigurationError(
+            "loss and labels go together", "labels is an example of what loss compares with"
+        )
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"a {type(module).__name__} is no torch.nn.Module")
     named = dict(example) if isinstance(example, Mapping) else {}
@@ -114,7 +126,11 @@ def subject_of(
         positional = [example]
     elif not isinstance(example, Mapping):
         positional = list(example)
-    names = ["input"] if len(positional) == 1 else [f"input_{index}" for index in range(len(positional))]
+    names = (
+        ["input"]
+        if len(positional) == 1
+        else [f"input_{index}" for index in range(len(positional))]
+    )
     names += named
     tensors = [*positional, *named.values()]
     if labels is not None:
@@ -122,17 +138,22 @@ def subject_of(
         tensors.append(labels)
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigurationError(f"the example of input {name!r} is a {type(tensor).__name__}, no tensor")
+            raise ConfigurationError(
+                f"the example of input {name!r} is a {type(tensor).__name__}, no tensor"
+            )
     batches = {len(each) for each in tensors if each.dim()}
     if len(batches) != 1:
-        raise ConfigurationError(f"examples have {sorted(batches)} samples", "give each the same number of rows")
+        raise ConfigurationError(
+            f"examples have {sorted(batches)} samples", "give each the same number of rows"
+        )
     if batches == {1}:  # Torch takes an extent of 1 for a constant.
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
     wrapped = _WithLoss(module, loss, list(named))
     wrapped.training = module.training
     _require_exportable(wrapped)
     held = {Subject.name_of(name) for name, _ in tensors_of(wrapped)}
-    # A trace would make one input of two that are the same tensor, such as tokens that are their own labels.
+    # A trace would make one input of two that are the same tensor, such as tokens that are their
+    # own labels.
     return Subject(
         module=wrapped,
         names=tuple(_without_namesake(name, held) for name in names),
@@ -141,17 +162,23 @@ def subject_of(
 
 
 def _without_namesake(name: str, held: Collection[str]) -> str:
-    """Return the name of an input, with underscores behind it if a parameter or buffer has its name."""
+    """Return the name of an input, with underscores behind it if a parameter or buffer has its
+    name.
+    """
     while name in held:
         name += "_"
     return name
 
 
 def _require_exportable(module: _WithLoss) -> None:
-    """Raise ConfigurationError, naming the part, for parts of a module that no ONNX file can hold."""
+    """Raise ConfigurationError, naming the part, for parts of a module that no ONNX file can
+    hold.
+    """
     for name, _ in tensors_of(module):
         if Subject.name_of(name) == _LOSS:
-            raise ConfigurationError(f"the module has a tensor {_LOSS!r}: the loss of the file has this name")
+            raise ConfigurationError(
+                f"the module has a tensor {_LOSS!r}: the loss of the file has this name"
+            )
     for first, second in overlapping(module):
         names = f"{Subject.name_of(first)!r} and {Subject.name_of(second)!r}"
         raise ConfigurationError(
@@ -163,14 +190,18 @@ def _require_exportable(module: _WithLoss) -> None:
             continue
         if each.momentum is None and each.running_mean is not None:
             raise ConfigurationError(
-                f"{type(each).__name__} {Subject.name_of(name)!r} has momentum=None: ONNX has no cumulative average",
+                (
+                    f"{type(each).__name__} {Subject.name_of(name)!r} has momentum=None: ONNX has "
+                    "no cumulative average"
+                ),
                 "set a momentum such as 0.1, or put it into eval()",
             )
 
 
 def loss_among(results: Sequence[object]) -> int | None:
-    """Return the position of the only scalar with a gradient among a module's results, its loss; None if there is none
-    or if there are several."""
+    """Return the position of the only scalar with a gradient among a module's results, its loss;
+    None if there is none or if there are several.
+    """
     places = [
         place
         for place, each in enumerate(results)
@@ -194,9 +225,11 @@ class ExportedModule:
 
 
 def exported(subject: Subject) -> ExportedModule:
-    """Return the module as an ONNX model whose batch axis is symbolic, with a record of its `state_dict`.
+    """Return the module as an ONNX model whose batch axis is symbolic, with a record of its
+    `state_dict`.
 
-    The module stays as it is. Raises ConfigurationError if torch's exporter is not installed or cannot export it.
+    The module stays as it is. Raises ConfigurationError if torch's exporter is not installed or
+    cannot export it.
     """
     batch = torch.export.Dim(_BATCH)
     shapes = (tuple({0: batch} if each.dim() else None for each in subject.tensors),)
@@ -220,26 +253,35 @@ def exported(subject: Subject) -> ExportedModule:
     return ExportedModule(
         program=program,
         changed=tuple(subject.name_of(first[name]) for name in changes.others),
-        moved=tuple(subject.name_of(first[name]) for name in (*changes.statistics, *changes.counts)),
+        moved=tuple(
+            subject.name_of(first[name]) for name in (*changes.statistics, *changes.counts)
+        ),
         left_out=tuple(left_out),
     )
 
 
 def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
-    """Return the traced program: of the Python code that runs, else, if that reads the number of samples as a constant
-    (`len(x)`), of its bytecode."""
+    """Return the traced program: of the Python code that runs, else, if that reads the number of
+    samples as a constant (`len(x)`), of its bytecode.
+    """
     first = ""
     for strict in (False, True):
         try:
             with InSupportedParts():
-                traced = torch.export.export(subject.module, subject.tensors, dynamic_shapes=shapes, strict=strict)
+                traced = torch.export.export(
+                    subject.module, subject.tensors, dynamic_shapes=shapes, strict=strict
+                )
         except Exception as error:  # noqa: BLE001  (The user's own code runs in a trace.)
             first = first or _reason(error)
             continue
         if not any(isinstance(each, FakeTensor) for each in traced.constants.values()):
             return traced
-        first = "it takes a value that the module computes for a constant, as of `.data` (use detach())"
-    raise ConfigurationError(f"torch cannot trace the module: {first}", "torch.export.export says more")
+        first = (
+            "it takes a value that the module computes for a constant, as of `.data` (use detach())"
+        )
+    raise ConfigurationError(
+        f"torch cannot trace the module: {first}", "torch.export.export says more"
+    )
 
 
 def _reason(error: BaseException) -> str:
@@ -258,7 +300,8 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
             dynamo=True,
             input_names=subject.names,
             custom_translation_table=translations(),
-            optimize=False,  # It would make one parameter of several that are equal, as a new module's are.
+            # It would make one parameter of several that are equal, as a new module's are.
+            optimize=False,
             verbose=False,
         )
     except ModuleNotFoundError as error:
@@ -275,7 +318,8 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
 
 
 def _name_tensors(model: Any, subject: Subject) -> None:
-    """Give tensors of the file the module's names, and state in its metadata which parameters are not trained.
+    """Give tensors of the file the module's names, and state in its metadata which parameters are
+    not trained.
 
     A tensor that the module has under several names has the first of them in the file.
     """
@@ -284,7 +328,8 @@ def _name_tensors(model: Any, subject: Subject) -> None:
     for name, known in first.items():
         value = model.graph.initializers.get(name)
         if name != known and value is not None:
-            # The trace reads another of the names. The signature says both names, each of the other argument.
+            # The trace reads another of the names. The signature says both names, each of the other
+            # argument.
             value.name = known
             signature = _exchanged(signature, f"target='{name}'", f"target='{known}'")
     wanted = {subject.name_of(value.name) for value in model.graph.initializers.values()}
@@ -292,7 +337,9 @@ def _name_tensors(model: Any, subject: Subject) -> None:
     for value in list(model.graph.initializers.values()):
         value.name = subject.name_of(value.name)
     model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
-    frozen = [name for name, parameter in subject.parameters().items() if not parameter.requires_grad]
+    frozen = [
+        name for name, parameter in subject.parameters().items() if not parameter.requires_grad
+    ]
     model.metadata_props[_FROZEN] = json.dumps(frozen)
 
 
@@ -316,7 +363,11 @@ def _exchanged(text: str, first: str, second: str) -> str:
 
 def _name_batch(model: Any) -> None:
     """Give the symbol of the batch axis its name in the file."""
-    symbols = {str(value.shape[0]) for value in model.graph.inputs if value.shape is not None and len(value.shape)}
+    symbols = {
+        str(value.shape[0])
+        for value in model.graph.inputs
+        if value.shape is not None and len(value.shape)
+    }
     if len(symbols) != 1:
         return
     (symbol,) = symbols
@@ -327,8 +378,14 @@ def _name_batch(model: Any) -> None:
 
 
 def _rename_results(graph: Any, wanted: Collection[str]) -> None:
-    """Give results of nodes other names than those that parameters shall have: a parameter `mean` beside a mean."""
-    taken = {*wanted, *(value.name for value in graph.inputs), *(value.name for value in _results(graph))}
+    """Give results of nodes other names than those that parameters shall have: a parameter `mean`
+    beside a mean.
+    """
+    taken = {
+        *wanted,
+        *(value.name for value in graph.inputs),
+        *(value.name for value in _results(graph)),
+    }
     for value in _results(graph):
         if value.name not in wanted:
             continue

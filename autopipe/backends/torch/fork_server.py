@@ -1,8 +1,10 @@
-"""A process that imports torch and the runtime once and forks the ranks of a launch, which then need no imports.
+"""A process that imports torch and the runtime once and forks the ranks of a launch, which then
+need no imports.
 
-`ForkServer` is the launcher's side. The server process runs this module with the number of a socket. It has one thread
-and has not initialised CUDA, so that its forks are safe. Per rank it forks twice and lets the process in between end:
-Linux then makes the launcher the rank's parent, as if the launcher had started a new interpreter.
+`ForkServer` is the launcher's side. The server process runs this module with the number of a
+socket. It has one thread and has not initialised CUDA, so that its forks are safe. Per rank it
+forks twice and lets the process in between end: Linux then makes the launcher the rank's parent, as
+if the launcher had started a new interpreter.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ _WAIT_POLL_S: Final = 0.02
 
 
 class ForkedProcess:
-    """A child process that `ForkServer` forked, with the part of `subprocess.Popen` that callers use."""
+    """A child process that `ForkServer` forked, with the part of `subprocess.Popen` that callers
+    use.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, the negative signal number if a signal ended the process, or None while it runs."""
+        """Return the exit code, the negative signal number if a signal ended the process, or None
+        while it runs.
+        """
         if self.returncode is None:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -67,7 +73,9 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once the process has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return the exit code once the process has ended. Raises subprocess.TimeoutExpired after
+        `timeout` seconds.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -99,10 +107,13 @@ class ForkServer:
         """Start the server's process, which imports torch while this process does other work."""
         if sys.platform == "linux" and os.environ.get(SWITCH) != "0":
             self._line, theirs = socket.socketpair()
-            words = python_command("autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED)
+            words = python_command(
+                "autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED
+            )
             changes = {PARENT: str(os.getpid())}
-            # A session of its own keeps Ctrl-C at the terminal from the server. What fails in its imports fails again,
-            # and is reported, in the interpreters that are started in place of forks.
+            # A session of its own keeps Ctrl-C at the terminal from the server. What fails in its
+            # imports fails again, and is reported, in the interpreters that are started in place of
+            # forks.
             self._process = subprocess.Popen(
                 words, env=os.environ | changes, pass_fds=[theirs.fileno()], start_new_session=True,
                 stderr=subprocess.DEVNULL,
@@ -110,12 +121,17 @@ class ForkServer:
             theirs.close()
 
     def start(
-        self, words: list[str], env: Mapping[str, str], streams: tuple[int | IO[str] | None, ...] = (None, None, None)
+        self,
+        words: list[str],
+        env: Mapping[str, str],
+        streams: tuple[int | IO[str] | None, ...] = (None, None, None),
     ) -> ForkedProcess | subprocess.Popen[bytes]:
-        """Start `words`, as `python_command` takes them, as a child process in a session of its own.
+        """Start `words`, as `python_command` takes them, as a child process in a session of its
+        own.
 
-        `streams`: files for standard input, output and errors; None for this process's own. Without a fork server, or
-        if it fails, a new interpreter runs the words."""
+        `streams`: files for standard input, output and errors; None for this process's own. Without
+        a fork server, or if it fails, a new interpreter runs the words.
+        """
         files = tuple(number if each is None else each for number, each in enumerate(streams))
         if self._line is not None:
             numbers = [each if isinstance(each, int) else each.fileno() for each in files]
@@ -123,7 +139,12 @@ class ForkServer:
                 return ForkedProcess(_fork(self._line, words, env, numbers))
             self.close()
         return subprocess.Popen(
-            python_command(*words), env=env, stdin=files[0], stdout=files[1], stderr=files[2], start_new_session=True
+            python_command(*words),
+            env=env,
+            stdin=files[0],
+            stdout=files[1],
+            stderr=files[2],
+            start_new_session=True,
         )
 
     def close(self) -> None:
@@ -138,21 +159,26 @@ class ForkServer:
 
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-"""Environment variables with the settings of torch's allocator. All versions read the first, before the second, which
-newer ones have."""
+"""Environment variables with the settings of torch's allocator. All versions read the first, before
+the second, which newer ones have.
+"""
 _LOG_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
-"""Environment variable that torch reads when it is imported. Warnings of its rendezvous say nothing to a user."""
+"""Environment variable that torch reads when it is imported. Warnings of its rendezvous say nothing
+to a user.
+"""
 
 
 @contextlib.contextmanager
 def rank_environment() -> Iterator[None]:
-    """Set the environment that ranks inherit while the block runs: one thread each, this same autopipe, errors of
-    torch's C++ alone, and memory of GPUs in segments that grow, which tensors of changing sizes do not break up.
-    Variables that are set already stay."""
+    """Set the environment that ranks inherit while the block runs: one thread each, this same
+    autopipe, errors of torch's C++ alone, and memory of GPUs in segments that grow, which tensors
+    of changing sizes do not break up. Variables that are set already stay.
+    """
     root = Path(__file__).resolve().parents[3]
     # An empty entry would be the current folder, where anybody may have put a module.
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    # An installed autopipe is found anyhow, and site-packages must not come before the standard library.
+    # An installed autopipe is found anyhow, and site-packages must not come before the standard
+    # library.
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
     changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
@@ -169,8 +195,9 @@ _early: Final[list[ForkServer]] = []
 
 
 def start_early() -> None:
-    """Start the fork server of the next launch of this process: it imports torch while this process imports and checks
-    what the launch needs. It ends with this process if no launch follows."""
+    """Start the fork server of the next launch of this process: it imports torch while this process
+    imports and checks what the launch needs. It ends with this process if no launch follows.
+    """
     server = ForkServer()
     with rank_environment():
         server.open()
@@ -179,7 +206,9 @@ def start_early() -> None:
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Yield a fork server with the environment of ranks: the one that was started early, if there is one."""
+    """Yield a fork server with the environment of ranks: the one that was started early, if there
+    is one.
+    """
     if not _early:
         start_early()
     with contextlib.closing(_early.pop()) as server:
@@ -187,18 +216,23 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]) -> int:
-    """Have the server at the other end of `line` fork a rank, and return its process number. Raises OSError if it
-    does not."""
+    """Have the server at the other end of `line` fork a rank, and return its process number. Raises
+    OSError if it does not.
+    """
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            form = json.dumps({"words": words, "env": dict(env), "folder": os.getcwd(), "parent": os.getpid()}).encode()
+            form = json.dumps(
+                {"words": words, "env": dict(env), "folder": os.getcwd(), "parent": os.getpid()}
+            ).encode()
             socket.send_fds(line, [_LENGTH.pack(len(form))], [*streams, theirs.fileno()])
             line.sendall(form)
         reply = ours.recv(_LENGTH.size)
         if len(reply) < _LENGTH.size:
             raise ConnectionError("the fork server ended")
-        ours.sendall(b"\0")  # Without it, because this process was interrupted, the rank ends at once.
+        ours.sendall(
+            b"\0"
+        )  # Without it, because this process was interrupted, the rank ends at once.
         return int(_LENGTH.unpack(reply)[0])
 
 
@@ -232,8 +266,9 @@ def _receive(line: socket.socket) -> _Request | None:
 
 
 def _serve(line: socket.socket) -> list[str] | None:
-    """Fork a process per request. Returns the words to run in each of these processes, and None in the server once the
-    launcher has gone."""
+    """Fork a process per request. Returns the words to run in each of these processes, and None in
+    the server once the launcher has gone.
+    """
     while (request := _receive(line)) is not None:
         pid = os.fork()
         if pid == 0:
@@ -248,7 +283,9 @@ def _serve(line: socket.socket) -> list[str] | None:
 
 
 def _become(request: _Request) -> None:
-    """Give this process, just forked, the session, parent, environment, folder and streams of the request."""
+    """Give this process, just forked, the session, parent, environment, folder and streams of the
+    request.
+    """
     os.setsid()
     end = time.monotonic() + _ADOPTION_S
     while os.getppid() != request.parent and time.monotonic() < end:
@@ -265,13 +302,16 @@ def _become(request: _Request) -> None:
         if not reply.recv(1):
             os._exit(1)
     request.close()
-    if "numpy.random" in sys.modules:  # Otherwise all ranks would draw equal numbers where no seed is set.
+    if (
+        "numpy.random" in sys.modules
+    ):  # Otherwise all ranks would draw equal numbers where no seed is set.
         importlib.import_module("numpy.random").seed()
 
 
 def _is_single_threaded() -> bool:
-    """True if a fork leaves no thread behind. The libraries' own handlers end their idle threads, such as those of
-    OpenBLAS, at a fork; so look after one."""
+    """True if a fork leaves no thread behind. The libraries' own handlers end their idle threads,
+    such as those of OpenBLAS, at a fork; so look after one.
+    """
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -280,14 +320,18 @@ def _is_single_threaded() -> bool:
 
 
 def main() -> None:
-    """Import the modules that the command line names, fork until the launcher ends, and in each fork run its words."""
+    """Import the modules that the command line names, fork until the launcher ends, and in each
+    fork run its words.
+    """
     line = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # Modules are many objects and few cycles: collections took a fifth of the time of their import.
+    # Modules are many objects and few cycles: collections took a fifth of the time of their import.
+    gc.disable()
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if not _is_single_threaded():
         return
-    gc.freeze()  # Collections in ranks leave these objects, and so the memory pages that ranks share, alone.
+    # Collections in ranks leave these objects, and so the memory pages that ranks share, alone.
+    gc.freeze()
     gc.enable()
     if (words := _serve(line)) is not None:
         run(words)

@@ -54,7 +54,9 @@ class LaunchConfig:
 
 
 def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
-    """(nodes, ranks on each). Raises ConfigurationError where they do not make up the program's world size."""
+    """(nodes, ranks on each). Raises ConfigurationError where they do not make up the program's
+    world size.
+    """
     low, high = config.nodes
     world = manifest.world_size
     ranks = config.ranks_per_node or (world // high if world % high == 0 else 0)
@@ -73,11 +75,17 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
         )
     nodes = world // ranks
     if config.node is not None and config.node >= nodes:
-        raise ConfigurationError(f"there is no node {config.node} of {nodes}", hint="--node-rank counts from 0")
+        raise ConfigurationError(
+            f"there is no node {config.node} of {nodes}", hint="--node-rank counts from 0"
+        )
     if nodes > 1 and not config.rendezvous_endpoint:
-        raise ConfigurationError("several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all")
+        raise ConfigurationError(
+            "several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all"
+        )
     if nodes > 1 and not config.rendezvous_key:
-        raise ConfigurationError("several nodes need a key that they share", hint="--rdzv-key FILE, alike on all")
+        raise ConfigurationError(
+            "several nodes need a key that they share", hint="--rdzv-key FILE, alike on all"
+        )
     return nodes, ranks
 
 
@@ -89,11 +97,12 @@ def launch_program(
     poll: Callable[[], None] = lambda: None,
     server: ForkServer | None = None,
 ) -> None:
-    """Run the program's ranks of this node to their end. `arguments` are those of a rank's file. `note` is told of
-    restarts; `poll` is called several times a second meanwhile, and at the end. `server` forks the ranks; without it, a
-    fork server is started for this launch. Raises the first failing rank's error:
-    ConfigurationError where the rank could not take what it was given, otherwise LaunchError; KeyboardInterrupt after
-    Ctrl-C, when all ranks have ended."""
+    """Run the program's ranks of this node to their end. `arguments` are those of a rank's file.
+    `note` is told of restarts; `poll` is called several times a second meanwhile, and at the end.
+    `server` forks the ranks; without it, a fork server is started for this launch. Raises the first
+    failing rank's error: ConfigurationError where the rank could not take what it was given,
+    otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended.
+    """
     if server is None:
         with fork_server() as own:
             launch_program(manifest, arguments, config, note, poll, own)
@@ -119,7 +128,17 @@ def launch_program(
     try:
         with scratch_folder("logs") as logs, rank_environment(), _elastic_contained(config.debug):
             failure = run_agent(
-                command, ranks, place, config.max_restarts, timeouts, logs, config.live, note, poll, stop_s, server
+                command,
+                ranks,
+                place,
+                config.max_restarts,
+                timeouts,
+                logs,
+                config.live,
+                note,
+                poll,
+                stop_s,
+                server,
             )
             if failure is not None and not failure.final:
                 keep_folder(logs)
@@ -130,7 +149,9 @@ def launch_program(
     except RendezvousError as error:
         if isinstance(error.__cause__, LaunchError):
             raise error.__cause__ from error
-        raise LaunchError(f"the nodes did not meet: {error}", hint="another node may have ended the run") from error
+        raise LaunchError(
+            f"the nodes did not meet: {error}", hint="another node may have ended the run"
+        ) from error
     finally:
         poll()
     if failure is not None:
@@ -142,11 +163,13 @@ def launch_program(
 
 @contextmanager
 def _elastic_contained(debug: bool) -> Iterator[None]:
-    """Put back the signal handlers that elastic takes for itself, and keep its log lines off the terminal unless
-    `debug` wants them."""
+    """Put back the signal handlers that elastic takes for itself, and keep its log lines off the
+    terminal unless `debug` wants them.
+    """
     saved = {each: signal.getsignal(each) for each in _TAKEN_SIGNALS}
     # Each of its modules has a logger with a level of its own; all hand their lines to this one.
-    logger, nowhere = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    logger = logging.getLogger("torch.distributed.elastic")
+    nowhere = logging.NullHandler()
     propagate = logger.propagate
     if not debug:
         logger.addHandler(nowhere)
@@ -160,9 +183,13 @@ def _elastic_contained(debug: bool) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def run_child(words: Sequence[str], changes: dict[str, str], server: ForkServer | None = None) -> str:
-    """Run `words`, as `python_command` takes them, to the end, with changes to the environment; `server` forks the
-    process. Returns "" if it succeeds, otherwise the last line that it wrote to stderr."""
+def run_child(
+    words: Sequence[str], changes: dict[str, str], server: ForkServer | None = None
+) -> str:
+    """Run `words`, as `python_command` takes them, to the end, with changes to the environment;
+    `server` forks the process. Returns "" if it succeeds, otherwise the last line that it wrote to
+    stderr.
+    """
     starter = server or ForkServer()  # One that has not been entered starts interpreters.
     with tempfile.TemporaryFile("w+") as errors, open(os.devnull, "r+") as nothing:
         process = starter.start(list(words), os.environ | changes, (nothing, nothing, errors))
@@ -185,18 +212,28 @@ def run_alone(
     fake_cuda: Path | None = None,
     server: ForkServer | None = None,
 ) -> None:
-    """Run one rank of a program in a separate process: all of a one-rank program, or one rank of a dry run, if
-    `fake_cuda` is given on the device of that library. `server` forks the process; without it, a new interpreter runs
-    the rank. Raises the rank's error."""
+    """Run one rank of a program in a separate process: all of a one-rank program, or one rank of a
+    dry run, if `fake_cuda` is given on the device of that library. `server` forks the process;
+    without it, a new interpreter runs the rank. Raises the rank's error.
+    """
     with scratch_folder("rank") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
-        world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        world = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+        }
         changes = {name: str(value) for name, value in world.items()} | {ERROR_FILE: str(failed)}
         device = () if fake_cuda is None else ("autopipe.backends.torch.fake_cuda", str(fake_cuda))
         last_words = run_child((*device, str(folder / "run.py"), *arguments), changes, server)
         if not last_words:
             return
-        failure = read_failure(json.loads(failed.read_text(encoding="utf-8"))) if failed.exists() else None
+        failure = (
+            read_failure(json.loads(failed.read_text(encoding="utf-8")))
+            if failed.exists()
+            else None
+        )
     raise LaunchError(last_words, where=str(folder)) if failure is None else failure.error()
 
 
@@ -214,7 +251,11 @@ def _by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    found = {int(line["step"]): line for line in lines if "step" in line and ("eval_loss" in line) is evaluations}
+    found = {
+        int(line["step"]): line
+        for line in lines
+        if "step" in line and ("eval_loss" in line) is evaluations
+    }
     return [report for _, report in sorted(found.items())]
 
 
@@ -222,8 +263,11 @@ class ReportFollower:
     """Reads a report file as it grows."""
 
     def __init__(self, path: Path, takers: Sequence[Callable[[dict[str, Any]], None]]) -> None:
-        """Each of `takers` is called with each record: a step's figures, or a `note` to be shown."""
-        self._path, self._takers = path, takers
+        """Each of `takers` is called with each record: a step's figures, or a `note` to be
+        shown.
+        """
+        self._path = path
+        self._takers = takers
         self._read = 0  # Bytes.
 
     def poll(self) -> None:
@@ -243,4 +287,7 @@ class ReportFollower:
 
 def read_times(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """By rank, the times of steps that this node's ranks left in `folder` (`runtime/report.py`)."""
-    return {int(path.stem.removeprefix("rank_")): read_reports(path) for path in sorted(folder.glob("rank_*.jsonl"))}
+    return {
+        int(path.stem.removeprefix("rank_")): read_reports(path)
+        for path in sorted(folder.glob("rank_*.jsonl"))
+    }

@@ -1,5 +1,6 @@
-"""The log of a run: every N steps a line of `metrics.jsonl`, TensorBoard's events, and a W&B run. The launcher writes
-it from what rank 0 reports, so that no rank waits for a log."""
+"""The log of a run: every N steps a line of `metrics.jsonl`, TensorBoard's events, and a W&B run.
+The launcher writes it from what rank 0 reports, so that no rank waits for a log.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ _RATES = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_r
 
 
 class MetricsWriter(Protocol):
-    """Takes records in the order of their steps. A step that comes again, after a restart, replaces what was written of
-    it and of later ones."""
+    """Takes records in the order of their steps. A step that comes again, after a restart, replaces
+    what was written of it and of later ones.
+    """
 
     @property
     def path(self) -> Path:
@@ -47,7 +49,9 @@ class JsonLines:
             _end_last_line(path, content)
 
     def write(self, record: Record) -> None:
-        if record["step"] < self._last or (record["step"] == self._last and "step_time_s" in record):
+        if record["step"] < self._last or (
+            record["step"] == self._last and "step_time_s" in record
+        ):
             self._cut_back(record["step"])
         self._last = record["step"]
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
@@ -63,7 +67,9 @@ class JsonLines:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """Yield the steps of a log. Raises ConfigurationError for a file that autopipe did not write."""
+    """Yield the steps of a log. Raises ConfigurationError for a file that autopipe did not
+    write.
+    """
     if not path.exists():
         return
     *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -83,11 +89,15 @@ _BEGINNING = '{"step": '
 
 
 def _not_a_step(path: Path, number: int) -> ConfigurationError:
-    return ConfigurationError(f"line {number} is no step's", "move it away, or name another folder", str(path))
+    return ConfigurationError(
+        f"line {number} is no step's", "move it away, or name another folder", str(path)
+    )
 
 
 def _whole_step(line: str) -> int | None:
-    """Return the step of a last line that lacks its end alone, None if a part of its object is missing."""
+    """Return the step of a last line that lacks its end alone, None if a part of its object is
+    missing.
+    """
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -95,7 +105,9 @@ def _whole_step(line: str) -> int | None:
 
 
 def _end_last_line(path: Path, content: bytes) -> None:
-    """End the last line of a log; take it off if a part is missing, for example because the machine stopped."""
+    """End the last line of a log; take it off if a part is missing, for example because the machine
+    stopped.
+    """
     end = content.rfind(b"\n") + 1
     if _whole_step(content[end:].decode(errors="replace")) is None:
         os.truncate(path, end)
@@ -118,7 +130,9 @@ class TensorBoard:
             self.close()
             # What an earlier start has written of these steps is no longer shown.
             module: Any = import_module("torch.utils.tensorboard")
-            self._writer = module.SummaryWriter(str(self.path), purge_step=step, flush_secs=_FLUSH_S)
+            self._writer = module.SummaryWriter(
+                str(self.path), purge_step=step, flush_secs=_FLUSH_S
+            )
         self._last = step
         for name, figure in scalars(record):
             self._writer.add_scalar(name, figure, step)
@@ -153,7 +167,9 @@ class WeightsAndBiases:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record by the names that TensorBoard and W&B show them under, such as `train/loss`."""
+    """The numbers of a record by the names that TensorBoard and W&B show them under, such as
+    `train/loss`.
+    """
     for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
         if record.get(name) is not None:
             yield f"train/{name}", record[name]
@@ -169,11 +185,17 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 class MetricsLog:
-    """Hands every N-th step's record to the writers: loss, rate and norm are that step's, times and rates the mean of
-    the steps since the one before. A writer that fails is left out from then on, and a run goes on."""
+    """Hands every N-th step's record to the writers: loss, rate and norm are that step's, times and
+    rates the mean of the steps since the one before. A writer that fails is left out from then on,
+    and a run goes on.
+    """
 
-    def __init__(self, writers: list[MetricsWriter], every: int, warn: Callable[[str], None]) -> None:
-        self._writers, self._every, self._warn = writers, every, warn
+    def __init__(
+        self, writers: list[MetricsWriter], every: int, warn: Callable[[str], None]
+    ) -> None:
+        self._writers = writers
+        self._every = every
+        self._warn = warn
         self._since: list[Record] = []
 
     def add(self, record: Record) -> None:
@@ -212,7 +234,9 @@ class MetricsLog:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Return the file that cannot be written, `path` unless the error names one, and why, on one line."""
+    """Return the file that cannot be written, `path` unless the error names one, and why, on one
+    line.
+    """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror}"
     return " ".join(f"{path}: {type(error).__name__}: {error}".split())
@@ -223,7 +247,9 @@ def _finite(value: Any) -> Any:
 
 
 def mean_of_steps(records: list[Record]) -> dict[str, Any]:
-    """The last of some steps' records, with the mean of their times, and rates over all of their time."""
+    """The last of some steps' records, with the mean of their times, and rates over all of their
+    time.
+    """
     found = dict(records[-1])
     if len(records) == 1:
         return found
@@ -245,29 +271,47 @@ class LogSettings:
     wandb_project: str | None = None
 
     def check(self, resume: bool) -> None:
-        """Raise ConfigurationError where the log cannot be written, or the folder holds that of another run and
-        `resume` does not ask to go on with it. Nothing is written."""
+        """Raise ConfigurationError where the log cannot be written, or the folder holds that of
+        another run and `resume` does not ask to go on with it. Nothing is written.
+        """
         path = self.folder / METRICS_FILE
-        there = next(each for each in (self.folder.absolute(), *self.folder.absolute().parents) if each.exists())
+        there = next(
+            each
+            for each in (self.folder.absolute(), *self.folder.absolute().parents)
+            if each.exists()
+        )
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigurationError("the log cannot be written", hint="name another folder", where=str(self.folder))
+            raise ConfigurationError(
+                "the log cannot be written", hint="name another folder", where=str(self.folder)
+            )
         if path.exists() and not path.is_file():
-            raise ConfigurationError(f"{path} is no file", hint="name another folder with --log DIR")
+            raise ConfigurationError(
+                f"{path} is no file", hint="name another folder with --log DIR"
+            )
         if self.wandb_project is not None and find_spec("wandb") is None:
-            raise ConfigurationError("W&B is not installed", hint="pip install wandb", where="--wandb")
+            raise ConfigurationError(
+                "W&B is not installed", hint="pip install wandb", where="--wandb"
+            )
         if list(_steps(path)) and not resume:
-            hint = "name another folder, or go on from its checkpoint with --checkpoint DIR --resume"
-            raise ConfigurationError("the folder holds the log of another run", hint, str(self.folder))
+            hint = (
+                "name another folder, or go on from its checkpoint with --checkpoint DIR --resume"
+            )
+            raise ConfigurationError(
+                "the folder holds the log of another run", hint, str(self.folder)
+            )
 
     def open(self, run: Record, warn: Callable[[str], None]) -> MetricsLog:
-        """Make the folder and the log in it. W&B keeps `run` as what the run is. Raises ConfigurationError if the
-        folder cannot be made or the file's last line cannot be ended."""
+        """Make the folder and the log in it. W&B keeps `run` as what the run is. Raises
+        ConfigurationError if the folder cannot be made or the file's last line cannot be ended.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             writers: list[MetricsWriter] = [JsonLines(self.folder / METRICS_FILE)]
         except OSError as error:
             message = f"the log cannot be written: {error.strerror}"
-            raise ConfigurationError(message, "name another folder with --log DIR", str(error.filename)) from error
+            raise ConfigurationError(
+                message, "name another folder with --log DIR", str(error.filename)
+            ) from error
         if find_spec("tensorboard") is not None:
             writers.append(TensorBoard(self.folder))
         if self.wandb_project is not None:

@@ -1,6 +1,8 @@
-"""Loss and gradients of a module on example inputs, as PyTorch computes them: what an exported file is compared with.
+"""Loss and gradients of a module on example inputs, as PyTorch computes them: what an exported file
+is compared with.
 
-Nothing of the module changes: buffers are copies, gradients are returned, random numbers are drawn apart.
+Nothing of the module changes: buffers are copies, gradients are returned, random numbers are drawn
+apart.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from autopipe.backends.torch.exporter import Subject, loss_among
 from autopipe.backends.torch.torch_interfaces import tensors_within
 
 _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Functions of `torch` whose only floating-point argument is the probability between layers; `train` follows it."""
+"""Functions of `torch` whose only floating-point argument is the probability between layers;
+`train` follows it.
+"""
 _TRAINING: Final = ("training", "train")
 
 
@@ -51,14 +55,20 @@ class Evaluation:
 
 
 class _NothingDropped(TorchFunctionMode):
-    """Calls what drops with probability 0, and lists the probabilities that the module asked for."""
+    """Calls what drops with probability 0, and lists the probabilities that the module asked
+    for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[float] = []
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
         name = getattr(function, "__name__", "")
@@ -69,15 +79,26 @@ class _NothingDropped(TorchFunctionMode):
             self._note(args[1], args[2])
             args = (args[0], 0.0, False)
             given = {}
-        elif "dropout" in name or name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        elif "dropout" in name or name in (
+            "scaled_dot_product_attention",
+            "multi_head_attention_forward",
+        ):
             args, given = self._with_zero(function, args, given)
         found = function(*args, **given)
-        if len(self.asked) > asked and isinstance(found, torch.Tensor) and not torch.is_grad_enabled():
-            return found.detach()  # With probability 0 it may be the operand itself, which has a gradient.
+        if (
+            len(self.asked) > asked
+            and isinstance(found, torch.Tensor)
+            and not torch.is_grad_enabled()
+        ):
+            return (
+                found.detach()
+            )  # With probability 0 it may be the operand itself, which has a gradient.
         return found
 
     def _without_probability(self, args: Sequence[Any]) -> list[Any]:
-        """Return the arguments of a recurrent layer, whose probability is the only floating-point one."""
+        """Return the arguments of a recurrent layer, whose probability is the only floating-point
+        one.
+        """
         place = next(place for place, each in enumerate(args) if isinstance(each, float))
         layers = args[place - 1]
         for _ in range(layers - 1):
@@ -87,10 +108,14 @@ class _NothingDropped(TorchFunctionMode):
     def _with_zero(
         self, function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with probability 0, for a function that names the probability `p` or `dropout_p`."""
+        """Return the arguments with probability 0, for a function that names the probability `p` or
+        `dropout_p`.
+        """
         if function is F.scaled_dot_product_attention:
             names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
-            bound: dict[str, Any] = {"dropout_p": 0.0} | dict(zip(names, args, strict=False)) | given
+            bound: dict[str, Any] = (
+                {"dropout_p": 0.0} | dict(zip(names, args, strict=False)) | given
+            )
         else:
             signature = inspect.signature(function).bind(*args, **given)
             signature.apply_defaults()
@@ -106,10 +131,14 @@ class _NothingDropped(TorchFunctionMode):
             self.asked.append(float(probability))
 
 
-def evaluate(subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0) -> Evaluation:
-    """Return what the module computes of these inputs: with a loss in the modes of its submodules, else in `eval()`.
+def evaluate(
+    subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0
+) -> Evaluation:
+    """Return what the module computes of these inputs: with a loss in the modes of its submodules,
+    else in `eval()`.
 
-    `ulps` moves each parameter by this many units in its last place, up or down at random: what roundings change.
+    `ulps` moves each parameter by this many units in its last place, up or down at random: what
+    roundings change.
     """
     found = _evaluated(subject, tensors, seed, ulps)
     if found.loss is not None:
@@ -123,13 +152,17 @@ def evaluate(subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, u
             each.training = training
 
 
-def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulps: float) -> Evaluation:
+def _evaluated(
+    subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulps: float
+) -> Evaluation:
     module = subject.module
     own = dict(module.named_parameters())
     before = dict(module.named_buffers())
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NothingDropped() as dropouts:
         torch.manual_seed(seed)
-        read: Mapping[str, torch.Tensor] = {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
+        read: Mapping[str, torch.Tensor] = (
+            {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
+        )
         trained = {name: each for name, each in read.items() if each.requires_grad}
         replaced = {id(own[name]): each for name, each in read.items()}
         replaced |= {id(each): each.clone() for each in before.values()}
@@ -140,13 +173,17 @@ def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulp
             gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
             if place is not None and results[place].requires_grad and trained:
                 # Checkpointed parts of the forward run again here.
-                gradients = torch.autograd.grad(results[place], list(trained.values()), allow_unused=True)
+                gradients = torch.autograd.grad(
+                    results[place], list(trained.values()), allow_unused=True
+                )
             again = dict(module.named_buffers())
     pairs = zip(trained, gradients, strict=True)
     return Evaluation(
         results=tuple(_array(each) for each in results),
         loss=place,
-        gradients={subject.name_of(name): None if each is None else _array(each) for name, each in pairs},
+        gradients={
+            subject.name_of(name): None if each is None else _array(each) for name, each in pairs
+        },
         functions=() if place is None else tuple(sorted(_custom_functions(results[place]))),
         dropped=tuple(sorted(dropouts.asked)),
         changed=tuple(map(subject.name_of, _differing(before, after))),
@@ -158,7 +195,8 @@ def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulp
 def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Let a module read other tensors in place of its parameters and buffers, by the `id` of these.
 
-    `torch.func.functional_call` does not give a module its own tensors back that has a submodule under several names.
+    `torch.func.functional_call` does not give a module its own tensors back that has a submodule
+    under several names.
     """
     tables: list[dict[str, Any]] = []
     for each in module.modules():
@@ -176,13 +214,20 @@ def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterato
 
 def _differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of the tensors that are not equal."""
-    return [name for name, each in before.items() if name not in after or not _is_same(each, after[name])]
+    return [
+        name
+        for name, each in before.items()
+        if name not in after or not _is_same(each, after[name])
+    ]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors are equal; a NaN equals a NaN."""
-    one, other = one.detach(), other.detach()
-    return one.shape == other.shape and bool(((one == other) | torch.isnan(one) & torch.isnan(other)).all())
+    one = one.detach()
+    other = other.detach()
+    return one.shape == other.shape and bool(
+        ((one == other) | torch.isnan(one) & torch.isnan(other)).all()
+    )
 
 
 def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
@@ -191,7 +236,11 @@ def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
         return parameter.detach()
     signs = torch.randint(0, 2, parameter.shape, device=parameter.device) * 2 - 1
     step = ulps * torch.finfo(parameter.dtype).eps
-    return (parameter.detach() * (1 + signs * step)).to(parameter.dtype).requires_grad_(parameter.requires_grad)
+    return (
+        (parameter.detach() * (1 + signs * step))
+        .to(parameter.dtype)
+        .requires_grad_(parameter.requires_grad)
+    )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -219,8 +268,9 @@ def _custom_functions(loss: torch.Tensor) -> set[str]:
 
 
 def perturbed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return other inputs of the same ranges: the elements of each tensor in another order, and floating-point values
-    that are no integers multiplied by numbers between 0.9 and 1."""
+    """Return other inputs of the same ranges: the elements of each tensor in another order, and
+    floating-point values that are no integers multiplied by numbers between 0.9 and 1.
+    """
     generator = torch.Generator().manual_seed(1)
     return tuple(_perturbed(each, generator) for each in tensors)
 
@@ -234,12 +284,24 @@ def _perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def parameter_hooks(module: nn.Module) -> list[str]:
-    """Return the names of the module's parts that have hooks on backward, which an exported file has not."""
+    """Return the names of the module's parts that have hooks on backward, which an exported file
+    has not.
+    """
     found = [name for name, each in module.named_parameters() if each._backward_hooks]
-    hooked = (name for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
+    hooked = (
+        name
+        for name, each in module.named_modules()
+        if each._backward_hooks or each._backward_pre_hooks
+    )
     return [*found, *(name or "the module" for name in hooked)]
 
 
 def late_hooks(module: nn.Module) -> list[str]:
-    """Return the names of the parameters whose hooks run after the backward, which `torch.autograd.grad` does not."""
-    return [name for name, each in module.named_parameters() if getattr(each, "_post_accumulate_grad_hooks", None)]
+    """Return the names of the parameters whose hooks run after the backward, which
+    `torch.autograd.grad` does not.
+    """
+    return [
+        name
+        for name, each in module.named_parameters()
+        if getattr(each, "_post_accumulate_grad_hooks", None)
+    ]

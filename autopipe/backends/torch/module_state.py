@@ -1,4 +1,6 @@
-"""The `state_dict` of an exported module: its names and what an ONNX file of the trace does not hold of it."""
+"""The `state_dict` of an exported module: its names and what an ONNX file of the trace does not
+hold of it.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,29 @@ from autopipe.backends.torch import torch_interfaces
 from autopipe.ir.state_names import KEY, PREFIX, StateNames
 
 _STORED: Final = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8}
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+    }
     | {torch.uint8, torch.bool}
 )
 """Element types of tensors that are put into the file."""
 _EXTRA: Final = "_extra_state"
 """Last part of the name of what a module's `get_extra_state` returns."""
 _STATISTICS: Final = (3, 4)
-"""Positions of the running statistics among the arguments of a traced batch or instance normalization, and of the new
-ones among the results of a batch normalization."""
+"""Positions of the running statistics among the arguments of a traced batch or instance
+normalization, and of the new ones among the results of a batch normalization.
+"""
 _COUNTING: Final = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.detach.default})
-"""Traced operators between a counter and its new value: `detach` stands behind regions under `no_grad`."""
+"""Traced operators between a counter and its new value: `detach` stands behind regions under
+`no_grad`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,11 @@ class BufferChanges:
 def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
     """Return how the forward pass of a functional traced program changes buffers and parameters."""
     signature = traced.graph_signature
-    results = {each.name: each for each in traced.graph.output_node().args[0] if isinstance(each, torch.fx.Node)}
+    results = {
+        each.name: each
+        for each in traced.graph.output_node().args[0]
+        if isinstance(each, torch.fx.Node)
+    }
     counts: dict[str, int] = {}
     statistics: list[str] = []
     others = [*signature.parameters_to_mutate.values(), *_instance_statistics(traced)]
@@ -59,37 +77,57 @@ def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
 
 
 def _instance_statistics(traced: torch.export.ExportedProgram) -> Iterator[str]:
-    """Yield the running statistics of instance normalizations in training, whose changes no signature lists."""
+    """Yield the running statistics of instance normalizations in training, whose changes no
+    signature lists.
+    """
     for node in traced.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.aten.instance_norm.default and node.args[5]:
+        if (
+            node.op == "call_function"
+            and node.target is torch.ops.aten.instance_norm.default
+            and node.args[5]
+        ):
             for slot in _STATISTICS:
                 if isinstance(node.args[slot], torch.fx.Node):
                     yield traced.graph_signature.inputs_to_buffers[node.args[slot].name]
 
 
 def _increment(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> int | None:
-    """Return the sum of the integers that are added to a buffer of integers, None if something else happens to it or
-    if something reads it."""
+    """Return the sum of the integers that are added to a buffer of integers, None if something else
+    happens to it or if something reads it.
+    """
     total = 0
     while node.op == "call_function" and node.target in _COUNTING and len(node.users) == 1:
         before = node.args[0]
         amount = node.args[1] if len(node.args) > 1 else 0
-        if not isinstance(before, torch.fx.Node) or type(amount) is not int or node.kwargs or amount < 0:
+        if (
+            not isinstance(before, torch.fx.Node)
+            or type(amount) is not int
+            or node.kwargs
+            or amount < 0
+        ):
             return None
         total += amount
         node = before
     value = node.meta.get("val")
-    if buffers.get(node.name) != name or len(node.users) != 1 or value is None or value.is_floating_point():
+    if (
+        buffers.get(node.name) != name
+        or len(node.users) != 1
+        or value is None
+        or value.is_floating_point()
+    ):
         return None
     return total
 
 
 def _is_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> bool:
-    """Return True if a value is the running statistic that batch normalizations have moved from that of a buffer, and
-    nothing else reads it in between."""
+    """Return True if a value is the running statistic that batch normalizations have moved from
+    that of a buffer, and nothing else reads it in between.
+    """
     while node.op == "call_function" and node.target is operator.getitem:
         call, result = node.args
-        if not all(user.op == "output" or user.target is torch_interfaces.batch_norm for user in node.users):
+        if not all(
+            user.op == "output" or user.target is torch_interfaces.batch_norm for user in node.users
+        ):
             return False
         if not isinstance(call, torch.fx.Node) or call.target is not torch_interfaces.batch_norm:
             return False
@@ -101,13 +139,17 @@ def _is_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) ->
 
 
 def record_state(
-    model: Any, state: Mapping[str, Any], held: Mapping[int, Sequence[str]], counts: Mapping[str, int]
+    model: Any,
+    state: Mapping[str, Any],
+    held: Mapping[int, Sequence[str]],
+    counts: Mapping[str, int],
 ) -> list[str]:
-    """Write the names of a module's `state_dict` into the metadata of an exported `model`, and add the tensors of it
-    that the file does not hold. Return the entries that are not recorded, each with the reason.
+    """Write the names of a module's `state_dict` into the metadata of an exported `model`, and add
+    the tensors of it that the file does not hold. Return the entries that are not recorded, each
+    with the reason.
 
-    `held` are the names of each parameter and buffer by its `id`, as the file has them; `counts` the increments of
-    counters by name.
+    `held` are the names of each parameter and buffer by its `id`, as the file has them; `counts`
+    the increments of counters by name.
     """
     initializers = {value.name for value in model.graph.initializers.values()}
     names: dict[str, str] = {}
@@ -150,13 +192,17 @@ def _add_initializer(model: Any, name: str, tensor: torch.Tensor) -> None:
     from onnx_ir.tensor_adapters import TorchTensor
 
     content = TorchTensor(tensor.detach().cpu().contiguous(), name=name)
-    value = onnx_ir.Value(name=name, shape=content.shape, type=onnx_ir.TensorType(content.dtype), const_value=content)
+    value = onnx_ir.Value(
+        name=name, shape=content.shape, type=onnx_ir.TensorType(content.dtype), const_value=content
+    )
     model.graph.initializers[name] = value
 
 
 def overlapping(module: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of parameters and buffers that are different tensors and have elements of one memory in common. An
-    exported file holds them apart, so that a change of one would no longer change the other."""
+    """Return pairs of parameters and buffers that are different tensors and have elements of one
+    memory in common. An exported file holds them apart, so that a change of one would no longer
+    change the other.
+    """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     seen: set[int] = set()
     for name, tensor in tensors_of(module):
@@ -166,7 +212,9 @@ def overlapping(module: nn.Module) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for sharing in by_storage.values():
         for place, (name, tensor) in enumerate(sharing):
-            found += [(name, other) for other, each in sharing[place + 1 :] if _overlap(tensor, each)]
+            found += [
+                (name, other) for other, each in sharing[place + 1 :] if _overlap(tensor, each)
+            ]
     return found
 
 
@@ -184,7 +232,9 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the byte after the last one."""
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     start = int(tensor.storage_offset())
     return start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size()
 

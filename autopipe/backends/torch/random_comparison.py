@@ -87,12 +87,18 @@ def _random(device: torch.device) -> Random:
 
 def _operators() -> Mapping[str, Callable[[Random], Tensor]]:
     return {
-        "dropout": lambda random: dropout(torch.ones(17, 33, 257, device=random.device), 0.1, random(1, (), 0)),
+        "dropout": lambda random: dropout(
+            torch.ones(17, 33, 257, device=random.device), 0.1, random(1, (), 0)
+        ),
         "dropout, samples last": lambda random: dropout(
             torch.ones(33, 258, device=random.device), 0.1, random(1, (), 1)
         ),
-        "normal operator": lambda random: normal((17, 33, 257), 0.3, 0.7, random(2, (), 0), torch.float32),
-        "uniform operator": lambda random: uniform((17, 33, 257), -0.3, 0.7, random(3, (), 0), torch.float32),
+        "normal operator": lambda random: normal(
+            (17, 33, 257), 0.3, 0.7, random(2, (), 0), torch.float32
+        ),
+        "uniform operator": lambda random: uniform(
+            (17, 33, 257), -0.3, 0.7, random(3, (), 0), torch.float32
+        ),
         "bernoulli operator": lambda random: bernoulli(
             torch.full((17, 33, 257), 0.3, device=random.device), random(4, (), 0), torch.float32
         ),

@@ -1,7 +1,8 @@
-"""How nodes meet: torch elastic's rendezvous, with its state as signed JSON in a store of one interface.
+"""How nodes meet: torch elastic's rendezvous, with its state as signed JSON in a store of one
+interface.
 
-Elastic's own `c10d` backend listens on all interfaces and unpickles what it finds there. A launch listens at one
-address of this machine, and at no other.
+Elastic's own `c10d` backend listens on all interfaces and unpickles what it finds there. A launch
+listens at one address of this machine, and at no other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS
-from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint, endpoint_of, family, interface_of
+from autopipe.backends.torch.runtime.job import (
+    LOOPBACK,
+    Endpoint,
+    endpoint_of,
+    family,
+    interface_of,
+)
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.backends.torch.torch_interfaces import (
     BackendRendezvousStateHolder,
@@ -48,7 +55,8 @@ _KEEP_ALIVE_S = 5
 _MISSED = 3
 """Signs of life that a node may miss."""
 _LOOKS_S = 1.0
-_RUN, _STATE = "autopipe/run", "autopipe/state"
+_RUN = "autopipe/run"
+_STATE = "autopipe/state"
 _REJECTED = "autopipe/rejected"
 """Key of the store that a node with another key sets, unsigned, before it ends."""
 _NEIGHBOUR_S = 3.0
@@ -81,7 +89,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as the others know it. Elastic orders nodes by this text, and gives ranks in that order."""
+    """A node as the others know it. Elastic orders nodes by this text, and gives ranks in that
+    order.
+    """
 
     number: int | None
     address: str
@@ -108,16 +118,24 @@ def check_nodes(nodes: Sequence[Node]) -> None:
             of_both = f"{seen[node.number].host} and {node.host} are both node {node.number}"
             raise ConfigurationError(of_both, hint="--node-rank differs from node to node")
         if (node.number is None) != (first.number is None):
-            raise ConfigurationError(f"one of {first.host} and {node.host} has no number", hint="--node-rank, on all")
+            raise ConfigurationError(
+                f"one of {first.host} and {node.host} has no number", hint="--node-rank, on all"
+            )
         if node.ranks != first.ranks:
-            unequal = f"{first.host} starts {first.ranks} {plural(first.ranks, 'rank')}, {node.host} {node.ranks}"
+            unequal = (
+                f"{first.host} starts {first.ranks} {plural(first.ranks, 'rank')}, {node.host} "
+                f"{node.ranks}"
+            )
             raise ConfigurationError(unequal, hint="--nproc-per-node is the same on all nodes")
         if (node.gpus < node.ranks) != (first.gpus < first.ranks):
             unequal = (
                 f"{first.host} has {first.gpus} {plural(first.gpus, 'GPU')} for {first.ranks} "
                 f"{plural(first.ranks, 'rank')}, {node.host} has {node.gpus}"
             )
-            hint = "look at CUDA_VISIBLE_DEVICES and nvidia-smi there, or give --device cpu on all nodes"
+            hint = (
+                "look at CUDA_VISIBLE_DEVICES and nvidia-smi there, or give --device cpu on all "
+                "nodes"
+            )
             raise ConfigurationError(unequal, hint=hint)
         seen[node.number] = node
 
@@ -129,7 +147,10 @@ def missing_nodes(place: Place, came: Sequence[Node]) -> str:
     if None in numbers or not came:
         return f"{len(came)} of {place.nodes} {plural(place.nodes, 'node')} came: {here}"
     missing = [number for number in range(place.nodes) if number not in numbers]
-    names = [f"{each} ({place.hosts[each]})" if each < len(place.hosts) else str(each) for each in missing]
+    names = [
+        f"{each} ({place.hosts[each]})" if each < len(place.hosts) else str(each)
+        for each in missing
+    ]
     return f"node {', '.join(names)} of {place.nodes} never came; there are: {here}"
 
 
@@ -137,7 +158,9 @@ class Handler(DynamicRendezvousHandler):
     """Elastic's protocol of nodes that come and go, listening at one address alone."""
 
     def __init__(self, place: Place, ranks: int = 1) -> None:
-        endpoint = endpoint_of(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
+        endpoint = (
+            endpoint_of(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
+        )
         if place.local_address:
             interface_of(place.local_address)  # It is one of this machine's.
         self.address = place.local_address or endpoint.own
@@ -147,16 +170,22 @@ class Handler(DynamicRendezvousHandler):
         self.raw = _store_at(endpoint, join)
         """Where the nodes' state stands."""
         self.signer = Signer(place.key, _run_of(self.raw, place))
-        patience, alive = RendezvousTimeout(join=join), timedelta(seconds=_KEEP_ALIVE_S)
-        settings = RendezvousSettings(self.signer.run, place.nodes, place.nodes, patience, alive, _MISSED)
-        node = _NODES.generate(str(Node(place.node, self.address, socket.gethostname(), ranks, place.gpus)))
+        patience = RendezvousTimeout(join=join)
+        alive = timedelta(seconds=_KEEP_ALIVE_S)
+        settings = RendezvousSettings(
+            self.signer.run, place.nodes, place.nodes, patience, alive, _MISSED
+        )
+        node = _NODES.generate(
+            str(Node(place.node, self.address, socket.gethostname(), ranks, place.gpus))
+        )
         store = SignedStore(self.raw, self.signer, timedelta(seconds=_ANSWER_S))
         self._holder = StateHolder(self.raw, self.signer, settings)
         super().__init__(node, settings, "autopipe", store, self._holder)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Raises ConfigurationError where they do not fit one another, LaunchError where some do
-        not come."""
+        """Meet the other nodes. Raises ConfigurationError where they do not fit one another,
+        LaunchError where some do not come.
+        """
         try:
             found: RendezvousInfo = super().next_rendezvous()
         except RendezvousTimeoutError as error:
@@ -171,7 +200,9 @@ class Handler(DynamicRendezvousHandler):
         return RendezvousInfo(found.store, found.rank, found.world_size, master)
 
     def num_nodes_waiting(self) -> int:
-        """None where the store has gone with its node: ranks find out themselves whom they have lost."""
+        """None where the store has gone with its node: ranks find out themselves whom they have
+        lost.
+        """
         try:
             return int(super().num_nodes_waiting())
         except RendezvousConnectionError:
@@ -195,8 +226,9 @@ _NODES = NodeDescGenerator()
 def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
     """Return the store at which nodes meet.
 
-    It is this process's own if the address is this machine's and the port is free. Raises LaunchError if the port is in
-    use by a process that is no store, or if no store answers within `patience`.
+    It is this process's own if the address is this machine's and the port is free. Raises
+    LaunchError if the port is in use by a process that is no store, or if no store answers within
+    `patience`.
     """
     here = endpoint.own == endpoint.address
     made = _listening(endpoint.address, endpoint.port) if here else None
@@ -212,9 +244,12 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
         except (RuntimeError, TimeoutError) as error:
             if here:
                 message = f"port {endpoint.port} is in use by another process"
-                raise LaunchError(message, hint="--rdzv-endpoint HOST:PORT with another port", where=where) from error
+                raise LaunchError(
+                    message, hint="--rdzv-endpoint HOST:PORT with another port", where=where
+                ) from error
             hint = (
-                "the node with that address never came, another program has the port, or a firewall keeps others out;"
+                "the node with that address never came, another program has the port, or a "
+                "firewall keeps others out;"
                 " --start-timeout waits longer"
             )
             raise LaunchError(f"no node is at {where}", hint=hint) from error
@@ -223,7 +258,9 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
 
 
 def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
-    """Wait until a process accepts connections at an endpoint. Raises TimeoutError if none does within `seconds`."""
+    """Wait until a process accepts connections at an endpoint. Raises TimeoutError if none does
+    within `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()
@@ -238,22 +275,25 @@ def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
 
 
 def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
-    """Return a client of the store at an endpoint whose port accepts connections. Raises RuntimeError or TimeoutError
-    if no store answers there.
+    """Return a client of the store at an endpoint whose port accepts connections. Raises
+    RuntimeError or TimeoutError if no store answers there.
 
-    Torch waits without a limit, and deaf to Ctrl-C, for the answer of a listener that accepts connections and is
-    silent. The connection is therefore made in a thread, which is abandoned if no answer comes.
+    Torch waits without a limit, and deaf to Ctrl-C, for the answer of a listener that accepts
+    connections and is silent. The connection is therefore made in a thread, which is abandoned if
+    no answer comes.
 
-    A thread that returns from torch while Python shuts down aborts the process. Where torch itself gives up, it does so
-    after twice its limit at most, because the pauses between its attempts grow; the launcher waits that long, so that
-    only a thread that never returns is abandoned.
+    A thread that returns from torch while Python shuts down aborts the process. Where torch itself
+    gives up, it does so after twice its limit at most, because the pauses between its attempts
+    grow; the launcher waits that long, so that only a thread that never returns is abandoned.
     """
     found: Future[TCPStore] = Future()
 
     def connect() -> None:
         try:
             limit = timedelta(seconds=seconds)
-            found.set_result(TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=limit))
+            found.set_result(
+                TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=limit)
+            )
         except RuntimeError as error:
             found.set_exception(error)
 
@@ -262,8 +302,9 @@ def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
 
 
 def _listening(address: str, port: int) -> TCPStore | None:
-    """A store of this process that listens at this address and no other; port 0 stands for any. None where another
-    process has the port."""
+    """A store of this process that listens at this address and no other; port 0 stands for any.
+    None where another process has the port.
+    """
     listener = socket.socket(family(address), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -273,12 +314,15 @@ def _listening(address: str, port: int) -> TCPStore | None:
         listener.close()
         return None
     port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _run_of(store: Store, place: Place) -> str:
-    """Return the run's random name, which one of the nodes gives it. Raises LaunchError, after a note to the other
-    nodes, if that node has another key."""
+    """Return the run's random name, which one of the nodes gives it. Raises LaunchError, after a
+    note to the other nodes, if that node has another key.
+    """
     signer = Signer(place.key, place.name)
     mine = signer.sign(_RUN, secrets.token_hex(16).encode())
     # Values go through `compare_set` as text.
@@ -299,12 +343,15 @@ def _unhex(text: bytes) -> bytes:
 
 
 class StateHolder(BackendRendezvousStateHolder):
-    """The state that nodes share: who takes part, who waits, and when each gave its last sign of life. A state has a
-    number, one more than the one that it follows, so that one of this run that is put back is found out."""
+    """The state that nodes share: who takes part, who waits, and when each gave its last sign of
+    life. A state has a number, one more than the one that it follows, so that one of this run that
+    is put back is found out.
+    """
 
     def __init__(self, store: Store, signer: Signer, settings: RendezvousSettings) -> None:
         super().__init__(None, settings)  # type: ignore[arg-type]
-        self._store, self._signer = store, signer
+        self._store = store
+        self._signer = signer
         self._held = b""
         """Last state read from the store."""
         self._number = 0
@@ -315,9 +362,10 @@ class StateHolder(BackendRendezvousStateHolder):
         """True if all nodes have met once."""
 
     def sync(self) -> bool | None:
-        """Write the state where it has been changed, and take what the store then holds. Returns whether it was
-        written, None where it was only read. Raises RendezvousStateError where the store holds what no node of this run
-        wrote there last."""
+        """Write the state where it has been changed, and take what the store then holds. Returns
+        whether it was written, None where it was only read. Raises RendezvousStateError where the
+        store holds what no node of this run wrote there last.
+        """
         written: bool | None = None
         if self._dirty:
             form = _form_of(self._state) | {"number": self._number + 1}
@@ -327,7 +375,9 @@ class StateHolder(BackendRendezvousStateHolder):
         elif self._last_sync_time >= max(time.monotonic() - _LOOKS_S, 0):
             return None
         else:
-            held = _ask_store(lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b"")
+            held = _ask_store(
+                lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b""
+            )
         try:
             self._state = self._taken(held)
             self._check_keys()
@@ -343,11 +393,14 @@ class StateHolder(BackendRendezvousStateHolder):
         return written
 
     def _check_keys(self) -> None:
-        """Raise LaunchError if a node had another key. After the nodes have met, the note of one more is ignored: it
-        shall not end a run."""
+        """Raise LaunchError if a node had another key. After the nodes have met, the note of one
+        more is ignored: it shall not end a run.
+        """
         self._met |= self._state.complete
         if not self._met and _ask_store(lambda: b"1" if self._store.check([_REJECTED]) else b""):
-            raise LaunchError("a node came with another key", hint="--rdzv-key FILE, equal on all nodes")
+            raise LaunchError(
+                "a node came with another key", hint="--rdzv-key FILE, equal on all nodes"
+            )
 
     def _taken(self, held: bytes) -> RendezvousState:
         if not held and not self._number:
@@ -357,7 +410,8 @@ class StateHolder(BackendRendezvousStateHolder):
         if number < self._number or (number == self._number and held != self._held):
             hint = "another program reaches its port: see docs/security.md"
             raise LaunchError("the nodes' store was put back to an earlier state", hint=hint)
-        self._held, self._number = held, number
+        self._held = held
+        self._number = number
         return _state_of(form)
 
 
@@ -378,17 +432,23 @@ def _form_of(state: RendezvousState) -> dict[str, Any]:
         "participants": [[*astuple(node), rank] for node, rank in state.participants.items()],
         "waiting": [*map(astuple, state.wait_list)],
         "redundant": [*map(astuple, state.redundancy_list)],
-        "heartbeats": [[*astuple(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+        "heartbeats": [
+            [*astuple(node), at.isoformat()] for node, at in state.last_heartbeats.items()
+        ],
     }
 
 
 def _state_of(form: dict[str, Any]) -> RendezvousState:
     state = RendezvousState()
-    state.round, state.complete, state.closed = form["round"], form["complete"], form["closed"]
+    state.round = form["round"]
+    state.complete = form["complete"]
+    state.closed = form["closed"]
     state.deadline = None if form["deadline"] is None else datetime.fromisoformat(form["deadline"])
     state.participants = {NodeDesc(*words): rank for *words, rank in form["participants"]}
     state.wait_list, state.redundancy_list = (
         {NodeDesc(*words) for words in form[name]} for name in ("waiting", "redundant")
     )
-    state.last_heartbeats = {NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]}
+    state.last_heartbeats = {
+        NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]
+    }
     return state

@@ -1,11 +1,13 @@
-"""Torch's private interfaces, and public ones that differ between versions: no other module of autopipe names them.
+"""Torch's private interfaces, and public ones that differ between versions: no other module of
+autopipe names them.
 
-`OLDEST` and newer versions of torch are supported; docs/versions.md lists the versions that ran the tests. `MEMBERS`
-lists private attributes and methods that other modules read or override on torch's objects.
-`tests/backends/torch/test_torch_interfaces.py` checks each name, each signature and each member.
+`OLDEST` and newer versions of torch are supported; docs/versions.md lists the versions that ran the
+tests. `MEMBERS` lists private attributes and methods that other modules read or override on torch's
+objects. `tests/backends/torch/test_torch_interfaces.py` checks each name, each signature and each
+member.
 
-Names of `_PLACES` are imported when they are first asked for, because torch's elastic agent, fake tensors and compiler
-take up to a second each to import.
+Names of `_PLACES` are imported when they are first asked for, because torch's elastic agent, fake
+tensors and compiler take up to a second each to import.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
         _BackendRendezvousStateHolder as BackendRendezvousStateHolder,
     )
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDesc
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDescGenerator as NodeDescGenerator
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as RendezvousState
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        _NodeDescGenerator as NodeDescGenerator,
+    )
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        _RendezvousState as RendezvousState,
+    )
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,7 +70,10 @@ OLDEST = "2.11"
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _PLACES = {
     "BackendRendezvousStateHolder": (_RENDEZVOUS, "_BackendRendezvousStateHolder"),
-    "DataDependentOutputException": ("torch._subclasses.fake_tensor", "DataDependentOutputException"),
+    "DataDependentOutputException": (
+        "torch._subclasses.fake_tensor",
+        "DataDependentOutputException",
+    ),
     "DynamicOutputShapeException": ("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
@@ -91,7 +100,12 @@ MEMBERS = {
         "_start_workers",
     ),
     (_RENDEZVOUS, "DynamicRendezvousHandler"): ("_create_tcp_store_server",),
-    (_RENDEZVOUS, "_BackendRendezvousStateHolder"): ("_dirty", "_last_sync_time", "_sanitize", "_state"),
+    (_RENDEZVOUS, "_BackendRendezvousStateHolder"): (
+        "_dirty",
+        "_last_sync_time",
+        "_sanitize",
+        "_state",
+    ),
     ("torch.distributed.elastic.multiprocessing.subprocess_handler", "SubprocessHandler"): (
         "_popen",
         "_stdout",
@@ -125,8 +139,12 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 unscale_and_find_overflow_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_loss_scale_ = torch._amp_update_scale_
-flash_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention
-efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention
+flash_attention: Callable[..., tuple[torch.Tensor, ...]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention
+)
+efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = (
+    torch.ops.aten._scaled_dot_product_efficient_attention
+)
 batch_norm = torch.ops.aten._native_batch_norm_legit_functional.default
 batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
@@ -142,28 +160,51 @@ Root = torch.Tensor | GradientEdge
 def accumulate_gradients(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> None:
     """Add the gradients of all leaves to their `grad`, given the gradients of `roots`.
 
-    `torch.autograd.backward` does this after it has compared shapes that may be symbols, for which its first call
-    imports sympy: a fifth of a second of a rank's start. The engine itself rejects gradients of other shapes.
+    `torch.autograd.backward` does this after it has compared shapes that may be symbols, for which
+    its first call imports sympy: a fifth of a second of a rank's start. The engine itself rejects
+    gradients of other shapes.
     """
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def input_gradients(
-    roots: Sequence[Root], inputs: Sequence[Root], gradients: Sequence[torch.Tensor], retain_graph: bool = False
+    roots: Sequence[Root],
+    inputs: Sequence[Root],
+    gradients: Sequence[torch.Tensor],
+    retain_graph: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradient of each of `inputs`, given the gradients of `roots`, as `torch.autograd.grad` does, without
-    its import of sympy (`accumulate_gradients`). Raises RuntimeError if no gradient reaches an input."""
+    """Return the gradient of each of `inputs`, given the gradients of `roots`, as
+    `torch.autograd.grad` does, without its import of sympy (`accumulate_gradients`). Raises
+    RuntimeError if no gradient reaches an input.
+    """
     return _engine_run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, tuple(inputs), False, accumulate_grad=False
+        tuple(roots),
+        tuple(gradients),
+        retain_graph,
+        False,
+        tuple(inputs),
+        False,
+        accumulate_grad=False,
     )
 
 
 @contextmanager
 def starting_processes_by(start: Callable[..., Any]) -> Iterator[None]:
-    """While the block runs, torch elastic starts each process by `start` in place of `subprocess.Popen`.
+    """While the block runs, torch elastic starts each process by `start` in place of
+    `subprocess.Popen`.
 
-    `start` is called with the command, the environment, and the files for output and errors, which are None for this
-    process's own. It returns an object with `pid`, `poll` and `wait` of `Popen`, whose process leads a session."""
+    `start` is called with the command, the environment, and the files for output and errors, which
+    are None for this process's own. It returns an object with `pid`, `poll` and `wait` of `Popen`,
+    whose process leads a session.
+    """
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -181,22 +222,26 @@ def starting_processes_by(start: Callable[..., Any]) -> Iterator[None]:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the address of the C++ object of a storage, equal for all Python objects of one storage."""
+    """Return the address of the C++ object of a storage, equal for all Python objects of one
+    storage.
+    """
     key: int = storage._cdata
     return key
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage: one per tensor, and one of the Python object `storage`."""
+    """Return the number of references to a storage: one per tensor, and one of the Python object
+    `storage`.
+    """
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def abandon_capture(pool: Any) -> None:
-    """Release what a failed capture of a CUDA graph still holds: the allocator's redirection of memory to `pool`, and
-    the state of torch's generator.
+    """Release what a failed capture of a CUDA graph still holds: the allocator's redirection of
+    memory to `pool`, and the state of torch's generator.
 
-    If the end of the capture raises an error, torch skips both. Then memory that other streams use is never freed, and
-    drawing random numbers raises an error.
+    If the end of the capture raises an error, torch skips both. Then memory that other streams use
+    is never freed, and drawing random numbers raises an error.
     """
     device = torch.cuda.current_device()
     try:
@@ -210,7 +255,9 @@ def abandon_capture(pool: Any) -> None:
 
 
 def completed_work() -> Any:
-    """Return the handle of a collective that has ended, as operators of the namespace `c10d` return it."""
+    """Return the handle of a collective that has ended, as operators of the namespace `c10d` return
+    it.
+    """
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
@@ -222,8 +269,12 @@ def result_count(operator: Any) -> int:
 
 
 def tensors_within(value: object) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples, mappings and registered classes, in the order of `torch.export`."""
-    return [each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+    """Return the tensors in nested lists, tuples, mappings and registered classes, in the order of
+    `torch.export`.
+    """
+    return [
+        each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, torch.Tensor)
+    ]
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
@@ -232,7 +283,9 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 
 
 def configure_compiler() -> None:
-    """Set torch's compiler so that it neither writes nor reads pickles: no caches of graphs, no worker processes."""
+    """Set torch's compiler so that it neither writes nor reads pickles: no caches of graphs, no
+    worker processes.
+    """
     import torch._functorch.config as graphs
     import torch._inductor.config as kernels
 
@@ -242,13 +295,17 @@ def configure_compiler() -> None:
 
 
 def import_modules_that_look_for_cuda() -> None:
-    """Import the modules of torch that keep what they find when they are imported: whether there is a CUDA device."""
+    """Import the modules of torch that keep what they find when they are imported: whether there is
+    a CUDA device.
+    """
     import torch._dynamo
     import torch._inductor.utils  # noqa: F401
 
 
 def stop_device_initialisation() -> None:
-    """Stop fake tensors from allocating a number on a CUDA device to initialise it, for the rest of the process."""
+    """Stop fake tensors from allocating a number on a CUDA device to initialise it, for the rest of
+    the process.
+    """
     from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda *_, **__: None  # type: ignore[assignment]

@@ -1,5 +1,6 @@
-"""Changes to a traced program for what torch's ONNX exporter would lose: gradients that the module stops, batch
-statistics, smoothed labels."""
+"""Changes to a traced program for what torch's ONNX exporter would lose: gradients that the module
+stops, batch statistics, smoothed labels.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +27,22 @@ _PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 class InSupportedParts(TorchFunctionMode):
     """Computes functions that the exporter would change from functions that it keeps.
 
-    The exporter drops the smoothing of a cross-entropy's labels, takes probabilities of the classes for integer labels,
-    exports no dropout that is in place, and draws channels to drop by an operator that is no Dropout.
+    The exporter drops the smoothing of a cross-entropy's labels, takes probabilities of the classes
+    for integer labels, exports no dropout that is in place, and draws channels to drop by an
+    operator that is no Dropout.
     """
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.cross_entropy and (kwargs.get("label_smoothing") or _has_probabilities(*args, **kwargs)):
+        if function is F.cross_entropy and (
+            kwargs.get("label_smoothing") or _has_probabilities(*args, **kwargs)
+        ):
             return _smoothed_cross_entropy(*args, **kwargs)
         if function is F.dropout and _is_in_place(*args, **kwargs):
             return args[0].copy_(F.dropout(*args[:3], **{**kwargs, "inplace": False}))
@@ -44,17 +52,24 @@ class InSupportedParts(TorchFunctionMode):
 
 
 _CHANNEL_DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
-"""Functions that drop whole channels, with the number of dimensions of an input that has a batch."""
+"""Functions that drop whole channels, with the number of dimensions of an input that has a batch.
+"""
 
 
-def _dropped_channels(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Return `torch.nn.functional.dropout2d` of the same arguments: dropout of a factor per sample and channel."""
+def _dropped_channels(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Return `torch.nn.functional.dropout2d` of the same arguments: dropout of a factor per sample
+    and channel.
+    """
     factors = x.new_ones([*x.shape[:2], *([1] * (x.dim() - 2))])
     found = x * F.dropout(factors, p, training)
     return x.copy_(found) if inplace else found
 
 
-def _is_in_place(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+def _is_in_place(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> bool:
     """Return True if a dropout writes into its operand."""
     return inplace and training
 
@@ -76,8 +91,9 @@ def _smoothed_cross_entropy(
 ) -> torch.Tensor:
     """Return `torch.nn.functional.cross_entropy` of the same arguments.
 
-    A sample's smoothed loss is (1 - s) l_y + s / K Σ_k l_k, l_k = -w_k log p_k. It is the negative log-likelihood of
-    label y under the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which are computed for each class.
+    A sample's smoothed loss is (1 - s) l_y + s / K Σ_k l_k, l_k = -w_k log p_k. It is the negative
+    log-likelihood of label y under the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which
+    are computed for each class.
     """
     if reduce is False:  # Older names of the reductions.
         reduction = "none"
@@ -87,9 +103,15 @@ def _smoothed_cross_entropy(
     classes = logits.shape[axis]
     likelihoods = torch.log_softmax(logits, axis)
     if target.is_floating_point():  # Probabilities of the classes.
-        smoothed = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+        smoothed = (
+            target * (1 - label_smoothing) + label_smoothing / classes
+            if label_smoothing
+            else target
+        )
         if weight is not None:
-            smoothed = smoothed * weight.reshape([-1 if each == axis else 1 for each in range(logits.dim())])
+            smoothed = smoothed * weight.reshape(
+                [-1 if each == axis else 1 for each in range(logits.dim())]
+            )
         losses = -(smoothed * likelihoods).sum(axis)
         # The mean divides by the number of samples and places, whatever the weights are.
         if reduction == "mean":
@@ -105,18 +127,21 @@ def _smoothed_cross_entropy(
 
 
 def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Return the program with a `detach` of each value whose gradient the module stops, and with the dropout of
-    attention.
+    """Return the program with a `detach` of each value whose gradient the module stops, and with
+    the dropout of attention.
 
-    The file of a `detach` names it in the metadata of a node; regions under `no_grad` are not in a file, and the
-    `padding_idx` of an embedding is only in a node's metadata. The exporter drops the probability of
-    `scaled_dot_product_attention`.
+    The file of a `detach` names it in the metadata of a node; regions under `no_grad` are not in a
+    file, and the `padding_idx` of an embedding is only in a node's metadata. The exporter drops the
+    probability of `scaled_dot_product_attention`.
     """
     _remove_unread_buffers(program)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+        if (
+            node.target is torch.ops.higher_order.wrap_with_set_grad_enabled
+            and node.args[0] is False
+        ):
             _detach_results(program.graph, node)
         elif node.target is _ATEN.detach_.default:
             node.target = _ATEN.detach.default  # It would be lost with the other changes in place.
@@ -130,15 +155,25 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
 
 def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
-    """Remove the arguments of a traced program that are other names of buffers which it reads, in place: torch cannot
-    make a functional program of one that changes a buffer with several names."""
+    """Remove the arguments of a traced program that are other names of buffers which it reads, in
+    place: torch cannot make a functional program of one that changes a buffer with several names.
+    """
     signature = program.graph_signature
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     tensors = {**program.state_dict, **program.constants}
-    read = {id(tensors[target]) for argument, target in signature.inputs_to_buffers.items() if by_name[argument].users}
+    read = {
+        id(tensors[target])
+        for argument, target in signature.inputs_to_buffers.items()
+        if by_name[argument].users
+    }
     for spec in list(signature.input_specs):
         node = by_name.get(getattr(spec.arg, "name", ""))
-        if spec.kind is not InputKind.BUFFER or node is None or node.users or id(tensors[str(spec.target)]) not in read:
+        if (
+            spec.kind is not InputKind.BUFFER
+            or node is None
+            or node.users
+            or id(tensors[str(spec.target)]) not in read
+        ):
             continue
         program.graph.erase_node(node)
         signature.input_specs.remove(spec)
@@ -170,7 +205,9 @@ def _attention_of_parts(
     if not dropout_p and query.dim() == _ATTENTION_AXES:
         return NotImplemented
     if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        key, value = (
+            each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value)
+        )
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (query @ key.transpose(-2, -1)) * factor
     if is_causal:
@@ -212,18 +249,24 @@ def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) 
     lookup.replace_all_uses_with(chosen, delete_user_cb=lambda user: user not in made)
 
 
-def _call(graph: torch.fx.Graph, like: torch.fx.Node, target: Any, *arguments: Any) -> torch.fx.Node:
-    """Return a new call, where the graph inserts, that stands where `like` stands in the module. Its value is computed
-    from the values of its arguments."""
+def _call(
+    graph: torch.fx.Graph, like: torch.fx.Node, target: Any, *arguments: Any
+) -> torch.fx.Node:
+    """Return a new call, where the graph inserts, that stands where `like` stands in the module.
+    Its value is computed from the values of its arguments.
+    """
     node = graph.call_function(target, arguments)
     node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
-    node.meta["val"] = target(*(each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in arguments))
+    node.meta["val"] = target(
+        *(each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in arguments)
+    )
     return node
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """Return the ONNX functions of traced operators that replace the exporter's. Raises ModuleNotFoundError if
-    `onnxscript` is not installed."""
+    """Return the ONNX functions of traced operators that replace the exporter's. Raises
+    ModuleNotFoundError if `onnxscript` is not installed.
+    """
     from onnxscript import opset18
 
     op: Any = opset18
@@ -238,25 +281,37 @@ def translations() -> dict[Any, Callable[..., Any]]:
         momentum: float,
         eps: float,
     ) -> tuple[Any, ...]:
-        """Return the results of `aten._native_batch_norm_legit_functional`; the exporter's function takes running
-        statistics in training."""
+        """Return the results of `aten._native_batch_norm_legit_functional`; the exporter's function
+        takes running statistics in training.
+        """
         channels = op.Shape(x, start=1, end=2)
         if weight is None:
             weight = op.Expand(op.CastLike(op.Constant(value_floats=[1.0]), x), channels)
         if bias is None:
             bias = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), x), channels)
         if not training:
-            normalised = op.BatchNormalization(x, weight, bias, running_mean, running_var, epsilon=eps)
+            normalised = op.BatchNormalization(
+                x, weight, bias, running_mean, running_var, epsilon=eps
+            )
             return normalised, running_mean, running_var, running_mean, running_var
         normalised, mean, variance = op.BatchNormalization(
-            x, weight, bias, running_mean, running_var, epsilon=eps, momentum=1.0 - momentum, training_mode=1
+            x,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            epsilon=eps,
+            momentum=1.0 - momentum,
+            training_mode=1,
         )
         return normalised, mean, variance, mean, variance
 
     def batch_norm_without_statistics(
         x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
     ) -> tuple[Any, ...]:
-        """Return the results of `aten._native_batch_norm_legit.no_stats`: the batch's own statistics normalise."""
+        """Return the results of `aten._native_batch_norm_legit.no_stats`: the batch's own
+        statistics normalise.
+        """
         rank = len(x.shape)
         axes = op.Constant(value_ints=[axis for axis in range(rank) if axis != 1])
         mean = op.ReduceMean(x, axes, keepdims=1)

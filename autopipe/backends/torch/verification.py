@@ -16,22 +16,30 @@ from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import Parameter
 
 _ROUNDING = 1e-6
-"""A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a key's bias before a
-softmax has none, and what is left of it in float32 has no digits to compare. It is compared absolutely."""
+"""A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a
+key's bias before a softmax has none, and what is left of it in float32 has no digits to compare. It
+is compared absolutely.
+"""
 _RESPONSES = 4
-"""How many times what a rounding of every input and weight changes may come of the roundings of a whole step: a layer's
-roundings are as if its weights had been rounded (Higham and Mary, "Sharper Probabilistic Backward Error Analysis for
-Basic Linear Algebra Kernels with Random Data", SIAM Journal on Scientific Computing 42(5), 2020), forwards and back in
-each of two runs, √4 times what one such rounding changes, and by chance twice that."""
+"""How many times what a rounding of every input and weight changes may come of the roundings of a
+whole step: a layer's roundings are as if its weights had been rounded (Higham and Mary, "Sharper
+Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with Random Data", SIAM
+Journal on Scientific Computing 42(5), 2020), forwards and back in each of two runs, √4 times what
+one such rounding changes, and by chance twice that.
+"""
 _SPREADS = 2
 """How many times a reference's distance from itself may lie between it and another right result."""
 _NO_DIGITS = 0.1
-"""A tensor that is changed by more than this has no digits to compare: it is held against all that is compared."""
+"""A tensor that is changed by more than this has no digits to compare: it is held against all that
+is compared.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a tensor is from its reference: ‖a − b‖₂ / ‖b‖₂ in float64, absolute where ‖b‖ is 0."""
+    """How far a tensor is from its reference: ‖a − b‖₂ / ‖b‖₂ in float64, absolute where ‖b‖ is
+    0.
+    """
 
     tensor: str
     relative: float
@@ -41,7 +49,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far ONNX Runtime's results for a tensor are from its results in another way, as relative differences."""
+    """How far ONNX Runtime's results for a tensor are from its results in another way, as relative
+    differences.
+    """
 
     optimizations: float
     """With its graph optimizations."""
@@ -51,13 +61,19 @@ class Spread:
     """How far one device's results are from ONNX Runtime's in float64."""
 
     def raised(self, limit: float, unit: float) -> float:
-        """Return the limit of one device's difference from ONNX Runtime, given the `limit` without the spread.
+        """Return the limit of one device's difference from ONNX Runtime, given the `limit` without
+        the spread.
 
-        Both may be as far from the exact result as ONNX Runtime is from itself, so the limit rises by twice that
-        distance, at most to half of the digits of a type with unit roundoff `unit`. If one device's results are within
-        `limit` of those in float64, the rise is the distance of ONNX Runtime from the latter, whatever its size.
+        Both may be as far from the exact result as ONNX Runtime is from itself, so the limit rises
+        by twice that distance, at most to half of the digits of a type with unit roundoff `unit`.
+        If one device's results are within `limit` of those in float64, the rise is the distance of
+        ONNX Runtime from the latter, whatever its size.
         """
-        known = [each for each in (self.optimizations, self.float64) if each is not None and math.isfinite(each)]
+        known = [
+            each
+            for each in (self.optimizations, self.float64)
+            if each is not None and math.isfinite(each)
+        ]
         found = max(limit, min(limit + _SPREADS * max(known, default=0.0), math.sqrt(unit)))
         if self.float64 is not None and self.one_device is not None and self.one_device <= limit:
             found = max(found, limit + self.float64)
@@ -68,29 +84,35 @@ class Spread:
         if self.float64 is None or self.one_device is None:
             return text
         return (
-            f"{text}, {self.float64:.1e} from its results in float64, of which one device is {self.one_device:.1e} away"
+            f"{text}, {self.float64:.1e} from its results in float64, of which one device is "
+            f"{self.one_device:.1e} away"
         )
 
 
 def limit_of(bound: float, found: Difference, response: float) -> float:
-    """The largest difference for a tensor that one step of every input and weight changes by `response`, where it is
-    `bound` for one that is well conditioned."""
+    """The largest difference for a tensor that one step of every input and weight changes by
+    `response`, where it is `bound` for one that is well conditioned.
+    """
     if response > _NO_DIGITS:
         return bound / max(found.share, bound)
     return bound + _RESPONSES * response
 
 
-def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
-    """The difference of two arrays; infinite where shapes, infinities, NaNs or (of whole numbers) any element differ.
-    With `scale`, the norm of all that is compared, a reference that is zero but for rounding is compared in its
-    units."""
+def difference(
+    name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0
+) -> Difference:
+    """The difference of two arrays; infinite where shapes, infinities, NaNs or (of whole numbers)
+    any element differ. With `scale`, the norm of all that is compared, a reference that is zero but
+    for rounding is compared in its units.
+    """
     unequal = Difference(name, math.inf)
     if ours.shape != reference.shape:
         return unequal
     if not np.issubdtype(reference.dtype, np.inexact):
         return Difference(name, 0.0) if np.array_equal(ours, reference) else unequal
     wide = np.complex128 if np.iscomplexobj(reference) else np.float64
-    left, right = ours.astype(wide).ravel(), reference.astype(wide).ravel()
+    left = ours.astype(wide).ravel()
+    right = reference.astype(wide).ravel()
     differ = (left != right) & ~(np.isnan(left) & np.isnan(right))
     if not (np.isfinite(left[differ]).all() and np.isfinite(right[differ]).all()):
         return unequal
@@ -102,16 +124,30 @@ def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float 
 
 
 def tensor_differences(
-    ranks: Manifest, recorded: Path, expected: Path, kind: str = "gradients", step: int = 0, trainable: bool = True
+    ranks: Manifest,
+    recorded: Path,
+    expected: Path,
+    kind: str = "gradients",
+    step: int = 0,
+    trainable: bool = True,
 ) -> Iterator[Difference]:
-    """Return one difference per trained parameter, or per buffer unless `trainable`: the worst of its blocks.
+    """Return one difference per trained parameter, or per buffer unless `trainable`: the worst of
+    its blocks.
 
-    `recorded` and `expected` are folders of recorded gradients or `parameters` of a step. Raises VerificationError if a
-    parameter is not recorded, or no rank has it.
+    `recorded` and `expected` are folders of recorded gradients or `parameters` of a step. Raises
+    VerificationError if a parameter is not recorded, or no rank has it.
     """
-    trained = {str(index) for index, each in enumerate(ranks.parameters) if _is_compared(each, trainable)}
-    whole = {int(index): array for index, array in _read(expected, kind, step, 0).items() if index in trained}
-    scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
+    trained = {
+        str(index) for index, each in enumerate(ranks.parameters) if _is_compared(each, trainable)
+    }
+    whole = {
+        int(index): array
+        for index, array in _read(expected, kind, step, 0).items()
+        if index in trained
+    }
+    scale = float(
+        np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values()))
+    )
     worst: dict[int, Difference] = {}
     for rank, shards in enumerate(ranks.shards):
         tensors = _read(recorded, kind, step, rank)
@@ -122,17 +158,24 @@ def tensor_differences(
             if str(shard.parameter) not in tensors or shard.parameter not in whole:
                 message = f"no {kind.removesuffix('s')} was recorded for {entry.value.name!r}"
                 raise VerificationError(message, where=f"rank {rank}")
-            ours, reference = tensors[str(shard.parameter)], whole[shard.parameter][shard.box.slices]
+            ours = tensors[str(shard.parameter)]
+            reference = whole[shard.parameter][shard.box.slices]
             found = difference(entry.value.name, ours, reference, scale)
-            worst[shard.parameter] = max(worst.get(shard.parameter, found), found, key=lambda each: each.relative)
+            worst[shard.parameter] = max(
+                worst.get(shard.parameter, found), found, key=lambda each: each.relative
+            )
     for index in sorted(whole):
         if index not in worst:
-            raise VerificationError(f"no rank holds {ranks.parameters[index].value.name!r}", where=str(recorded))
+            raise VerificationError(
+                f"no rank holds {ranks.parameters[index].value.name!r}", where=str(recorded)
+            )
         yield worst[index]
 
 
 def has_buffers(manifest: Manifest) -> bool:
-    """True if the program holds floating-point tensors that are not trained, such as running statistics."""
+    """True if the program holds floating-point tensors that are not trained, such as running
+    statistics.
+    """
     return any(_is_compared(each, trainable=False) for each in manifest.parameters)
 
 
@@ -141,7 +184,9 @@ def _is_compared(parameter: Parameter, trainable: bool) -> bool:
 
 
 def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
-    """Put the ranks' recorded gradients together, for one device to update by. Returns the number of steps."""
+    """Put the ranks' recorded gradients together, for one device to update by. Returns the number
+    of steps.
+    """
     target.mkdir(exist_ok=True)
     steps = 0
     while record_file(recorded, "gradients", steps, 0).exists():
@@ -149,8 +194,11 @@ def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
         for rank, shards in enumerate(ranks.shards):
             gradients = _read(recorded, "gradients", steps, rank)
             for shard in (each for each in shards if str(each.parameter) in gradients):
-                block, shape = gradients[str(shard.parameter)], ranks.parameters[shard.parameter].value.shape
-                whole.setdefault(shard.parameter, np.zeros(shape, block.dtype))[shard.box.slices] = block
+                block = gradients[str(shard.parameter)]
+                shape = ranks.parameters[shard.parameter].value.shape
+                whole.setdefault(shard.parameter, np.zeros(shape, block.dtype))[
+                    shard.box.slices
+                ] = block
         found = {str(index): array for index, array in whole.items()}
         np.savez(record_file(target, "gradients", steps, 0), **found)  # type: ignore[arg-type]
         steps += 1
@@ -176,5 +224,6 @@ def read_outputs(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """The outputs of an inference run by name."""
     with np.load(path, allow_pickle=False) as stored:
         return {
-            output.value.name: stored[key] for output, key in zip(manifest.outputs, manifest.output_keys, strict=True)
+            output.value.name: stored[key]
+            for output, key in zip(manifest.outputs, manifest.output_keys, strict=True)
         }

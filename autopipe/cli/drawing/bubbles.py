@@ -1,4 +1,6 @@
-"""Bubbles of measured steps: when a rank did no task, before which one, and the messages that this one waited for."""
+"""Bubbles of measured steps: when a rank did no task, before which one, and the messages that this
+one waited for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class MeasuredSteps:
 
 
 def measured_steps(times: Mapping[int, Sequence[Mapping[str, Any]]]) -> MeasuredSteps:
-    """The tasks and bubbles in the times that ranks left of their steps (`runtime/report.py`), by rank."""
+    """The tasks and bubbles in the times that ranks left of their steps (`runtime/report.py`), by
+    rank.
+    """
     origin = min((step["began"] for steps in times.values() for step in steps), default=0.0)
     tasks: list[MeasuredTask] = []
     bubbles: list[Bubble] = []
@@ -38,15 +42,21 @@ def measured_steps(times: Mapping[int, Sequence[Mapping[str, Any]]]) -> Measured
         for step in steps:
             began = (step["began"] - origin) * 1e6
             own = [
-                MeasuredTask(rank, step["step"], span["task"], began + span["start"] * 1e6, _length(span))
+                MeasuredTask(
+                    rank, step["step"], span["task"], began + span["start"] * 1e6, _length(span)
+                )
                 for span in step["spans"]
             ]
             waits = defaultdict[str, list[Wait]](list)
             for wait in step["waits"]:
-                found = Wait(wait["peer"], wait["channel"], began + wait["start"] * 1e6, _length(wait))
+                found = Wait(
+                    wait["peer"], wait["channel"], began + wait["start"] * 1e6, _length(wait)
+                )
                 waits[wait["task"]].append(found)
             tasks += own
-            bubbles += _bubbles(own, waits, rank, step["step"], began, began + step["seconds"] * 1e6)
+            bubbles += _bubbles(
+                own, waits, rank, step["step"], began, began + step["seconds"] * 1e6
+            )
             seconds += step["seconds"]
     return MeasuredSteps(tuple(tasks), tuple(bubbles), seconds)
 
@@ -66,7 +76,9 @@ def _bubbles(
     at = began
     for task in sorted(tasks, key=lambda task: task.start):
         if task.start > at:
-            yield Bubble(rank, step, task.name, at, task.start - at, tuple(waits.get(task.name, ())))
+            yield Bubble(
+                rank, step, task.name, at, task.start - at, tuple(waits.get(task.name, ()))
+            )
         at = max(at, task.start + task.duration)
     if ended > at:
         yield Bubble(rank, step, END, at, ended - at, ())
@@ -93,30 +105,50 @@ _WORST = 6
 
 def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[RenderableType]:
     """Tables of the mean step's bubbles by rank, and of the largest bubbles."""
-    steps, predicted = measured.steps, {} if picture is None else predicted_bubbles(picture)
+    steps = measured.steps
+    predicted = {} if picture is None else predicted_bubbles(picture)
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     yield f"bubbles of {which}: a step's, by rank, and the largest"
     yield _by_rank(measured.bubbles, len(steps), predicted)
-    table = plain_table("rank", "step", "before", "measured", "predicted", "waited for", right=3, no_wrap=True)
+    table = plain_table(
+        "rank", "step", "before", "measured", "predicted", "waited for", right=3, no_wrap=True
+    )
     table.columns[-1].justify = "left"
     for bubble in worst_bubbles(measured.bubbles, _WORST):
         before = "the end" if bubble.before == END else bubble.before
         expected = _predicted_text(predicted.get((bubble.rank, bubble.before)))
-        row = str(bubble.rank), str(bubble.step), before, seconds_text(bubble.duration / 1e6), expected
+        row = (
+            str(bubble.rank),
+            str(bubble.step),
+            before,
+            seconds_text(bubble.duration / 1e6),
+            expected,
+        )
         table.add_row(*row, _blamed(bubble))
     yield table
 
 
-def _by_rank(bubbles: Sequence[Bubble], steps: int, predicted: Mapping[tuple[int, str], float]) -> Table:
+def _by_rank(
+    bubbles: Sequence[Bubble], steps: int, predicted: Mapping[tuple[int, str], float]
+) -> Table:
     """The mean step's bubbles of each rank, and what they went to."""
-    table = plain_table("rank", "bubbles", "predicted", "late messages", "update", "the rest", right=1, no_wrap=True)
+    table = plain_table(
+        "rank", "bubbles", "predicted", "late messages", "update", "the rest", right=1, no_wrap=True
+    )
     for rank in sorted({bubble.rank for bubble in bubbles}):
         own = [bubble for bubble in bubbles if bubble.rank == rank]
-        idle, late = sum(each.duration for each in own), sum(each.late for each in own)
+        idle = sum(each.duration for each in own)
+        late = sum(each.late for each in own)
         update = sum(each.duration for each in own if each.before == END)
         parts = (seconds_text(each / 1e6 / steps) for each in (late, update, idle - late - update))
-        expected = sum(length for (device, _), length in predicted.items() if device == rank) if predicted else None
-        table.add_row(str(rank), seconds_text(idle / 1e6 / steps), _predicted_text(expected), *parts)
+        expected = (
+            sum(length for (device, _), length in predicted.items() if device == rank)
+            if predicted
+            else None
+        )
+        table.add_row(
+            str(rank), seconds_text(idle / 1e6 / steps), _predicted_text(expected), *parts
+        )
     return table
 
 

@@ -1,4 +1,6 @@
-"""A picture: a step or a schedule of blocks as bars on devices over time, with its memory, steady state and colours."""
+"""A picture: a step or a schedule of blocks as bars on devices over time, with its memory, steady
+state and colours.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Picture:
     """Room on each device, where it is known."""
     end: float
     physical: bool
-    """True if times are seconds and memory bytes; else both are plain numbers in units of the user's choice."""
+    """True if times are seconds and memory bytes; else both are plain numbers in units of the
+    user's choice.
+    """
     steady: SteadyState | None = None
     transfers: tuple[Transfer, ...] = ()
     devices: tuple[int, ...] = ()
@@ -112,7 +116,8 @@ class Picture:
 def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
     summary = plan.summary
     title = (
-        f"{summary.strategy} with {summary.schedule}: {summary.stages} {plural(summary.stages, 'stage')} "
+        f"{summary.strategy} with {summary.schedule}: {summary.stages} "
+        f"{plural(summary.stages, 'stage')} "
         f"on {len(timeline.memory)} {plural(len(timeline.memory), 'device')}, "
         f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')}, "
         f"step {seconds_text(summary.step_time_s)}, "
@@ -124,11 +129,26 @@ def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
 
 
 def step_picture(
-    title: str, schedule: Schedule, timeline: Timeline, limits: tuple[int | None, ...], turns: tuple[int, ...] = ()
+    title: str,
+    schedule: Schedule,
+    timeline: Timeline,
+    limits: tuple[int | None, ...],
+    turns: tuple[int, ...] = (),
 ) -> Picture:
-    """The picture of a simulated step; `turns` are the stages' ratios of micro-batches, as `StageGraph` has them."""
+    """The picture of a simulated step; `turns` are the stages' ratios of micro-batches, as
+    `StageGraph` has them.
+    """
     bars = (
-        Bar(span.device, span.start, span.end, str(task), task.stage, task.phase, task.micro_batch, task.phase.value)
+        Bar(
+            span.device,
+            span.start,
+            span.end,
+            str(task),
+            task.stage,
+            task.phase,
+            task.micro_batch,
+            task.phase.value,
+        )
         for span in timeline.spans
         for task in (span.task,)
     )
@@ -150,10 +170,14 @@ _TOLERANCE = 1e-2
 """Share of a period by which repetitions may differ and still count as alike."""
 
 
-def steady_state(schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] = ()) -> SteadyState | None:
-    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of the stages. Best is a
-    stretch in which all devices move on at one pace. A step too short for that still has the stretch in which each
-    device is in its repetend: the same tasks again and again, though they come at different intervals."""
+def steady_state(
+    schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] = ()
+) -> SteadyState | None:
+    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of
+    the stages. Best is a stretch in which all devices move on at one pace. A step too short for
+    that still has the stretch in which each device is in its repetend: the same tasks again and
+    again, though they come at different intervals.
+    """
     devices: list[list[Span]] = [[] for _ in timeline.memory]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
         devices[span.device].append(span)
@@ -162,22 +186,35 @@ def steady_state(schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] 
         return None
     starts, ends, periods, paces = zip(*(_regular(*each, turns) for each in repeating), strict=True)
     if max(paces) > 0 and max(paces) - min(paces) <= _TOLERANCE * max(paces):
-        start, period = max(starts), max(periods)
+        start = max(starts)
+        period = max(periods)
         count = int((min(ends) - start) / period + _TOLERANCE)
         if count >= 2:
             return SteadyState(start, start + count * period, count, period)
     start = max(spans[repetend.start].start for repetend, spans in repeating)
-    end = min(spans[repetend.start + repetend.length * repetend.count - 1].end for repetend, spans in repeating)
-    return SteadyState(start, end, min(repetend.count for repetend, _ in repeating)) if start < end else None
+    end = min(
+        spans[repetend.start + repetend.length * repetend.count - 1].end
+        for repetend, spans in repeating
+    )
+    return (
+        SteadyState(start, end, min(repetend.count for repetend, _ in repeating))
+        if start < end
+        else None
+    )
 
 
-def _regular(repetend: Repetend, spans: list[Span], turns: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """(start, end, period, pace) of the longest stretch of one device whose repetitions come a period apart. The pace
-    is the period of one micro-batch of the step, of which a stage may take several turns."""
+def _regular(
+    repetend: Repetend, spans: list[Span], turns: tuple[int, ...]
+) -> tuple[float, float, float, float]:
+    """(start, end, period, pace) of the longest stretch of one device whose repetitions come a
+    period apart. The pace is the period of one micro-batch of the step, of which a stage may take
+    several turns.
+    """
     body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
     starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
     steps = np.diff(starts, axis=0)
-    best, first = (0, 0), 0
+    best = (0, 0)
+    first = 0
     for row in range(len(steps)):
         around = steps[first : row + 1]
         if np.ptp(around) > _TOLERANCE * max(float(around.max()), 0.0):
@@ -191,11 +228,20 @@ def _regular(repetend: Repetend, spans: list[Span], turns: tuple[int, ...]) -> t
 
 
 def block_picture(schedule: BlockSchedule, title: str) -> Picture:
-    """The picture of a schedule of blocks; a block on several devices stands on each one's row. A block's name tells
-    its colour: F0 and B0 are two phases of one stage, as are TPf and TPb."""
+    """The picture of a schedule of blocks; a block on several devices stands on each one's row. A
+    block's name tells its colour: F0 and B0 are two phases of one stage, as are TPf and TPb.
+    """
     kinds = block_kinds(schedule.graph.blocks)
     bars = (
-        Bar(device, start, start + block.time, f"{block.name}·{unit}", *kinds[index][:2], unit, kinds[index][2])
+        Bar(
+            device,
+            start,
+            start + block.time,
+            f"{block.name}·{unit}",
+            *kinds[index][:2],
+            unit,
+            kinds[index][2],
+        )
         for unit, starts in enumerate(schedule.starts)
         for index, (start, block) in enumerate(zip(starts, schedule.graph.blocks, strict=True))
         for device in block.devices
@@ -212,26 +258,34 @@ def block_picture(schedule: BlockSchedule, title: str) -> Picture:
 
 
 def block_kinds(blocks: tuple[Block, ...]) -> tuple[tuple[int, Phase, str], ...]:
-    """The stage and the phase that each block's name tells, with the phase's letter as the name has it. A name whose F
-    (or f) becomes B, I or W names another phase of the same stage. A block with no such name is a stage of its own: a
-    backward if it frees memory, a forward otherwise."""
+    """The stage and the phase that each block's name tells, with the phase's letter as the name has
+    it. A name whose F (or f) becomes B, I or W names another phase of the same stage. A block with
+    no such name is a stage of its own: a backward if it frees memory, a forward otherwise.
+    """
     names = {block.name for block in blocks}
     stages: dict[str, int] = {}
     found = []
     for block in blocks:
-        stem, phase = block.name, Phase.BACKWARD if block.memory < 0 else Phase.FORWARD
+        stem = block.name
+        phase = Phase.BACKWARD if block.memory < 0 else Phase.FORWARD
         letter = phase.value
         for place, each in enumerate(block.name):
-            forward = block.name[:place] + ("F" if each.isupper() else "f") + block.name[place + 1 :]
+            forward = (
+                block.name[:place] + ("F" if each.isupper() else "f") + block.name[place + 1 :]
+            )
             if each in "FBIWfbiw" and forward in names:
-                stem, phase, letter = forward, Phase(each.upper()), each
+                stem = forward
+                phase = Phase(each.upper())
+                letter = each
                 break
         found.append((stages.setdefault(stem, len(stages)), phase, letter))
     return tuple(found)
 
 
 def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
-    """A block's change counts from its start on; at one instant the device's blocks count in their order."""
+    """A block's change counts from its start on; at one instant the device's blocks count in their
+    order.
+    """
     curves = []
     for tasks in schedule.tasks:
         curve: list[tuple[float, int]] = [(0, 0)]
@@ -246,9 +300,11 @@ def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
 
 
 def _steady(schedule: BlockSchedule) -> SteadyState | None:
-    """The longest run of repetitions that are as the repetend says: the r-th has block i of unit r + offset of i. The
-    first and the last ones may differ: their blocks start as soon as they can."""
-    repetend, period = schedule.repetend, schedule.period
+    """The longest run of repetitions that are as the repetend says: the r-th has block i of unit r
+    + offset of i. The first and the last ones may differ: their blocks start as soon as they can.
+    """
+    repetend = schedule.repetend
+    period = schedule.period
     if repetend is None or period is None:
         return None
     offsets = np.array(repetend.offsets) - min(repetend.offsets)
@@ -273,8 +329,9 @@ MOST_DEVICES = 16
 
 
 def one_of_each(picture: Picture) -> Picture:
-    """The picture of one device of those with the same tasks in the same order, where they are more than a few. Of
-    messages those between devices that are left are drawn."""
+    """The picture of one device of those with the same tasks in the same order, where they are more
+    than a few. Of messages those between devices that are left are drawn.
+    """
     if len(picture.memory) <= MOST_DEVICES:
         return picture
     first: dict[tuple[str, ...], int] = {}
@@ -283,7 +340,9 @@ def one_of_each(picture: Picture) -> Picture:
     row = {device: index for index, device in enumerate(first.values())}
     return replace(
         picture,
-        bars=tuple(replace(bar, device=row[bar.device]) for bar in picture.bars if bar.device in row),
+        bars=tuple(
+            replace(bar, device=row[bar.device]) for bar in picture.bars if bar.device in row
+        ),
         memory=tuple(picture.memory[device] for device in row),
         limits=tuple(picture.limits[device] for device in row),
         transfers=tuple(
@@ -292,22 +351,30 @@ def one_of_each(picture: Picture) -> Picture:
             if each.source in row and each.target in row
         ),
         devices=tuple(row),
-        ends=tuple(replace(span, device=row[span.device]) for span in picture.ends if span.device in row),
+        ends=tuple(
+            replace(span, device=row[span.device]) for span in picture.ends if span.device in row
+        ),
     )
 
 
 _HUES = (213, 79, 183, 53, 246, 138, 316, 4, 29, 30)
 _SATURATIONS = (0.72, 0.45, 0.48, 0.60, 0.62, 0.42, 0.58, 0.70, 0.82, 0.28)
 """In an order in which neighbours differ for those, too, who do not tell red from green."""
-_LIGHTNESS = {Phase.FORWARD: 0.76, Phase.BACKWARD: 0.40, Phase.INPUT_GRADIENT: 0.56, Phase.WEIGHT_GRADIENT: 0.30}
+_LIGHTNESS = {
+    Phase.FORWARD: 0.76,
+    Phase.BACKWARD: 0.40,
+    Phase.INPUT_GRADIENT: 0.56,
+    Phase.WEIGHT_GRADIENT: 0.30,
+}
 _LIGHTER = 0.03
 """Lightness by which even stages are above, and odd ones below, that of the phase."""
 
 
 def stage_colour(stage: int, phase: Phase) -> str:
-    """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages. Forwards are light, backwards dark.
-    Of the halves of a backward the input gradient is lighter than a whole one, the weight gradient darker and
-    greyer."""
+    """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages. Forwards are
+    light, backwards dark. Of the halves of a backward the input gradient is lighter than a whole
+    one, the weight gradient darker and greyer.
+    """
     saturation = _SATURATIONS[stage % len(_HUES)] * (0.6 if phase is Phase.WEIGHT_GRADIENT else 1.0)
     lightness = _LIGHTNESS[phase] + (-_LIGHTER if stage % 2 else _LIGHTER)
     parts = colorsys.hls_to_rgb(_HUES[stage % len(_HUES)] / 360, lightness, saturation)
@@ -350,13 +417,23 @@ class Legend:
 
     @property
     def entries(self) -> list[tuple[str, str]]:
-        """(colour, text) of each phase in the shade of the first stage, of the work at the step's end, and of stages,
-        of which the last ones are left out if there are many."""
+        """(colour, text) of each phase in the shade of the first stage, of the work at the step's
+        end, and of stages, of which the last ones are left out if there are many.
+        """
         first = self.stages[0] if self.stages else 0
-        phases = [(stage_colour(first, phase), f"{letter} {PHASE_NAMES[phase]}") for letter, phase in self.phases]
-        ends = [(END_STYLES[kind].fill, f"{END_STYLES[kind].letter} {kind.value}") for kind in self.ends]
+        phases = [
+            (stage_colour(first, phase), f"{letter} {PHASE_NAMES[phase]}")
+            for letter, phase in self.phases
+        ]
+        ends = [
+            (END_STYLES[kind].fill, f"{END_STYLES[kind].letter} {kind.value}") for kind in self.ends
+        ]
         shown = self.stages[:MOST_STAGES]
-        return [*phases, *ends, *((stage_colour(stage, Phase.FORWARD), f"stage {stage}") for stage in shown)]
+        return [
+            *phases,
+            *ends,
+            *((stage_colour(stage, Phase.FORWARD), f"stage {stage}") for stage in shown),
+        ]
 
     @property
     def more(self) -> str:

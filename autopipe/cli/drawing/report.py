@@ -1,4 +1,6 @@
-"""A step as one self-contained page: timeline and memory to zoom into, stages or blocks, other schedules."""
+"""A step as one self-contained page: timeline and memory to zoom into, stages or blocks, other
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from autopipe.cli.drawing.picture import (
     stage_colour,
     text_colour,
 )
-from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
+from autopipe.cli.drawing.svg import (
+    block_graph_svg,
+    escape,
+    markup_row,
+    markup_table,
+    plan_graph_svg,
+)
 from autopipe.cli.output import devices_text, seconds_text
 from autopipe.cli.plan_text import gap_text, number_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
@@ -49,8 +57,13 @@ class Report:
 
 def report_page(report: Report) -> str:
     """HTML that loads nothing from anywhere: its security policy forbids that."""
-    figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in report.figures)
-    sections = "\n".join(f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections)
+    figures = "".join(
+        f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>"
+        for name, value in report.figures
+    )
+    sections = "\n".join(
+        f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections
+    )
     # No text of the data can end the element that it stands in.
     data = json.dumps(_data(report.pictures), allow_nan=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -102,7 +115,9 @@ def _asset(name: str) -> str:
 
 
 def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
-    """Data for the page's script: each device's bars and memory as flat lists of numbers, which parse fast."""
+    """Data for the page's script: each device's bars and memory as flat lists of numbers, which
+    parse fast.
+    """
     pictures = [picture for _, picture in named]
     kinds: dict[tuple[object, ...], int] = {}
     bars: list[list[float]] = []
@@ -112,13 +127,16 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         bars += ([] for _ in picture.memory)
         for bar in picture.bars:
             # What the bars of a stage and phase have in common.
-            stem, phase = bar.name.removesuffix(str(bar.unit)), bar.phase.name.replace("_", " ").lower()
+            stem = bar.name.removesuffix(str(bar.unit))
+            phase = bar.phase.name.replace("_", " ").lower()
             colours = stage_colour(bar.stage, bar.phase), text_colour(bar.phase)
             kind = kinds.setdefault((stem, bar.letter, phase, *colours, bar.stage), len(kinds))
             bars[first + bar.device] += (kind, bar.unit, _short(bar.start), _short(bar.end))
         for each in picture.transfers:
             times = _short(each.start), _short(each.end)
-            transfers.append((first + each.source, first + each.target, *times, each.bytes, str(each.task)))
+            transfers.append(
+                (first + each.source, first + each.target, *times, each.bytes, str(each.task))
+            )
     ends = [_end_numbers(row) for picture in pictures for row in picture.end_rows]
     state = pictures[0].steady if len(pictures) == 1 else None
     curves = [curve for picture in pictures for curve in picture.memory]
@@ -126,12 +144,18 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         "end": max(picture.end for picture in pictures),
         "physical": pictures[0].physical,
         "groups": [(name, len(picture.memory), picture.end) for name, picture in named],
-        "devices": [picture.device_of(row) for picture in pictures for row in range(len(picture.memory))],
+        "devices": [
+            picture.device_of(row) for picture in pictures for row in range(len(picture.memory))
+        ],
         "kinds": list(kinds),
         "bars": bars,
-        "endKinds": [(kind.value, style.letter, style.fill, style.ink) for kind, style in END_STYLES.items()],
+        "endKinds": [
+            (kind.value, style.letter, style.fill, style.ink) for kind, style in END_STYLES.items()
+        ],
         "ends": ends,
-        "memory": [[number for time, used in curve for number in (_short(time), used)] for curve in curves],
+        "memory": [
+            [number for time, used in curve for number in (_short(time), used)] for curve in curves
+        ],
         "limits": [limit for picture in pictures for limit in picture.limits],
         "transfers": transfers if len(transfers) <= _MOST_TRANSFERS else [],
         "steady": None if state is None else [state.start, state.end, state.count],
@@ -173,14 +197,21 @@ def comparison_markup(
     time_text: Callable[[float], str],
     memory_text: Callable[[float], str],
 ) -> str:
-    """A row a schedule, the shortest first, the chosen one marked; at the end those that do not take the placement."""
-    taken = sorted((each for each in results if each.peak_memory), key=lambda each: (each.time, each.schedule))
+    """A row a schedule, the shortest first, the chosen one marked; at the end those that do not
+    take the placement.
+    """
+    taken = sorted(
+        (each for each in results if each.peak_memory), key=lambda each: (each.time, each.schedule)
+    )
     chosen = next((each.time for each in taken if each.chosen), None)
     slowest = max((each.time for each in taken), default=0.0)
     rows = []
     for each in taken:
         width = round(160 * each.time / slowest) if slowest else 0
-        over = any(limit is not None and peak > limit for peak, limit in zip(each.peak_memory, limits, strict=True))
+        over = any(
+            limit is not None and peak > limit
+            for peak, limit in zip(each.peak_memory, limits, strict=True)
+        )
         cells = (
             time_text(each.time),
             f"{each.time / chosen:.3f}" if chosen else "-",
@@ -200,14 +231,19 @@ def comparison_markup(
 
 
 def legend_markup(pictures: Sequence[Picture]) -> str:
-    """Markup of the colours and letters of `pictures`: the phases and the work at the step's end that they have, and
-    their stages."""
+    """Markup of the colours and letters of `pictures`: the phases and the work at the step's end
+    that they have, and their stages.
+    """
     legend = legend_of(pictures)
     entries = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in legend.entries
+        f'<span><i style="background:{colour}"></i>{escape(text)}</span>'
+        for colour, text in legend.entries
     )
     more = f"<span>{legend.more}</span>" if legend.more else ""
-    how = "a task is its stage, its letter and its micro-batch: 2F3; the line below a device is its memory"
+    how = (
+        "a task is its stage, its letter and its micro-batch: 2F3; the line below a device is its "
+        "memory"
+    )
     return f'<p class="legend">{entries}{more}<span>{how}</span></p>'
 
 
@@ -232,16 +268,24 @@ def breakdown_markup(breakdown: Breakdown) -> str:
     step_s = breakdown.step_s
     for name, seconds in (("ideal", breakdown.ideal_s), *breakdown.losses):
         if step_s and abs(seconds) >= _LEAST_SHARE * step_s:
-            bar = f'<td class="share"><i style="width:{max(0, round(160 * seconds / step_s))}px"></i></td>'
-            others = "".join(f"<td>{cell}</td>" for cell in (seconds_text(seconds), f"{seconds / step_s:.1%}"))
+            bar = (
+                '<td class="share"><i '
+                f'style="width:{max(0, round(160 * seconds / step_s))}px"></i></td>'
+            )
+            others = "".join(
+                f"<td>{cell}</td>" for cell in (seconds_text(seconds), f"{seconds / step_s:.1%}")
+            )
             others += f'<td class="note">{escape(_PARTS.get(name, ""))}</td>'
             rows.append(f"<tr><td>{escape(name)}</td>{bar}{others}</tr>")
     return markup_table(("part of the step", "", "time", "share", ""), rows)
 
 
 def candidates_markup(plan: Plan) -> str:
-    """A row for the best candidate of each strategy, the chosen one marked, then why others have no plan."""
-    rows, chosen_s = [], plan.summary.step_time_s
+    """A row for the best candidate of each strategy, the chosen one marked, then why others have no
+    plan.
+    """
+    rows = []
+    chosen_s = plan.summary.step_time_s
     for place, each in enumerate(best_of_each(plan.alternatives)):
         name = escape(strategy_text(each))
         if each.step_time_s is None:
@@ -257,8 +301,18 @@ def candidates_markup(plan: Plan) -> str:
             "-" if each.peak_memory_bytes is None else bytes_text(each.peak_memory_bytes),
         )
         mark = "" if place else ' class="chosen"'
-        rows.append(f"<tr{mark}><td>{name}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    heads = ("strategy", "schedule", "micro-batches", "step", "slowdown", "lower bound of placement", "memory")
+        rows.append(
+            f"<tr{mark}><td>{name}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        )
+    heads = (
+        "strategy",
+        "schedule",
+        "micro-batches",
+        "step",
+        "slowdown",
+        "lower bound of placement",
+        "memory",
+    )
     return markup_table(heads, rows)
 
 
@@ -271,7 +325,8 @@ def _device_figures(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult]) -> Report:
-    summary, picture = plan.summary, plan_picture(plan, timeline)
+    summary = plan.summary
+    picture = plan_picture(plan, timeline)
     columns = stage_columns(plan, full=True)
     rows = enumerate(zip(*columns.values(), strict=True))
     stages = [markup_row(cells, stage_colour(index, Phase.BACKWARD)) for index, cells in rows]
@@ -287,7 +342,9 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
     sections.append(("Search", markup_table(("pass", "time"), passes)))
     return Report(
         title=f"{plan.model.rpartition('/')[2]}: {summary.strategy} with {summary.schedule}",
-        subtitle=f"{plan.model}: {summary.degrees.text}" if summary.degrees is not None else plan.model,
+        subtitle=f"{plan.model}: {summary.degrees.text}"
+        if summary.degrees is not None
+        else plan.model,
         figures=(
             ("step", seconds_text(summary.step_time_s)),
             ("samples a second", f"{summary.samples_per_s:,.1f}"),
@@ -307,12 +364,17 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
     )
 
 
-def block_report(schedule: BlockSchedule, title: str, subtitle: str, results: Sequence[ScheduleResult]) -> Report:
+def block_report(
+    schedule: BlockSchedule, title: str, subtitle: str, results: Sequence[ScheduleResult]
+) -> Report:
     """The page of a schedule of blocks. Without results of other schedules nothing is compared."""
-    graph, steady = schedule.graph, schedule.steady_bubble_rate
+    graph = schedule.graph
+    steady = schedule.steady_bubble_rate
     offsets = schedule.repetend.offsets if schedule.repetend is not None else None
     rows = []
-    for index, (block, (stage, phase, _)) in enumerate(zip(graph.blocks, block_kinds(graph.blocks), strict=True)):
+    for index, (block, (stage, phase, _)) in enumerate(
+        zip(graph.blocks, block_kinds(graph.blocks), strict=True)
+    ):
         cells = (
             block.name,
             devices_text(block.devices),
@@ -322,7 +384,9 @@ def block_report(schedule: BlockSchedule, title: str, subtitle: str, results: Se
             "-" if offsets is None else str(offsets[index]),
         )
         rows.append(markup_row(cells, stage_colour(stage, phase)))
-    blocks = markup_table(("block", "devices", "time", "memory", "after", "unit in the repetend"), rows)
+    blocks = markup_table(
+        ("block", "devices", "time", "memory", "after", "unit in the repetend"), rows
+    )
     sections = [("Blocks", block_graph_svg(graph) + blocks)]
     if results:
         table = comparison_markup(results, graph.memory, "{:g}".format, "{:g}".format)

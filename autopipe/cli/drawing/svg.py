@@ -1,4 +1,6 @@
-"""SVG for light and dark pages, the timeline of a step and the DAG of stages or blocks; and HTML tables."""
+"""SVG for light and dark pages, the timeline of a step and the DAG of stages or blocks; and HTML
+tables.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def escape(text: str) -> str:
 def markup_table(heads: Sequence[str], rows: Sequence[str]) -> str:
     """A table that scrolls sideways where it is too wide; `rows` are markup."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return (
+        "<div "
+        f'class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
 
 
 def markup_row(cells: Sequence[str], colour: str | None = None) -> str:
@@ -41,28 +46,38 @@ def markup_row(cells: Sequence[str], colour: str | None = None) -> str:
     return f"<tr><td>{mark}{first}</td>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>"
 
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 74, 84, 34
-_ROW, _BAR = 30, 24
+_WIDTH = 1000
+_LEFT = 74
+_RIGHT = 84
+_TOP = 34
+_ROW = 30
+_BAR = 24
 _LETTER = 6.2
 """Width of a letter of the labels."""
-_SWATCH, _LEGEND_ROW = 10, 18
+_SWATCH = 10
+_LEGEND_ROW = 18
 """Width of a colour in the legend, and height of a row of it."""
 _STYLE = (
     "text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#24292f}"
     ".paper{fill:#ffffff}.quiet{fill:#656d76}.lane{fill:#f3f4f6}.rule{stroke:#8c959f;fill:none}"
-    "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}.quiet{fill:#9198a1}.lane{fill:#1c2129}}"
+    "@media "
+    "(prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}.quiet{fill:#9198a1}.lane{fill:#1c2129}}"
 )
-"""The paper is part of the picture: a browser tells it the theme of the system, which its page need not have."""
+"""The paper is part of the picture: a browser tells it the theme of the system, which its page need
+not have.
+"""
 
 
 def timeline_svg(picture: Picture) -> str:
-    """One row per device: its tasks in the stages' colours, numbered by micro-batch, gradient sums and the update at
-    its end, and its peak memory; below them the legend."""
+    """One row per device: its tasks in the stages' colours, numbered by micro-batch, gradient sums
+    and the update at its end, and its peak memory; below them the legend.
+    """
     below = _TOP + len(picture.memory) * _ROW
     scale = below + (38 if picture.steady else 18)
     legend = _legend(picture, scale + 22)
     height = scale + 12 + len(legend) * _LEGEND_ROW
-    end, right = picture.time_text(picture.end), _WIDTH - _RIGHT
+    end = picture.time_text(picture.end)
+    right = _WIDTH - _RIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         "<metadata>autopipe</metadata>",
@@ -72,13 +87,21 @@ def timeline_svg(picture: Picture) -> str:
     ]
     for device, peak in enumerate(picture.peaks):
         top = _TOP + device * _ROW
-        parts.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{_BAR}" rx="3"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>')
-        parts.append(f'<text class="quiet" x="{right + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>')
+        parts.append(
+            f'<rect class="lane" x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{_BAR}" '
+            'rx="3"/>'
+        )
+        parts.append(
+            f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>'
+        )
+        parts.append(
+            f'<text class="quiet" x="{right + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>'
+        )
     parts += (_bar(bar, picture.end) for bar in picture.bars)
     parts += (_end_bar(span, picture.end) for span in picture.ends)
     if (state := picture.steady) is not None:
-        first, last = _position(state.start, picture.end), _position(state.end, picture.end)
+        first = _position(state.start, picture.end)
+        last = _position(state.end, picture.end)
         place = f'x="{(first + last) / 2:.1f}" y="{below + 20}" text-anchor="middle"'
         parts.append(f'<path class="rule" d="M{first:.1f} {below}v6H{last:.1f}v-6"/>')
         parts.append(f'<text class="quiet" {place}>steady state ×{state.count}</text>')
@@ -99,8 +122,14 @@ def _legend(picture: Picture, top: int) -> list[str]:
             rows.append("")
             x = float(_LEFT)
         y = top + (len(rows) - 1) * _LEGEND_ROW
-        box = f'x="{x:.1f}" y="{y - 9}" width="{_SWATCH}" height="{_SWATCH}" rx="2" style="fill:{colour}"'
-        rows[-1] += f'<rect {box}/><text class="quiet" x="{x + _SWATCH + 6:.1f}" y="{y}">{escape(text)}</text>'
+        box = (
+            f'x="{x:.1f}" y="{y - 9}" width="{_SWATCH}" height="{_SWATCH}" rx="2" '
+            f'style="fill:{colour}"'
+        )
+        rows[-1] += (
+            f'<rect {box}/><text class="quiet" x="{x + _SWATCH + 6:.1f}" '
+            f'y="{y}">{escape(text)}</text>'
+        )
         x += width
     return [row for row in rows if row]
 
@@ -110,10 +139,12 @@ def _position(seconds: float, end: float) -> float:
 
 
 def _bar(bar: Bar, end: float) -> str:
-    left, right = _position(bar.start, end), _position(bar.end, end)
+    left = _position(bar.start, end)
+    right = _position(bar.end, end)
     top = _TOP + bar.device * _ROW
     box = (
-        f'<rect x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 0.2):.2f}" height="{_BAR}" rx="2" '
+        f'<rect x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 0.2):.2f}" '
+        f'height="{_BAR}" rx="2" '
         f'fill="{stage_colour(bar.stage, bar.phase)}"/>'
     )
     return box + _label(str(bar.unit), left, right, top, text_colour(bar.phase))
@@ -121,11 +152,14 @@ def _bar(bar: Bar, end: float) -> str:
 
 def _end_bar(span: EndSpan, end: float) -> str:
     """At least a pixel wide: sums and updates often take a hundredth of the step."""
-    left, right = _position(span.start, end), _position(span.end, end)
-    top, style = _TOP + span.device * _ROW, END_STYLES[span.kind]
+    left = _position(span.start, end)
+    right = _position(span.end, end)
+    top = _TOP + span.device * _ROW
+    style = END_STYLES[span.kind]
     what = span.kind.value if span.stage is None else f"{span.kind.value} of stage {span.stage}"
     box = (
-        f'<rect class="end" x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 1):.2f}" height="{_BAR}" '
+        f'<rect class="end" x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 1):.2f}" '
+        f'height="{_BAR}" '
         f'style="fill:{style.fill}"><title>{what}</title></rect>'
     )
     return box + _label(style.letter, left, right, top, style.ink)
@@ -139,7 +173,10 @@ def _label(text: str, left: float, right: float, top: int, colour: str) -> str:
     return f'<text {place} style="fill:{colour}">{text}</text>'
 
 
-_BOX, _HEIGHT, _ACROSS, _DOWN = 104, 40, 64, 18
+_BOX = 104
+_HEIGHT = 40
+_ACROSS = 64
+_DOWN = 18
 """Width and height of a node's box, and the distances between boxes."""
 _LETTERS = 13
 """Letters that fit into a box."""
@@ -154,8 +191,13 @@ def plan_graph_svg(plan: Plan) -> str:
     for message in plan.prediction.messages:
         edge = message.source_stage, message.target_stage
         sent[edge] = sent.get(edge, 0) + message.forward_bytes
-    nodes = [(f"stage {index}", each.devices, index, Phase.FORWARD) for index, each in enumerate(plan.placement.stages)]
-    return _graph_svg("stages and what they send", nodes, {edge: bytes_text(size) for edge, size in sent.items()})
+    nodes = [
+        (f"stage {index}", each.devices, index, Phase.FORWARD)
+        for index, each in enumerate(plan.placement.stages)
+    ]
+    return _graph_svg(
+        "stages and what they send", nodes, {edge: bytes_text(size) for edge, size in sent.items()}
+    )
 
 
 def block_graph_svg(graph: BlockGraph) -> str:
@@ -175,14 +217,21 @@ def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int]
     width = max(x for x, _ in places) + _BOX + 8
     height = max(y for _, y in places) + _HEIGHT + 20
     parts = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
-    parts.append(f'<title>{escape(title)}</title><defs><marker id="tip-of-edge" viewBox="0 0 8 8" refX="8"')
-    parts.append('refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>')
+    parts.append(
+        f'<title>{escape(title)}</title><defs><marker id="tip-of-edge" viewBox="0 0 8 8" refX="8"'
+    )
+    parts.append(
+        'refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 '
+        '8z"/></marker></defs>'
+    )
     for (source, target), label in sorted(edges.items()):
         parts.append(_edge(places[source], places[target], label))
     for (name, devices, stage, phase), (x, y) in zip(nodes, places, strict=True):
         style = f'style="fill:{"#ffffff" if phase is Phase.BACKWARD else "#10131a"}"'
         colour = stage_colour(stage, phase)
-        parts.append(f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="5" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="5" fill="{colour}"/>'
+        )
         group = f"{plural(len(devices), 'device')} {devices_text(devices)}"
         for line, text in ((17, name), (32, group)):
             shortened = text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
@@ -191,7 +240,9 @@ def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int]
 
 
 def _places(nodes: int, edges: Mapping[tuple[int, int], str]) -> list[tuple[int, int]]:
-    """Left upper corner of each node: columns by longest way from a start, rows near those of the nodes before."""
+    """Left upper corner of each node: columns by longest way from a start, rows near those of the
+    nodes before.
+    """
     before: dict[int, list[int]] = {node: [] for node in range(nodes)}
     for source, target in sorted(edges):
         before[target].append(source)
@@ -201,18 +252,27 @@ def _places(nodes: int, edges: Mapping[tuple[int, int], str]) -> list[tuple[int,
     rows: dict[int, int] = {}
     for column in range(max(columns.values()) + 1):
         members = [node for node in before if columns[node] == column]
-        members.sort(key=lambda node: (min((rows[other] for other in before[node]), default=node), node))
+        members.sort(
+            key=lambda node: (min((rows[other] for other in before[node]), default=node), node)
+        )
         rows.update((node, row) for row, node in enumerate(members))
-    return [(4 + columns[node] * (_BOX + _ACROSS), 16 + rows[node] * (_HEIGHT + _DOWN)) for node in before]
+    return [
+        (4 + columns[node] * (_BOX + _ACROSS), 16 + rows[node] * (_HEIGHT + _DOWN))
+        for node in before
+    ]
 
 
 def _edge(source: tuple[int, int], target: tuple[int, int], label: str) -> str:
-    left, top = source[0] + _BOX, source[1] + _HEIGHT // 2
-    right, bottom = target[0], target[1] + _HEIGHT // 2
+    left = source[0] + _BOX
+    top = source[1] + _HEIGHT // 2
+    right = target[0]
+    bottom = target[1] + _HEIGHT // 2
     middle = (left + right) / 2
     long = right - left > _ACROSS
     # An edge that passes over other nodes goes above them.
-    path = f"M{left} {top}C{middle} {top - 60 * long} {middle} {bottom - 60 * long} {right} {bottom}"
+    path = (
+        f"M{left} {top}C{middle} {top - 60 * long} {middle} {bottom - 60 * long} {right} {bottom}"
+    )
     place = f'x="{middle}" y="{(top + bottom) / 2 - 5 - 45 * long}"'
     return (
         f'<path class="edge" d="{path}" marker-end="url(#tip-of-edge)"/>'

@@ -1,4 +1,6 @@
-"""A step as Chrome's trace events (Perfetto), measured tasks read from one, and the CSV of PyTorch's schedules."""
+"""A step as Chrome's trace events (Perfetto), measured tasks read from one, and the CSV of
+PyTorch's schedules.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ class MeasuredTask:
 
 
 END = "end"
-"""In place of a task: the end of the step, before which gradients are summed and parameters updated."""
+"""In place of a task: the end of the step, before which gradients are summed and parameters
+updated.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A task's wait for a message from the rank `peer`, in microseconds from the start of the run."""
+    """A task's wait for a message from the rank `peer`, in microseconds from the start of the
+    run.
+    """
 
     peer: int
     channel: int
@@ -40,7 +46,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """A rank's time without a task, before the task `before`, in microseconds from the start of the run."""
+    """A rank's time without a task, before the task `before`, in microseconds from the start of the
+    run.
+    """
 
     rank: int
     step: int
@@ -60,7 +68,9 @@ class Bubble:
 
 
 def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
-    """The tasks in a trace of `launch --trace`, in the file's order. Raises ConfigurationError for any other file."""
+    """The tasks in a trace of `launch --trace`, in the file's order. Raises ConfigurationError for
+    any other file.
+    """
     try:
         record = JsonRecord(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
@@ -80,11 +90,14 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
         if event.get("ph", str) == "X" and event.get("cat", str) == "measured"
     )
     if not found:
-        raise ConfigurationError("the trace holds no tasks", hint="launch --trace FILE writes them", where=str(path))
+        raise ConfigurationError(
+            "the trace holds no tasks", hint="launch --trace FILE writes them", where=str(path)
+        )
     return found
 
 
-PREDICTED, MEASURED = 1, 2
+PREDICTED = 1
+MEASURED = 2
 """Processes of the trace; their threads are the ranks."""
 _LINKS = 1_000_000
 """Threads from here on are links between ranks."""
@@ -92,11 +105,15 @@ _LINKS = 1_000_000
 Event = dict[str, object]
 
 
-def chrome_trace(picture: Picture | None, measured: Sequence[MeasuredTask] = (), bubbles: Sequence[Bubble] = ()) -> str:
-    """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory as a counter. Times
-    are in µs; where the picture's have no unit, one stands for a millisecond. With measured tasks the prediction begins
-    where their last step does, so that the two can be compared: the first step also warms up. Measured bubbles stand
-    between the tasks, and the messages waited for within them."""
+def chrome_trace(
+    picture: Picture | None, measured: Sequence[MeasuredTask] = (), bubbles: Sequence[Bubble] = ()
+) -> str:
+    """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory
+    as a counter. Times are in µs; where the picture's have no unit, one stands for a millisecond.
+    With measured tasks the prediction begins where their last step does, so that the two can be
+    compared: the first step also warms up. Measured bubbles stand between the tasks, and the
+    messages waited for within them.
+    """
     last = max((task.step for task in measured), default=0)
     starts = [task.start for task in measured if task.step == last]
     starts += [bubble.start for bubble in bubbles if bubble.step == last]
@@ -104,11 +121,24 @@ def chrome_trace(picture: Picture | None, measured: Sequence[MeasuredTask] = (),
     events: list[Event] = []
     if picture is not None:
         scale = 1e6 if picture.physical else 1e3
-        events += [*_ranks(PREDICTED, "predicted", len(picture.memory)), *_predicted(picture, origin, scale)]
+        events += [
+            *_ranks(PREDICTED, "predicted", len(picture.memory)),
+            *_predicted(picture, origin, scale),
+        ]
     if measured:
         events += _ranks(MEASURED, "measured", 1 + max(task.rank for task in measured))
     for task in measured:
-        events.append(_span(MEASURED, task.rank, task.name, "measured", task.start, task.duration, step=task.step))
+        events.append(
+            _span(
+                MEASURED,
+                task.rank,
+                task.name,
+                "measured",
+                task.start,
+                task.duration,
+                step=task.step,
+            )
+        )
     for bubble in bubbles:
         events += _bubble(bubble)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
@@ -124,47 +154,92 @@ def _named(kind: str, process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
 
 
-def _span(process: int, thread: int, name: str, kind: str, start: float, duration: float, **facts: object) -> Event:
+def _span(
+    process: int, thread: int, name: str, kind: str, start: float, duration: float, **facts: object
+) -> Event:
     named = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": kind}
     return {**named, "ts": start, "dur": duration, "args": facts}
 
 
 def _bubble(bubble: Bubble) -> Iterator[Event]:
-    start, end = bubble.start, bubble.start + bubble.duration
+    start = bubble.start
+    end = bubble.start + bubble.duration
     name = f"bubble before {bubble.before}"
     facts = {"step": bubble.step, "late_messages_us": bubble.late}
     yield _span(MEASURED, bubble.rank, name, "bubble", start, bubble.duration, **facts)
     for wait in bubble.waits:
-        first, last = max(start, wait.start), min(end, wait.start + wait.duration)
+        first = max(start, wait.start)
+        last = min(end, wait.start + wait.duration)
         if last > first:
             name = f"late: rank {wait.peer}, channel {wait.channel}"
-            facts = {"step": bubble.step, "peer": wait.peer, "channel": wait.channel, "seconds": wait.duration / 1e6}
-            yield _span(MEASURED, bubble.rank, name, "late message", first, last - first, task=bubble.before, **facts)
+            facts = {
+                "step": bubble.step,
+                "peer": wait.peer,
+                "channel": wait.channel,
+                "seconds": wait.duration / 1e6,
+            }
+            yield _span(
+                MEASURED,
+                bubble.rank,
+                name,
+                "late message",
+                first,
+                last - first,
+                task=bubble.before,
+                **facts,
+            )
 
 
 def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
-    """Tasks, messages and memory. Messages of one rank may overlap, which a thread cannot show: each link has one."""
+    """Tasks, messages and memory. Messages of one rank may overlap, which a thread cannot show:
+    each link has one.
+    """
     for bar in picture.bars:
-        start, duration = origin + bar.start * scale, (bar.end - bar.start) * scale
+        start = origin + bar.start * scale
+        duration = (bar.end - bar.start) * scale
         facts = {"stage": bar.stage, "micro_batch": bar.unit}
-        yield _span(PREDICTED, bar.device, bar.name, bar.phase.name.lower(), start, duration, **facts)
+        yield _span(
+            PREDICTED, bar.device, bar.name, bar.phase.name.lower(), start, duration, **facts
+        )
     links: dict[tuple[int, int], int] = {}
     for each in picture.transfers:
         link = each.source, each.target
         if link not in links:
             links[link] = _LINKS + len(links)
-            yield _named("thread_name", PREDICTED, links[link], f"rank {each.source} to {each.target}")
-        start, duration = origin + each.start * scale, (each.end - each.start) * scale
-        yield _span(PREDICTED, links[link], str(each.task), "send", start, duration, bytes=each.bytes, to=each.target)
+            yield _named(
+                "thread_name", PREDICTED, links[link], f"rank {each.source} to {each.target}"
+            )
+        start = origin + each.start * scale
+        duration = (each.end - each.start) * scale
+        yield _span(
+            PREDICTED,
+            links[link],
+            str(each.task),
+            "send",
+            start,
+            duration,
+            bytes=each.bytes,
+            to=each.target,
+        )
     unit = "bytes" if picture.physical else "used"
     for device, curve in enumerate(picture.memory):
         for time, used in curve:
             name = f"memory of rank {device}"
-            yield {"ph": "C", "pid": PREDICTED, "name": name, "ts": origin + time * scale, "args": {unit: used}}
+            yield {
+                "ph": "C",
+                "pid": PREDICTED,
+                "name": name,
+                "ts": origin + time * scale,
+                "args": {unit: used},
+            }
 
 
 def orders_csv(picture: Picture) -> str:
-    """Each device's tasks in order as stage, action (F, B, I or W) and micro-batch, such as `0F0,0F1,1F0`. Blocks have
-    the stages that their names tell, numbered in order of their first mention."""
-    rows = (",".join(f"{bar.stage}{bar.phase.value}{bar.unit}" for bar in row) for row in picture.rows)
+    """Each device's tasks in order as stage, action (F, B, I or W) and micro-batch, such as
+    `0F0,0F1,1F0`. Blocks have the stages that their names tell, numbered in order of their first
+    mention.
+    """
+    rows = (
+        ",".join(f"{bar.stage}{bar.phase.value}{bar.unit}" for bar in row) for row in picture.rows
+    )
     return "".join(f"{row}\n" for row in rows)

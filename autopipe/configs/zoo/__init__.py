@@ -1,4 +1,5 @@
-"""The models of the papers as ONNX graphs of any size, with or without weights; may import ir and the YAML schema.
+"""The models of the papers as ONNX graphs of any size, with or without weights; may import ir and
+the YAML schema.
 
 A model is a frozen dataclass of its sizes in a module of its own, imported when it is asked for:
 
@@ -27,18 +28,33 @@ if TYPE_CHECKING:
 MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "alexnet": ("vision:AlexNet", "convolutions and three large linear layers (PaSE)"),
     "bert": ("transformers:Bert", "masked-language-model encoder; DNABert by its preset (TePDist)"),
-    "candle-uno": ("branches:CandleUno", "regression from several branches of linear layers (GraphPipe)"),
+    "candle-uno": (
+        "branches:CandleUno",
+        "regression from several branches of linear layers (GraphPipe)",
+    ),
     "dlrm": ("branches:Dlrm", "recommendation: dense branches and embedding bags (GraphPipe)"),
     "flava": ("branches:Flava", "text and image encoders joined by a cross encoder (Tessel)"),
     "gpt": ("transformers:Gpt", "decoder-only language model with a tied head (Tessel, TePDist)"),
     "inceptionv3": ("vision:InceptionV3", "convolutional branches, no auxiliary head (PaSE)"),
     "llama": ("transformers:Llama", "RMS norms, rotary positions, SwiGLU, grouped-query attention"),
-    "mmt": ("branches:MultiModalTransformer", "several transformer branches, concatenated (GraphPipe)"),
-    "moe": ("transformers:MixtureOfExperts", "language model whose feed-forward layers are gated experts (TePDist)"),
+    "mmt": (
+        "branches:MultiModalTransformer",
+        "several transformer branches, concatenated (GraphPipe)",
+    ),
+    "moe": (
+        "transformers:MixtureOfExperts",
+        "language model whose feed-forward layers are gated experts (TePDist)",
+    ),
     "mt5": ("sequences:Mt5", "encoder-decoder with one shared embedding (Tessel)"),
     "rnnlm": ("sequences:RnnLm", "LSTM language model (PaSE)"),
-    "transformer": ("sequences:Transformer", "the encoder-decoder translation model of 2017 (PaSE)"),
-    "two-branch": ("branches:TwoBranch", "two branches of attention and linear layers (GraphPipe's case study)"),
+    "transformer": (
+        "sequences:Transformer",
+        "the encoder-decoder translation model of 2017 (PaSE)",
+    ),
+    "two-branch": (
+        "branches:TwoBranch",
+        "two branches of attention and linear layers (GraphPipe's case study)",
+    ),
     "unet": ("vision:UNet", "segmentation with skip connections (TePDist)"),
     "vgg19": ("vision:Vgg19", "convolutions and a classifier of any number of classes (TePDist)"),
     "wide-resnet": ("vision:WideResNet", "residual network of wide bottlenecks (TePDist)"),
@@ -85,9 +101,13 @@ class ZooModel(ABC):
 
 
 def model_class(name: str) -> type[ZooModel]:
-    """The class of model `name`; raises ConfigurationError with the nearest match where there is none."""
+    """The class of model `name`; raises ConfigurationError with the nearest match where there is
+    none.
+    """
     if name not in MODELS:
-        raise ConfigurationError(f"no model called {quote(name)} in the zoo", hint=nearest(name, MODELS))
+        raise ConfigurationError(
+            f"no model called {quote(name)} in the zoo", hint=nearest(name, MODELS)
+        )
     module, attribute = MODELS[name][0].split(":")
     kind: type[ZooModel] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     return kind
@@ -105,10 +125,13 @@ def parse_words(words: Iterable[str]) -> dict[str, str]:
 
 
 def configure(name: str, settings: Settings | None = None) -> ZooModel:
-    """Model `name` with `settings`; `size` names a preset, which the other keys then change. A value that is text is
-    read as YAML, as on a command line. Raises ConfigurationError for an unknown name, key or preset (with the nearest
-    match), a value of the wrong type, and sizes that contradict each other."""
-    kind, given = model_class(name), dict(settings or {})
+    """Model `name` with `settings`; `size` names a preset, which the other keys then change. A
+    value that is text is read as YAML, as on a command line. Raises ConfigurationError for an
+    unknown name, key or preset (with the nearest match), a value of the wrong type, and sizes that
+    contradict each other.
+    """
+    kind = model_class(name)
+    given = dict(settings or {})
     chosen: Settings = {}
     if "size" in given:
         size = str(given.pop("size"))
@@ -124,13 +147,15 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
             raise unknown_key(field, [*known, "size"], entries[field].place, "")
     model = convert(Entry(entries, Place("--set")), kind)
     for whole, part in kind.multiples:
-        extent, divisor = getattr(model, whole), getattr(model, part)
+        extent = getattr(model, whole)
+        divisor = getattr(model, part)
         if extent % divisor:
             message = f"{whole} = {extent} is not a multiple of {part} = {divisor}"
             hint = f"{whole}={max(1, round(extent / divisor)) * divisor} would be"
             raise ConfigurationError(message, hint=hint, where="--set")
     for lower, upper in kind.limits:
-        extent, limit = getattr(model, lower), getattr(model, upper)
+        extent = getattr(model, lower)
+        limit = getattr(model, upper)
         if extent > limit:
             raise ConfigurationError(f"{lower} = {extent} exceeds {upper} = {limit}", where="--set")
     return model
@@ -147,12 +172,16 @@ def _entry(name: str, value: Setting) -> Entry:
 
 
 def build(model: ZooModel) -> BuiltModel:
-    """The graph of `model`, with shapes for all values; its weights are drawn only when it is saved."""
+    """The graph of `model`, with shapes for all values; its weights are drawn only when it is
+    saved.
+    """
     from autopipe.configs.zoo.builder import BuiltModel, GraphBuilder
 
     target = f"{type(model).__module__.rpartition('.')[2]}:{type(model).__name__}"
     name = next(name for name, (place, _) in MODELS.items() if place == target)
-    graph = GraphBuilder(name, "batch" if model.batch is None else model.batch, model.opset, model.loss)
+    graph = GraphBuilder(
+        name, "batch" if model.batch is None else model.batch, model.opset, model.loss
+    )
     model.build(graph)
     settings = json.dumps({"name": name, **dataclasses.asdict(model)})
     skeleton, parameters = graph.finish({"autopipe.zoo": settings})

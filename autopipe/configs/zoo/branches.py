@@ -15,17 +15,25 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 GRAPHPIPE = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 4096, 1000)
-"""The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is ours."""
+"""The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is
+ours.
+"""
 
 
-def classify_mean(graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer) -> None:
+def classify_mean(
+    graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer
+) -> None:
     """End with a classifier of the mean over positions of `data` [batch, positions, width]."""
     data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
     graph.classify(graph.linear("classifier", data, width, classes, init))
 
 
-def dense_layers(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int) -> ir.Value:
-    """`count` linear layers with Relu, called `name.0`, `name.1`, …: [batch, inputs] -> [batch, width]."""
+def dense_layers(
+    graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int
+) -> ir.Value:
+    """`count` linear layers with Relu, called `name.0`, `name.1`, …: [batch, inputs] -> [batch,
+    width].
+    """
     for index in range(count):
         data = graph.dense(f"{name}.{index}", data, width if index else inputs, width)
     return data
@@ -33,11 +41,13 @@ def dense_layers(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, wi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoBranch(ZooModel):
-    """The model of GraphPipe's case study: branches of attention and linear layers. input_0, input_1, … [batch,
-    sequence, hidden] -> logits [batch, classes]."""
+    """The model of GraphPipe's case study: branches of attention and linear layers. input_0,
+    input_1, … [batch, sequence, hidden] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal transformer.
+        # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal
+        # transformer.
         "paper": {**GRAPHPIPE, "branches": 2, "repeats": 4},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
@@ -64,12 +74,17 @@ class TwoBranch(ZooModel):
             for repeat in range(self.repeats):  # Without residuals.
                 with graph.scope(f"branches.{index}"), graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
-                    data = graph.linear("up", data, self.hidden, self.feed_forward, init=kaiming(self.hidden))
-                    data, init = graph.op("Relu", data), lecun(self.feed_forward)
+                    data = graph.linear(
+                        "up", data, self.hidden, self.feed_forward, init=kaiming(self.hidden)
+                    )
+                    data = graph.op("Relu", data)
+                    init = lecun(self.feed_forward)
                     data = graph.linear("down", data, self.feed_forward, self.hidden, init=init)
             joined.append(data)
         width = self.branches * self.hidden
-        classify_mean(graph, graph.op("Concat", *joined, axis=-1), width, self.classes, lecun(width))
+        classify_mean(
+            graph, graph.op("Concat", *joined, axis=-1), width, self.classes, lecun(width)
+        )
 
 
 COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
@@ -77,14 +92,29 @@ COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flava(ZooModel):
-    """FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022). tokens [batch, sequence],
-    image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?"""
+    """FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022). tokens
+    [batch, sequence], image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # The published model.
-        "base": {**COMMON, "text_layers": 12, "image_layers": 12, "cross_layers": 6, "hidden": 768, "heads": 12},
+        "base": {
+            **COMMON,
+            "text_layers": 12,
+            "image_layers": 12,
+            "cross_layers": 6,
+            "hidden": 768,
+            "heads": 12,
+        },
         # Tessel (HPCA 2024), figure 15: 24 layers, which we give to each of the three encoders.
-        "paper": {**COMMON, "text_layers": 24, "image_layers": 24, "cross_layers": 24, "hidden": 4096, "heads": 32},
+        "paper": {
+            **COMMON,
+            "text_layers": 24,
+            "image_layers": 24,
+            "cross_layers": 24,
+            "hidden": 4096,
+            "heads": 32,
+        },
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("image", "patch"))
     text_layers: Count = 2
@@ -110,17 +140,27 @@ class Flava(ZooModel):
         tokens = graph.input("tokens", self.sequence, integer=True)
         with graph.scope("text"):
             text, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden)
-            text = self._encoded(graph, add_positions(graph, text, self.sequence, self.hidden), self.text_layers)
+            text = self._encoded(
+                graph, add_positions(graph, text, self.sequence, self.hidden), self.text_layers
+            )
         image = graph.input("image", 3, self.image, self.image)
         patches = (self.image // self.patch) ** 2
         with graph.scope("image"):
-            picture = graph.convolution("patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch)
-            picture = graph.op("Transpose", graph.reshape(picture, [0, self.hidden, patches]), perm=[0, 2, 1])
-            picture = self._encoded(graph, add_positions(graph, picture, patches, self.hidden), self.image_layers)
+            picture = graph.convolution(
+                "patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch
+            )
+            picture = graph.op(
+                "Transpose", graph.reshape(picture, [0, self.hidden, patches]), perm=[0, 2, 1]
+            )
+            picture = self._encoded(
+                graph, add_positions(graph, picture, patches, self.hidden), self.image_layers
+            )
         with graph.scope("cross"):
             text = graph.linear("text_projection", text, self.hidden, self.hidden)
             picture = graph.linear("image_projection", picture, self.hidden, self.hidden)
-            data = self._encoded(graph, graph.op("Concat", text, picture, axis=1), self.cross_layers)
+            data = self._encoded(
+                graph, graph.op("Concat", text, picture, axis=1), self.cross_layers
+            )
             first = graph.op("Gather", data, graph.constant(0), axis=1)
         graph.classify(graph.linear("classifier", first, self.hidden, 2))
 
@@ -135,11 +175,14 @@ PAPER: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandleUno(ZooModel):
-    """CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018). features_0,
-    features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared distance to float labels."""
+    """CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al.,
+    2018). features_0, features_1, … [batch, features] -> prediction [batch, 1]; its loss is the
+    mean squared distance to float labels.
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the branches.
+        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
+        # branches.
         "paper": {**PAPER, "branches": 7},
         # The widest of its comparison by number of branches.
         "16-branches": {**PAPER, "branches": 16},
@@ -153,16 +196,21 @@ class CandleUno(ZooModel):
     hidden: Count = 32
     """Width of the linear layers."""
     top_layers: Count = 2
-    """Linear layers after the branches are joined, not counting the one that gives the prediction."""
+    """Linear layers after the branches are joined, not counting the one that gives the prediction.
+    """
 
     def build(self, graph: GraphBuilder) -> None:
         joined = []
         for index in range(self.branches):
             data = graph.input(f"features_{index}", self.features)
             with graph.scope(f"branches.{index}"):
-                joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.layers))
+                joined.append(
+                    dense_layers(graph, "layers", data, self.features, self.hidden, self.layers)
+                )
         data = graph.op("Concat", *joined, axis=1)
-        data = dense_layers(graph, "top", data, self.branches * self.hidden, self.hidden, self.top_layers)
+        data = dense_layers(
+            graph, "top", data, self.branches * self.hidden, self.hidden, self.top_layers
+        )
         effect = graph.dense("effect", data, self.hidden, 1, relu=False)
 
         def loss(labels: ir.Value) -> ir.Value:
@@ -174,8 +222,9 @@ class CandleUno(ZooModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalTransformer(ZooModel):
-    """GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end. modality_0,
-    modality_1, … [batch, sequence, embedding] -> logits [batch, classes]."""
+    """GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end.
+    modality_0, modality_1, … [batch, sequence, embedding] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "paper": {**GRAPHPIPE, "embedding": 1024, "branches": 4, "layers": 8},
@@ -215,13 +264,15 @@ class MultiModalTransformer(ZooModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dlrm(ZooModel):
-    """A recommendation model in GraphPipe's sizes: dense branches and embedding bags, joined (Naumov et al., 2019).
-    dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1]. The loss is the
-    mean binary cross-entropy to labels 0.0 and 1.0, spelled as softplus(x) - x y, which stays finite where
-    log(sigmoid(x)) does not."""
+    """A recommendation model in GraphPipe's sizes: dense branches and embedding bags, joined
+    (Naumov et al., 2019). dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers
+    -> probability [batch, 1]. The loss is the mean binary cross-entropy to labels 0.0 and 1.0,
+    spelled as softplus(x) - x y, which stays finite where log(sigmoid(x)) does not.
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the interaction.
+        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
+        # interaction.
         "paper": preset(
             "dense_branches sparse_branches dense_layers features hidden rows width bag top_layers",
             *(7, 7, 4, 4096, 4096, 1_000_000, 64, 100, 4),
@@ -251,9 +302,14 @@ class Dlrm(ZooModel):
         for index in range(self.dense_branches):
             data = graph.input(f"dense_{index}", self.features)
             with graph.scope(f"dense.{index}"):
-                joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.dense_layers))
+                joined.append(
+                    dense_layers(
+                        graph, "layers", data, self.features, self.hidden, self.dense_layers
+                    )
+                )
         for index in range(self.sparse_branches):
-            rows, init = graph.input(f"sparse_{index}", self.bag, integer=True), normal(self.width**-0.5)
+            rows = graph.input(f"sparse_{index}", self.bag, integer=True)
+            init = normal(self.width**-0.5)
             data, _ = graph.embedding(f"tables.{index}", rows, self.rows, self.width, init=init)
             with graph.scope(f"tables.{index}"):
                 joined.append(graph.reshape(data, [0, self.bag * self.width]))

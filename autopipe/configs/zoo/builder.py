@@ -1,4 +1,5 @@
-"""Builds an ONNX graph one operator or layer at a time, with hierarchical names, and writes it with drawn parameters.
+"""Builds an ONNX graph one operator or layer at a time, with hierarchical names, and writes it with
+drawn parameters.
 
 Layers and losses are written as the operators an exporter would give.
 """
@@ -30,7 +31,9 @@ from autopipe.ir.output_kinds import PRODUCER, check_data_file
 from autopipe.ir.words import bytes_text
 
 IR_VERSION: Final = 10
-"""The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
+"""The first version of the format that carries opset 20 and 21; every reader of those opsets knows
+it.
+"""
 Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | ir.TensorProtocol
 ZEROS: Final = Initializer("zeros")
 ONES: Final = Initializer("ones")
@@ -68,15 +71,19 @@ Extent = int | tuple[int, int]
 
 
 class GraphBuilder:
-    """Collects nodes, parameters, inputs and outputs; `finish` gives the graph with parameters that have no data.
+    """Collects nodes, parameters, inputs and outputs; `finish` gives the graph with parameters that
+    have no data.
 
-    `batch` is the extent of axis 0 of every input, an integer or the name of a symbolic dimension; `loss` is true of
-    models that end with one. Parameters are values that nothing produces: whoever saves the model gives them data, or
-    leaves them dangling.
+    `batch` is the extent of axis 0 of every input, an integer or the name of a symbolic dimension;
+    `loss` is true of models that end with one. Parameters are values that nothing produces: whoever
+    saves the model gives them data, or leaves them dangling.
     """
 
     def __init__(self, name: str, batch: int | str, opset: int, loss: bool) -> None:
-        self._name, self.batch, self._opset, self.loss = name, batch, opset, loss
+        self._name = name
+        self.batch = batch
+        self._opset = opset
+        self.loss = loss
         self._scopes: list[str] = []
         self._names: Counter[str] = Counter()
         self._nodes: list[ir.Node] = []
@@ -119,40 +126,64 @@ class GraphBuilder:
         """Append an operator; returns its only (or first) output."""
         return self.split_op(op_type, 1, *inputs, **attributes)[0]
 
-    def split_op(self, op_type: str, outputs: int, *inputs: ir.Value, **attributes: Attribute) -> tuple[ir.Value, ...]:
-        """Append an operator named `/scopes/OpType`, numbered from the second of that name on; returns its outputs."""
+    def split_op(
+        self, op_type: str, outputs: int, *inputs: ir.Value, **attributes: Attribute
+    ) -> tuple[ir.Value, ...]:
+        """Append an operator named `/scopes/OpType`, numbered from the second of that name on;
+        returns its outputs.
+        """
         name = "/" + "/".join([*self._scopes, op_type])
         self._names[name] += 1
         if self._names[name] > 1:
             name = f"{name}_{self._names[name] - 1}"
         results = tuple(ir.Value(name=f"{name}_output_{index}") for index in range(outputs))
-        self._nodes.append(ir.node(op_type, inputs, attributes=attributes, outputs=results, name=name))
+        self._nodes.append(
+            ir.node(op_type, inputs, attributes=attributes, outputs=results, name=name)
+        )
         return results
 
     def reshape(self, data: ir.Value, target: Sequence[int]) -> ir.Value:
         return self.op("Reshape", data, self.constant(target))
 
     def linear(
-        self, name: str, data: ir.Value, inputs: int, outputs: int, init: Initializer = SPREAD, bias: bool = True
+        self,
+        name: str,
+        data: ir.Value,
+        inputs: int,
+        outputs: int,
+        init: Initializer = SPREAD,
+        bias: bool = True,
     ) -> ir.Value:
-        """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is [inputs, outputs]."""
+        """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is
+        [inputs, outputs].
+        """
         with self.scope(name):
             result = self.op("MatMul", data, self.parameter("weight", inputs, outputs, init=init))
             if bias:
                 result = self.op("Add", result, self.parameter("bias", outputs, init=ZEROS))
         return result
 
-    def dense(self, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True) -> ir.Value:
-        """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu where wanted."""
+    def dense(
+        self, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True
+    ) -> ir.Value:
+        """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu
+        where wanted.
+        """
         with self.scope(name):
-            weight = self.parameter("weight", outputs, inputs, init=kaiming(inputs) if relu else lecun(inputs))
-            result = self.op("Gemm", data, weight, self.parameter("bias", outputs, init=ZEROS), transB=1)
+            weight = self.parameter(
+                "weight", outputs, inputs, init=kaiming(inputs) if relu else lecun(inputs)
+            )
+            result = self.op(
+                "Gemm", data, weight, self.parameter("bias", outputs, init=ZEROS), transB=1
+            )
             return self.op("Relu", result) if relu else result
 
     def embedding(
         self, name: str, indices: ir.Value, rows: int, width: int, init: Initializer = SPREAD
     ) -> tuple[ir.Value, ir.Value]:
-        """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and the table."""
+        """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and
+        the table.
+        """
         with self.scope(name):
             table = self.parameter("weight", rows, width, init=init)
             return self.op("Gather", table, indices, axis=0), table
@@ -162,10 +193,16 @@ class GraphBuilder:
         return self.op("Range", self.constant(0), self.constant(length), self.constant(1))
 
     def angles(self, length: int, count: int, base: float) -> ir.Value:
-        """float32 [length, count]: position times base^(-i / count), of rotary and of sinusoidal positions."""
-        order = self.op("Range", self.constant(0.0), self.constant(float(length)), self.constant(1.0))
+        """float32 [length, count]: position times base^(-i / count), of rotary and of sinusoidal
+        positions.
+        """
+        order = self.op(
+            "Range", self.constant(0.0), self.constant(float(length)), self.constant(1.0)
+        )
         place = self.op("Unsqueeze", order, self.constant([1]))
-        return self.op("Mul", place, self.constant([base ** (-step / count) for step in range(count)]))
+        return self.op(
+            "Mul", place, self.constant([base ** (-step / count) for step in range(count)])
+        )
 
     def layer_norm(self, name: str, data: ir.Value, width: int, epsilon: float = 1e-5) -> ir.Value:
         with self.scope(name):
@@ -174,11 +211,20 @@ class GraphBuilder:
             return self.op("LayerNormalization", data, scale, shift, axis=-1, epsilon=epsilon)
 
     def rms_norm(self, name: str, data: ir.Value, width: int, epsilon: float) -> ir.Value:
-        """Root-mean-square norm of the last axis, of extent `width`, spelled out (Zhang and Sennrich, 2019)."""
+        """Root-mean-square norm of the last axis, of extent `width`, spelled out (Zhang and
+        Sennrich, 2019).
+        """
         with self.scope(name):
-            mean = self.op("ReduceMean", self.op("Pow", data, self.constant(2.0)), self.constant([-1]), keepdims=1)
+            mean = self.op(
+                "ReduceMean",
+                self.op("Pow", data, self.constant(2.0)),
+                self.constant([-1]),
+                keepdims=1,
+            )
             deviation = self.op("Sqrt", self.op("Add", mean, self.constant(epsilon)))
-            return self.op("Mul", self.op("Div", data, deviation), self.parameter("weight", width, init=ONES))
+            return self.op(
+                "Mul", self.op("Div", data, deviation), self.parameter("weight", width, init=ONES)
+            )
 
     def convolution(
         self,
@@ -192,77 +238,117 @@ class GraphBuilder:
         stride: Extent = 1,
         padding: Extent = 0,
     ) -> ir.Value:
-        """Conv of [batch, inputs, height, width] with `padding` on both sides of height and width."""
-        extents = (each if isinstance(each, tuple) else (each, each) for each in (kernel, stride, padding))
+        """Conv of [batch, inputs, height, width] with `padding` on both sides of height and
+        width.
+        """
+        extents = (
+            each if isinstance(each, tuple) else (each, each) for each in (kernel, stride, padding)
+        )
         size, strides, pads = map(list, extents)
         with self.scope(name):
-            weight = self.parameter("weight", outputs, inputs, *size, init=kaiming(inputs * math.prod(size)))
+            weight = self.parameter(
+                "weight", outputs, inputs, *size, init=kaiming(inputs * math.prod(size))
+            )
             shift = [self.parameter("bias", outputs, init=ZEROS)] if bias else []
-            return self.op("Conv", data, weight, *shift, kernel_shape=size, strides=strides, pads=pads * 2)
+            return self.op(
+                "Conv", data, weight, *shift, kernel_shape=size, strides=strides, pads=pads * 2
+            )
 
-    def batch_norm(self, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5) -> ir.Value:
+    def batch_norm(
+        self, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5
+    ) -> ir.Value:
         """BatchNormalization by running statistics, as in a model exported for fine-tuning."""
         with self.scope(name):
             scale = self.parameter("weight", channels, init=ONES)
             shift = self.parameter("bias", channels, init=ZEROS)
             mean = self.parameter("running_mean", channels, init=ZEROS)
             variance = self.parameter("running_var", channels, init=ONES)
-            return self.op("BatchNormalization", data, scale, shift, mean, variance, epsilon=epsilon)
+            return self.op(
+                "BatchNormalization", data, scale, shift, mean, variance, epsilon=epsilon
+            )
 
     def max_pool(self, data: ir.Value, kernel: int, stride: int, padding: int = 0) -> ir.Value:
-        return self.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
+        return self.op(
+            "MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4
+        )
 
     def end(
-        self, name: str, result: ir.Value, loss: Callable[[ir.Value], ir.Value], *dims: int, integer: bool = False
+        self,
+        name: str,
+        result: ir.Value,
+        loss: Callable[[ir.Value], ir.Value],
+        *dims: int,
+        integer: bool = False,
     ) -> None:
-        """End with the output `name`, or with `loss` of the labels [batch, *dims], int64 where `integer`."""
+        """End with the output `name`, or with `loss` of the labels [batch, *dims], int64 where
+        `integer`.
+        """
         if self.loss:
             labels = self.input("labels", *dims, integer=integer)
             with self.scope("loss"):
-                name, result = "loss", loss(labels)
+                name = "loss"
+                result = loss(labels)
         self.output(name, result)
 
     def classify(self, logits: ir.Value, *positions: int) -> None:
-        """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to int64 labels [batch,
-        *positions]."""
+        """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to int64
+        labels [batch, *positions].
+        """
         loss = partial(self.op, "SoftmaxCrossEntropyLoss", logits, reduction="mean")
         self.end("logits", logits, loss, *positions, integer=True)
 
     def predict_tokens(self, logits: ir.Value, length: int, vocabulary: int) -> None:
-        """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels [batch, length].
-        Labels stand where their prediction stands: for a causal model they are the tokens moved by one. Inference gives
-        the product with a symbolic batch no name, so the shape of all positions together is said here."""
+        """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels
+        [batch, length]. Labels stand where their prediction stands: for a causal model they are the
+        tokens moved by one. Inference gives the product with a symbolic batch no name, so the shape
+        of all positions together is said here.
+        """
         rows = self.batch * length if isinstance(self.batch, int) else f"{self.batch}*{length}"
 
         def loss(labels: ir.Value) -> ir.Value:
             flat = self.reshape(logits, [-1, vocabulary]), self.reshape(labels, [-1])
-            flat[0].shape, flat[1].shape = ir.Shape([rows, vocabulary]), ir.Shape([rows])
-            flat[0].type, flat[1].type = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT64)
+            flat[0].shape = ir.Shape([rows, vocabulary])
+            flat[1].shape = ir.Shape([rows])
+            flat[0].type = ir.TensorType(ir.DataType.FLOAT)
+            flat[1].type = ir.TensorType(ir.DataType.INT64)
             return self.op("SoftmaxCrossEntropyLoss", *flat, reduction="mean")
 
         self.end("logits", logits, loss, length, integer=True)
 
     def finish(self, metadata: dict[str, str]) -> tuple[onnx.ModelProto, tuple[Parameter, ...]]:
-        """The model, every value typed and shaped, without the data of its parameters; and these parameters."""
+        """The model, every value typed and shaped, without the data of its parameters; and these
+        parameters.
+        """
         graph = ir.Graph(
-            self._inputs, self._outputs, nodes=self._nodes, opset_imports={"": self._opset}, name=self._name
+            self._inputs,
+            self._outputs,
+            nodes=self._nodes,
+            opset_imports={"": self._opset},
+            name=self._name,
         )
         parameters = tuple(self._parameters.values())
         initial: dict[str, dict[str, str | float]] = {}
         for parameter in parameters:
             init = parameter.initializer
             size = {"normal": "std", "uniform": "bound"}.get(init.scheme)
-            initial[parameter.name] = {"scheme": init.scheme, **({size: init.scale} if size else {})}
+            initial[parameter.name] = {
+                "scheme": init.scheme,
+                **({size: init.scale} if size else {}),
+            }
         properties = {
             **metadata,
             "autopipe.parameters": json.dumps([parameter.name for parameter in parameters]),
             "autopipe.init": json.dumps(initial),
         }
-        model = ir.Model(graph, ir_version=IR_VERSION, producer_name=PRODUCER, metadata_props=properties)
+        model = ir.Model(
+            graph, ir_version=IR_VERSION, producer_name=PRODUCER, metadata_props=properties
+        )
         proto = ir.to_proto(model)
         for parameter in parameters:
             proto.graph.value_info.append(
-                onnx.helper.make_tensor_value_info(parameter.name, onnx.TensorProto.FLOAT, parameter.shape)
+                onnx.helper.make_tensor_value_info(
+                    parameter.name, onnx.TensorProto.FLOAT, parameter.shape
+                )
             )
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True), parameters
 
@@ -274,7 +360,9 @@ Pieces = Iterator[npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model of the zoo: the graph with shapes for all its values, and how its parameters are initialised."""
+    """A model of the zoo: the graph with shapes for all its values, and how its parameters are
+    initialised.
+    """
 
     skeleton: onnx.ModelProto
     """Its parameters have a type and a shape but no data."""
@@ -301,19 +389,33 @@ class BuiltModel:
         return self._filled(inside)
 
     def save(
-        self, path: Path, progress: Progress = lambda _: None, inline_limit: int = INLINE_LIMIT, force: bool = False
+        self,
+        path: Path,
+        progress: Progress = lambda _: None,
+        inline_limit: int = INLINE_LIMIT,
+        force: bool = False,
     ) -> None:
-        """Write the model to `path`, and its parameters to `path`.data where they exceed `inline_limit` bytes. Files
-        appear complete or not at all, the one named `path` last. Raises ConfigurationError where the folder cannot be
-        written or the disk has too little room, or where `path`.data is a file of something else, without `force`."""
+        """Write the model to `path`, and its parameters to `path`.data where they exceed
+        `inline_limit` bytes. Files appear complete or not at all, the one named `path` last. Raises
+        ConfigurationError where the folder cannot be written or the disk has too little room, or
+        where `path`.data is a file of something else, without `force`.
+        """
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         if path.is_dir():
-            raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
+            raise ConfigurationError(
+                "this is a folder", hint="name the file to write", where=str(path)
+            )
         if not path.parent.is_dir():
-            raise ConfigurationError("there is no such folder to write the model to", where=str(path.parent))
+            raise ConfigurationError(
+                "there is no such folder to write the model to", where=str(path.parent)
+            )
         if self.data_bytes > free:
-            message = f"its weights need {bytes_text(self.data_bytes)} and {bytes_text(free)} are free"
-            raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(path.parent))
+            message = (
+                f"its weights need {bytes_text(self.data_bytes)} and {bytes_text(free)} are free"
+            )
+            raise ConfigurationError(
+                message, hint="--set weights=none plans without them", where=str(path.parent)
+            )
         data = path.with_name(path.name + ".data")
         if self.data_bytes > inline_limit:
             check_data_file(path, data, force)
@@ -327,7 +429,8 @@ class BuiltModel:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
             raise ConfigurationError(
-                f"cannot write the model: {error.strerror or error}", where=str(error.filename or path)
+                f"cannot write the model: {error.strerror or error}",
+                where=str(error.filename or path),
             ) from error
         if self.data_bytes <= inline_limit:
             progress(self.data_bytes)
@@ -343,12 +446,16 @@ class BuiltModel:
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(kept)
         for each in self.parameters:
-            tensor = proto.graph.initializer.add(name=each.name, data_type=onnx.TensorProto.FLOAT, dims=each.shape)
+            tensor = proto.graph.initializer.add(
+                name=each.name, data_type=onnx.TensorProto.FLOAT, dims=each.shape
+            )
             store(tensor, drawn(each, self.seed))
         return proto
 
 
-def _store_beside(file: IO[bytes], name: str, progress: Progress, tensor: onnx.TensorProto, pieces: Pieces) -> None:
+def _store_beside(
+    file: IO[bytes], name: str, progress: Progress, tensor: onnx.TensorProto, pieces: Pieces
+) -> None:
     """Append the numbers to `file`, called `name`, and let the tensor refer to them."""
     tensor.data_location = onnx.TensorProto.EXTERNAL
     entries = {"location": name, "offset": aligned(file), "length": 4 * math.prod(tensor.dims)}
@@ -360,9 +467,10 @@ def _store_beside(file: IO[bytes], name: str, progress: Progress, tensor: onnx.T
 
 
 def drawn(parameter: Parameter, seed: int) -> Pieces:
-    """The values of `parameter`, flat and in order, at most PIECE elements at a time. Each piece has its own counter
-    range of Philox keyed by the seed and the parameter's name, so that neither the order of parameters nor the reading
-    of a part changes a value."""
+    """The values of `parameter`, flat and in order, at most PIECE elements at a time. Each piece
+    has its own counter range of Philox keyed by the seed and the parameter's name, so that neither
+    the order of parameters nor the reading of a part changes a value.
+    """
     key = np.array([seed, zlib.crc32(parameter.name.encode())], dtype=np.uint64)
     for index, start in enumerate(range(0, parameter.size, PIECE)):
         count = min(PIECE, parameter.size - start)

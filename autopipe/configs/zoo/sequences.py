@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import GraphBuilder, lecun, normal, uniform
-from autopipe.configs.zoo.transformers import Layer, TransformerModel, causal_mask, tied_logits, transformer
+from autopipe.configs.zoo.transformers import (
+    Layer,
+    TransformerModel,
+    causal_mask,
+    tied_logits,
+    transformer,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -24,13 +30,14 @@ _MT5 = "layers hidden heads vocabulary tied source target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mt5(TransformerModel):
-    """mT5: encoder and decoder over one shared embedding (Xue et al., 2021). source [batch, source], target [batch,
-    target] -> logits [batch, target, vocabulary]. As in T5: RMS norms, no biases, unscaled scores, a learned bias by
-    bucketed distance in place of positions."""
+    """mT5: encoder and decoder over one shared embedding (Xue et al., 2021). source [batch,
+    source], target [batch, target] -> logits [batch, target, vocabulary]. As in T5: RMS norms, no
+    biases, unscaled scores, a learned bias by bucketed distance in place of positions.
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Tessel (HPCA 2024), table III, whose layers are those of encoder and decoder together: 48, 48, 64, 80.
-        # 1.8B parameters need a head of its own, as mT5 has it; the others are tied.
+        # Tessel (HPCA 2024), table III, whose layers are those of encoder and decoder together: 48,
+        # 48, 64, 80. 1.8B parameters need a head of its own, as mT5 has it; the others are tied.
         "1.8b": preset(_MT5, 24, 1024, 16, 512_000, False, 1024, 1024),
         "9.5b": preset(_MT5, 24, 3072, 24, 1_000_000, True, 1024, 1024),
         "43b": preset(_MT5, 32, 6144, 48, 1_500_000, True, 1024, 1024),
@@ -80,21 +87,29 @@ class Mt5(TransformerModel):
             logits = graph.linear("head", data, self.hidden, self.vocabulary, bias=False)
         graph.predict_tokens(logits, self.target, self.vocabulary)
 
-    def _distance_bias(self, graph: GraphBuilder, name: str, length: int, *, causal: bool) -> ir.Value:
-        """[1, heads, length, length]: a value by head and bucket of the distance (Raffel et al., 2020)."""
+    def _distance_bias(
+        self, graph: GraphBuilder, name: str, length: int, *, causal: bool
+    ) -> ir.Value:
+        """[1, heads, length, length]: a value by head and bucket of the distance (Raffel et al.,
+        2020).
+        """
         with graph.scope(name):
             bucket = _bucket(graph, length, causal)
             table = graph.parameter("weight", BUCKETS, self.heads)
             chosen = graph.op("Gather", table, bucket, axis=0)
-            return graph.op("Unsqueeze", graph.op("Transpose", chosen, perm=[2, 0, 1]), graph.constant([0]))
+            return graph.op(
+                "Unsqueeze", graph.op("Transpose", chosen, perm=[2, 0, 1]), graph.constant([0])
+            )
 
 
 def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
-    """int64 [length, length]: the bucket of key position minus query position. Half of the buckets hold one distance
-    each, the other half grow logarithmically up to FARTHEST. A causal model looks back only; otherwise keys after the
-    query have the second half of the table to themselves."""
+    """int64 [length, length]: the bucket of key position minus query position. Half of the buckets
+    hold one distance each, the other half grow logarithmically up to FARTHEST. A causal model looks
+    back only; otherwise keys after the query have the second half of the table to themselves.
+    """
     order = graph.positions(length)
-    key, query = graph.op("Unsqueeze", order, graph.constant([0])), graph.op("Unsqueeze", order, graph.constant([1]))
+    key = graph.op("Unsqueeze", order, graph.constant([0]))
+    query = graph.op("Unsqueeze", order, graph.constant([1]))
     offset = graph.op("Sub", key, query)
     buckets = BUCKETS if causal else BUCKETS // 2
     exact = buckets // 2
@@ -114,12 +129,16 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(TransformerModel):
-    """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it. source, target [batch,
-    sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual sums."""
+    """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it. source,
+    target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual
+    sums.
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 64; the sizes of the original base model.
-        "paper": preset("layers hidden heads feed_forward vocabulary sequence", 6, 512, 8, 2048, 50_000, 256),
+        "paper": preset(
+            "layers hidden heads feed_forward vocabulary sequence", 6, 512, 8, 2048, 50_000, 256
+        ),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("hidden", "waves"))
     waves: ClassVar[int] = 2
@@ -138,9 +157,17 @@ class Transformer(TransformerModel):
         target = graph.input("target", self.sequence, integer=True)
         init = lecun(self.hidden)
         layer = Layer(
-            self.hidden, self.heads, self.feed_forward, norm_first=False, bias=False, activation="Relu", init=init
+            self.hidden,
+            self.heads,
+            self.feed_forward,
+            norm_first=False,
+            bias=False,
+            activation="Relu",
+            init=init,
         )
-        with graph.scope("positions"):  # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
+        with graph.scope(
+            "positions"
+        ):  # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
             angle = graph.angles(self.sequence, self.hidden // 2, 10000)
             waves = graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
         memory = self._embedded(graph, "source_embedding", source, waves)
@@ -148,10 +175,14 @@ class Transformer(TransformerModel):
         mask = causal_mask(graph, self.sequence)
         data = self._embedded(graph, "target_embedding", target, waves)
         data = transformer(graph, "decoder", self.layers, layer, data, mask=mask, memory=memory)
-        logits = graph.linear("projection", data, self.hidden, self.vocabulary, init=init, bias=False)
+        logits = graph.linear(
+            "projection", data, self.hidden, self.vocabulary, init=init, bias=False
+        )
         graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
-    def _embedded(self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value) -> ir.Value:
+    def _embedded(
+        self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value
+    ) -> ir.Value:
         init = normal(1.0 / math.sqrt(self.hidden))
         data, _ = graph.embedding(name, tokens, self.vocabulary, self.hidden, init=init)
         with graph.scope(name):
@@ -161,8 +192,9 @@ class Transformer(TransformerModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RnnLm(ZooModel):
-    """A language model of stacked LSTM layers, as PaSE takes it. tokens [batch, sequence] -> logits [batch, sequence,
-    vocabulary]."""
+    """A language model of stacked LSTM layers, as PaSE takes it. tokens [batch, sequence] -> logits
+    [batch, sequence, vocabulary].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 64.
@@ -178,9 +210,12 @@ class RnnLm(ZooModel):
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embedding, LSTM layers over [sequence, batch, hidden], projection. LSTMs have one direction and states that
-        start at zero; ONNX orders their gates input, output, forget, cell."""
-        width, init = self.hidden, uniform(1.0 / math.sqrt(self.hidden))
+        """Embedding, LSTM layers over [sequence, batch, hidden], projection. LSTMs have one
+        direction and states that start at zero; ONNX orders their gates input, output, forget,
+        cell.
+        """
+        width = self.hidden
+        init = uniform(1.0 / math.sqrt(self.hidden))
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, _ = graph.embedding("embedding", tokens, self.vocabulary, width, init=init)
         data = graph.op("Transpose", data, perm=[1, 0, 2])

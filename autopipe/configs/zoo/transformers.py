@@ -1,4 +1,6 @@
-"""Transformer layers, and the models that are one stack of them: GPT, BERT, a mixture of experts, Llama."""
+"""Transformer layers, and the models that are one stack of them: GPT, BERT, a mixture of experts,
+Llama.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 FORBIDDEN: Final = -1e9
-"""Added to the score of a pair that may not attend: far below any score, and finite in every precision but fp16."""
+"""Added to the score of a pair that may not attend: far below any score, and finite in every
+precision but fp16.
+"""
 Rotation = tuple["ir.Value", "ir.Value"]
 """Rotary positions: cosine and sine [sequence, head width]."""
 
@@ -34,7 +38,8 @@ class Layer:
     """Heads of keys and values, each shared by several query heads; 0 for as many as these."""
     norm: Callable[[GraphBuilder, str, ir.Value, int], ir.Value] = GraphBuilder.layer_norm
     norm_first: bool = True
-    """True if the norm stands before attention and feed-forward, False if after the residual sums."""
+    """True if the norm stands before attention and feed-forward, False if after the residual sums.
+    """
     bias: bool = True
     """True if the products of attention have one."""
     inner_bias: bool = True
@@ -53,8 +58,9 @@ class Layer:
 
     @property
     def end(self) -> Initializer:
-        """How weights are drawn whose results are added to the residual stream, twice a layer. Radford et al. 2019,
-        section 2.3."""
+        """How weights are drawn whose results are added to the residual stream, twice a layer.
+        Radford et al. 2019, section 2.3.
+        """
         return normal(self.init.scale / math.sqrt(2 * self.depth)) if self.depth else self.init
 
 
@@ -71,7 +77,9 @@ def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
 def add_positions(
     graph: GraphBuilder, data: ir.Value, length: int, width: int, order: ir.Value | None = None
 ) -> ir.Value:
-    """`data` [batch, length, width] plus a learned vector for each position; `order` is 0 … length - 1."""
+    """`data` [batch, length, width] plus a learned vector for each position; `order` is 0 … length
+    - 1.
+    """
     order = graph.positions(length) if order is None else order
     places, _ = graph.embedding("position_embedding", order, length, width)
     return graph.op("Add", data, places)
@@ -95,15 +103,17 @@ def attention(
     rotation: Rotation | None = None,
     length: int = 0,
 ) -> ir.Value:
-    """Attention of `data` [batch, length, hidden] to `memory` (itself by default): softmax(q kᵀ / √width + mask) v.
-    `length` is needed where key-value heads are fewer."""
+    """Attention of `data` [batch, length, hidden] to `memory` (itself by default): softmax(q kᵀ /
+    √width + mask) v. `length` is needed where key-value heads are fewer.
+    """
     source = data if memory is None else memory
     groups = layer.key_value_heads or layer.heads
     with graph.scope(name):
         query = _heads(graph, "query", layer, data, layer.heads)
         key, value = (_heads(graph, each, layer, source, groups) for each in ("key", "value"))
         if rotation is not None:
-            query, key = _rotated(graph, query, rotation), _rotated(graph, key, rotation)
+            query = _rotated(graph, query, rotation)
+            key = _rotated(graph, key, rotation)
         if groups < layer.heads:
             key, value = (_repeated(graph, each, layer, length) for each in (key, value))
         scores = graph.op("MatMul", query, graph.op("Transpose", key, perm=[0, 1, 3, 2]))
@@ -112,18 +122,26 @@ def attention(
         if mask is not None:
             scores = graph.op("Add", scores, mask)
         mixed = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value)
-        merged = graph.reshape(graph.op("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, layer.hidden])
-        return graph.linear("output", merged, layer.hidden, layer.hidden, init=layer.end, bias=layer.bias)
+        merged = graph.reshape(
+            graph.op("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, layer.hidden]
+        )
+        return graph.linear(
+            "output", merged, layer.hidden, layer.hidden, init=layer.end, bias=layer.bias
+        )
 
 
 def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: int) -> ir.Value:
     """[batch, length, hidden] -> [batch, heads, length, width]."""
-    rows = graph.linear(name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias)
+    rows = graph.linear(
+        name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias
+    )
     return graph.op("Transpose", graph.reshape(rows, [0, 0, heads, layer.width]), perm=[0, 2, 1, 3])
 
 
 def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Value:
-    """Each pair (i, i + width / 2) of the last axis turned by its position's angle (Su et al., 2021)."""
+    """Each pair (i, i + width / 2) of the last axis turned by its position's angle (Su et al.,
+    2021).
+    """
     cosine, sine = rotation
     lower, upper = graph.split_op("Split", 2, data, axis=-1, num_outputs=2)
     turned = graph.op("Concat", graph.op("Neg", upper), lower, axis=-1)
@@ -131,8 +149,11 @@ def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Valu
 
 
 def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) -> ir.Value:
-    """[batch, key_value_heads, …] -> [batch, heads, …], each head standing `heads` / `key_value_heads` times."""
-    spread, times = graph.op("Unsqueeze", data, graph.constant([2])), layer.heads // layer.key_value_heads
+    """[batch, key_value_heads, …] -> [batch, heads, …], each head standing `heads` /
+    `key_value_heads` times.
+    """
+    spread = graph.op("Unsqueeze", data, graph.constant([2]))
+    times = layer.heads // layer.key_value_heads
     spread = graph.op("Expand", spread, graph.constant([1, 1, times, 1, 1]))
     return graph.reshape(spread, [0, layer.heads, length, layer.width])
 
@@ -145,12 +166,20 @@ def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -
             gate = graph.linear("gate", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
             gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
         raised = graph.linear("up", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
-        raised = graph.op("Mul", gate, raised) if layer.activation == "SwiGLU" else graph.op(layer.activation, raised)
+        raised = (
+            graph.op("Mul", gate, raised)
+            if layer.activation == "SwiGLU"
+            else graph.op(layer.activation, raised)
+        )
         return graph.linear("down", raised, layer.inner, layer.hidden, init=layer.end, bias=bias)
 
 
-def residual(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, sublayer: Sublayer) -> ir.Value:
-    """`data` plus the sublayer called `name` of it, with the layer's norm before the one or after the sum."""
+def residual(
+    graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, sublayer: Sublayer
+) -> ir.Value:
+    """`data` plus the sublayer called `name` of it, with the layer's norm before the one or after
+    the sum.
+    """
     normed = layer.norm(graph, f"{name}_norm", data, layer.hidden) if layer.norm_first else data
     total = graph.op("Add", data, sublayer(graph, name, layer, normed))
     return total if layer.norm_first else layer.norm(graph, f"{name}_norm", total, layer.hidden)
@@ -168,12 +197,18 @@ def transformer(
     attend: Sublayer | None = None,
     last: tuple[str, Sublayer] = ("feed_forward", feed_forward),
 ) -> ir.Value:
-    """`count` layers called `name.0`, …: attention of `data` to itself and to `memory`, then the sublayer `last`."""
+    """`count` layers called `name.0`, …: attention of `data` to itself and to `memory`, then the
+    sublayer `last`.
+    """
     for index in range(count):
         with graph.scope(f"{name}.{index}"):
-            data = residual(graph, "attention", layer, data, attend or partial(attention, mask=mask))
+            data = residual(
+                graph, "attention", layer, data, attend or partial(attention, mask=mask)
+            )
             if memory is not None:
-                data = residual(graph, "cross_attention", layer, data, partial(attention, memory=memory))
+                data = residual(
+                    graph, "cross_attention", layer, data, partial(attention, memory=memory)
+                )
             data = residual(graph, last[0], layer, data, last[1])
     return data
 
@@ -205,14 +240,16 @@ _GPT = "layers hidden heads vocabulary sequence"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt(LanguageModel):
-    """GPT, whose head is its embedding, transposed (Brown et al., 2020). tokens [batch, sequence] -> logits [batch,
-    sequence, vocabulary]."""
+    """GPT, whose head is its embedding, transposed (Brown et al., 2020). tokens [batch, sequence]
+    -> logits [batch, sequence, vocabulary].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GPT-2 (Radford et al., 2019).
         "gpt2": preset(_GPT, 12, 768, 12, 50257, 1024),
         "gpt2-xl": preset(_GPT, 48, 1600, 25, 50257, 1024),
-        # GPT-3, table 2.1. The paper's 24 heads of 128 (1.3B) and hidden 5140 (13B) do not divide: 16 and 5120 do.
+        # GPT-3, table 2.1. The paper's 24 heads of 128 (1.3B) and hidden 5140 (13B) do not divide:
+        # 16 and 5120 do.
         "125m": preset(_GPT, 12, 768, 12, 50257, 2048),
         "350m": preset(_GPT, 24, 1024, 16, 50257, 2048),
         "760m": preset(_GPT, 24, 1536, 16, 50257, 2048),
@@ -223,7 +260,8 @@ class Gpt(LanguageModel):
         "175b": preset(_GPT, 96, 12288, 96, 50257, 2048),
         # Between the two, as Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022) have it.
         "39b": preset(_GPT, 48, 8192, 64, 50257, 2048),
-        # Tessel (HPCA 2024), table III; "1M" read as 1,000,000, which gives the parameter counts it names.
+        # Tessel (HPCA 2024), table III; "1M" read as 1,000,000, which gives the parameter counts it
+        # names.
         "11b": preset(_GPT, 32, 4096, 32, 1_000_000, 2048),
         "24b": preset(_GPT, 40, 6144, 48, 1_000_000, 2048),
         "47b": preset(_GPT, 48, 8192, 64, 1_000_000, 2048),
@@ -249,13 +287,15 @@ class Gpt(LanguageModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bert(LanguageModel):
-    """BERT with its masked-language-model head (Devlin et al., 2019). tokens, token_types, attention_mask [batch,
-    sequence] -> logits [batch, sequence, vocabulary]."""
+    """BERT with its masked-language-model head (Devlin et al., 2019). tokens, token_types,
+    attention_mask [batch, sequence] -> logits [batch, sequence, vocabulary].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "base": preset(_GPT, 12, 768, 12, 30522, 512),
         "large": preset(_GPT, 24, 1024, 16, 30522, 512),
-        # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of TePDist's models.
+        # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of
+        # TePDist's models.
         "dnabert": preset(_GPT, 12, 768, 12, 4**6 + 5, 512),
     }
     hidden: Count = 64
@@ -263,7 +303,8 @@ class Bert(LanguageModel):
 
     def build(self, graph: GraphBuilder) -> None:
         tokens, token_types, present = (
-            graph.input(name, self.sequence, integer=True) for name in ("tokens", "token_types", "attention_mask")
+            graph.input(name, self.sequence, integer=True)
+            for name in ("tokens", "token_types", "attention_mask")
         )
         norm = partial(GraphBuilder.layer_norm, epsilon=1e-12)
         with graph.scope("embeddings"):
@@ -271,10 +312,14 @@ class Bert(LanguageModel):
             order = graph.positions(self.sequence)
             places, _ = graph.embedding("position", order, self.sequence, self.hidden)
             kinds, _ = graph.embedding("token_type", token_types, 2, self.hidden)
-            data = norm(graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden)
+            data = norm(
+                graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden
+            )
         with graph.scope("padding_mask"):  # [batch, 1, 1, sequence]
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
-            mask = graph.op("Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(FORBIDDEN))
+            mask = graph.op(
+                "Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(FORBIDDEN)
+            )
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False)
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         with graph.scope("head"):
@@ -292,12 +337,15 @@ def _moe_sizes(layers: int, hidden: int, experts: int) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts(TransformerModel):
-    """A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al., 2021: GShard). tokens
-    [batch, sequence] -> logits [batch, sequence, vocabulary]. Each sample is a group of its own: its tokens compete for
-    the experts' places, those of other samples do not, so that a batch may be split anywhere."""
+    """A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al.,
+    2021: GShard). tokens [batch, sequence] -> logits [batch, sequence, vocabulary]. Each sample is
+    a group of its own: its tokens compete for the experts' places, those of other samples do not,
+    so that a batch may be split anywhere.
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # The family of Alpa (OSDI 2022) against which TePDist measures, named by the number of parameters.
+        # The family of Alpa (OSDI 2022) against which TePDist measures, named by the number of
+        # parameters.
         "380m": _moe_sizes(8, 768, 8),
         "690m": _moe_sizes(8, 768, 16),
         "1.3b": _moe_sizes(16, 768, 16),
@@ -326,49 +374,71 @@ class MixtureOfExperts(TransformerModel):
         data = add_positions(graph, data, self.sequence, self.hidden)
         mask = causal_mask(graph, self.sequence)
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
-        data = transformer(graph, "layers", self.layers, layer, data, mask=mask, last=("experts", self._mixture))
+        data = transformer(
+            graph, "layers", self.layers, layer, data, mask=mask, last=("experts", self._mixture)
+        )
         data = graph.layer_norm("norm", data, self.hidden)
         logits = graph.linear("head", data, self.hidden, self.vocabulary, bias=False)
         graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
     def _mixture(self, graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
-        """Tokens to the places of their experts, through the experts, and back weighted by the gate."""
+        """Tokens to the places of their experts, through the experts, and back weighted by the
+        gate.
+        """
         inner = layer.inner
         with graph.scope(name):
             weights, chosen = self._gate(graph, data)
             dispatch, combine = self._places(graph, weights, chosen)
             sent = graph.op("Einsum", dispatch, data, equation="bsec,bsh->bech")
-            raised = graph.op("MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner))
-            raised = graph.op("Add", raised, graph.parameter("up_bias", self.experts, 1, inner, init=ZEROS))
+            raised = graph.op(
+                "MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner)
+            )
+            raised = graph.op(
+                "Add", raised, graph.parameter("up_bias", self.experts, 1, inner, init=ZEROS)
+            )
             down = graph.parameter("down", self.experts, inner, self.hidden, init=layer.end)
             lowered = graph.op("MatMul", graph.op("Gelu", raised), down)
-            lowered = graph.op("Add", lowered, graph.parameter("down_bias", self.experts, 1, self.hidden, init=ZEROS))
+            lowered = graph.op(
+                "Add",
+                lowered,
+                graph.parameter("down_bias", self.experts, 1, self.hidden, init=ZEROS),
+            )
             return graph.op("Einsum", combine, lowered, equation="bsec,bech->bsh")
 
     def _gate(self, graph: GraphBuilder, data: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Of each token's best experts the weights, which sum to one, and one-hot choices. Both by choice first:
-        [batch, choices * sequence] and [batch, choices * sequence, experts]."""
+        """Of each token's best experts the weights, which sum to one, and one-hot choices. Both by
+        choice first: [batch, choices * sequence] and [batch, choices * sequence, experts].
+        """
         with graph.scope("gate"):
             scores = graph.linear("projection", data, self.hidden, self.experts, bias=False)
             shares = graph.op("Softmax", scores, axis=-1)
             best, which = graph.split_op("TopK", 2, shares, graph.constant([self.choices]), axis=-1)
-            weights = graph.op("Div", best, graph.op("ReduceSum", best, graph.constant([-1]), keepdims=1))
+            weights = graph.op(
+                "Div", best, graph.op("ReduceSum", best, graph.constant([-1]), keepdims=1)
+            )
             weights = graph.op("Transpose", weights, perm=[0, 2, 1])
             which = graph.op("Transpose", which, perm=[0, 2, 1])
             rows = self.choices * self.sequence
             chosen = _one_hot(graph, graph.reshape(which, [0, rows]), self.experts)
             return graph.reshape(weights, [0, rows]), chosen
 
-    def _places(self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """[batch, sequence, experts, capacity]: 1 where a token takes an expert's place, and there its weight. First
-        choices are seated before second ones, earlier tokens before later ones; a place beyond the capacity is out of
-        range for the one-hot rows, which makes them zero."""
+    def _places(
+        self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """[batch, sequence, experts, capacity]: 1 where a token takes an expert's place, and there
+        its weight. First choices are seated before second ones, earlier tokens before later ones; a
+        place beyond the capacity is out of range for the one-hot rows, which makes them zero.
+        """
         with graph.scope("places"):
             before = graph.op("CumSum", chosen, graph.constant(1), exclusive=1)
-            place = graph.op("ReduceSum", graph.op("Mul", before, chosen), graph.constant([-1]), keepdims=0)
+            place = graph.op(
+                "ReduceSum", graph.op("Mul", before, chosen), graph.constant([-1]), keepdims=0
+            )
             seat = _one_hot(graph, graph.op("Cast", place, to=7), self.capacity)
             seats = graph.op("Einsum", chosen, seat, equation="bte,btc->btec")
-            weighted = graph.op("Mul", seats, graph.op("Unsqueeze", weights, graph.constant([2, 3])))
+            weighted = graph.op(
+                "Mul", seats, graph.op("Unsqueeze", weights, graph.constant([2, 3]))
+            )
             return self._over_choices(graph, seats), self._over_choices(graph, weighted)
 
     def _over_choices(self, graph: GraphBuilder, seats: ir.Value) -> ir.Value:
@@ -387,8 +457,10 @@ _LLAMA = "layers hidden heads key_value_heads feed_forward vocabulary rotary_bas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama(TransformerModel):
-    """Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al., 2023). tokens [batch,
-    sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to the embedding."""
+    """Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al.,
+    2023). tokens [batch, sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to
+    the embedding.
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Llama 2 (Touvron et al., 2023b).

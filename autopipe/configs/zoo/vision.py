@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 
 def conv_norm(
-    graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int, epsilon: float = 1e-5, **window: Extent
+    graph: GraphBuilder,
+    name: str,
+    data: ir.Value,
+    inputs: int,
+    outputs: int,
+    epsilon: float = 1e-5,
+    **window: Extent,
 ) -> ir.Value:
     """Convolution by `window` (kernel, stride, padding) without bias, and batch norm."""
     with graph.scope(name):
@@ -31,8 +37,9 @@ FULL_WIDTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InceptionV3(ZooModel):
-    """Inception-v3 without its auxiliary head (Szegedy et al., 2016). image [batch, 3, image, image] -> logits [batch,
-    classes]."""
+    """Inception-v3 without its auxiliary head (Szegedy et al., 2016). image [batch, 3, image,
+    image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
@@ -46,18 +53,29 @@ class InceptionV3(ZooModel):
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Stem, modules named A to E as in the paper's figures 5 to 7 and 10, mean over the image, classifier."""
+        """Stem, modules named A to E as in the paper's figures 5 to 7 and 10, mean over the image,
+        classifier.
+        """
         network = _Network(graph, self.width)
         data = network.stem(graph.input("image", 3, self.image, self.image))
         for index, pool in enumerate((32, 64, 64)):
-            branches = "one 64:1x1", "five 48:1x1 64:5x5", "three 64:1x1 96:3x3 96:3x3", f"pool {pool}:1x1"
+            branches = (
+                "one 64:1x1",
+                "five 48:1x1 64:5x5",
+                "three 64:1x1 96:3x3 96:3x3",
+                f"pool {pool}:1x1",
+            )
             data = network.module(f"mixed_a.{index}", data, *branches)
         data = network.module("mixed_b", data, "three 384/2", "double 64:1x1 96:3x3 96/2", "max")
         for index, inner in enumerate((128, 160, 160, 192)):
             seven = f"seven {inner}:1x1 {inner}:1x7 192:7x1"
             double = f"double {inner}:1x1 {inner}:7x1 {inner}:1x7 {inner}:7x1 192:1x7"
-            data = network.module(f"mixed_c.{index}", data, "one 192:1x1", seven, double, "pool 192:1x1")
-        data = network.module("mixed_d", data, "three 192:1x1 320/2", "seven 192:1x1 192:1x7 192:7x1 192/2", "max")
+            data = network.module(
+                f"mixed_c.{index}", data, "one 192:1x1", seven, double, "pool 192:1x1"
+            )
+        data = network.module(
+            "mixed_d", data, "three 192:1x1 320/2", "seven 192:1x1 192:1x7 192:7x1 192/2", "max"
+        )
         for index in range(2):
             data = network.module_e(f"mixed_e.{index}", data)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
@@ -84,13 +102,17 @@ class _Network:
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
         """The channels of several branches one after the other."""
         with self.graph.scope(name):
-            data, self.channels = self._concatenated(*(self._branch(branch, data) for branch in branches))
+            data, self.channels = self._concatenated(
+                *(self._branch(branch, data) for branch in branches)
+            )
         return data
 
     def module_e(self, name: str, data: ir.Value) -> ir.Value:
         """1x1, two branches that fan out into 1x3 and 3x1 side by side, and pooling."""
         with self.graph.scope(name):
-            inner = [self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3")]
+            inner = [
+                self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3")
+            ]
             branches = [self._branch("one 320:1x1", data)]
             for fan, wide in zip(("three", "double"), inner, strict=True):
                 row = self._unit(f"{fan}.row", wide, 384, kernel=(1, 3), padding=(0, 1))
@@ -100,9 +122,9 @@ class _Network:
         return data
 
     def _branch(self, text: str, data: ir.Value) -> Branch:
-        """A branch's name, then its convolutions: `64:1x7` has 64 channels (at full width), a kernel of 1 x 7 and keeps
-        the image's extent, `96/2` halves it by 3 x 3. `pool` starts with an average of 3 x 3 windows, the border as
-        zeros; `max` is a pooling that halves the extent.
+        """A branch's name, then its convolutions: `64:1x7` has 64 channels (at full width), a
+        kernel of 1 x 7 and keeps the image's extent, `96/2` halves it by 3 x 3. `pool` starts with
+        an average of 3 x 3 windows, the border as zeros; `max` is a pooling that halves the extent.
         """
         name, *units = text.split()
         if name == "max":
@@ -116,27 +138,35 @@ class _Network:
             if colon:
                 height, width = map(int, size.split("x"))
                 padding = height // 2, width // 2
-                branch = self._unit(f"{name}.{index}", branch, int(full), kernel=(height, width), padding=padding)
+                branch = self._unit(
+                    f"{name}.{index}", branch, int(full), kernel=(height, width), padding=padding
+                )
             else:
                 end = f"{name}.reduce" if index else name
                 branch = self._unit(end, branch, int(unit.removesuffix("/2")), stride=2)
         return branch
 
-    def _unit(self, name: str, branch: Branch, full: int, kernel: Extent = 3, **window: Extent) -> Branch:
+    def _unit(
+        self, name: str, branch: Branch, full: int, kernel: Extent = 3, **window: Extent
+    ) -> Branch:
         """Convolution to `full` channels (scaled by the width) without bias, batch norm, Relu."""
-        (data, channels), outputs = branch, max(1, full * self.width // FULL_WIDTH)
+        (data, channels) = branch
+        outputs = max(1, full * self.width // FULL_WIDTH)
         data = conv_norm(self.graph, name, data, channels, outputs, 1e-3, kernel=kernel, **window)
         with self.graph.scope(name):
             return self.graph.op("Relu", data), outputs
 
     def _concatenated(self, *branches: Branch) -> Branch:
-        return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(count for _, count in branches)
+        return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(
+            count for _, count in branches
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vgg19(ZooModel):
-    """VGG-19 with any number of classes (Simonyan and Zisserman, 2015). image [batch, 3, image, image] -> logits
-    [batch, classes]."""
+    """VGG-19 with any number of classes (Simonyan and Zisserman, 2015). image [batch, 3, image,
+    image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Configuration E.
@@ -158,8 +188,11 @@ class Vgg19(ZooModel):
         channels = 3
         for group, (depth, factor) in enumerate(((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))):
             for index in range(depth):
-                inputs, channels = channels, factor * self.width
-                data = graph.convolution(f"features.{group}.{index}", data, inputs, channels, kernel=3, padding=1)
+                inputs = channels
+                channels = factor * self.width
+                data = graph.convolution(
+                    f"features.{group}.{index}", data, inputs, channels, kernel=3, padding=1
+                )
                 data = graph.op("Relu", data)
             data = graph.max_pool(data, 2, 2)
         features = channels * (self.image // 32) ** 2
@@ -170,8 +203,9 @@ class Vgg19(ZooModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlexNet(ZooModel):
-    """AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al., 2012). image [batch, 3,
-    image, image] -> logits [batch, classes]."""
+    """AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al.,
+    2012). image [batch, 3, image, image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
@@ -187,16 +221,31 @@ class AlexNet(ZooModel):
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        wide, widest = 8 * self.width // 3, 4 * self.width
+        wide = 8 * self.width // 3
+        widest = 4 * self.width
         data = graph.input("image", 3, self.image, self.image)
-        # Channels, kernel, stride and padding of each convolution; the first two are pooled, and the last.
-        rows = (self.width, 11, 4, 0), (wide, 5, 1, 2), (widest, 3, 1, 1), (widest, 3, 1, 1), (wide, 3, 1, 1)
+        # Channels, kernel, stride and padding of each convolution; the first two are pooled, and
+        # the last.
+        rows = (
+            (self.width, 11, 4, 0),
+            (wide, 5, 1, 2),
+            (widest, 3, 1, 1),
+            (widest, 3, 1, 1),
+            (wide, 3, 1, 1),
+        )
         channels = 3
         for number, (outputs, kernel, stride, padding) in enumerate(rows, 1):
             data = graph.convolution(
-                f"conv{number}", data, channels, outputs, kernel=kernel, stride=stride, padding=padding
+                f"conv{number}",
+                data,
+                channels,
+                outputs,
+                kernel=kernel,
+                stride=stride,
+                padding=padding,
             )
-            data, channels = graph.op("Relu", data), outputs
+            data = graph.op("Relu", data)
+            channels = outputs
             if number < 3:
                 data = graph.max_pool(data, 3, 2)
         data = graph.op("Flatten", graph.max_pool(data, 3, 2), axis=1)
@@ -210,8 +259,9 @@ class AlexNet(ZooModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNet(ZooModel):
-    """U-Net: a contracting and an expanding path (Ronneberger et al., 2015), with padded borders. image [batch,
-    channels, image, image] -> logits [batch, classes, image, image]."""
+    """U-Net: a contracting and an expanding path (Ronneberger et al., 2015), with padded borders.
+    image [batch, channels, image, image] -> logits [batch, classes, image, image].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Figure 1 of the paper; 512 instead of its 572 because borders are padded.
@@ -248,15 +298,21 @@ class UNet(ZooModel):
             outputs = self.width << level
             # Twice the height and width at half the channels.
             with graph.scope(f"up.{level}"), graph.scope("transposed"):
-                weight = graph.parameter("weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs))
+                weight = graph.parameter(
+                    "weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs)
+                )
                 bias = graph.parameter("bias", outputs, init=ZEROS)
-                data = graph.op("ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
+                data = graph.op(
+                    "ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2]
+                )
             data = graph.op("Concat", skipped[level], data, axis=1)
             data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
         logits = graph.convolution("head", data, self.width, self.classes, kernel=1)
         graph.classify(logits, self.image, self.image)
 
-    def _pair(self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int) -> ir.Value:
+    def _pair(
+        self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int
+    ) -> ir.Value:
         with graph.scope(name):
             for index, channels in enumerate((inputs, outputs)):
                 data = graph.convolution(f"{index}", data, channels, outputs, kernel=3, padding=1)
@@ -274,13 +330,15 @@ def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideResNet(ZooModel):
-    """Residual networks of wide bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016). image [batch, 3, image,
-    image] -> logits [batch, classes]."""
+    """Residual networks of wide bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016). image
+    [batch, 3, image, image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "resnet50": _sizes(64, 1),
         "resnet101": _sizes(64, 1, (3, 4, 23, 3)),
-        # Sizes of the family that Alpa (OSDI 2022) and TePDist scale; named by their number of parameters.
+        # Sizes of the family that Alpa (OSDI 2022) and TePDist scale; named by their number of
+        # parameters.
         "250m": _sizes(160, 2),
         "500m": _sizes(224, 2),
         "1b": _sizes(320, 2),
@@ -292,7 +350,9 @@ class WideResNet(ZooModel):
     image: Count = 32
     """Height and width of the image."""
     width: Count = 8
-    """Channels of the first convolution and of the first stage's bottlenecks; each stage doubles them."""
+    """Channels of the first convolution and of the first stage's bottlenecks; each stage doubles
+    them.
+    """
     factor: Count = 2
     """How much wider than its neighbours the 3x3 convolution of a bottleneck is."""
     stages: tuple[Count, ...] = (1, 1, 1, 1)
@@ -303,8 +363,12 @@ class WideResNet(ZooModel):
     def build(self, graph: GraphBuilder) -> None:
         data = graph.input("image", 3, self.image, self.image)
         with graph.scope("stem"):
-            data = graph.convolution("conv", data, 3, self.width, kernel=7, stride=2, padding=3, bias=False)
-            data = graph.max_pool(graph.op("Relu", graph.batch_norm("norm", data, self.width)), 3, 2, 1)
+            data = graph.convolution(
+                "conv", data, 3, self.width, kernel=7, stride=2, padding=3, bias=False
+            )
+            data = graph.max_pool(
+                graph.op("Relu", graph.batch_norm("norm", data, self.width)), 3, 2, 1
+            )
         channels = self.width
         for stage, depth in enumerate(self.stages):
             for index in range(depth):
@@ -315,10 +379,15 @@ class WideResNet(ZooModel):
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
         graph.classify(graph.dense("classifier", data, channels, self.classes, relu=False))
 
-    def _bottleneck(self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int) -> ir.Value:
-        inner, outputs = self.factor * width, EXPANSION * width
+    def _bottleneck(
+        self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int
+    ) -> ir.Value:
+        inner = self.factor * width
+        outputs = EXPANSION * width
         branch = graph.op("Relu", conv_norm(graph, "1", data, inputs, width, kernel=1))
-        branch = graph.op("Relu", conv_norm(graph, "2", branch, width, inner, kernel=3, stride=stride, padding=1))
+        branch = graph.op(
+            "Relu", conv_norm(graph, "2", branch, width, inner, kernel=3, stride=stride, padding=1)
+        )
         branch = conv_norm(graph, "3", branch, inner, outputs, kernel=1)
         if stride != 1 or inputs != outputs:
             data = conv_norm(graph, "shortcut", data, inputs, outputs, kernel=1, stride=stride)

@@ -1,4 +1,5 @@
-"""One row an operator: iteration space, operations, what backward keeps. May import the rest of `ir`.
+"""One row an operator: iteration space, operations, what backward keeps. May import the rest of
+`ir`.
 
 This module has all rows; the families stand in the modules beside it.
 """
@@ -26,7 +27,17 @@ from autopipe.ir.space import Space
 __all__ = [
     "OPERATORS", "Operator", "Signature", "operator_of", "qualified_name", "signature_of", "space_of", "spaces_of",
 ]  # fmt: skip
-_FAMILIES = attention, elementwise, experts, linear_cross_entropy, loop, movement, normalization, products, quantized
+_FAMILIES = (
+    attention,
+    elementwise,
+    experts,
+    linear_cross_entropy,
+    loop,
+    movement,
+    normalization,
+    products,
+    quantized,
+)
 OPERATORS.update((row.name, row) for family in _FAMILIES for row in family.ROWS)
 
 
@@ -41,9 +52,13 @@ def space_of(graph: Graph, node: Node) -> Space:
 
 
 def use_keys(graph: Graph) -> tuple[Hashable, ...]:
-    """For each node what its use of its operator is made of: equal keys, equal spaces and operations. Those are
-    operator, attributes, body, the types of its tensors, and constants among them."""
-    constants = {each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants}
+    """For each node what its use of its operator is made of: equal keys, equal spaces and
+    operations. Those are operator, attributes, body, the types of its tensors, and constants among
+    them.
+    """
+    constants = {
+        each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants
+    }
 
     def types(names: tuple[str, ...]) -> Hashable:
         found = (graph.type_of(name) if name else None for name in names)
@@ -64,8 +79,11 @@ def use_keys(graph: Graph) -> tuple[Hashable, ...]:
 
 @remembered(GRAPHS)
 def spaces_of(graph: Graph) -> Callable[[int], Space]:
-    """A function to the spaces of one graph's nodes by index; equal uses have one. The operator must have a row."""
-    keys, known = use_keys(graph), dict[Hashable, Space]()
+    """A function to the spaces of one graph's nodes by index; equal uses have one. The operator
+    must have a row.
+    """
+    keys = use_keys(graph)
+    known = dict[Hashable, Space]()
 
     def space(node: int) -> Space:
         if keys[node] not in known:

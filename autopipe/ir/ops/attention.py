@@ -1,4 +1,5 @@
-"""Attention and what goes with it, and ONNX Runtime's own operators (domain com.microsoft) that exporters write.
+"""Attention and what goes with it, and ONNX Runtime's own operators (domain com.microsoft) that
+exporters write.
 
 Heads are (h r): h key-value heads, each shared by r query heads.
 """
@@ -45,35 +46,56 @@ def softmax_type(node: Node, dtype: DType) -> DType | None:
 
 
 def is_stepwise(node: Node, dtype: DType) -> bool:
-    """True if no kernel of torch computes an attention: a cap, a sink, scores as a result, a softmax in another type
-    than `dtype`, that of the operands."""
+    """True if no kernel of torch computes an attention: a cap, a sink, scores as a result, a
+    softmax in another type than `dtype`, that of the operands.
+    """
     special = any(node.inputs[7:]) or any(node.outputs[3:]) or softmax_type(node, dtype) is not None
     return special or bool(node.number("softcap"))
 
 
 def attention(signature: Signature) -> Space:
-    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole. Where masks depend on places, a device with
-    some of the queries knows which they are; all know all keys and values. Behind ONNX's operands may stand a score for
-    each head that takes part in the softmax and has no value, a sink (Xiao et al. 2023)."""
+    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole. Where masks depend on
+    places, a device with some of the queries knows which they are; all know all keys and values.
+    Behind ONNX's operands may stand a score for each head that takes part in the softmax and has no
+    value, a sink (Xiao et al. 2023).
+    """
     query, key, value = (signature.operand(index).shape for index in range(3))
-    q = "q=" if is_positional(signature) or any(value is not None for value in signature.results[1:]) else "q"
+    q = (
+        "q="
+        if is_positional(signature) or any(value is not None for value in signature.results[1:])
+        else "q"
+    )
     past = signature.operand(4).shape[2] if signature.present(4) else 0
     if signature.rank == 4:
-        first, result = [f"b (h r) {q} d!", "b h k! d", "b h k v"], "b (h r) q v"
-        heads, groups, depth, values = query[1], key[1], query[3], value[3]
+        first = [f"b (h r) {q} d!", "b h k! d", "b h k v"]
+        result = "b (h r) q v"
+        heads = query[1]
+        groups = key[1]
+        depth = query[3]
+        values = value[3]
     else:
-        first, result = [f"b {q} (h r d!)", "b k! (h d)", "b k (h v)"], "b q (h r v)"
-        heads, groups = signature.node.integer("q_num_heads"), signature.node.integer("kv_num_heads")
-        depth, values = query[2] // heads, value[2] // groups
+        first = [f"b {q} (h r d!)", "b k! (h d)", "b k (h v)"]
+        result = "b q (h r v)"
+        heads = signature.node.integer("q_num_heads")
+        groups = signature.node.integer("kv_num_heads")
+        depth = query[2] // heads
+        values = value[2] // groups
     scores = (query[0], heads, query[-2], past + key[-2])
-    mask = aligned(signature.operand(3).shape if signature.present(3) else (), scores, ["b", "(h r)", "q", "t!"])
-    others, results = [mask, "b h p! d", "b h p v", "b", "(h r)"], [result, "b h t! d", "b h t v", "b (h r) q t"]
+    mask = aligned(
+        signature.operand(3).shape if signature.present(3) else (),
+        scores,
+        ["b", "(h r)", "q", "t!"],
+    )
+    others = [mask, "b h p! d", "b h p v", "b", "(h r)"]
+    results = [result, "b h t! d", "b h t v", "b (h r) q t"]
     extents = {"h": groups, "r": heads // groups, "d": depth, "v": values}
     return notate(signature, [*first, *others], results, **extents)
 
 
 def _attention_flops(signature: Signature, space: Space) -> float:
-    """Two products: queries by all keys, those of earlier calls (p) too, and probabilities by values."""
+    """Two products: queries by all keys, those of earlier calls (p) too, and probabilities by
+    values.
+    """
     axes = space.extents()
     scores = axes["b"] * axes["h"] * axes["r"] * axes["q"] * (axes["k"] + axes.get("p", 0))
     return 2.0 * scores * (axes["d"] + axes["v"])
@@ -84,44 +106,72 @@ def _headed(signature: Signature, s: str, heads: int, *others: str) -> Space:
     shape = signature.operand(0).shape
     if len(shape) == 4:
         return notate(signature, [f"b h {s} d!", *others], ["b h s d"], h=shape[1], d=shape[3])
-    return notate(signature, [f"b {s} (h d!)", *others], ["b s (h d)"], h=heads, d=shape[2] // heads)
+    return notate(
+        signature, [f"b {s} (h d!)", *others], ["b s (h d)"], h=heads, d=shape[2] // heads
+    )
 
 
 def rotary_embedding(signature: Signature) -> Space:
-    """`b h s d, b s 1, b s 1, b s -> b h s d` with d whole; with positions the caches are tables that stay whole."""
+    """`b h s d, b s 1, b s 1, b s -> b h s d` with d whole; with positions the caches are tables
+    that stay whole.
+    """
     others = ("1 1", "1 1", "b s") if signature.present(3) else ("b s 1", "b s 1")
     return _headed(signature, "s", signature.node.integer("num_heads"), *others)
 
 
 def _rotary(signature: Signature) -> Space:
-    """`*x d!, *x 1, *x 1 -> *x d`: a rotary embedding as files spell it, its cosines and sines as they broadcast."""
-    words, shape = names(signature.rank - 1, "x"), signature.operand(0).shape
-    angles = [[*aligned(signature.operand(index).shape[:-1], shape[:-1], words), "1"] for index in (1, 2)]
+    """`*x d!, *x 1, *x 1 -> *x d`: a rotary embedding as files spell it, its cosines and sines as
+    they broadcast.
+    """
+    words = names(signature.rank - 1, "x")
+    shape = signature.operand(0).shape
+    angles = [
+        [*aligned(signature.operand(index).shape[:-1], shape[:-1], words), "1"] for index in (1, 2)
+    ]
     return notate(signature, [[*words, "d!"], *angles], [[*words, "d"]])
 
 
 def linear_attention(signature: Signature) -> Space:
     """`b t (h r d), b t (h d), b t (h v), b h d v -> b t (h r v), b h d v` with t and d whole."""
-    node, key, value = signature.node, signature.operand(1).shape, signature.operand(2).shape
-    heads, groups = node.integer("q_num_heads"), node.integer("kv_num_heads")
+    node = signature.node
+    key = signature.operand(1).shape
+    value = signature.operand(2).shape
+    heads = node.integer("q_num_heads")
+    groups = node.integer("kv_num_heads")
     if heads % groups:
         raise ValueError(f"{heads} {plural(heads, 'head')} of queries do not share {groups}")
-    decay, beta = ("" if not signature.present(index) else signature.operand(index).shape[2] for index in (4, 5))
-    others = ["b t! h" if decay == groups else "b t! (h d!)", "b t! h" if beta == groups else "b t! 1"]
+    decay, beta = (
+        "" if not signature.present(index) else signature.operand(index).shape[2]
+        for index in (4, 5)
+    )
+    others = [
+        "b t! h" if decay == groups else "b t! (h d!)",
+        "b t! h" if beta == groups else "b t! 1",
+    ]
     operands = ["b t! (h r d!)", "b t! (h d!)", "b t! (h v)", "b h d! v", *others]
     extents = {"h": groups, "r": heads // groups, "d": key[2] // groups, "v": value[2] // groups}
     return notate(signature, operands, ["b t! (h r v)", "b h d! v"], **extents)
 
 
 def _linear_attention_flops(signature: Signature, space: Space) -> float:
-    """Writing a state and reading it for each query; with the delta rule reading it for each key besides."""
+    """Writing a state and reading it for each query; with the delta rule reading it for each key
+    besides.
+    """
     axes = space.extents()
     reads = axes["r"] + 1 + signature.present(5)
     return 2.0 * reads * axes["b"] * axes["t"] * axes["h"] * axes["d"] * axes["v"]
 
 
 ATTENTION = (
-    Operator("LinearAttention", linear_attention, "matmul", _linear_attention_flops, 2.5, ("*",), recomputes=0.5),
+    Operator(
+        "LinearAttention",
+        linear_attention,
+        "matmul",
+        _linear_attention_flops,
+        2.5,
+        ("*",),
+        recomputes=0.5,
+    ),
     Operator(
         "CausalConvWithState",
         notated("b c t!, c 1 1, c, b c s! -> b c t!, b c s!"),
@@ -130,7 +180,15 @@ ATTENTION = (
         2.0,
         ("0", "1"),
     ),
-    Operator("Attention", attention, "matmul", _attention_flops, 2.5, ("0", "1", "2", ">0"), recomputes=0.5),
+    Operator(
+        "Attention",
+        attention,
+        "matmul",
+        _attention_flops,
+        2.5,
+        ("0", "1", "2", ">0"),
+        recomputes=0.5,
+    ),
     *(
         # A product, to each half of which the other's is added.
         Operator(name, space, "elementwise", per_result(3.0), 1.0, ("1", "2"), kernels=3)
@@ -144,10 +202,16 @@ def _fused_matmul(signature: Signature) -> Space:
     swapped = [bool(signature.node.integer(name)) for name in ("transA", "transB")]
     shapes = [signature.operand(index).shape for index in (0, 1)]
     plain = [
-        (*shape[:-2], shape[-1], shape[-2]) if swap else shape for shape, swap in zip(shapes, swapped, strict=True)
+        (*shape[:-2], shape[-1], shape[-2]) if swap else shape
+        for shape, swap in zip(shapes, swapped, strict=True)
     ]
-    *factors, result = (words.split() for words in batched(plain[0], plain[1], signature.result().shape))
-    operands = [[*word[:-2], word[-1], word[-2]] if swap else word for word, swap in zip(factors, swapped, strict=True)]
+    *factors, result = (
+        words.split() for words in batched(plain[0], plain[1], signature.result().shape)
+    )
+    operands = [
+        [*word[:-2], word[-1], word[-2]] if swap else word
+        for word, swap in zip(factors, swapped, strict=True)
+    ]
     return notate(signature, operands, [result])
 
 
@@ -155,18 +219,29 @@ def _skip_layer_norm(signature: Signature) -> Space:
     """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x=."""
     words = marked(signature.words, [signature.rank - 1], "=")
     shape = signature.operand(1).shape
-    skip = [word if extent > 1 else "1" for word, extent in zip(words[-len(shape) :], shape, strict=True)]
+    skip = [
+        word if extent > 1 else "1"
+        for word, extent in zip(words[-len(shape) :], shape, strict=True)
+    ]
     vectors = [[words[-1]]] * (len(signature.operands) - 2)
     statistics = [*words[:-1], "1"]
     return notate(signature, [words, skip, *vectors], [words, statistics, statistics, words])
 
 
 def _rotary_embedding(signature: Signature) -> Space:
-    """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices count on from it."""
-    shape, positions = signature.operand(0).shape, signature.operand(1).shape
+    """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices
+    count on from it.
+    """
+    shape = signature.operand(0).shape
+    positions = signature.operand(1).shape
     starts = math.prod(positions) == 1
     heads = signature.node.integer("num_heads") or shape[2] // (2 * signature.operand(2).shape[1])
-    return _headed(signature, "s&" if starts else "s", heads, " ".join("1" for _ in positions) if starts else "b s")
+    return _headed(
+        signature,
+        "s&" if starts else "s",
+        heads,
+        " ".join("1" for _ in positions) if starts else "b s",
+    )
 
 
 _DOMAIN = "com.microsoft."
@@ -174,18 +249,34 @@ _DOMAIN = "com.microsoft."
 
 def _skipping(name: str, cost: float, statistics: Statistics) -> Operator:
     flops = per_result(cost)
-    return Operator(_DOMAIN + name, _skip_layer_norm, "normalization", flops, 2.0, ("0",), statistics=statistics)
+    return Operator(
+        _DOMAIN + name, _skip_layer_norm, "normalization", flops, 2.0, ("0",), statistics=statistics
+    )
 
 
 CONTRIB = (
     *pointwise(f"{_DOMAIN}QuickGelu", 6.0),
     *pointwise(f"{_DOMAIN}Gelu", 8.0),
     *pointwise(f"{_DOMAIN}FastGelu {_DOMAIN}BiasGelu", 9.0),
-    Operator(f"{_DOMAIN}FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1"), weights=(0, 1)),
+    Operator(
+        f"{_DOMAIN}FusedMatMul",
+        _fused_matmul,
+        "matmul",
+        per_point(2.0),
+        2.0,
+        ("0", "1"),
+        weights=(0, 1),
+    ),
     _skipping("SkipLayerNormalization", 9.0, per_row(*MOMENTS, through=(0, 1, 4))),
     _skipping("SkipSimplifiedLayerNormalization", 6.0, per_row(*NORM, through=(0, 1, 3))),
     Operator(
-        f"{_DOMAIN}RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3"), kernels=3
+        f"{_DOMAIN}RotaryEmbedding",
+        _rotary_embedding,
+        "elementwise",
+        per_result(3.0),
+        1.0,
+        ("1", "2", "3"),
+        kernels=3,
     ),
 )
 

@@ -1,6 +1,8 @@
-"""Operators that compute each element from those at the same place, with broadcasting: arithmetic, activations, logic.
+"""Operators that compute each element from those at the same place, with broadcasting: arithmetic,
+activations, logic.
 
-Beside them small families: random numbers, quantisation, tensors made of settings, spectra, samples of images.
+Beside them small families: random numbers, quantisation, tensors made of settings, spectra, samples
+of images.
 """
 
 from __future__ import annotations
@@ -40,11 +42,18 @@ first_operand = notated("*x -> *x")
 
 
 def pointwise(
-    operators: str, cost: float = 1.0, keeps: tuple[str, ...] = ("0",), *, backward: float = 1.0, flows: bool = True
+    operators: str,
+    cost: float = 1.0,
+    keeps: tuple[str, ...] = ("0",),
+    *,
+    backward: float = 1.0,
+    flows: bool = True,
 ) -> list[Operator]:
     """Rows of operators of `cost` operations an element."""
     return [
-        Operator(name, broadcast, "elementwise", per_result(cost), backward, keeps, differentiable=flows)
+        Operator(
+            name, broadcast, "elementwise", per_result(cost), backward, keeps, differentiable=flows
+        )
         for name in operators.split()
     ]
 
@@ -88,7 +97,9 @@ ELEMENTWISE = (
 )
 
 ACTIVATION = (
-    *pointwise("Ceil Floor Round Sign", keeps=(), backward=0.0),  # Their derivatives are zero where they have any.
+    *pointwise(
+        "Ceil Floor Round Sign", keeps=(), backward=0.0
+    ),  # Their derivatives are zero where they have any.
     *pointwise("Neg", keeps=()),
     *pointwise("Abs ThresholdedRelu"),
     *pointwise("LeakyRelu Shrink", 2.0),
@@ -101,7 +112,8 @@ ACTIVATION = (
     *pointwise("Relu Reciprocal Sqrt", keeps=(">0",)),
     *pointwise("Exp Tan Sigmoid Tanh", 4.0, keeps=(">0",)),
     *(
-        # Backward has the activation again, a product for each operand, and the activation's derivative.
+        # Backward has the activation again, a product for each operand, and the activation's
+        # derivative.
         Operator(name, broadcast, "elementwise", per_result(6.0), 2.2, ("0", "1"), kernels=2)
         for name in ("SwiGLU", "autopipe.GatedUnit")
     ),
@@ -110,12 +122,20 @@ ACTIVATION = (
 
 def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operator:
     """Numbers that depend on their place: not to be split."""
-    return Operator(name, opaque, "memory", per_result(cost), 0.0, static=static, differentiable=False)
+    return Operator(
+        name, opaque, "memory", per_result(cost), 0.0, static=static, differentiable=False
+    )
 
 
 GENERATION = (
     Operator(
-        "ConstantOfShape", notated("-> *d"), "memory", backward=0.0, static=(0,), shaping=(0,), differentiable=False
+        "ConstantOfShape",
+        notated("-> *d"),
+        "memory",
+        backward=0.0,
+        static=(0,),
+        shaping=(0,),
+        differentiable=False,
     ),
     *map(_made, ("Constant", "EyeLike", "Shape", "Size")),
     Operator("autopipe.Bounded", broadcast, "elementwise", backward=0.0, differentiable=False),
@@ -128,15 +148,23 @@ GENERATION = (
 
 
 SAMPLING = (
-    Operator("GridSample", notated("b c *1, b *p 1 -> b c *p"), "memory", per_result(12.0), keeps=("0", "1")),
+    Operator(
+        "GridSample",
+        notated("b c *1, b *p 1 -> b c *p"),
+        "memory",
+        per_result(12.0),
+        keeps=("0", "1"),
+    ),
     Operator("AffineGrid", notated("b 1 1, 1 -> b *1"), "memory", per_result(6.0), static=(1,)),
 )
 
 
 def linear(signature: Signature) -> Space:
-    """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along it, which stays
-    whole."""
-    words, axis = signature.words, signature.axis(1)
+    """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along
+    it, which stays whole.
+    """
+    words = signature.words
+    axis = signature.axis(1)
     blocked = signature.node.integer("block_size")
     if blocked and signature.operand(0).shape[axis] == blocked * signature.operand(1).shape[axis]:
         blocks = replaced(words, [axis], f"({words[axis]} j!)")
@@ -153,9 +181,16 @@ def linear(signature: Signature) -> Space:
 
 
 def _unpacked(signature: Signature) -> Space:
-    """`*d (n p) <- *d n`: bytes of p elements each; others, packed without regard to rows, stay whole."""
-    words, shape, per = signature.words, signature.result().shape, 8 // (signature.result().dtype.packed_bits or 8)
-    if shape[:-1] != signature.operand(0).shape[:-1] or shape[-1] != per * signature.operand(0).shape[-1]:
+    """`*d (n p) <- *d n`: bytes of p elements each; others, packed without regard to rows, stay
+    whole.
+    """
+    words = signature.words
+    shape = signature.result().shape
+    per = 8 // (signature.result().dtype.packed_bits or 8)
+    if (
+        shape[:-1] != signature.operand(0).shape[:-1]
+        or shape[-1] != per * signature.operand(0).shape[-1]
+    ):
         return opaque(signature)
     return notate(signature, [words], [[*words[:-1], f"({words[-1]} p!)"]], p=per)
 
@@ -164,12 +199,20 @@ QUANTIZATION = (
     Operator("autopipe.Unpack", _unpacked, "memory", per_result(2.0), differentiable=False),
     Operator("QuantizeLinear", linear, "elementwise", per_result(4.0), differentiable=False),
     Operator("DequantizeLinear", linear, "elementwise", per_result(2.0), differentiable=False),
-    Operator("DynamicQuantizeLinear", notated("*d! -> *d, ,"), "reduction", per_result(6.0), differentiable=False),
+    Operator(
+        "DynamicQuantizeLinear",
+        notated("*d! -> *d, ,"),
+        "reduction",
+        per_result(6.0),
+        differentiable=False,
+    ),
 )
 
 
 def transformed_axis(signature: Signature) -> int:
-    """The axis of DFT: an attribute before opset 20, then a static operand; counted from the front."""
+    """The axis of DFT: an attribute before opset 20, then a static operand; counted from the
+    front.
+    """
     if signature.opset < 20:
         return signature.axis(1)
     array = signature.constant(2)
@@ -177,7 +220,9 @@ def transformed_axis(signature: Signature) -> int:
 
 
 def _transform_flops(signature: Signature, space: Space) -> float:
-    """The usual count for a fast transform of n points, 5 n log2 n; for LU factorisation two thirds of n³."""
+    """The usual count for a fast transform of n points, 5 n log2 n; for LU factorisation two thirds
+    of n³.
+    """
     if signature.node.op == "Det":
         return 2 / 3 * signature.operand(0).shape[-1] * signature.operand(0).elements
     axis = 2 if signature.node.op == "STFT" else transformed_axis(signature)
@@ -197,7 +242,14 @@ def _dft(signature: Signature) -> Space:
 
 SPECTRAL = (
     Operator("DFT", _dft, "elementwise", _transform_flops, static=(1, 2)),
-    Operator("STFT", notated("d0 *1 -> d0 1 1 1"), "elementwise", _transform_flops, keeps=("2",), static=(1, 3)),
+    Operator(
+        "STFT",
+        notated("d0 *1 -> d0 1 1 1"),
+        "elementwise",
+        _transform_flops,
+        keeps=("2",),
+        static=(1, 3),
+    ),
     Operator("Det", _det, "elementwise", _transform_flops, keeps=("0", ">0")),
 )
 
@@ -208,7 +260,11 @@ _ROI_POOL = notated("n! c i0! i1!, r 1 -> r c o0! o1!")
 
 def _suppression_flops(signature: Signature, space: Space) -> float:
     """Each box that is kept is held against all others."""
-    rows = math.prod(signature.result().shape[:-1] or (1,)) if signature.node.domain else signature.result().shape[0]
+    rows = (
+        math.prod(signature.result().shape[:-1] or (1,))
+        if signature.node.domain
+        else signature.result().shape[0]
+    )
     most = signature.result().shape[-1] if signature.node.domain else 1
     return 16.0 * rows * most * signature.operand(1).shape[-1]
 
@@ -228,13 +284,18 @@ _DRAW = 25.0
 """Operations that a number takes: ten rounds of Philox make four."""
 
 
-def _drawn(name: str, notation: Callable[[Signature], Space], cost: float, kind: str = "elementwise") -> Operator:
-    return Operator(name, notation, kind, per_result(_DRAW + cost), random=True, differentiable=False)
+def _drawn(
+    name: str, notation: Callable[[Signature], Space], cost: float, kind: str = "elementwise"
+) -> Operator:
+    return Operator(
+        name, notation, kind, per_result(_DRAW + cost), random=True, differentiable=False
+    )
 
 
 def is_active(signature: Signature) -> bool:
-    """True if a use of Dropout may drop anything. Its third operand says so; of opsets 7 to 11 it is for inference
-    alone, before those an attribute tells."""
+    """True if a use of Dropout may drop anything. Its third operand says so; of opsets 7 to 11 it
+    is for inference alone, before those an attribute tells.
+    """
     if signature.opset < 7:
         return not signature.node.integer("is_test")
     if not signature.present(2):
@@ -260,4 +321,13 @@ RANDOM = (
     _drawn("Multinomial", notated("b c! -> b 1"), 0, "reduction"),
 )
 
-ROWS = (*ELEMENTWISE, *ACTIVATION, *GENERATION, *SAMPLING, *QUANTIZATION, *SPECTRAL, *REGIONS, *RANDOM)
+ROWS = (
+    *ELEMENTWISE,
+    *ACTIVATION,
+    *GENERATION,
+    *SAMPLING,
+    *QUANTIZATION,
+    *SPECTRAL,
+    *REGIONS,
+    *RANDOM,
+)

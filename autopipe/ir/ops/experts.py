@@ -1,8 +1,10 @@
-"""Mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017) as ONNX Runtime's operators: each
-token goes to the k experts that its scores choose, and their results are added up by weights.
+"""Mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017) as ONNX
+Runtime's operators: each token goes to the k experts that its scores choose, and their results are
+added up by weights.
 
-`autopipe.Experts` reads in place of scores the chosen experts and their weights, [tokens, k] each: however a router
-finds them, that is what it gives. `autopipe.ListedExperts` reads three matrices of each expert, not stacked ones.
+`autopipe.Experts` reads in place of scores the chosen experts and their weights, [tokens, k] each:
+however a router finds them, that is what it gives. `autopipe.ListedExperts` reads three matrices of
+each expert, not stacked ones.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from autopipe.ir.ops.operator import Operator, Signature, Words, notate, unindex
 from autopipe.ir.ops.quantized import DOMAIN
 from autopipe.ir.space import Space
 
-EXPERTS, LISTED = "autopipe.Experts", "autopipe.ListedExperts"
+EXPERTS = "autopipe.Experts"
+LISTED = "autopipe.ListedExperts"
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 
 
@@ -39,13 +42,21 @@ def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
 
 def experts_per_token(signature: Signature) -> int:
     """How many experts compute a token."""
-    return signature.operand(1).shape[1] if signature.node.op == "Experts" else signature.node.integer("k", 1)
+    return (
+        signature.operand(1).shape[1]
+        if signature.node.op == "Experts"
+        else signature.node.integer("k", 1)
+    )
 
 
 def bits_of_experts(signature: Signature) -> int:
-    """Bits of a packed weight; 8 of one that is not packed. Raises ValueError where they do not fill bytes."""
+    """Bits of a packed weight; 8 of one that is not packed. Raises ValueError where they do not
+    fill bytes.
+    """
     bits = signature.node.integer("expert_weight_bits", 4) if signature.node.op == "QMoE" else 8
-    if bits not in (2, 4, 8) or any(signature.node.has(f"fc{layer}_expert_weight_bits") for layer in (1, 2, 3)):
+    if bits not in (2, 4, 8) or any(
+        signature.node.has(f"fc{layer}_expert_weight_bits") for layer in (1, 2, 3)
+    ):
         raise ValueError("bits of weights")
     return bits
 
@@ -67,9 +78,11 @@ def interleaves(signature: Signature) -> bool:
 
 
 def mixture(signature: Signature) -> Space:
-    """`*m h, t c, e i h, e i, e h i, e h -> *m h`, for `Experts` with `t k` twice for `t c`. A device with some
-    experts adds up those, one with some of the hidden units its share; biases of the second layer are added once.
-    Packed layers, and gates that stand all in front of what they gate, stay whole but for experts."""
+    """`*m h, t c, e i h, e i, e h i, e h -> *m h`, for `Experts` with `t k` twice for `t c`. A
+    device with some experts adds up those, one with some of the hidden units its share; biases of
+    the second layer are added once. Packed layers, and gates that stand all in front of what they
+    gate, stay whole but for experts.
+    """
     _require_fitting(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
     tokens = "t" if signature.rank == 2 else f"({' '.join(lead)})"
@@ -97,19 +110,30 @@ def mixture(signature: Signature) -> Space:
 
 def _require_fitting(signature: Signature) -> None:
     """Raise ValueError where layers, scores and tokens do not fit together."""
-    (tokens, experts), hidden = signature.operand(1).shape, signature.operand(0).shape[-1]
+    (tokens, experts) = signature.operand(1).shape
+    hidden = signature.operand(0).shape[-1]
     per = 8 // bits_of_experts(signature)
     first, second, gate = layers_of(signature)
     if signature.node.op == "Experts":
         experts = signature.operand(first.weight).shape[0]
     rows = signature.operand(second.weight).shape[2] * per
     fused = 1 + (activation_of(signature) == "swiglu" and not signature.present(gate.weight))
-    expected = {first.weight: (experts, fused * rows, hidden // per), second.weight: (experts, hidden, rows // per)}
+    expected = {
+        first.weight: (experts, fused * rows, hidden // per),
+        second.weight: (experts, hidden, rows // per),
+    }
     expected[gate.weight] = (experts, rows, hidden // per)
     if (
         tokens * hidden != signature.operand(0).elements
-        or any(signature.operand(at).shape != shape for at, shape in expected.items() if signature.present(at))
-        or any(signature.operand(at).shape != signature.operand(1).shape for at in range(1, first.weight))
+        or any(
+            signature.operand(at).shape != shape
+            for at, shape in expected.items()
+            if signature.present(at)
+        )
+        or any(
+            signature.operand(at).shape != signature.operand(1).shape
+            for at in range(1, first.weight)
+        )
         or not 0 < experts_per_token(signature) <= experts
     ):
         raise ValueError("layers, scores and tokens do not fit")
@@ -117,7 +141,11 @@ def _require_fitting(signature: Signature) -> None:
 
 def _flops(signature: Signature, space: Space) -> float:
     """Products of each token with the layers of its experts."""
-    layers = [signature.operand(each.weight) for each in layers_of(signature) if signature.present(each.weight)]
+    layers = [
+        signature.operand(each.weight)
+        for each in layers_of(signature)
+        if signature.present(each.weight)
+    ]
     per = 8 // bits_of_experts(signature)
     weights = sum(value.shape[1] * value.shape[2] * per for value in layers)
     tokens = signature.operand(1).shape[0]
@@ -125,7 +153,9 @@ def _flops(signature: Signature, space: Space) -> float:
 
 
 def _listed(signature: Signature) -> Space:
-    """`t h, t k, t k, h i, h i, i h, … -> t h`, three matrices an expert. A device has a share of all hidden units."""
+    """`t h, t k, t k, h i, h i, i h, … -> t h`, three matrices an expert. A device has a share of
+    all hidden units.
+    """
     if (len(signature.operands) - 3) % 3 or len(signature.operands) < 6:
         raise ValueError("three matrices an expert")
     matrices = [["1", "i&"], ["1", "i"], ["i", "1"]]
@@ -140,7 +170,9 @@ def _listed_flops(signature: Signature, space: Space) -> float:
 
 ROWS = (
     *(
-        Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1"), recomputes=1.0)
+        Operator(
+            f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1"), recomputes=1.0
+        )
         for name in ("MoE", "QMoE")
     ),
     Operator(EXPERTS, mixture, "matmul", _flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0),

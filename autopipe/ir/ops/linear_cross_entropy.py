@@ -1,7 +1,9 @@
-"""The cross-entropy of scores that a product makes, which are in memory a block of classes at a time.
+"""The cross-entropy of scores that a product makes, which are in memory a block of classes at a
+time.
 
-Operands are x, labels and class weights as SoftmaxCrossEntropyLoss has them, x [*labels, features] in place of scores,
-and behind them the product's weight, [features, classes] or with `transB` the other way round, and its bias.
+Operands are x, labels and class weights as SoftmaxCrossEntropyLoss has them, x [*labels, features]
+in place of scores, and behind them the product's weight, [features, classes] or with `transB` the
+other way round, and its bias.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from autopipe.ir.ops.operator import Operator, Signature, Statistic, notate
 from autopipe.ir.space import Space
 
 LINEAR_CROSS_ENTROPY = "autopipe.LinearCrossEntropy"
-WEIGHT, BIAS = 3, 4
+WEIGHT = 3
+BIAS = 4
 """Their places among the operands."""
 CLASSES_AT_ONCE = 4096
-"""Classes of a block. With fewer, adding up the gradient of x, block by block, costs as much as its product: on a GPU
-that does 300 FLOPs while it moves a byte, the 12 bytes an element of x and block are worth 1,800 classes. On a CPU
-2,048 and 8,192 took as long."""
+"""Classes of a block. With fewer, adding up the gradient of x, block by block, costs as much as its
+product: on a GPU that does 300 FLOPs while it moves a byte, the 12 bytes an element of x and block
+are worth 1,800 classes. On a CPU 2,048 and 8,192 took as long.
+"""
 
 
 def classes_of(signature: Signature) -> int:
@@ -34,8 +38,9 @@ def score_extents(space: Space, degrees: Mapping[str, int]) -> tuple[int, int]:
 
 
 def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: bool) -> int:
-    """Bytes of a block's scores on one device, `width` each; where products are `narrow`, of their copy in 16 bits and
-    of the sum of the gradient of x besides."""
+    """Bytes of a block's scores on one device, `width` each; where products are `narrow`, of their
+    copy in 16 bits and of the sum of the gradient of x besides.
+    """
     labels, classes = score_extents(space, degrees)
     block = labels * min(classes, CLASSES_AT_ONCE) * (width + 2 * narrow)
     return block + narrow * labels * space.axis("k").extent * width
@@ -44,7 +49,8 @@ def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: 
 def _linear_cross_entropy(signature: Signature) -> Space:
     """`n *d k!, n *d, 1, k! c&, c -> n *d`, or a scalar, as the loss of classes has it."""
     mark = loss_mark(signature)
-    labels, weight = f"n{mark} *d{mark}", "c& k!" if signature.node.integer("transB") else "k! c&"
+    labels = f"n{mark} *d{mark}"
+    weight = "c& k!" if signature.node.integer("transB") else "k! c&"
     result = labels if reduction(signature) == "none" else ""
     return notate(signature, [f"{labels} k!", labels, "1", weight, "c"], [result])
 
@@ -54,7 +60,9 @@ def _flops(signature: Signature, space: Space) -> float:
     return (2.0 + 6.0 / space.axis("k").extent) * space.points
 
 
-def _statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+def _statistics(
+    signature: Signature, space: Space, degrees: Mapping[str, int]
+) -> tuple[Statistic, ...]:
     return class_statistics(signature, space, degrees, (0, WEIGHT, BIAS))
 
 

@@ -1,10 +1,12 @@
-"""A Loop or Scan whose body runs again and again: one operator, which holds the body as a graph of its own.
+"""A Loop or Scan whose body runs again and again: one operator, which holds the body as a graph of
+its own.
 
-The body reads the number of its run, the states, a slice of each value that the loop goes through, and what is the same
-in all runs; it writes the states of the next run, and what the loop gathers. The loop reads the first states, the
-values that it goes through, what is the same in all runs, and the body's constants; it writes the last states and what
-it has gathered. Its attributes are the `count` of runs, that of `states`, and for each value that it goes through
-(`scan_`) or gathers (`gather_`) the axis of the runs and the direction: 1 from the last to the first.
+The body reads the number of its run, the states, a slice of each value that the loop goes through,
+and what is the same in all runs; it writes the states of the next run, and what the loop gathers.
+The loop reads the first states, the values that it goes through, what is the same in all runs, and
+the body's constants; it writes the last states and what it has gathered. Its attributes are the
+`count` of runs, that of `states`, and for each value that it goes through (`scan_`) or gathers
+(`gather_`) the axis of the runs and the direction: 1 from the last to the first.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.ops.operator import OPERATORS, Operator, Signature, notate, qualified_name, signature_of
+from autopipe.ir.ops.operator import (
+    OPERATORS,
+    Operator,
+    Signature,
+    notate,
+    qualified_name,
+    signature_of,
+)
 from autopipe.ir.space import AxisKind, Space
 
 LOOP = "autopipe.Loop"
@@ -21,8 +30,9 @@ LOOP = "autopipe.Loop"
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An operand or a result of a loop: its name in the body, and the axis and direction of the runs in it, where each
-    run has a slice."""
+    """An operand or a result of a loop: its name in the body, and the axis and direction of the
+    runs in it, where each run has a slice.
+    """
 
     name: str
     axis: int | None = None
@@ -50,7 +60,8 @@ def result_ports(node: Node) -> tuple[Port, ...]:
 
 
 def _ports(node: Node, title: str, values: list[Value]) -> tuple[Port, ...]:
-    states, axes = node.integer("states"), node.integers(f"{title}_axes")
+    states = node.integer("states")
+    axes = node.integers(f"{title}_axes")
     names = [value.name for value in values]
     sliced = zip(names[states:], axes, node.integers(f"{title}_directions"), strict=False)
     return (
@@ -93,10 +104,13 @@ class _Sets:
 
 @remembered(GRAPHS)
 def run_axes(node: Node) -> tuple[RunAxis, ...]:
-    """The axes of a loop: dimensions of the body's values that meet only one another, along which each of its nodes
-    that has them may be split."""
-    body, spaces = body_of(node), _spaces(body_of(node))
-    sets, whole = _Sets(), list[Place]()
+    """The axes of a loop: dimensions of the body's values that meet only one another, along which
+    each of its nodes that has them may be split.
+    """
+    body = body_of(node)
+    spaces = _spaces(body_of(node))
+    sets = _Sets()
+    whole = list[Place]()
     marks: dict[Place, tuple[int, str]] = {}
     for index, (each, space) in enumerate(zip(body.nodes, spaces, strict=True)):
         own = {axis.name: (f"\0{index}\0{axis.name}", 0) for axis in space.axes}
@@ -130,25 +144,37 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
         (extent,) = reached
         extents = [body.type_of(name).shape[at] for name, at in values]
         extents += [spaces[index].axis(axis).extent for index, axis in axes]
-        if not any(each % extent for each in extents):  # What is made of several axes has this one outermost.
+        if not any(
+            each % extent for each in extents
+        ):  # What is made of several axes has this one outermost.
             found.append(RunAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
     return tuple(found)
 
 
 @remembered(GRAPHS)
 def _spaces(body: Graph) -> tuple[Space, ...]:
-    return tuple(OPERATORS[qualified_name(node)].space(signature_of(body, node)) for node in body.nodes)
+    return tuple(
+        OPERATORS[qualified_name(node)].space(signature_of(body, node)) for node in body.nodes
+    )
 
 
 def _notation(signature: Signature) -> Space:
-    """Every axis of the loop where it is; its runs, and what they compute with one another, are no axes."""
-    names = {place: axis.name for axis in run_axes(signature.node) for place in axis.dimensions.items()}
+    """Every axis of the loop where it is; its runs, and what they compute with one another, are no
+    axes.
+    """
+    names = {
+        place: axis.name for axis in run_axes(signature.node) for place in axis.dimensions.items()
+    }
 
     def words(ports: tuple[Port, ...], values: tuple[Value | None, ...]) -> list[list[str]]:
-        places = (port.places(len(value.shape) if value else 0) for port, value in zip(ports, values, strict=False))
+        places = (
+            port.places(len(value.shape) if value else 0)
+            for port, value in zip(ports, values, strict=False)
+        )
         return [["1" if each is None else names.get(each, "1") for each in own] for own in places]
 
-    operands, results = operand_ports(signature.node), result_ports(signature.node)
+    operands = operand_ports(signature.node)
+    results = result_ports(signature.node)
     return notate(signature, words(operands, signature.operands), words(results, signature.results))
 
 

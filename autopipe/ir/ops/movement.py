@@ -1,4 +1,6 @@
-"""Operators that move elements: by fixed places, by places that a tensor gives, by resizing, by reshaping."""
+"""Operators that move elements: by fixed places, by places that a tensor gives, by resizing, by
+reshaping.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,18 @@ def _expand(signature: Signature) -> Space:
 
 
 def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
-    """Range that Slice takes of each dimension: first index, number of elements, step (which may be negative)."""
+    """Range that Slice takes of each dimension: first index, number of elements, step (which may be
+    negative).
+    """
     shape = signature.operand(0).shape
     if signature.opset < 10:
-        starts, ends = signature.node.integers("starts"), signature.node.integers("ends")
+        starts = signature.node.integers("starts")
+        ends = signature.node.integers("ends")
         axes = signature.node.integers("axes", tuple(range(len(starts))))
         steps: tuple[int, ...] = (1,) * len(starts)
     else:
-        starts, ends = signature.integers(1), signature.integers(2)
+        starts = signature.integers(1)
+        ends = signature.integers(2)
         axes = signature.integers(3) or tuple(range(len(starts)))
         steps = signature.integers(4) or (1,) * len(starts)
     taken = [(0, extent, 1) for extent in shape]
@@ -65,12 +71,17 @@ def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
 
 def _slice(signature: Signature) -> Space:
     shape = signature.operand(0).shape
-    return changed(signature, [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)])
+    return changed(
+        signature,
+        [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)],
+    )
 
 
 def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
     """Elements that Pad adds before and after, for each dimension; negative ones are taken away."""
-    flat = signature.node.integers("pads") if signature.constant(1) is None else signature.integers(1)
+    flat = (
+        signature.node.integers("pads") if signature.constant(1) is None else signature.integers(1)
+    )
     axes = axes_of(signature, 3) or tuple(range(signature.rank))
     pads = [(0, 0)] * signature.rank
     for position, axis in enumerate(axes):
@@ -80,7 +91,9 @@ def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
 
 def _tile(signature: Signature) -> Space:
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
-    return changed(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
+    return changed(
+        signature, [axis for axis, (before, after) in enumerate(shapes) if before != after]
+    )
 
 
 def _blocks(signature: Signature) -> Space:
@@ -94,7 +107,8 @@ def _blocks(signature: Signature) -> Space:
 
 def _reverse_sequence(signature: Signature) -> Space:
     words = signature.words
-    time, batch = signature.node.integer("time_axis"), signature.node.integer("batch_axis", 1)
+    time = signature.node.integer("time_axis")
+    batch = signature.node.integer("batch_axis", 1)
     return notate(signature, [marked(words, [time], "!"), [words[batch]]], [words])
 
 
@@ -103,7 +117,9 @@ def _col2im(signature: Signature) -> Space:
 
 
 def _compress(signature: Signature) -> Space:
-    return changed(signature, [signature.axis()]) if signature.node.has("axis") else opaque(signature)
+    return (
+        changed(signature, [signature.axis()]) if signature.node.has("axis") else opaque(signature)
+    )
 
 
 MOVEMENT = (
@@ -113,38 +129,59 @@ MOVEMENT = (
     Operator("Concat", lambda use: changed(use, [use.axis()], len(use.operands)), "memory"),
     Operator("Split", lambda use: changed(use, [use.axis()]), "view", static=(1,), shaping=(1,)),
     Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
-    Operator("Pad", lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))), "memory", static=(1, 2, 3)),
+    Operator(
+        "Pad",
+        lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))),
+        "memory",
+        static=(1, 2, 3),
+    ),
     Operator("Tile", _tile, "memory", static=(1,)),
     Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
     Operator("DepthToSpace", _blocks, "memory"),
     Operator("SpaceToDepth", _blocks, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),
     # Devices know where their rows and columns are.
-    Operator("Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)),
+    Operator(
+        "Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)
+    ),
     Operator("Compress", _compress, "memory", static=(1,), computable=(1,)),
     Operator("Col2Im", _col2im, "memory", static=(1, 2)),
 )
 
 
 def _gather(signature: Signature) -> Space:
-    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others. Rows that are
-    known while compiling are spelled as such, and those that are no numbers do not add up: v is whole."""
+    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the
+    others. Rows that are known while compiling are spelled as such, and those that are no numbers
+    do not add up: v is whole.
+    """
     mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
-    data, axis = signature.words, signature.axis()
+    data = signature.words
+    axis = signature.axis()
     indices = names(len(signature.operand(1).shape), "i")
-    return notate(signature, [marked(data, [axis], mark), indices], [[*data[:axis], *indices, *data[axis + 1 :]]])
+    return notate(
+        signature,
+        [marked(data, [axis], mark), indices],
+        [[*data[:axis], *indices, *data[axis + 1 :]]],
+    )
 
 
 def _shared(signature: Signature) -> list[str]:
-    """Words of data and indices along an axis: dimensions of equal extent away from the axis go together."""
+    """Words of data and indices along an axis: dimensions of equal extent away from the axis go
+    together.
+    """
     shapes = zip(signature.operand(0).shape, signature.operand(1).shape, strict=True)
-    apart = [place for place, (data, other) in enumerate(shapes) if data != other or place == signature.axis()]
+    apart = [
+        place
+        for place, (data, other) in enumerate(shapes)
+        if data != other or place == signature.axis()
+    ]
     return replaced(signature.words, apart)
 
 
 def _gather_elements(signature: Signature) -> Space:
     """A device with some rows of the table gives those, and zeros for the others."""
-    axis, table = signature.axis(), _shared(signature)
+    axis = signature.axis()
+    table = _shared(signature)
     picked = [*table[:axis], signature.words[axis], *table[axis + 1 :]]
     if signature.operand(0).shape[axis] > 1 and signature.operand(0).dtype.is_floating:
         table[axis] = "v&"
@@ -159,20 +196,28 @@ def _scatter_elements(signature: Signature) -> Space:
 def _gather_nd(signature: Signature) -> Space:
     """`b v! t, b i 1 -> b i t`: the last dimension of the indices addresses as many of the data."""
     batch = signature.node.integer("batch_dims")
-    data, indices = signature.operand(0).shape, signature.operand(1).shape
+    data = signature.operand(0).shape
+    indices = signature.operand(1).shape
     depth = batch + indices[-1]
     shared = names(batch, "b")
     places = [*shared, *names(len(indices) - 1 - batch, "i")]
     rest = names(len(data) - depth, "t")
-    return notate(signature, [[*shared, *unindexed(data[batch:depth]), *rest], [*places, "1"]], [[*places, *rest]])
+    return notate(
+        signature,
+        [[*shared, *unindexed(data[batch:depth]), *rest], [*places, "1"]],
+        [[*places, *rest]],
+    )
 
 
 def _scatter_nd(signature: Signature) -> Space:
     """`1 t, 1 1, 1 t -> 1 t`."""
-    data, indices = signature.operand(0).shape, signature.operand(1).shape
+    data = signature.operand(0).shape
+    indices = signature.operand(1).shape
     rest = names(len(data) - indices[-1], "t")
     table = [*unindexed(data[: indices[-1]]), *rest]
-    return notate(signature, [table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table])
+    return notate(
+        signature, [table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table]
+    )
 
 
 def _one_hot(signature: Signature) -> Space:
@@ -203,15 +248,21 @@ INDEXING = (
 
 
 def regroup(signature: Signature) -> Space:
-    """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis. Where two shapes of equal
-    product have none (4 3 -> 6 2), those dimensions are not indexed."""
-    source, target = signature.operand(0).shape, signature.result().shape
+    """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis. Where
+    two shapes of equal product have none (4 3 -> 6 2), those dimensions are not indexed.
+    """
+    source = signature.operand(0).shape
+    target = signature.result().shape
     if math.prod(source) != math.prod(target):
-        message = f"{signature.node.op} makes {target} of {source}, which has another number of elements"
+        message = (
+            f"{signature.node.op} makes {target} of {source}, which has another number of elements"
+        )
         raise ModelError(message, where=repr(signature.node.name))
-    left, right = unindexed(source), unindexed(target)
+    left = unindexed(source)
+    right = unindexed(target)
     extents: dict[str, int] = {}
-    # Products up to each dimension's end cut the elements' row-major order: where both shapes cut, a segment ends.
+    # Products up to each dimension's end cut the elements' row-major order: where both shapes cut,
+    # a segment ends.
     ends = [list(itertools.accumulate(shape, int.__mul__)) for shape in (source, target)]
     common = sorted({1, *ends[0]} & {1, *ends[1]}) if signature.operand(0).elements else []
     for first, last in itertools.pairwise(common):
@@ -238,7 +289,9 @@ REGROUP = (
 
 @dataclass(frozen=True, slots=True)
 class ResizedAxis:
-    """An axis that changes, and by how much; `region` is the part of it that is read, from 0 to 1."""
+    """An axis that changes, and by how much; `region` is the part of it that is read, from 0 to
+    1.
+    """
 
     axis: int
     source: int
@@ -248,12 +301,19 @@ class ResizedAxis:
 
 
 def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
-    """The axes that a Resize or Upsample changes. Raises ModelError where neither scales nor sizes are known."""
-    source, result = signature.operand(0).shape, signature.result().shape
-    axes = [positive(axis, len(source)) for axis in signature.node.integers("axes")] or list(range(len(source)))
+    """The axes that a Resize or Upsample changes. Raises ModelError where neither scales nor sizes
+    are known.
+    """
+    source = signature.operand(0).shape
+    result = signature.result().shape
+    axes = [positive(axis, len(source)) for axis in signature.node.integers("axes")] or list(
+        range(len(source))
+    )
     scales = _scales(signature, axes)
     roi = _numbers(signature, 1) if len(signature.operands) > 2 else ()
-    crops = signature.node.text("coordinate_transformation_mode") == "tf_crop_and_resize" and len(roi) == 2 * len(axes)
+    crops = signature.node.text("coordinate_transformation_mode") == "tf_crop_and_resize" and len(
+        roi
+    ) == 2 * len(axes)
     found = []
     for place, axis in enumerate(axes):
         region = (roi[place], roi[len(axes) + place]) if crops else (0.0, 1.0)
@@ -263,7 +323,9 @@ def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
 
 
 def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
-    """Scale of each of `axes`: stated, or from the sizes, the same for all where the aspect ratio is kept."""
+    """Scale of each of `axes`: stated, or from the sizes, the same for all where the aspect ratio
+    is kept.
+    """
     if signature.node.has("scales"):
         return signature.node.numbers("scales")
     stated = _numbers(signature, 1 if len(signature.operands) == 2 else 2)
@@ -271,8 +333,12 @@ def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
         return stated
     sizes = _numbers(signature, 3)
     if not sizes:
-        raise ModelError("Resize has neither scales nor sizes that are known", where=repr(signature.node.name))
-    scales = [size / signature.operand(0).shape[axis] for size, axis in zip(sizes, axes, strict=True)]
+        raise ModelError(
+            "Resize has neither scales nor sizes that are known", where=repr(signature.node.name)
+        )
+    scales = [
+        size / signature.operand(0).shape[axis] for size, axis in zip(sizes, axes, strict=True)
+    ]
     policy = signature.node.text("keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
         return tuple(scales)
@@ -300,9 +366,12 @@ def resize(signature: Signature) -> Space:
     """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
     for name, words in _WORDS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:
-            message = f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}"
+            message = (
+                f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}"
+            )
             raise ModelError(message, where=repr(signature.node.name))
-    source, result = signature.words, signature.words
+    source = signature.words
+    result = signature.words
     for axis in (each.axis for each in resized_axes(signature)):
         source[axis], result[axis] = f"i{axis}!", f"o{axis}!"
     return notate(signature, [source], [result])
@@ -311,7 +380,11 @@ def resize(signature: Signature) -> Space:
 def _flops(signature: Signature, space: Space) -> float:
     """A multiply-add a tap: two taps an axis for linear, four for cubic."""
     taps = {"linear": 2, "cubic": 4}.get(signature.node.text("mode", "nearest"), 0)
-    return 2.0 * taps ** len(resized_axes(signature)) * math.prod(signature.result().shape) if taps else 0.0
+    return (
+        2.0 * taps ** len(resized_axes(signature)) * math.prod(signature.result().shape)
+        if taps
+        else 0.0
+    )
 
 
 RESIZE = (

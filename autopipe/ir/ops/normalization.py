@@ -1,4 +1,6 @@
-"""Operators with statistics over axes that devices take together: normalisations, reductions, losses over classes."""
+"""Operators with statistics over axes that devices take together: normalisations, reductions,
+losses over classes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def trains(signature: Signature) -> bool:
 
 
 def batch_norm(signature: Signature) -> Space:
-    """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples count."""
+    """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples
+    count.
+    """
     mark = "=" if trains(signature) else ""
     first = f"n{mark} c *i{mark}"
     return notate(signature, [first, "c", "c", "c", "c"], [first, "c"])
@@ -49,25 +53,38 @@ def normalized_axes(signature: Signature) -> range:
 
 def layer_norm(signature: Signature) -> Space:
     """`*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
-    shape, words, axes = signature.operand(0).shape, signature.words, normalized_axes(signature)
-    scales = [aligned(value.shape if value else (), shape, words) for value in signature.operands[1:]]
+    shape = signature.operand(0).shape
+    words = signature.words
+    axes = normalized_axes(signature)
+    scales = [
+        aligned(value.shape if value else (), shape, words) for value in signature.operands[1:]
+    ]
     return notate(signature, [marked(words, axes, "="), *scales], [words, replaced(words, axes)])
 
 
 def group_norm(signature: Signature) -> Space:
-    """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a group."""
-    groups, channels = signature.node.integer("num_groups"), signature.operand(0).shape[1]
+    """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a
+    group.
+    """
+    groups = signature.node.integer("num_groups")
+    channels = signature.operand(0).shape[1]
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
-    return notate(signature, ["n (g c=) *i=", scale, scale], ["n (g c) *i"], g=groups, c=channels // groups)
+    return notate(
+        signature, ["n (g c=) *i=", scale, scale], ["n (g c) *i"], g=groups, c=channels // groups
+    )
 
 
 def variance_axes(signature: Signature) -> tuple[int, ...]:
     """Axes of MeanVarianceNormalization, counted from the front."""
-    return tuple(positive(axis, signature.rank) for axis in signature.node.integers("axes", (0, 2, 3)))
+    return tuple(
+        positive(axis, signature.rank) for axis in signature.node.integers("axes", (0, 2, 3))
+    )
 
 
 def softmax_axes(signature: Signature) -> range:
-    """Axes that Softmax, LogSoftmax and Hardmax take together: one since opset 13, all from `axis` on before."""
+    """Axes that Softmax, LogSoftmax and Hardmax take together: one since opset 13, all from `axis`
+    on before.
+    """
     if signature.opset < 13:
         return range(signature.axis(1), signature.rank)
     return range(signature.axis(-1), signature.axis(-1) + 1)
@@ -81,7 +98,8 @@ MOMENTS = (), (2,), (16,)
 """Of each row the mean and the second moment in double precision; in backward two sums."""
 NORM = (1,), (1,)
 """Of each row the sum of squares or sizes; in backward a sum."""
-_MOMENTS, _NORM = per_row(*MOMENTS), per_row(*NORM)
+_MOMENTS = per_row(*MOMENTS)
+_NORM = per_row(*NORM)
 _SOFTMAX = per_row((1, 1), (1,))
 """Of each row the largest and the sum; in backward a sum."""
 extreme_statistics = per_row((1,), (2,))
@@ -96,7 +114,16 @@ def _normalization(
     mixes: Callable[[Signature], bool] = lambda signature: False,
 ) -> Operator:
     flops = per_result(cost)
-    return Operator(name, notation, "normalization", flops, 2.0, ("0",), mixes_samples=mixes, statistics=statistics)
+    return Operator(
+        name,
+        notation,
+        "normalization",
+        flops,
+        2.0,
+        ("0",),
+        mixes_samples=mixes,
+        statistics=statistics,
+    )
 
 
 NORMALIZATION = (
@@ -112,22 +139,32 @@ NORMALIZATION = (
         7.0,
         mixes=lambda signature: 0 in variance_axes(signature),
     ),
-    _normalization("LpNormalization", lambda signature: along(signature, [signature.axis(-1)], "="), 4.0, _NORM),
+    _normalization(
+        "LpNormalization", lambda signature: along(signature, [signature.axis(-1)], "="), 4.0, _NORM
+    ),
     _normalization("LRN", lambda signature: along(signature, [1], "!"), 12.0, no_statistics),
-    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX),
-    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX),
+    Operator(
+        "Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX
+    ),
+    Operator(
+        "LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX
+    ),
 )
 
 
 def reduced_axes(signature: Signature) -> tuple[int, ...]:
-    """Axes that a Reduce operator goes over, ascending: all where none are given, unless it is told to do nothing."""
+    """Axes that a Reduce operator goes over, ascending: all where none are given, unless it is told
+    to do nothing.
+    """
     if given := axes_of(signature, 1):
         return tuple(sorted(set(given)))
     return () if signature.node.integer("noop_with_empty_axes") else tuple(range(signature.rank))
 
 
 def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
-    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers stay whole."""
+    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers
+    stay whole.
+    """
     own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
     result = replaced(signature.words, axes)
     if not signature.node.integer("keepdims", 1):
@@ -148,7 +185,9 @@ def _running(signature: Signature) -> Space:
 
 def _top_k(signature: Signature) -> Space:
     axis = [signature.axis(-1)]
-    return notate(signature, [marked(signature.words, axis, "!")], [replaced(signature.words, axis)])
+    return notate(
+        signature, [marked(signature.words, axis, "!")], [replaced(signature.words, axis)]
+    )
 
 
 def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
@@ -156,7 +195,11 @@ def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
 
 
 def _row(
-    name: str, mark: str, cost: float = 1.0, keeps: tuple[str, ...] = (), statistics: Statistics = no_statistics
+    name: str,
+    mark: str,
+    cost: float = 1.0,
+    keeps: tuple[str, ...] = (),
+    statistics: Statistics = no_statistics,
 ) -> Operator:
     return Operator(
         name,
@@ -196,7 +239,9 @@ REDUCTION = (
     _index("ArgMax"),
     _index("ArgMin"),
     Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,)),
-    Operator("CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)),
+    Operator(
+        "CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)
+    ),
     Operator("TopK", _top_k, "reduction", _per_operand(4.0), 1.0, keeps=(">1",), static=(1,)),
     Operator("Hardmax", _softmax, "reduction", backward=0.0, differentiable=False),
 )
@@ -208,29 +253,42 @@ def reduction(signature: Signature) -> str:
 
 
 def weighs_labels(signature: Signature) -> bool:
-    """True if the mean divides by something else than the number of labels, so that means of parts do not average."""
-    return reduction(signature) == "mean" and (signature.present(2) or signature.node.has("ignore_index"))
+    """True if the mean divides by something else than the number of labels, so that means of parts
+    do not average.
+    """
+    return reduction(signature) == "mean" and (
+        signature.present(2) or signature.node.has("ignore_index")
+    )
 
 
 def loss_mark(signature: Signature) -> str:
     """The mark of the labels' axes."""
-    return {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[reduction(signature)]
+    return {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[
+        reduction(signature)
+    ]
 
 
 def class_loss(signature: Signature) -> Space:
-    """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second result is `n c *d`.
-    Devices with a part of the classes each give the loss of the labels in their part. Where labels have weights, or
-    some are left out, devices with a part of the labels each add up the weights that the mean divides by."""
+    """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second
+    result is `n c *d`. Devices with a part of the classes each give the loss of the labels in their
+    part. Where labels have weights, or some are left out, devices with a part of the labels each
+    add up the weights that the mean divides by.
+    """
     mark = loss_mark(signature)
-    labels, scores = f"n{mark} *d{mark}", f"n{mark} c& *d{mark}"
-    return notate(signature, [scores, labels, "1"], [labels if reduction(signature) == "none" else "", scores])
+    labels = f"n{mark} *d{mark}"
+    scores = f"n{mark} c& *d{mark}"
+    return notate(
+        signature, [scores, labels, "1"], [labels if reduction(signature) == "none" else "", scores]
+    )
 
 
 def label_axes(signature: Signature) -> tuple[str, ...]:
     return ("n", *(f"d{axis}" for axis in range(len(signature.operand(1).shape) - 1)))
 
 
-def _weight_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+def _weight_statistics(
+    signature: Signature, space: Space, degrees: Mapping[str, int]
+) -> tuple[Statistic, ...]:
     axes = joint_splits(space, degrees, label_axes(signature))
     return reduced(axes, 1, (single(signature.operand(0).dtype),), ())
 
@@ -238,7 +296,9 @@ def _weight_statistics(signature: Signature, space: Space, degrees: Mapping[str,
 def class_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
 ) -> tuple[Statistic, ...]:
-    """Of each label the largest score and the sum, in backward a sum; and the weight of all labels."""
+    """Of each label the largest score and the sum, in backward a sum; and the weight of all
+    labels.
+    """
     width = single(signature.operand(0).dtype)
     labels = points(space, degrees, label_axes(signature))
     classes = reduced(joint_splits(space, degrees, "c"), labels, (width, width), (width,), through)

@@ -38,31 +38,50 @@ def is_matrix_product(signature: Signature) -> bool:
 
 def takes_bias(product: Value, bias: Value) -> bool:
     """True if adding `bias` to such a product can be computed along with it."""
-    return len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
+    return (
+        len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
+    )
 
 
 def matmul(signature: Signature) -> Space:
-    """`*b m k, *b k n -> *b m n`, with numpy's rules for vectors and for broadcasting the leading dimensions."""
-    first, second, result = batched(signature.operand(0).shape, signature.operand(1).shape, signature.result().shape)
+    """`*b m k, *b k n -> *b m n`, with numpy's rules for vectors and for broadcasting the leading
+    dimensions.
+    """
+    first, second, result = batched(
+        signature.operand(0).shape, signature.operand(1).shape, signature.result().shape
+    )
     return notate(signature, [first, second], [result])
 
 
-def batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+") -> list[str]:
+def batched(
+    left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+"
+) -> list[str]:
     """Notation of the two factors and the result of a product of stacks of matrices."""
-    row, column = ["m"] * (len(left) > 1), ["n"] * (len(right) > 1)
+    row = ["m"] * (len(left) > 1)
+    column = ["n"] * (len(right) > 1)
     lead = result[: len(result) - len(row) - len(column)]
     stacks = names(len(lead), "b")
-    first, second = aligned(left[:-2], lead, stacks), aligned(right[:-2], lead, stacks)
-    return [" ".join(words) for words in ([*first, *row, k], [*second, k, *column], [*stacks, *row, *column])]
+    first = aligned(left[:-2], lead, stacks)
+    second = aligned(right[:-2], lead, stacks)
+    return [
+        " ".join(words)
+        for words in ([*first, *row, k], [*second, k, *column], [*stacks, *row, *column])
+    ]
 
 
 def gemm(signature: Signature) -> Space:
-    """`m k, k n, *m *n -> m n`, either matrix possibly transposed; of devices with parts of k the first adds C."""
+    """`m k, k n, *m *n -> m n`, either matrix possibly transposed; of devices with parts of k the
+    first adds C.
+    """
     biased = has_bias(signature)
     k = "k&" if biased else "k+"
     first = f"{k} m" if signature.node.integer("transA") else f"m {k}"
     second = "n k" if signature.node.integer("transB") else "k n"
-    bias = [aligned(signature.operand(2).shape, signature.result().shape, ["m", "n"])] if biased else []
+    bias = (
+        [aligned(signature.operand(2).shape, signature.result().shape, ["m", "n"])]
+        if biased
+        else []
+    )
     return notate(signature, [first, second, *bias], ["m n"])
 
 
@@ -103,7 +122,9 @@ def equation_of(signature: Signature) -> Equation:
 
 
 def einsum(signature: Signature) -> Space:
-    """The equation itself: letters absent from the result add up, letters twice in an operand stay whole."""
+    """The equation itself: letters absent from the result add up, letters twice in an operand stay
+    whole.
+    """
     equation = equation_of(signature)
     result = signature.result().shape
     lead = len(result) - len(equation.result.replace(".", ""))
@@ -116,9 +137,14 @@ def einsum(signature: Signature) -> Space:
         hidden = len(shape) - len(word.replace(".", ""))
         for letter in word:
             if letter != ".":
-                dims.append(letter + ("!" if letter in diagonal else "" if letter in equation.result else "+"))
+                dims.append(
+                    letter
+                    + ("!" if letter in diagonal else "" if letter in equation.result else "+")
+                )
                 continue
-            for place, extent in enumerate(shape[len(dims) : len(dims) + hidden], len(spread) - hidden):
+            for place, extent in enumerate(
+                shape[len(dims) : len(dims) + hidden], len(spread) - hidden
+            ):
                 dims.append(f"e{place}" if place >= 0 and extent == spread[place] else "1")
         return " ".join(dims)
 
@@ -127,12 +153,22 @@ def einsum(signature: Signature) -> Space:
 
 
 def _with_scales(signature: Signature, second: int, k: str) -> Space:
-    """A product whose other operands are scales and zero points, of which the factors are cut only where all are one
-    number for the whole matrix."""
-    scales = [value for index, value in enumerate(signature.operands) if index not in (0, second) and value]
-    words = batched(signature.operand(0).shape, signature.operand(second).shape, signature.result().shape, k)
+    """A product whose other operands are scales and zero points, of which the factors are cut only
+    where all are one number for the whole matrix.
+    """
+    scales = [
+        value
+        for index, value in enumerate(signature.operands)
+        if index not in (0, second) and value
+    ]
+    words = batched(
+        signature.operand(0).shape, signature.operand(second).shape, signature.result().shape, k
+    )
     if any(value.elements > 1 for value in scales):
-        words = [" ".join(name if name == "1" else f"{name.rstrip('+')}!" for name in word.split()) for word in words]
+        words = [
+            " ".join(name if name == "1" else f"{name.rstrip('+')}!" for name in word.split())
+            for word in words
+        ]
     between = [unindexed(value.shape if value else ()) for value in signature.operands[1:second]]
     return notate(signature, [words[0], *between, words[1]], [words[2]])
 
@@ -145,30 +181,50 @@ PRODUCTS = (
     Operator("MatMul", matmul, "matmul", per_point(2.0), 2.0, keeps=("0", "1"), weights=(0, 1)),
     Operator("Gemm", gemm, "matmul", per_point(2.0), 2.0, keeps=("0", "1"), weights=(0, 1)),
     Operator("Einsum", einsum, "matmul", _factor_flops, 2.0, keeps=("*",), weights=(0, 1, 2)),
-    Operator("MatMulInteger", lambda use: _with_scales(use, 1, "k+"), "matmul", per_point(2.0), differentiable=False),
-    Operator("QLinearMatMul", lambda use: _with_scales(use, 3, "k"), "matmul", per_point(2.0), differentiable=False),
+    Operator(
+        "MatMulInteger",
+        lambda use: _with_scales(use, 1, "k+"),
+        "matmul",
+        per_point(2.0),
+        differentiable=False,
+    ),
+    Operator(
+        "QLinearMatMul",
+        lambda use: _with_scales(use, 3, "k"),
+        "matmul",
+        per_point(2.0),
+        differentiable=False,
+    ),
 )
 
 
 def windowed(
     signature: Signature, kernel: tuple[int, ...], indexed: bool = False, *, averages: bool = False
 ) -> tuple[str, str]:
-    """How the spatial axes of a convolution's or pooling's operand and result are spelled. They stay whole where the
-    result is `indexed`, and where windows of `averages` do not all count as many elements."""
+    """How the spatial axes of a convolution's or pooling's operand and result are spelled. They
+    stay whole where the result is `indexed`, and where windows of `averages` do not all count as
+    many elements.
+    """
     extents = signature.operand(0).shape[2:], signature.result().shape[2:]
     window = window_of(signature.node, kernel, *extents)
     splits = [not indexed] * len(kernel)
     if averages and not indexed:
         edges = zip(window.begin, window.end, window.needed(*extents), strict=True)
         counted = bool(signature.node.integer("count_include_pad"))
-        splits = [reached <= end if counted else begin == 0 and reached <= 0 for begin, end, reached in edges]
-    words = [window.words(axis, *each) for axis, each in enumerate(zip(*extents, splits, strict=True))]
+        splits = [
+            reached <= end if counted else begin == 0 and reached <= 0
+            for begin, end, reached in edges
+        ]
+    words = [
+        window.words(axis, *each) for axis, each in enumerate(zip(*extents, splits, strict=True))
+    ]
     return " ".join(read for read, _ in words), " ".join(written for _, written in words)
 
 
 def conv(signature: Signature) -> Space:
-    """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o. c adds up only without a
-    bias, which would be added twice."""
+    """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o. c adds up
+    only without a bias, which would be added twice.
+    """
     weight = signature.operand(1).shape
     read, written = windowed(signature, weight[2:])
     c = "c&" if signature.present(2) else "c+"
@@ -179,13 +235,16 @@ def conv(signature: Signature) -> Space:
 def conv_transpose(signature: Signature) -> Space:
     """`n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
     weight = signature.operand(1).shape
-    groups, c = signature.node.integer("group", 1), "c&" if signature.present(2) else "c+"
+    groups = signature.node.integer("group", 1)
+    c = "c&" if signature.present(2) else "c+"
     extents = {"g": groups, "c": weight[0] // groups, "m": weight[1]}
     return notate(signature, [f"n (g {c}) *i!", "(g c) m *k!", "(g m)"], ["n (g m) *o!"], **extents)
 
 
 def conv_integer(signature: Signature) -> Space:
-    """As Conv, with zero points; channels are split only by batch and with one zero point for all."""
+    """As Conv, with zero points; channels are split only by batch and with one zero point for
+    all.
+    """
     tensors: list[Words] = ["n (g c+) *i!", "(g m) c *k!"]
     if len(signature.operands) > 3 and signature.operand(3).shape not in ((), (1,)):
         point = signature.operands[2]
@@ -206,9 +265,13 @@ def conv_quantized(signature: Signature) -> Space:
 
 
 def deform_conv(signature: Signature) -> Space:
-    """`n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`; m is split where there is one group."""
+    """`n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`; m is split where there is one
+    group.
+    """
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
-    return notate(signature, ["n c! *i!", f"{m} {c} *k!", "n q! *o!", m, "n r! *o!"], [f"n {m} *o!"])
+    return notate(
+        signature, ["n c! *i!", f"{m} {c} *k!", "n q! *o!", m, "n r! *o!"], [f"n {m} *o!"]
+    )
 
 
 def _channels(signature: Signature, weight: int) -> dict[str, int]:
@@ -219,8 +282,9 @@ def _channels(signature: Signature, weight: int) -> dict[str, int]:
 
 
 def _conv_flops(signature: Signature, space: Space) -> float:
-    """Each element of the result sums over the weights of an output channel; each of a transposed convolution's operand
-    is spread by those of an input channel."""
+    """Each element of the result sums over the weights of an output channel; each of a transposed
+    convolution's operand is spread by those of an input channel.
+    """
     weight = signature.operand(3 if signature.node.op == "QLinearConv" else 1).shape
     outer = signature.operand(0) if signature.node.op == "ConvTranspose" else signature.result()
     return 2.0 * outer.elements * math.prod(weight[1:])
@@ -228,19 +292,33 @@ def _conv_flops(signature: Signature, space: Space) -> float:
 
 CONVOLUTION = (
     Operator("Conv", conv, "convolution", _conv_flops, 2.0, keeps=("0", "1"), weights=(1,)),
-    Operator("ConvTranspose", conv_transpose, "convolution", _conv_flops, 2.0, keeps=("0", "1"), weights=(1,)),
+    Operator(
+        "ConvTranspose",
+        conv_transpose,
+        "convolution",
+        _conv_flops,
+        2.0,
+        keeps=("0", "1"),
+        weights=(1,),
+    ),
     Operator("ConvInteger", conv_integer, "convolution", _conv_flops, differentiable=False),
     Operator("QLinearConv", conv_quantized, "convolution", _conv_flops, differentiable=False),
-    Operator("DeformConv", deform_conv, "convolution", _conv_flops, 2.0, keeps=("*",), weights=(1,)),
+    Operator(
+        "DeformConv", deform_conv, "convolution", _conv_flops, 2.0, keeps=("*",), weights=(1,)
+    ),
 )
 
 
 def pool(signature: Signature) -> Space:
-    """`n c *[o] -> n c *o`, windows of the operand for each o. Where indices into the whole tensor are asked for, it
-    stays whole; so does a mean along axes with pads that do not count, as its divisor changes towards the edges."""
+    """`n c *[o] -> n c *o`, windows of the operand for each o. Where indices into the whole tensor
+    are asked for, it stays whole; so does a mean along axes with pads that do not count, as its
+    divisor changes towards the edges.
+    """
     indexed = any(value is not None for value in signature.results[1:])
     kernel = signature.node.integers("kernel_shape")
-    read, written = windowed(signature, kernel, indexed, averages=signature.node.op == "AveragePool")
+    read, written = windowed(
+        signature, kernel, indexed, averages=signature.node.op == "AveragePool"
+    )
     lead = "n! c!" if indexed else "n c"
     fill = -math.inf if signature.node.op == "MaxPool" else 0.0
     return notate(signature, [f"{lead} {read}"], [f"{lead} {written}"], fill=fill)
@@ -261,16 +339,30 @@ POOLING = (
     Operator("GlobalAveragePool", notated("n c *i~ -> n c *1"), "reduction", _source_flops, 1.0),
     Operator(
         "GlobalMaxPool",
-        lambda use: notate(use, ["n c *i=" if use.operand(0).dtype.is_floating else "n c *i!"], ["n c *1"]),
+        lambda use: notate(
+            use, ["n c *i=" if use.operand(0).dtype.is_floating else "n c *i!"], ["n c *1"]
+        ),
         "reduction",
         _source_flops,
         keeps=("0", ">0"),
         statistics=extreme_statistics,
     ),
-    Operator("GlobalLpPool", notated("n c *i! -> n c *1"), "reduction", _source_flops, 2.0, keeps=("0", ">0")),
+    Operator(
+        "GlobalLpPool",
+        notated("n c *i! -> n c *1"),
+        "reduction",
+        _source_flops,
+        2.0,
+        keeps=("0", ">0"),
+    ),
     # Indices of MaxUnpool count in the whole tensor.
     Operator(
-        "MaxUnpool", notated("n! c! *i!, n! c! *i! -> n c *o!"), "memory", keeps=("1",), static=(2,), shaping=(2,)
+        "MaxUnpool",
+        notated("n! c! *i!, n! c! *i! -> n c *o!"),
+        "memory",
+        keeps=("1",),
+        static=(2,),
+        shaping=(2,),
     ),
 )
 
@@ -283,11 +375,16 @@ ACTIVATIONS = {
 
 
 def recurrent(signature: Signature) -> Space:
-    """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b goes first. e are
-    directions, h hidden units, and k the same units where all of them are read: a device with some of them holds the
-    weights whole, since its rows lie apart, gate by gate."""
+    """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b
+    goes first. e are directions, h hidden units, and k the same units where all of them are read: a
+    device with some of them holds the weights whole, since its rows lie apart, gate by gate.
+    """
     node = signature.node
-    if (direction := node.text("direction", "forward")) not in ("forward", "reverse", "bidirectional"):
+    if (direction := node.text("direction", "forward")) not in (
+        "forward",
+        "reverse",
+        "bidirectional",
+    ):
         raise ModelError(f"{node.op} has direction {direction!r}", where=repr(node.name))
     for name in node.texts("activations"):
         if name.lower() not in ACTIVATIONS:
@@ -295,9 +392,15 @@ def recurrent(signature: Signature) -> Space:
     if not signature.operand(0).shape[node.integer("layout")]:
         raise ModelError(f"{node.op} has a sequence of 0 steps", where=repr(node.name))
     if node.integer("layout") == 1:
-        data, before, state, whole = "b s! i!", "b e! k!", "b e! h&", "b s! e! h&"
+        data = "b s! i!"
+        before = "b e! k!"
+        state = "b e! h&"
+        whole = "b s! e! h&"
     else:
-        data, before, state, whole = "s! b i!", "e! b k!", "e! b h&", "s! e! b h&"
+        data = "s! b i!"
+        before = "e! b k!"
+        state = "e! b h&"
+        whole = "s! e! b h&"
     operands = [data, "e! gh! i!", "e! gh! k!", "e! gates!", "b", before, state, "e! peepholes!"]
     return notate(signature, operands, [whole, state])
 
@@ -309,16 +412,27 @@ def _flops(signature: Signature, space: Space) -> float:
     return 2.0 * shape[0] * shape[1] * directions * rows * (shape[2] + hidden)
 
 
-def _statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
-    """All units' outputs before each step but the first; where a GRU resets before its product, what it resets too."""
+def _statistics(
+    signature: Signature, space: Space, degrees: Mapping[str, int]
+) -> tuple[Statistic, ...]:
+    """All units' outputs before each step but the first; where a GRU resets before its product,
+    what it resets too.
+    """
     axes = joint_splits(space, degrees)
     if not axes:
         return ()
-    before_product = signature.node.op == "GRU" and not signature.node.integer("linear_before_reset")
-    steps, directions = space.axis("s").extent, space.axis("e").extent
+    before_product = signature.node.op == "GRU" and not signature.node.integer(
+        "linear_before_reset"
+    )
+    steps = space.axis("s").extent
+    directions = space.axis("e").extent
     times = directions * (steps - 1 + steps * before_product)
-    size = points(space, degrees, "b") * space.axis("h").extent * signature.operand(2).dtype.itemsize
-    operands = tuple(index for index in range(len(signature.operands)) if index != 4)  # How many steps a sample has.
+    size = (
+        points(space, degrees, "b") * space.axis("h").extent * signature.operand(2).dtype.itemsize
+    )
+    operands = tuple(
+        index for index in range(len(signature.operands)) if index != 4
+    )  # How many steps a sample has.
     return (
         Statistic(axes, size, "all_gather", times=times),
         Statistic(axes, size, "reduce_scatter", times=times, backward=True, through=operands),

@@ -1,5 +1,6 @@
-"""Weights of a few bits each, in blocks that share a scale, as ONNX Runtime packs them: several in a byte, low bits
-first. A byte is never taken apart, nor is a block."""
+"""Weights of a few bits each, in blocks that share a scale, as ONNX Runtime packs them: several in
+a byte, low bits first. A byte is never taken apart, nor is a block.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +19,32 @@ def bits_of(signature: Signature, default: int = 4) -> int:
     return bits
 
 
-def _blocks(signature: Signature, points: int, blocks: int) -> tuple[str, str, dict[str, int]] | None:
-    """Words for the blocks of operand `points`, zero points, and for what holds them, with extents: bytes of several
-    zero points stay whole. None where the last byte is not full."""
+def _blocks(
+    signature: Signature, points: int, blocks: int
+) -> tuple[str, str, dict[str, int]] | None:
+    """Words for the blocks of operand `points`, zero points, and for what holds them, with extents:
+    bytes of several zero points stay whole. None where the last byte is not full.
+    """
     per = 8 // bits_of(signature)
-    if not signature.present(points) or signature.operand(points).dtype is not DType.UINT8 or per == 1:
+    if (
+        not signature.present(points)
+        or signature.operand(points).dtype is not DType.UINT8
+        or per == 1
+    ):
         return "q", "q", {}
     return None if blocks % per else ("z p!", "z", {"p": per})
 
 
 def matmul_nbits(signature: Signature) -> Space:
-    """`*m (q j), n q r, n q, n q -> *m n`: q blocks of j weights in r bytes; packed zero points make q of (z p)."""
-    node, blocks = signature.node, signature.operand(1).shape[1]
-    block, inner = node.integer("block_size"), signature.operand(0).shape[-1]
-    rows, packed = " ".join(names(signature.rank - 1, "m")), signature.operand(1).shape[2]
+    """`*m (q j), n q r, n q, n q -> *m n`: q blocks of j weights in r bytes; packed zero points
+    make q of (z p).
+    """
+    node = signature.node
+    blocks = signature.operand(1).shape[1]
+    block = node.integer("block_size")
+    inner = signature.operand(0).shape[-1]
+    rows = " ".join(names(signature.rank - 1, "m"))
+    packed = signature.operand(1).shape[2]
     if block * bits_of(signature) != 8 * packed or not 0 <= block * blocks - inner < block:
         raise ValueError("weights and block_size do not fit")
     words = _blocks(signature, 3, blocks)
@@ -48,8 +61,11 @@ def _product_flops(signature: Signature, space: Space) -> float:
 
 
 def gather_blocks(signature: Signature) -> Space:
-    """`v (q r), *i, v q, v q -> *i (q j)`; a device with some rows of the table gives those, zeros for the others."""
-    block, blocks = signature.node.integer("block_size", 128), signature.operand(2).shape[1]
+    """`v (q r), *i, v q, v q -> *i (q j)`; a device with some rows of the table gives those, zeros
+    for the others.
+    """
+    block = signature.node.integer("block_size", 128)
+    blocks = signature.operand(2).shape[1]
     width = signature.result().shape[-1]
     words = _blocks(signature, 3, blocks)
     if words is None or block * blocks != width:
@@ -63,5 +79,11 @@ def gather_blocks(signature: Signature) -> Space:
 
 ROWS = (
     Operator(f"{DOMAIN}MatMulNBits", matmul_nbits, "matmul", _product_flops),
-    Operator(f"{DOMAIN}GatherBlockQuantized", gather_blocks, "memory", per_result(2.0), differentiable=False),
+    Operator(
+        f"{DOMAIN}GatherBlockQuantized",
+        gather_blocks,
+        "memory",
+        per_result(2.0),
+        differentiable=False,
+    ),
 )

@@ -1,4 +1,5 @@
-"""How the loss of a batch depends on the losses of its parts: whether micro-batches average, add up, or do neither.
+"""How the loss of a batch depends on the losses of its parts: whether micro-batches average, add
+up, or do neither.
 
 Let A and B be batches and A + B both together. Every value of a graph has one of these forms:
 
@@ -8,14 +9,15 @@ Let A and B be batches and A + B both together. Every value of a graph has one o
     TOTAL    v(A + B) = v(A) + v(B)                      a sum over samples
     MIXED    none of these                               a maximum over samples, products of samples with one another
 
-Each form but MIXED has a degree d: the value is n^d times a value of that form, where n is the number of samples. A
-mean over samples is a TOTAL of degree -1, the number of samples is FIXED of degree 1. The forms follow the iteration
-spaces of the nodes (`ir/space.py`): a sum over the axis that counts samples makes a TOTAL of an EACH, an operator that
-takes this axis whole makes MIXED. A constant that is computed from the number of samples gets its degree by comparison
-of the graphs for two numbers of samples.
+Each form but MIXED has a degree d: the value is n^d times a value of that form, where n is the
+number of samples. A mean over samples is a TOTAL of degree -1, the number of samples is FIXED of
+degree 1. The forms follow the iteration spaces of the nodes (`ir/space.py`): a sum over the axis
+that counts samples makes a TOTAL of an EACH, an operator that takes this axis whole makes MIXED. A
+constant that is computed from the number of samples gets its degree by comparison of the graphs for
+two numbers of samples.
 
-Batch statistics of BatchNormalization, and means over labels of which some are ignored, count as if they kept samples
-apart. That is accepted practice, and the frontend warns of it.
+Batch statistics of BatchNormalization, and means over labels of which some are ignored, count as if
+they kept samples apart. That is accepted practice, and the frontend warns of it.
 """
 
 from __future__ import annotations
@@ -46,15 +48,18 @@ class LossKind(enum.Enum):
     MIXED = "mixed"
     """The losses of the parts do not determine the loss of the batch."""
     RATIO = "ratio"
-    """The totals that it is computed from, added up over the parts, determine the loss of the batch (`Ratio`)."""
+    """The totals that it is computed from, added up over the parts, determine the loss of the batch
+    (`Ratio`).
+    """
     UNKNOWN = "unknown"
     """The graph does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The result of `loss_form`. `reason` says for a MIXED loss which node mixes samples, and how; for an UNKNOWN loss
-    it says why the graph does not tell."""
+    """The result of `loss_form`. `reason` says for a MIXED loss which node mixes samples, and how;
+    for an UNKNOWN loss it says why the graph does not tell.
+    """
 
     kind: LossKind
     reason: str = ""
@@ -75,7 +80,9 @@ class LossForm:
         if self.kind is LossKind.UNKNOWN:
             return f"not known to be divisible into micro-batches: {self.reason}"
         if self.divisor is not None:
-            return f"a sum over samples, divided by {self.divisor}, to which the file fixes the batch"
+            return (
+                f"a sum over samples, divided by {self.divisor}, to which the file fixes the batch"
+            )
         return "a sum over samples: the losses of micro-batches are added up"
 
     @property
@@ -121,7 +128,9 @@ class _Form:
     mixing: Mixing = Mixing()
     """Of a MIXED."""
     operator: str = ""
-    """Of a MIXED: the operator of the node that mixes samples; "" if a parameter or a constant does."""
+    """Of a MIXED: the operator of the node that mixes samples; "" if a parameter or a constant
+    does.
+    """
     divided_by: Divisor | None = None
     """Of a BOUNDED or a RATIO, and of the ROOT of a RATIO."""
 
@@ -188,8 +197,9 @@ _SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsquee
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
 _DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
 _DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
-"""Operators of inference of which the forms doubt what is known: they look samples up, or depend on the others only by
-how they round."""
+"""Operators of inference of which the forms doubt what is known: they look samples up, or depend on
+the others only by how they round.
+"""
 _TOGETHER = "takes the samples of a batch together"
 """Words for an operator that reads the axis of the samples whole."""
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
@@ -199,8 +209,9 @@ _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
 def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -> LossForm:
     """Return the form of the value `loss` of `graph`.
 
-    `graph` is for at least 2 samples. `other` is the graph of the same model for another number of samples, None if it
-    cannot be read for one. `fixed` is the number of samples to which the file fixes the batch, None if it is open.
+    `graph` is for at least 2 samples. `other` is the graph of the same model for another number of
+    samples, None if it cannot be read for one. `fixed` is the number of samples to which the file
+    fixes the batch, None if it is open.
     """
     forms = _Forms(graph, other, fixed)
     found = forms.of(loss)
@@ -212,22 +223,27 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
         return LossForm(LossKind.RATIO, samples=fixed, ratio=ratio)
     power = found.degree + (found.base is _Base.TOTAL)
     if found.has_samples or found.base in _DIVIDED or power not in (0, 1):
-        return LossForm(LossKind.MIXED, f"it grows with the power {power} of the number of samples", fixed)
+        return LossForm(
+            LossKind.MIXED, f"it grows with the power {power} of the number of samples", fixed
+        )
     if power == 0:
         return LossForm(LossKind.MEAN, samples=fixed)
-    # A baked divisor counts if the batch is the file's multiple: a sum over other samples has another divisor.
+    # A baked divisor counts if the batch is the file's multiple: a sum over other samples has
+    # another divisor.
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
 def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
     """Return why an output of a graph on at least 2 samples may depend on how a batch is divided.
 
-    `other` is the graph for another number of samples, None if it is not known. Means over samples are averaged.
-    `joined_samples` decides about `_DECIDED`.
+    `other` is the graph for another number of samples, None if it is not known. Means over samples
+    are averaged. `joined_samples` decides about `_DECIDED`.
     """
     forms = _Forms(graph, other, None)
     for name in graph.outputs:
-        counts_samples = Mixing(f"output {name!r} depends on the number of samples in a batch", name)
+        counts_samples = Mixing(
+            f"output {name!r} depends on the number of samples in a batch", name
+        )
         constant = graph.constant(name)
         if constant is not None:
             another = None if other is None else other.constant(name)
@@ -258,7 +274,9 @@ class _Forms:
     @property
     def ratios(self) -> tuple[str, ...]:
         """Values that are a RATIO or a ROOT, in the order of the nodes that write them."""
-        return tuple(name for name, form in self._forms.items() if form.base in (_Base.RATIO, _Base.ROOT))
+        return tuple(
+            name for name, form in self._forms.items() if form.base in (_Base.RATIO, _Base.ROOT)
+        )
 
     def of(self, wanted: str) -> _Form:
         """Return the form of the value `wanted`."""
@@ -288,11 +306,14 @@ class _Forms:
     def _of_parameter(self, name: str) -> _Form:
         if name not in self._axes.values:
             return _FIXED
-        return _Form(_Base.MIXED, mixing=Mixing(f"{name!r} has an entry for each sample of a batch", name))
+        return _Form(
+            _Base.MIXED, mixing=Mixing(f"{name!r} has an entry for each sample of a batch", name)
+        )
 
     def _of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
-        """The form of a constant operand of a node: by its entries per sample, and by its value for another number of
-        samples."""
+        """The form of a constant operand of a node: by its entries per sample, and by its value for
+        another number of samples.
+        """
         name = constant.value.name
         reason = f"constant {name!r} depends on the number of samples or on their order"
         mixed = _Form(_Base.MIXED, mixing=Mixing(reason, name))
@@ -307,13 +328,17 @@ class _Forms:
         return _Form(_Base.UNIFORM if self._axes.values.get(name) else _Base.FIXED, degree)
 
     def _degree(self, graph: Graph, node: Node, place: int, array: np.ndarray) -> int | None:
-        """Return d if a constant operand of a node grows as n^d, None if it depends on n in another way.
+        """Return d if a constant operand of a node grows as n^d, None if it depends on n in another
+        way.
 
-        `array` is its value for the number of samples of this graph, of one sample if it has an entry for each. `graph`
-        is for another number. Its constant is found by the node, since equal constants of a graph share one name.
+        `array` is its value for the number of samples of this graph, of one sample if it has an
+        entry for each. `graph` is for another number. Its constant is found by the node, since
+        equal constants of a graph share one name.
         """
         index = graph.producer(next(filter(None, node.outputs)))
-        name = "" if index is None else (*graph.nodes[index].inputs, *[""] * len(node.inputs))[place]
+        name = (
+            "" if index is None else (*graph.nodes[index].inputs, *[""] * len(node.inputs))[place]
+        )
         found = graph.constant(name)
         if found is None:
             return 0  # The frontend makes other nodes for that number of samples.
@@ -327,7 +352,12 @@ class _Forms:
             return None
         growth = axes.batch / self._axes.batch
         for degree in (1, -1):
-            if np.allclose(other.astype(np.float64), array.astype(np.float64) * growth**degree, rtol=1e-5, atol=0):
+            if np.allclose(
+                other.astype(np.float64),
+                array.astype(np.float64) * growth**degree,
+                rtol=1e-5,
+                atol=0,
+            ):
                 return degree
         return None
 
@@ -343,7 +373,9 @@ class _Forms:
                 self._forms[name] = self._placed(node, name, form)
 
     def _placed(self, node: Node, name: str, form: _Form) -> _Form:
-        """Return the form of the result `name`, given that of its node, by whether it has an entry for each sample."""
+        """Return the form of the result `name`, given that of its node, by whether it has an entry
+        for each sample.
+        """
         if form.base is _Base.MIXED:
             return form
         places = self._axes.values.get(name, ())
@@ -369,7 +401,9 @@ class _Forms:
         for each in operands:
             if each.base is _Base.MIXED:
                 return each
-        if all(each == _FIXED for each in operands) and not any(name in self._axes.values for _, name in read):
+        if all(each == _FIXED for each in operands) and not any(
+            name in self._axes.values for _, name in read
+        ):
             return _FIXED
         if row is None:
             return _mixed(node, "has no row")
@@ -379,7 +413,9 @@ class _Forms:
         constant = self._graph.constant(name)
         return self._forms[name] if constant is None else self._of_constant(constant, node, place)
 
-    def _of_samples(self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]) -> _Form:
+    def _of_samples(
+        self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]
+    ) -> _Form:
         """The form of a node that reads samples, or what was computed from them."""
         signature = signature_of(self._graph, node)
         samples = self._axes.nodes[index]
@@ -397,7 +433,9 @@ class _Forms:
             return _Form(_Base.RATIO, divided_by=Divisor(node.name))
         if node.op == "BatchNormalization" and trains(signature):
             return _nonlinear(node, operands)
-        if has_samples and (not samples or self._axes.lost(self._graph, spaces_of(self._graph)(index), index)):
+        if has_samples and (
+            not samples or self._axes.lost(self._graph, spaces_of(self._graph)(index), index)
+        ):
             return _mixed(node, "does not keep samples apart")
         if len({each.axis for each in samples}) > 1 or len(samples) > 1:
             return _mixed(node, "relates the samples of a batch to one another")
@@ -409,7 +447,9 @@ class _Forms:
             return _mixed(node, _TOGETHER)
         degree = combined.degree + (combined.base is _Base.UNIFORM) - (kind is AxisKind.MEAN)
         divisor = None if kind is AxisKind.MEAN else combined.divisor
-        return _Form(_Base.FIXED if combined.base is _Base.UNIFORM else _Base.TOTAL, degree, divisor)
+        return _Form(
+            _Base.FIXED if combined.base is _Base.UNIFORM else _Base.TOTAL, degree, divisor
+        )
 
     def _weighs_by_class(self, node: Node) -> bool:
         """True unless all classes have one weight."""
@@ -427,7 +467,11 @@ class _Forms:
             return product if len(operands) < 3 else _sum(node, [product, *operands[2:]])
         if node.op == "Div":
             return self._quotient(node, names, operands)
-        if self._is_square_root(node) and operands[0].base is _Base.TOTAL and self._is_number(node.outputs[0]):
+        if (
+            self._is_square_root(node)
+            and operands[0].base is _Base.TOTAL
+            and self._is_number(node.outputs[0])
+        ):
             return _Form(_Base.ROOT, operands[0].degree)
         if (bounded := self._bounded(node, names, operands)) is not None:
             return bounded
@@ -440,7 +484,9 @@ class _Forms:
         return _nonlinear(node, operands)
 
     def _adds_nothing(self, node: Node, name: str) -> bool:
-        """True for an operand that is zero, and for one that only selects: an index or a condition."""
+        """True for an operand that is zero, and for one that only selects: an index or a
+        condition.
+        """
         constant = self._graph.constant(name)
         if constant is not None and not np.any(constant.array) and node.op in ("Add", "Sub", "Sum"):
             return True
@@ -452,11 +498,14 @@ class _Forms:
         if bottom.base is _Base.TOTAL:
             return self._divided(node, top, bottom.degree, self._divisor(names[1], bottom))
         found = _product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
-        is_sum = found.base in (_Base.TOTAL, _Base.EACH) and found.degree == 0 and found.divisor is None
+        is_sum = (
+            found.base in (_Base.TOTAL, _Base.EACH) and found.degree == 0 and found.divisor is None
+        )
         divisor = self._integer(names[1])
         if not is_sum or divisor is None or self._fixed is None or divisor % self._fixed:
             return found
-        # Every integer is a multiple of one sample; only a division by 1 itself stands for a batch of one.
+        # Every integer is a multiple of one sample; only a division by 1 itself stands for a batch
+        # of one.
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
     def _divided(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
@@ -464,11 +513,18 @@ class _Forms:
         is_total = top.base is _Base.TOTAL and top.degree == degree and top.divisor is None
         shapes = {self._graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0])}
         if divisor is None or not is_total or len(shapes) > 1:
-            return _mixed(node, "divides by a sum over samples" if degree == 0 else "divides by a mean over samples")
+            return _mixed(
+                node,
+                "divides by a sum over samples"
+                if degree == 0
+                else "divides by a mean over samples",
+            )
         return _Form(_Base.RATIO, degree, divided_by=divisor)
 
     def _divisor(self, name: str, form: _Form) -> Divisor | None:
-        """Return a total as a divisor, None if it is no number or has a gradient by a trained parameter."""
+        """Return a total as a divisor, None if it is no number or has a gradient by a trained
+        parameter.
+        """
         if form.divisor is not None or name in self._trained or not self._is_number(name):
             return None
         return Divisor(name, form.degree)
@@ -477,9 +533,17 @@ class _Forms:
         return self._graph.type_of(name).elements == 1
 
     def _bounded(self, node: Node, names: list[str], operands: list[_Form]) -> _Form | None:
-        """The form of a total to which a number is added, or which has a number as its minimum; None for others."""
-        totals = [name for name, form in zip(names, operands, strict=True) if form.base is _Base.TOTAL]
-        if node.op not in ("Add", "Max", "Clip") or len(totals) != 1 or not self._is_number(node.outputs[0]):
+        """The form of a total to which a number is added, or which has a number as its minimum;
+        None for others.
+        """
+        totals = [
+            name for name, form in zip(names, operands, strict=True) if form.base is _Base.TOTAL
+        ]
+        if (
+            node.op not in ("Add", "Max", "Clip")
+            or len(totals) != 1
+            or not self._is_number(node.outputs[0])
+        ):
             return None
         divisor = self._divisor(totals[0], self._forms[totals[0]])
         others = [name for name in node.inputs if name and name != totals[0]]
@@ -493,17 +557,29 @@ class _Forms:
         if node.op != "Add":
             return _Form(_Base.BOUNDED, divided_by=replace(divisor, minimum=number))
         # A value without samples that is added to a mean over samples makes a mean.
-        return _Form(_Base.BOUNDED, divided_by=replace(divisor, added=number)) if divisor.degree == 0 else None
+        return (
+            _Form(_Base.BOUNDED, divided_by=replace(divisor, added=number))
+            if divisor.degree == 0
+            else None
+        )
 
     def _is_square_root(self, node: Node) -> bool:
         if node.op == "Pow":
             exponent = self._graph.constant(node.inputs[1])
-            return exponent is not None and exponent.array.size == 1 and float(exponent.array.reshape(())) == 0.5
+            return (
+                exponent is not None
+                and exponent.array.size == 1
+                and float(exponent.array.reshape(())) == 0.5
+            )
         return node.op == "Sqrt"
 
     def _of_divided(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
         """The form of a node that reads a BOUNDED, a RATIO or a ROOT."""
-        forms = [(form, name) for name, form in zip(names, operands, strict=True) if not self._adds_nothing(node, name)]
+        forms = [
+            (form, name)
+            for name, form in zip(names, operands, strict=True)
+            if not self._adds_nothing(node, name)
+        ]
         found = next(form for form, _ in forms if form.base in _DIVIDED)
         others = [form for form, _ in forms if form is not found]
         if node.op in _SAME and not node.domain and not others:
@@ -520,7 +596,9 @@ class _Forms:
         adds = node.op in ("Add", "Sub", "Sum")
         if multiplies and others == [_FIXED]:
             return found
-        if adds and all(each == found or (each == _FIXED and found.divided_by.is_plain) for each in others):
+        if adds and all(
+            each == found or (each == _FIXED and found.divided_by.is_plain) for each in others
+        ):
             return found
         if node.op in (*_REDUCING, "Neg", "StopGradient") and not others:
             return found
@@ -532,7 +610,11 @@ class _Forms:
         if constant is None or constant.array.size != 1:
             return None
         number = float(constant.array.reshape(()))
-        return int(number) if math.isfinite(number) and number > 0 and number == round(number) else None
+        return (
+            int(number)
+            if math.isfinite(number) and number > 0 and number == round(number)
+            else None
+        )
 
 
 def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
@@ -550,7 +632,9 @@ def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
 
 
 def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:
-    """The array with its samples on a new first axis, in place of `dimension`, outside of which `outer` are counted."""
+    """The array with its samples on a new first axis, in place of `dimension`, outside of which
+    `outer` are counted.
+    """
     shape = array.shape
     inner = shape[dimension] // (outer * batch)
     apart = array.reshape(*shape[:dimension], outer, batch, inner, *shape[dimension + 1 :])
@@ -558,7 +642,9 @@ def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.
 
 
 def _mixed(node: Node, what: str) -> _Form:
-    return _Form(_Base.MIXED, mixing=Mixing(f"{node.op} {node.name!r} {what}", node.name), operator=node.op)
+    return _Form(
+        _Base.MIXED, mixing=Mixing(f"{node.op} {node.name!r} {what}", node.name), operator=node.op
+    )
 
 
 def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
@@ -602,7 +688,11 @@ def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
             continue
         # A value that is equal for all samples is the mean over samples of itself.
         fixed, total = (found, each) if found.base is _Base.FIXED else (each, found)
-        if bases == {_Base.FIXED, _Base.TOTAL} and fixed.degree == total.degree + 1 and total.divisor is None:
+        if (
+            bases == {_Base.FIXED, _Base.TOTAL}
+            and fixed.degree == total.degree + 1
+            and total.divisor is None
+        ):
             found = total
             continue
         return _mixed(node, f"adds {found.text} and {each.text}")

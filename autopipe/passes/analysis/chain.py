@@ -1,4 +1,5 @@
-"""A graph as a line of blocks, cut only where few bytes cross; and sums over all ranges of its blocks at once.
+"""A graph as a line of blocks, cut only where few bytes cross; and sums over all ranges of its
+blocks at once.
 
 Such sums are matrices indexed by (first block, block after the last).
 """
@@ -18,9 +19,10 @@ from autopipe.ir.placement import recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Nodes in a topological order and the places where it may be cut. `order[p]` is the node at place p; `cuts` are
-    places, ascending, from 0 to the number of nodes: block b holds the nodes at places `cuts[b]` to `cuts[b + 1] - 1`.
-    `block_of[node]` is its block."""
+    """Nodes in a topological order and the places where it may be cut. `order[p]` is the node at
+    place p; `cuts` are places, ascending, from 0 to the number of nodes: block b holds the nodes at
+    places `cuts[b]` to `cuts[b + 1] - 1`. `block_of[node]` is its block.
+    """
 
     order: tuple[int, ...]
     cuts: tuple[int, ...]
@@ -61,7 +63,8 @@ class Blocks:
     @staticmethod
     def of(graph: Graph, nodes: Sequence[Iterable[int]]) -> Blocks:
         """Blocks of these nodes, of which none reads from a following one."""
-        needs, block_of = [0] * len(nodes), {node: block for block, each in enumerate(nodes) for node in each}
+        needs = [0] * len(nodes)
+        block_of = {node: block for block, each in enumerate(nodes) for node in each}
         for _, block, readers in values_between(graph, block_of):
             for reader in readers:
                 needs[reader] |= 1 << block
@@ -80,16 +83,25 @@ def input_free_nodes(graph: Graph) -> set[int]:
 
 @remembered(GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
-    """The graph's own order, with nodes that depend on no input moved down to just before their first reader. Such
-    nodes (a transposed weight, a table of positions) would otherwise cross every cut above their reader."""
+    """The graph's own order, with nodes that depend on no input moved down to just before their
+    first reader. Such nodes (a transposed weight, a table of positions) would otherwise cross every
+    cut above their reader.
+    """
     floating = input_free_nodes(graph)
     order: dict[int, None] = {}
-    for index in (*(index for index in range(len(graph.nodes)) if index not in floating), *sorted(floating)):
+    for index in (
+        *(index for index in range(len(graph.nodes)) if index not in floating),
+        *sorted(floating),
+    ):
         waiting = [index]
         while waiting:
             last = waiting[-1]
             producers = [graph.producer(name) for name in graph.nodes[last].inputs if name]
-            missing = [each for each in producers if each is not None and each in floating and each not in order]
+            missing = [
+                each
+                for each in producers
+                if each is not None and each in floating and each not in order
+            ]
             if missing:
                 waiting += missing
             else:
@@ -100,7 +112,9 @@ def linear_order(graph: Graph) -> tuple[int, ...]:
 def make_chain(
     graph: Graph, seconds: NDArray[np.float64], limit: int, groups: tuple[tuple[int, ...], ...] = ()
 ) -> Chain:
-    """The graph as at most about `limit` blocks. `seconds` weighs each node; `groups` are cut off from the others."""
+    """The graph as at most about `limit` blocks. `seconds` weighs each node; `groups` are cut off
+    from the others.
+    """
     order = linear_order(graph)
     place = {node: index for index, node in enumerate(order)}
     cuts = {0, *choose_cuts(crossing_bytes(graph, place), seconds[list(order)], limit), len(order)}
@@ -110,22 +124,29 @@ def make_chain(
     return Chain.of(order, cuts)
 
 
-def values_between(graph: Graph, block_of: Mapping[int, int]) -> Iterator[tuple[str, int, list[int]]]:
-    """(value, block that computes it, other blocks that read it, ascending) of all values that leave their block. Nodes
-    that are in no block do not count, nor do `recomputed_nodes`: each block computes those for itself, and they read
-    nothing else."""
+def values_between(
+    graph: Graph, block_of: Mapping[int, int]
+) -> Iterator[tuple[str, int, list[int]]]:
+    """(value, block that computes it, other blocks that read it, ascending) of all values that
+    leave their block. Nodes that are in no block do not count, nor do `recomputed_nodes`: each
+    block computes those for itself, and they read nothing else.
+    """
     recomputed = recomputed_nodes(graph)
     for name, reading in graph.consumers().items():
         producer = graph.producer(name)
         if producer is not None and producer not in recomputed and producer in block_of:
             block = block_of[producer]
-            readers = sorted({block_of[reader] for reader in reading if reader in block_of} - {block})
+            readers = sorted(
+                {block_of[reader] for reader in reading if reader in block_of} - {block}
+            )
             if readers:
                 yield name, block, readers
 
 
 def crossing_bytes(graph: Graph, place: Mapping[int, int]) -> NDArray[np.float64]:
-    """For each place p of a line of all nodes the bytes of the values produced before it and read at it or after."""
+    """For each place p of a line of all nodes the bytes of the values produced before it and read
+    at it or after.
+    """
     change = np.zeros(len(place) + 1)
     for name, start, readers in values_between(graph, place):
         change[[start + 1, readers[-1] + 1]] += np.array([1.0, -1.0]) * graph.type_of(name).bytes
@@ -133,8 +154,12 @@ def crossing_bytes(graph: Graph, place: Mapping[int, int]) -> NDArray[np.float64
     return crossing
 
 
-def choose_cuts(crossing: NDArray[np.float64], seconds: NDArray[np.float64], limit: int) -> list[int]:
-    """Places to cut: half of them spread evenly over the work, the others wherever the fewest bytes cross."""
+def choose_cuts(
+    crossing: NDArray[np.float64], seconds: NDArray[np.float64], limit: int
+) -> list[int]:
+    """Places to cut: half of them spread evenly over the work, the others wherever the fewest bytes
+    cross.
+    """
     count = len(seconds)
     if count <= limit:
         return list(range(1, count))
@@ -150,7 +175,11 @@ def choose_cuts(crossing: NDArray[np.float64], seconds: NDArray[np.float64], lim
     even = places[np.lexsort((places, crossing[places], bucket))]
     even = even[np.concatenate(([True], np.diff(np.sort(bucket)) > 0))]
     chosen = set(even.tolist())
-    rest = [place for place in places[np.lexsort((places, crossing[places]))].tolist() if place not in chosen]
+    rest = [
+        place
+        for place in places[np.lexsort((places, crossing[places]))].tolist()
+        if place not in chosen
+    ]
     return sorted([*chosen, *rest[: limit - len(chosen)]])
 
 
@@ -173,14 +202,18 @@ def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
 
 
 def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum over items of their weight, once, where any of an item's blocks is in i to j - 1. An item is
-    (its blocks ascending, weight). Each block counts where no earlier one of the item is in the range."""
+    """`[i, j]` = the sum over items of their weight, once, where any of an item's blocks is in i to
+    j - 1. An item is (its blocks ascending, weight). Each block counts where no earlier one of the
+    item is in the range.
+    """
     return incoming_sums(count, ((-1, blocks, weight) for blocks, weight in items))
 
 
 def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum of the values that blocks before i produce and blocks i to j - 1 read, once each. A value is
-    (producing block, reading blocks ascending, weight). Readers count where the one before is out of range."""
+    """`[i, j]` = the sum of the values that blocks before i produce and blocks i to j - 1 read,
+    once each. A value is (producing block, reading blocks ascending, weight). Readers count where
+    the one before is out of range.
+    """
     weights = np.zeros((count + 1, count))
     for before, readers, weight in values:
         for reader in readers:
@@ -193,7 +226,9 @@ def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) ->
 
 
 def outgoing_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum of the values that blocks i to j - 1 produce and block j or a further one reads, once each."""
+    """`[i, j]` = the sum of the values that blocks i to j - 1 produce and block j or a further one
+    reads, once each.
+    """
     weights = np.zeros((count, count + 1))
     for producer, readers, weight in values:
         if readers and readers[-1] > producer:

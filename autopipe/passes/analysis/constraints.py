@@ -1,4 +1,6 @@
-"""A user's constraints, resolved: which nodes each means, whether any two contradict, and the splits they ask for."""
+"""A user's constraints, resolved: which nodes each means, whether any two contradict, and the
+splits they ask for.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import SampleAxes
 
 BATCH_AXIS = "b"
-"""In a constraint's split: the axis that counts samples, whatever its name in an operator's iteration space."""
+"""In a constraint's split: the axis that counts samples, whatever its name in an operator's
+iteration space.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConstraint:
-    """A constraint with its nodes, ascending, and its devices spelled out (None where it leaves them open)."""
+    """A constraint with its nodes, ascending, and its devices spelled out (None where it leaves
+    them open).
+    """
 
     constraint: Constraint
     nodes: tuple[int, ...]
@@ -37,18 +43,24 @@ class ResolvedConstraint:
 def resolved_constraints(
     problem: Problem, pipelines: int = 1, own_sizes: bool = False
 ) -> tuple[ResolvedConstraint, ...]:
-    """The problem's constraints in order, for a strategy that makes `pipelines` pipelines. `own_sizes`: its stages may
-    have micro-batches of different sizes. Raises ConfigurationError for one that matches no node, with the nearest
-    name, for devices or pipelines that do not exist, for micro-batches that there cannot be, and for two that
-    contradict each other on one node."""
+    """The problem's constraints in order, for a strategy that makes `pipelines` pipelines.
+    `own_sizes`: its stages may have micro-batches of different sizes. Raises ConfigurationError for
+    one that matches no node, with the nearest name, for devices or pipelines that do not exist, for
+    micro-batches that there cannot be, and for two that contradict each other on one node.
+    """
     resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
-        _check_agreement(problem, [each for each in resolved if each.constraint.pipeline == pipeline])
+        _check_agreement(
+            problem, [each for each in resolved if each.constraint.pipeline == pipeline]
+        )
     largest = problem.micro_batch_size
     for each in resolved:
         if not 0 <= each.constraint.pipeline < pipelines:
             raise ConfigurationError(
-                f"{each} is for pipeline {each.constraint.pipeline}, but this strategy makes {pipelines}",
+                (
+                    f"{each} is for pipeline {each.constraint.pipeline}, but this strategy makes "
+                    f"{pipelines}"
+                ),
                 hint="strategy manual makes as many as constraints ask for",
             )
     for each in resolved:
@@ -70,7 +82,9 @@ def resolved_constraints(
 
 
 def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
-    """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
+    """The sizes that micro-batches may have: all that are open, or those that constraints ask
+    for.
+    """
     required = {each.constraint.micro_batch_size for each in resolved} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
     return tuple(size for size in open_sizes if size in required) or open_sizes
@@ -97,7 +111,9 @@ def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> No
 
 
 def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
-    graph, devices, size = problem.graph, constraint.devices, problem.cluster.size
+    graph = problem.graph
+    devices = constraint.devices
+    size = problem.cluster.size
     if constraint.nodes is not None:
         positions = {node.name: index for index, node in enumerate(graph.nodes)}
         nodes = tuple(sorted(positions[name] for name in constraint.nodes))
@@ -105,31 +121,42 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
         nodes = _matching(graph, constraint.match)
     if not nodes:
         names = [node.name for node in graph.nodes]
-        near = difflib.get_close_matches(constraint.match.removeprefix("re:"), names, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(
+            constraint.match.removeprefix("re:"), names, n=1, cutoff=0.0
+        )
         raise ConfigurationError(
             f"no node's name matches {constraint.match!r}",
             hint=f"the nearest name is {near[0]!r}" if near else "",
             where="constraints",
         )
     if constraint.stage is not None and constraint.stage < 0:
-        raise ConfigurationError(f"stage {constraint.stage} asked for {constraint.match!r} is below 0")
+        raise ConfigurationError(
+            f"stage {constraint.stage} asked for {constraint.match!r} is below 0"
+        )
     if devices is None:
         return ResolvedConstraint(constraint, nodes, None)
     unknown = [device for device in devices if not 0 <= device < size]
     if unknown:
         raise ConfigurationError(
-            f"there is no device {unknown[0]}, asked for {constraint.match!r}", hint=f"devices are 0 to {size - 1}"
+            f"there is no device {unknown[0]}, asked for {constraint.match!r}",
+            hint=f"devices are 0 to {size - 1}",
         )
-    return ResolvedConstraint(constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size)))
+    return ResolvedConstraint(
+        constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size))
+    )
 
 
 def _matching(graph: Graph, match: str) -> tuple[int, ...]:
-    """Nodes whose name, with or without the slash that exporters put first, matches a glob or a `re:` in full."""
+    """Nodes whose name, with or without the slash that exporters put first, matches a glob or a
+    `re:` in full.
+    """
     pattern = match.removeprefix("re:") if match.startswith("re:") else fnmatch.translate(match)
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise ConfigurationError(f"{match!r} is no regular expression: {error}", where="constraints") from error
+        raise ConfigurationError(
+            f"{match!r} is no regular expression: {error}", where="constraints"
+        ) from error
     return tuple(
         index
         for index, node in enumerate(graph.nodes)
@@ -137,13 +164,18 @@ def _matching(graph: Graph, match: str) -> tuple[int, ...]:
     )
 
 
-def required_splits(resolved: Sequence[ResolvedConstraint], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
-    """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on purpose. Of a
-    constraint's axes a node is split along those that it has. Raises ConfigurationError, naming the constraint and the
-    node, for axes that none of its nodes has, that cannot be split, or that the degrees do not divide."""
+def required_splits(
+    resolved: Sequence[ResolvedConstraint], samples: SampleAxes
+) -> dict[int, tuple[Split, ...]]:
+    """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on
+    purpose. Of a constraint's axes a node is split along those that it has. Raises
+    ConfigurationError, naming the constraint and the node, for axes that none of its nodes has,
+    that cannot be split, or that the degrees do not divide.
+    """
     found: dict[int, tuple[Split, ...]] = {}
     for constraint in resolved:
-        splits, nodes = constraint.constraint.split, constraint.nodes
+        splits = constraint.constraint.split
+        nodes = constraint.nodes
         if splits is None:
             continue
         for axis, _ in splits:
@@ -154,28 +186,39 @@ def required_splits(resolved: Sequence[ResolvedConstraint], samples: SampleAxes)
                     hint=f"{samples.graph.nodes[nodes[0]].name!r} has {axes or 'none'}",
                 )
         for node in nodes:
-            own = [(name, degree) for axis, degree in splits if (name := own_axis(samples, node, axis)) is not None]
+            own = [
+                (name, degree)
+                for axis, degree in splits
+                if (name := own_axis(samples, node, axis)) is not None
+            ]
             if own or not splits:
                 found[node] = checked_splits(str(constraint), samples, node, own)
     return found
 
 
 def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS) -> str | None:
-    """An axis as the node calls it, `counting` being that of samples; None where it has no such axis."""
+    """An axis as the node calls it, `counting` being that of samples; None where it has no such
+    axis.
+    """
     name = samples.axes[node] if axis == counting else axis
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None
 
 
-def checked_splits(who: str, samples: SampleAxes, node: int, splits: Sequence[tuple[str, int]]) -> tuple[Split, ...]:
-    """A node's splits along axes that it has, outer to inner; those into one part are none. Raises ConfigurationError,
-    naming `who` asks for them and the node, for an axis that stands twice, that cannot be split, or that the degrees do
-    not divide."""
+def checked_splits(
+    who: str, samples: SampleAxes, node: int, splits: Sequence[tuple[str, int]]
+) -> tuple[Split, ...]:
+    """A node's splits along axes that it has, outer to inner; those into one part are none. Raises
+    ConfigurationError, naming `who` asks for them and the node, for an axis that stands twice, that
+    cannot be split, or that the degrees do not divide.
+    """
     space = samples.uses[node].space
     where = repr(samples.graph.nodes[node].name)
     for position, (name, degree) in enumerate(splits):
         axis = space.axis(name)
         if any(name == other for other, _ in splits[:position]):
-            raise ConfigurationError(f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where)
+            raise ConfigurationError(
+                f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where
+            )
         if degree < 1 or (degree > 1 and axis.kind is AxisKind.WHOLE):
             raise ConfigurationError(
                 f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
@@ -193,7 +236,10 @@ def checked_splits(who: str, samples: SampleAxes, node: int, splits: Sequence[tu
     found = tuple(Split(name, degree) for name, degree in splits if degree > 1)
     if not are_blocks(space, found):
         raise ConfigurationError(
-            f"{who} splits {', '.join(map(str, found))}, which leaves a device several blocks of a tensor",
+            (
+                f"{who} splits {', '.join(map(str, found))}, which leaves a device several blocks "
+                "of a tensor"
+            ),
             hint=f"its iteration space is {space}",
             where=where,
         )

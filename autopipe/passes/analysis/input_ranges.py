@@ -1,5 +1,5 @@
-"""Which numbers a graph's inputs may hold, by where they are used: indices stay below the rows of their table, labels
-below the classes, lengths are at least 1.
+"""Which numbers a graph's inputs may hold, by where they are used: indices stay below the rows of
+their table, labels below the classes, lengths are at least 1.
 """
 
 from __future__ import annotations
@@ -28,11 +28,24 @@ _UNBOUNDED = 1 << 62
 _FEWEST_CONSECUTIVE = 3
 """Consecutive integers that are classes or positions: 0 and 1 may be the two values of a mask."""
 
-_KEEPING = frozenset(["Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"])
+_KEEPING = frozenset(
+    [
+        "Cast",
+        "Expand",
+        "Flatten",
+        "Identity",
+        "Reshape",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    ]
+)
 """Operators whose result holds all elements of its operand."""
 _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
-"""Operators behind which numbers are others than those given, but no larger for small ones: good for drawing numbers,
-not for refusing any."""
+"""Operators behind which numbers are others than those given, but no larger for small ones: good
+for drawing numbers, not for refusing any.
+"""
 _MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
 _COMPARISONS = frozenset(["Greater", "GreaterOrEqual", "Less", "LessOrEqual"])
 _RECURRENCES = frozenset(["GRU", "LSTM", "RNN"])
@@ -55,18 +68,29 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
         bounds, allowed, ignored = _bounds_of(graph, value)
         least = int(bounds.below.min(initial=_UNBOUNDED))
         # There is always one number left to draw.
-        below = None if value.dtype.is_floating else _MASK_LIMIT if least == _UNBOUNDED else max(least, 1)
+        below = (
+            None
+            if value.dtype.is_floating
+            else _MASK_LIMIT
+            if least == _UNBOUNDED
+            else max(least, 1)
+        )
         drawn = bounds.parts(value, axis, widest=False)
         if len(drawn) == 1 and drawn[0].least <= 0:
             everything = below, (0,) * len(value.shape), value.shape
             drawn = () if (drawn[0].below, drawn[0].starts, drawn[0].stops) == everything else drawn
-        found.append(InputRange(value, axis, below, drawn, allowed.parts(value, axis, widest=True), ignored))
+        found.append(
+            InputRange(value, axis, below, drawn, allowed.parts(value, axis, widest=True), ignored)
+        )
     return tuple(found)
 
 
 def _becomes_whole(graph: Graph, value: Value) -> bool:
-    """True if a floating-point input is cast to whole numbers somewhere: exporters of tables write indices so."""
-    waiting, seen = [value.name], {value.name}
+    """True if a floating-point input is cast to whole numbers somewhere: exporters of tables write
+    indices so.
+    """
+    waiting = [value.name]
+    seen = {value.name}
     while waiting and len(seen) < _MOST_VISITS:
         for index in graph.consumers().get(waiting.pop(), ()):
             node = graph.nodes[index]
@@ -83,7 +107,8 @@ class _Bounds:
     """The tightest bounds so far, of each element of an input or of all together."""
 
     def __init__(self, elements: int) -> None:
-        self.least, self.below = np.full(elements, -_UNBOUNDED), np.full(elements, _UNBOUNDED)
+        self.least = np.full(elements, -_UNBOUNDED)
+        self.below = np.full(elements, _UNBOUNDED)
 
     def tighten(self, places: Numbers | None, least: Numbers, below: Numbers) -> None:
         """Bound the elements at `places`, all where None, all with bounds of their own."""
@@ -98,21 +123,26 @@ class _Bounds:
     def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
         """Return the bounded blocks of an input, in ascending order of their bounds.
 
-        Along the batch axis an element has the bounds of its tightest sample, or of its widest if `widest`. Elements
-        with equal bounds that form no block are omitted. Time O(n log n) for n elements.
+        Along the batch axis an element has the bounds of its tightest sample, or of its widest if
+        `widest`. Elements with equal bounds that form no block are omitted. Time O(n log n) for n
+        elements.
         """
         if not self.below.size:
             return ()
         shape = value.shape if self.below.size == value.elements else (1,) * len(value.shape)
-        least, below = self.least.reshape(shape), self.below.reshape(shape)
+        least = self.least.reshape(shape)
+        below = self.below.reshape(shape)
         if batch_axis is not None:
             low, high = (np.min, np.max) if widest else (np.max, np.min)
-            least, below = low(least, batch_axis, keepdims=True), high(below, batch_axis, keepdims=True)
+            least = low(least, batch_axis, keepdims=True)
+            below = high(below, batch_axis, keepdims=True)
         found = []
         for first, stop, positions in _by_bounds(least.reshape(-1), below.reshape(-1)):
             if (stop == _UNBOUNDED and first == -_UNBOUNDED) or stop <= first:
                 continue
-            axes = np.unravel_index(positions, least.shape) if least.ndim else ()  # NumPy rejects scalars.
+            axes = (
+                np.unravel_index(positions, least.shape) if least.ndim else ()
+            )  # NumPy rejects scalars.
             starts = np.asarray([axis.min() for axis in axes], np.int64)
             stops = np.asarray([axis.max() + 1 for axis in axes], np.int64)
             if np.prod(stops - starts) != len(positions):
@@ -123,11 +153,14 @@ class _Bounds:
 
 
 def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbers]]:
-    """Yield each pair of bounds with the positions of its elements, in ascending order. Yield nothing for more than
-    `_MOST_PARTS` pairs."""
-    # `np.unique` along an axis compares rows as structures, which takes many times as long as two sorts of integers.
+    """Yield each pair of bounds with the positions of its elements, in ascending order. Yield
+    nothing for more than `_MOST_PARTS` pairs.
+    """
+    # `np.unique` along an axis compares rows as structures, which takes many times as long as two
+    # sorts of integers.
     order = np.lexsort((below, least))
-    least, below = least[order], below[order]
+    least = least[order]
+    below = below[order]
     changes = np.flatnonzero((least[1:] != least[:-1]) | (below[1:] != below[:-1])) + 1
     if len(changes) >= _MOST_PARTS:
         return
@@ -142,7 +175,9 @@ class _Path:
 
     name: str
     places: Numbers | None
-    """For each element of the value the input's that it holds, -1 where it is none; None where all are in it."""
+    """For each element of the value the input's that it holds, -1 where it is none; None where all
+    are in it.
+    """
     shift: Numbers
     """Sum of what was added to them."""
     exact: bool
@@ -152,16 +187,26 @@ class _Path:
 
 
 def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
-    """Bounds on an input's drawn and on its given numbers, from every use that they come to as an index or a label; and
-    the label that counts for nothing."""
-    places = np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
+    """Bounds on an input's drawn and on its given numbers, from every use that they come to as an
+    index or a label; and the label that counts for nothing.
+    """
+    places = (
+        np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
+    )
     drawn, taken = (_Bounds(1 if places is None else value.elements) for _ in range(2))
     ignored = None
-    waiting, visits = [_Path(value.name, places, np.zeros((), np.int64), exact=True)], 0
+    waiting = [_Path(value.name, places, np.zeros((), np.int64), exact=True)]
+    visits = 0
     while waiting and visits < _MOST_VISITS:
-        path, visits = waiting.pop(), visits + 1
+        path = waiting.pop()
+        visits = visits + 1
         readers = (graph.nodes[index] for index in graph.consumers().get(path.name, ()))
-        uses = ((each, slot) for each in readers for slot, name in enumerate(each.inputs) if name == path.name)
+        uses = (
+            (each, slot)
+            for each in readers
+            for slot, name in enumerate(each.inputs)
+            if name == path.name
+        )
         for node, slot in uses:
             signature = signature_of(graph, node)
             limits = _limits(signature, slot)
@@ -170,7 +215,9 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
                 if likely is None:
                     waiting += _further(graph, node, slot, path)
                 else:
-                    drawn.tighten(path.places, *[np.asarray(bound, np.int64) - path.shift for bound in likely])
+                    drawn.tighten(
+                        path.places, *[np.asarray(bound, np.int64) - path.shift for bound in likely]
+                    )
                 continue
             if path.summed:  # Nothing in a sample, and it would be the place before the first.
                 drawn.tighten(None, np.ones(1, np.int64), np.full(1, _MASK_LIMIT))
@@ -187,10 +234,11 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
 
 
 def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
-    """Return the range [least, below) from which to draw an operand's values, or None if its use tells nothing.
+    """Return the range [least, below) from which to draw an operand's values, or None if its use
+    tells nothing.
 
-    Unlike the range of an index, it rejects no data. An operand compared with consecutive integers is a class (Equal)
-    or a length (Less and others). Lengths and divisors are at least 1.
+    Unlike the range of an index, it rejects no data. An operand compared with consecutive integers
+    is a class (Equal) or a length (Less and others). Lengths and divisors are at least 1.
     """
     node = signature.node
     if node.domain:
@@ -212,7 +260,8 @@ def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
 
 
 def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
-    """Return the first and last of the integers in `array` if they are all from 0 or 1 to the last, at least three.
+    """Return the first and last of the integers in `array` if they are all from 0 or 1 to the last,
+    at least three.
 
     Return None otherwise, and for None.
     """
@@ -228,11 +277,17 @@ def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
 
 
 def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """The values that hold the same numbers behind a node, unless they become something else there."""
+    """The values that hold the same numbers behind a node, unless they become something else
+    there.
+    """
     if node.op in ("Add", "Sub"):
         yield from _shifted(graph, node, slot, path)
     if path.summed or node.op == "ReduceSum":
-        if slot == 0 and node.op in {"ReduceSum", *_KEEPING} and graph.type_of(node.outputs[0]).dtype.is_integer:
+        if (
+            slot == 0
+            and node.op in {"ReduceSum", *_KEEPING}
+            and graph.type_of(node.outputs[0]).dtype.is_integer
+        ):
             yield _Path(node.outputs[0], None, path.shift, exact=False, summed=True)
         return
     if node.op not in _MOVING or node.domain:
@@ -257,7 +312,12 @@ def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
     """The sum of a path and known numbers, or their difference."""
     constant = graph.constant(node.inputs[1 - slot])
     negated = node.op == "Sub" and slot == 1
-    if constant is None or negated or not constant.array.size or not constant.value.dtype.is_integer:
+    if (
+        constant is None
+        or negated
+        or not constant.array.size
+        or not constant.value.dtype.is_integer
+    ):
         return
     result = graph.type_of(node.outputs[0])
     if path.summed:
@@ -272,8 +332,11 @@ def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
 
 
 def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numbers | None:
-    """An operand's elements in a result's places, -1 where it holds others; None where it holds none of them."""
-    node, shape = signature.node, signature.result(result).shape
+    """An operand's elements in a result's places, -1 where it holds others; None where it holds
+    none of them.
+    """
+    node = signature.node
+    shape = signature.result(result).shape
     match node.op:
         case "Concat":
             axis = positive(node.integer("axis"), moved.ndim)
@@ -290,7 +353,8 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
         case "Expand" | "Clip" | "Mod":
             return np.broadcast_to(moved, shape)
         case "Gather":  # Of known indices: exporters write `x[:, 3]` so.
-            indices, axis = signature.constant(1), positive(node.integer("axis"), max(moved.ndim, 1))
+            indices = signature.constant(1)
+            axis = positive(node.integer("axis"), max(moved.ndim, 1))
             return None if indices is None else np.take(moved, indices, axis)
         case "Slice":
             for axis, (first, count, step) in enumerate(slices(signature)):
@@ -303,7 +367,9 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
             start = sum(each.shape[axis] for each in signature.results[:result] if each is not None)
             return np.take(moved, np.arange(start, start + shape[axis]), axis)
         case "Tile":
-            return np.tile(moved, [whole // part for whole, part in zip(shape, moved.shape, strict=True)])
+            return np.tile(
+                moved, [whole // part for whole, part in zip(shape, moved.shape, strict=True)]
+            )
         case "Transpose":
             return moved.transpose(node.integers("perm", tuple(reversed(range(moved.ndim)))))
         case _:
@@ -312,7 +378,11 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
 
 def _padded(signature: Signature, moved: Numbers) -> Numbers | None:
     pads = signature.constant(1)
-    if pads is None or signature.node.text("mode", "constant") != "constant" or pads.min(initial=0) < 0:
+    if (
+        pads is None
+        or signature.node.text("mode", "constant") != "constant"
+        or pads.min(initial=0) < 0
+    ):
         return None
     axes = signature.constant(3) if signature.present(3) else np.arange(moved.ndim)
     if axes is None:
@@ -326,14 +396,22 @@ def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbe
     """The range [least, below) of an operand's numbers, if they are indices or labels."""
     node = signature.node
     match node.op:
-        case "Gather" | "GatherElements" | "Scatter" | "ScatterElements" if slot == 1 and signature.operand(0).shape:
+        case "Gather" | "GatherElements" | "Scatter" | "ScatterElements" if (
+            slot == 1 and signature.operand(0).shape
+        ):
             # They may count from a table's end, but not those of an embedding.
             table = signature.operand(0)
             axis = positive(node.integer("axis"), len(table.shape))
-            embeds = node.op == "Gather" and axis == 0 and len(table.shape) == 2 and table.dtype.is_floating
+            embeds = (
+                node.op == "Gather"
+                and axis == 0
+                and len(table.shape) == 2
+                and table.dtype.is_floating
+            )
             return (0 if embeds else -table.shape[axis]), table.shape[axis]
         case "GatherND" | "ScatterND" if slot == 1:
-            first, shape = node.integer("batch_dims"), signature.operand(1).shape
+            first = node.integer("batch_dims")
+            shape = signature.operand(1).shape
             extents = np.asarray(signature.operand(0).shape[first : first + shape[-1]], np.int64)
             return np.broadcast_to(-extents, shape), np.broadcast_to(extents, shape)
         case "SoftmaxCrossEntropyLoss" | "NegativeLogLikelihoodLoss" if slot == 1:
@@ -345,8 +423,11 @@ def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbe
         case "TensorScatter" if slot == 2:
             axis = positive(node.integer("axis", -2), len(signature.operand(0).shape))
             return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
-        case "RotaryEmbedding" if slot == (1 if node.domain else 3):  # Places in tables of sines and cosines.
-            table, data = signature.operand(2 if node.domain else 1), signature.operand(0)
+        case "RotaryEmbedding" if slot == (
+            1 if node.domain else 3
+        ):  # Places in tables of sines and cosines.
+            table = signature.operand(2 if node.domain else 1)
+            data = signature.operand(0)
             # From the one position that the contributed operator may be given the others count on.
             starts = bool(node.domain) and signature.operand(1).elements == 1
             return 0, table.shape[0] - (data.shape[-2] - 1 if starts else 0)

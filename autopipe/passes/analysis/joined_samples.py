@@ -26,8 +26,9 @@ _ORDERED: Final = frozenset({
 })  # fmt: skip
 """Operators that read all elements along an axis that they cannot split."""
 _PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
-"""Operators that place samples by numbers that are known. If samples cannot be followed into the result, micro-batches
-change it: padding stands behind each of them, for example."""
+"""Operators that place samples by numbers that are known. If samples cannot be followed into the
+result, micro-batches change it: padding stands behind each of them, for example.
+"""
 _JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
 _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 """Operators whose result depends on the other samples only by how it is rounded."""
@@ -35,18 +36,21 @@ _LINEAR: Final = frozenset({
     "Add", "Cast", "Concat", "Div", "Expand", "Flatten", "Gather", "Identity", "MatMul", "Mul", "Neg", "ReduceMean",
     "ReduceSum", "Reshape", "Slice", "Split", "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-"""Operators for which the mean of the results of equal micro-batches is the result of the mean, if at most one factor
-differs from micro-batch to micro-batch."""
+"""Operators for which the mean of the results of equal micro-batches is the result of the mean, if
+at most one factor differs from micro-batch to micro-batch.
+"""
 
 
 @remembered(GRAPHS)
 def joining_node(graph: Graph) -> Node | None:
-    """Return the first node that computes an output from several samples, None if there is none that is certain.
+    """Return the first node that computes an output from several samples, None if there is none
+    that is certain.
 
-    `graph` is on at least two samples. A mean over samples that is an output, or of which an output is a linear
-    function, does not count: the mean of equal micro-batches is the mean of the batch. A value computed from all
-    samples and read next to the samples does not count either, since the frontend warns of it. Unknown is, and does
-    not count, what an operator does that looks samples up by computed indices.
+    `graph` is on at least two samples. A mean over samples that is an output, or of which an output
+    is a linear function, does not count: the mean of equal micro-batches is the mean of the batch.
+    A value computed from all samples and read next to the samples does not count either, since the
+    frontend warns of it. Unknown is, and does not count, what an operator does that looks samples
+    up by computed indices.
     """
     axes = batch_axes_of(graph)
     joined: dict[str, Node] = {}
@@ -71,15 +75,21 @@ def joining_node(graph: Graph) -> Node | None:
     return next((joined[name] for name in graph.outputs if name in joined), None)
 
 
-def _keeps_joined(graph: Graph, node: Node, samples: Sequence[NodeSamples], axes: BatchAxes) -> bool:
-    """True if a node mixes samples and its results have samples, or have fewer samples than the batch."""
+def _keeps_joined(
+    graph: Graph, node: Node, samples: Sequence[NodeSamples], axes: BatchAxes
+) -> bool:
+    """True if a node mixes samples and its results have samples, or have fewer samples than the
+    batch.
+    """
     row = operator_of(node)
     if row is None or node.op in LOSSES or node.op in _APPROXIMATE:
         return False
     together = max((len(axes.values.get(name, ())) for name in node.inputs), default=0)
     if len({each.axis for each in samples}) > max(together, 1):
         return True
-    if row.kind != "memory" and any(each.kind in _JOINT and _has_samples(node, axes) for each in samples):
+    if row.kind != "memory" and any(
+        each.kind in _JOINT and _has_samples(node, axes) for each in samples
+    ):
         return True
     if node.op in _ORDERED and any(each.kind is AxisKind.WHOLE for each in samples):
         return True
@@ -87,7 +97,9 @@ def _keeps_joined(graph: Graph, node: Node, samples: Sequence[NodeSamples], axes
 
 
 def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
-    """True if a node gives indices that count all elements of a batch, or places samples by numbers that are known."""
+    """True if a node gives indices that count all elements of a batch, or places samples by numbers
+    that are known.
+    """
     placed = node.inputs if node.op == "Concat" else node.inputs[:1]
     if node.domain or axes.values.keys().isdisjoint(placed):
         return False
@@ -109,7 +121,9 @@ def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
 
 
 def _is_alike(places: np.ndarray, samples: int) -> bool:
-    """True if rows of indices, of which the first counts samples, name the same elements of each sample."""
+    """True if rows of indices, of which the first counts samples, name the same elements of each
+    sample.
+    """
     first = places[:, 0] % samples
     inside = [places[first == sample, 1:] for sample in range(samples)]
     return all(np.array_equal(inside[0], each) for each in inside[1:])
@@ -121,12 +135,17 @@ def _has_samples(node: Node, axes: BatchAxes) -> bool:
 
 def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     """True if a node takes samples by numbers that are known, whatever is in the samples."""
-    dimensions = [each.dimension for each in axes.values.get(node.inputs[0], ()) if (each.outer, each.inner) == (1, 1)]
+    dimensions = [
+        each.dimension
+        for each in axes.values.get(node.inputs[0], ())
+        if (each.outer, each.inner) == (1, 1)
+    ]
     if node.domain or not dimensions:
         return False
     signature = signature_of(graph, node)
     if node.op == "Slice":
-        taken, shape = slices(signature), signature.operand(0).shape
+        taken = slices(signature)
+        shape = signature.operand(0).shape
         return any(taken[dimension] != (0, shape[dimension], 1) for dimension in dimensions)
     if node.op == "Gather":
         return signature.constant(1) is not None and signature.axis() in dimensions

@@ -1,4 +1,6 @@
-"""The weights with which the losses of micro-batches make the loss of a step, or why no weights do."""
+"""The weights with which the losses of micro-batches make the loss of a step, or why no weights
+do.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ from autopipe.passes.frontend.read import mixing_nodes
 _DIVISIBLE = (LossKind.MEAN, LossKind.SUM)
 """Kinds of losses of a batch that the losses of its parts determine."""
 _SIZES = (2, 4)
-"""Numbers of samples for which a model with an open batch is read, to see what depends on their number."""
+"""Numbers of samples for which a model with an open batch is read, to see what depends on their
+number.
+"""
 _UNREADABLE = f"the model cannot be read on {' and '.join(map(str, _SIZES))} samples"
 
 
 def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
-    """Return how the loss of `model` depends on the losses of parts of a batch; None if no batch can be divided.
+    """Return how the loss of `model` depends on the losses of parts of a batch; None if no batch
+    can be divided.
 
-    `read` returns the same model for another number of samples, even if its file fixes the batch to one sample.
+    `read` returns the same model for another number of samples, even if its file fixes the batch to
+    one sample.
     """
     if model.mode is not Mode.TRAIN or not model.loss or model.batch is None:
         return None
@@ -41,18 +47,28 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
         message = error.message if not error.where else f"{error.where}: {error.message}"
         return LossForm(LossKind.UNKNOWN, f"{_UNREADABLE}: {message}", fixed)
     if first.loss != model.loss or second.loss != model.loss:
-        shape = list(first.graph.type_of(model.loss).shape) if first.graph.has(model.loss) else "another one"
+        shape = (
+            list(first.graph.type_of(model.loss).shape)
+            if first.graph.has(model.loss)
+            else "another one"
+        )
         sizes = f"{_SIZES[0]} {plural(_SIZES[0], 'sample')}"
-        return LossForm(LossKind.MIXED, f"on {sizes} the loss {model.loss!r} is no number, its shape is {shape}", fixed)
+        return LossForm(
+            LossKind.MIXED,
+            f"on {sizes} the loss {model.loss!r} is no number, its shape is {shape}",
+            fixed,
+        )
     return loss_form(first.graph, first.loss, second.graph, fixed)
 
 
-def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: Batching) -> LossDivision:
-    """Return how the losses of the micro-batches of a step make its loss, for the value `normalize` of the key
-    `loss.normalize`.
+def divided_loss(
+    form: LossForm | None, model: Model, normalize: str, batching: Batching
+) -> LossDivision:
+    """Return how the losses of the micro-batches of a step make its loss, for the value `normalize`
+    of the key `loss.normalize`.
 
-    `model` is for one micro-batch, `form` is as `form_of` returns it. Raises InfeasibleError if the loss of the step
-    does not follow from the losses of micro-batches.
+    `model` is for one micro-batch, `form` is as `form_of` returns it. Raises InfeasibleError if the
+    loss of the step does not follow from the losses of micro-batches.
     """
     if model.mode is not Mode.TRAIN:
         return AVERAGED
@@ -60,10 +76,16 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
         return LossDivision(divisible=form is None or form.kind in _DIVISIBLE)
     if model.graph.has(COUNTED_LABELS):
         # The sum over labels and their number are added up, each by itself.
-        if form is not None and form.kind is not LossKind.SUM and form.samples != batching.micro_batch_size:
+        if (
+            form is not None
+            and form.kind is not LossKind.SUM
+            and form.samples != batching.micro_batch_size
+        ):
             raise _not_divisible(form, model, batching)
         return AVERAGED
-    exact = not any(_divides_by_micro_batch(model.graph, node, form) for node in mixing_nodes(model.graph))
+    exact = not any(
+        _divides_by_micro_batch(model.graph, node, form) for node in mixing_nodes(model.graph)
+    )
     if form is None:
         return LossDivision(1.0 if normalize == "sum" else None, exact)
     if normalize == "sum":
@@ -87,8 +109,8 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
 def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool) -> LossDivision:
     """Return how totals of micro-batches make a loss.
 
-    Totals are weighted so that the divisor is of the size of 1, and gradients of the dividend of that of the loss:
-    float16 holds no larger ones.
+    Totals are weighted so that the divisor is of the size of 1, and gradients of the dividend of
+    that of the loss: float16 holds no larger ones.
     """
     divisor = ratio.divisor or Divisor("")
     counted = summed_elements(model.graph, divisor.total) if ratio.degree == 0 else 1
@@ -98,11 +120,21 @@ def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool)
     # Of means, what is added and the minimum are those of a mean already.
     scale = weight if ratio.degree == 0 else 1.0
     minimum = None if divisor.minimum is None else divisor.minimum * scale
-    return LossDivision(weight, exact, False, model.loss, added=divisor.added * scale, minimum=minimum, root=ratio.root)
+    return LossDivision(
+        weight,
+        exact,
+        False,
+        model.loss,
+        added=divisor.added * scale,
+        minimum=minimum,
+        root=ratio.root,
+    )
 
 
 def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> bool:
-    """True if a node that mixes samples computes something else on micro-batches than on the whole batch."""
+    """True if a node that mixes samples computes something else on micro-batches than on the whole
+    batch.
+    """
     if node.op not in LOSSES:
         return True
     if any(node.inputs[2:3]):
@@ -112,7 +144,9 @@ def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> 
 
 
 def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
-    """Return the model with the totals of a loss of kind RATIO. Raises InfeasibleError if its graph has none."""
+    """Return the model with the totals of a loss of kind RATIO. Raises InfeasibleError if its graph
+    has none.
+    """
     own = other = None
     if form is not None and form.ratio is not None:
         own = with_totals(model.graph, model.loss, form.ratio)
@@ -124,27 +158,43 @@ def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
 
 
 def trained_loss(model: Model, division: LossDivision) -> str:
-    """Return the value of which micro-batches compute gradients: the loss of the model, or its dividend."""
+    """Return the value of which micro-batches compute gradients: the loss of the model, or its
+    dividend.
+    """
     if not division.divided:
         return model.loss
     return model.graph.outputs[-2 if model.graph.has(COUNTED_LABELS) else -1]
 
 
 def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
-    """Return what a user should know of the loss of a step of a model whose file fixes the batch, "" if nothing."""
+    """Return what a user should know of the loss of a step of a model whose file fixes the batch,
+    "" if nothing.
+    """
     if form is None or form.samples is None or form.samples == batching.batch_size:
         return ""
     steps = f"a step of {batching.batch_size} {plural(batching.batch_size, 'sample')}"
     fixed = f"to which the file fixes the batch: {form.samples}"
     if form.kind is LossKind.SUM and form.divisor is not None:
-        return f"the loss {loss!r} is a sum divided by {form.divisor}; {steps} averages sums over as many, {fixed}"
+        return (
+            f"the loss {loss!r} is a sum divided by {form.divisor}; {steps} averages sums over as "
+            f"many, {fixed}"
+        )
     if form.kind is LossKind.SUM:
-        return f"the loss {loss!r} is a sum over samples; {steps} adds up more samples than those {fixed}"
+        return (
+            f"the loss {loss!r} is a sum over samples; {steps} adds up more samples than those "
+            f"{fixed}"
+        )
     if form.kind is LossKind.UNKNOWN:
         how = "loss.normalize: micro_batches says that this is right, sum adds them up"
-        return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed} ({how})"
+        return (
+            f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed} "
+            f"({how})"
+        )
     if form.kind is LossKind.RATIO:
-        return f"the loss {loss!r} is {form.weighed}; that of {steps} is the mean of losses of the samples {fixed}"
+        return (
+            f"the loss {loss!r} is {form.weighed}; that of {steps} is the mean of losses of the "
+            f"samples {fixed}"
+        )
     if form.kind is LossKind.MIXED:
         return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed}"
     return ""
@@ -154,17 +204,25 @@ def _not_divisible(form: LossForm, model: Model, batching: Batching) -> Infeasib
     if form.kind is LossKind.UNKNOWN:
         return InfeasibleError(
             f"it is not known how the losses of {batching.micro_batches} "
-            f"{plural(batching.micro_batches, 'micro-batch')} make the loss {model.loss!r} of a batch of "
+            f"{plural(batching.micro_batches, 'micro-batch')} make the loss {model.loss!r} of a "
+            "batch of "
             f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason}",
-            hint="loss.normalize: micro_batches, if the loss is a mean over samples, or sum, if it is a sum",
+            hint=(
+                "loss.normalize: micro_batches, if the loss is a mean over samples, or sum, if it "
+                "is a sum"
+            ),
         )
     message = (
         f"the losses of {batching.micro_batches} {plural(batching.micro_batches, 'micro-batch')} "
         f"do not give the loss {model.loss!r} of a batch of "
-        f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason or form.weighed}"
+        f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: "
+        f"{form.reason or form.weighed}"
     )
     whole = "--micro-batches 1"
     if form.samples is not None:
         whole = f"--micro-batch-size {form.samples}, for which the file was exported"
-    hint = f"{whole}; or loss.normalize: micro_batches, to train on the mean of the losses of micro-batches"
+    hint = (
+        f"{whole}; or loss.normalize: micro_batches, to train on the mean of the losses of "
+        "micro-batches"
+    )
     return InfeasibleError(message, hint)

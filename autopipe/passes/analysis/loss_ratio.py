@@ -1,10 +1,11 @@
-"""Losses that divide one sum over samples by another, and square roots of sums: the sums themselves, from which the
-loss of a whole batch follows.
+"""Losses that divide one sum over samples by another, and square roots of sums: the sums
+themselves, from which the loss of a whole batch follows.
 
-Let N and D be sums over samples, of which D depends on no trained parameter, and let N_k and D_k be their values for
-micro-batch k. The loss of the batch is h(Σ N_k / d(Σ D_k)), where h is the identity or the square root, and d adds a
-constant or keeps a minimum. Its gradient is h'(Σ N_k / d(Σ D_k)) / d(Σ D_k) · Σ ∇N_k: a factor that is known after the
-last forward, times a sum that micro-batches add up.
+Let N and D be sums over samples, of which D depends on no trained parameter, and let N_k and D_k be
+their values for micro-batch k. The loss of the batch is h(Σ N_k / d(Σ D_k)), where h is the
+identity or the square root, and d adds a constant or keeps a minimum. Its gradient is h'(Σ N_k /
+d(Σ D_k)) / d(Σ D_k) · Σ ∇N_k: a factor that is known after the last forward, times a sum that
+micro-batches add up.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Ratio:
 
 
 def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
-    """Return the graph with N, and D if there is one, as further outputs, and the name of N; None if nodes of `ratio`
-    are missing, since the graph is another form of the one that was analysed."""
+    """Return the graph with N, and D if there is one, as further outputs, and the name of N; None
+    if nodes of `ratio` are missing, since the graph is another form of the one that was analysed.
+    """
     building = _Totals(graph, ratio)
     total = building.total(loss)
     if total is None:
@@ -69,7 +71,9 @@ def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | No
 
 
 def summed_elements(graph: Graph, total: str) -> int:
-    """Return the number of elements that a total is the sum of; 1 if it is not known. `total` is as in `Divisor`."""
+    """Return the number of elements that a total is the sum of; 1 if it is not known. `total` is as
+    in `Divisor`.
+    """
     loss = next((each for each in graph.nodes if each.name == total and each.op in LOSSES), None)
     if loss is not None:
         return graph.type_of(loss.inputs[1]).elements
@@ -96,7 +100,9 @@ class _Totals:
         self._counted: str | None = None
 
     def total(self, name: str) -> str | None:
-        """Return the name of a value multiplied by the divisor; the operand of a square root, if that is the value."""
+        """Return the name of a value multiplied by the divisor; the operand of a square root, if
+        that is the value.
+        """
         if name not in self._totals:
             self._totals[name] = self._new_total(name)
         return self._totals[name]
@@ -105,7 +111,8 @@ class _Totals:
         index = self._graph.producer(name)
         if index is None:
             return None
-        node, values = self._graph.nodes[index], self._values
+        node = self._graph.nodes[index]
+        values = self._values
         if node.op in LOSSES:
             attributes = tuple(pair for pair in node.attributes if pair[0] != "reduction")
             return self._append(node, node.inputs, name, (*attributes, ("reduction", "sum")))
@@ -126,12 +133,18 @@ class _Totals:
             inputs.append(new)
         return self._append(node, tuple(inputs), name, node.attributes)
 
-    def _append(self, node: Node, inputs: tuple[str, ...], result: str, attributes: tuple[Stated, ...]) -> str:
+    def _append(
+        self, node: Node, inputs: tuple[str, ...], result: str, attributes: tuple[Stated, ...]
+    ) -> str:
         """Add a node like `node` that writes the total of `result`, and return the total's name."""
         value = self._graph.type_of(result)
         total = self.added.value(f"{result}_total", value.dtype, value.shape)
         name = f"autopipe/{node.op}/{total}"
-        self.nodes.append(dataclasses.replace(node, name=name, inputs=inputs, outputs=(total,), attributes=attributes))
+        self.nodes.append(
+            dataclasses.replace(
+                node, name=name, inputs=inputs, outputs=(total,), attributes=attributes
+            )
+        )
         return total
 
     def _node(self, op: str, inputs: tuple[str, ...], result: str, *attributes: Stated) -> str:
@@ -140,24 +153,36 @@ class _Totals:
 
     def _times_divisor(self, name: str) -> str | None:
         """Return the product of a value and D."""
-        value, divisor = self._graph.type_of(name), self.counted()
+        value = self._graph.type_of(name)
+        divisor = self.counted()
         if divisor is None:
             return None
         if value.dtype is not DType.FLOAT32:
             cast = self.added.value(f"{name}_divisor", value.dtype, ())
             divisor = self._node("Cast", (divisor,), cast, ("to", NUMBERS[value.dtype]))
-        return self._node("Mul", (name, divisor), self.added.value(f"{name}_total", value.dtype, value.shape))
+        return self._node(
+            "Mul", (name, divisor), self.added.value(f"{name}_total", value.dtype, value.shape)
+        )
 
     def counted(self) -> str | None:
         """Return the name of D as one float32 number, None if the graph has no such value."""
         divisor = self._ratio.divisor
         assert divisor is not None
         if self._counted is None and not self._graph.has(COUNTED_LABELS):
-            loss = next((each for each in self._graph.nodes if each.name == divisor.total and each.op in LOSSES), None)
+            loss = next(
+                (
+                    each
+                    for each in self._graph.nodes
+                    if each.name == divisor.total and each.op in LOSSES
+                ),
+                None,
+            )
             if loss is not None:
                 self._counted = self._as_counted(self._sum_of_weights(loss), ())
             elif self._graph.has(divisor.total):
-                self._counted = self._as_counted(divisor.total, self._graph.type_of(divisor.total).shape)
+                self._counted = self._as_counted(
+                    divisor.total, self._graph.type_of(divisor.total).shape
+                )
         return self._counted
 
     def _as_counted(self, total: str, shape: tuple[int, ...]) -> str:
@@ -169,15 +194,20 @@ class _Totals:
         return self._node("Cast", (total,), counted, ("to", NUMBERS[DType.FLOAT32]))
 
     def _sum_of_weights(self, loss: Node) -> str:
-        """Return the sum of the weights of the labels of a loss, without those that it leaves out."""
+        """Return the sum of the weights of the labels of a loss, without those that it leaves
+        out.
+        """
         labels, weights = (self._graph.type_of(name) for name in loss.inputs[1:3])
-        chosen, added = labels.name, self.added
+        chosen = labels.name
+        added = self.added
         left_out = None
         if loss.has("ignore_index"):
             number = np.asarray(loss.integer("ignore_index"), labels.dtype.value)
             ignored = added.constant(f"{labels.name}_ignored", number)
             left_out = self._node(
-                "Equal", (chosen, ignored), added.value(f"{chosen}_left_out", DType.BOOL, labels.shape)
+                "Equal",
+                (chosen, ignored),
+                added.value(f"{chosen}_left_out", DType.BOOL, labels.shape),
             )
             first = added.constant(f"{labels.name}_first", np.zeros((), labels.dtype.value))
             known = added.value(f"{chosen}_known", labels.dtype, labels.shape)

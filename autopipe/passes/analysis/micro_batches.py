@@ -1,5 +1,5 @@
-"""Stages with micro-batches of their own sizes: their graphs, the blocks of values that neighbours share, and whether a
-stage may take fewer samples without changing what is computed.
+"""Stages with micro-batches of their own sizes: their graphs, the blocks of values that neighbours
+share, and whether a stage may take fewer samples without changing what is computed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The block of a value that micro-batches of a sender's slice and a receiver's slice share: `sent` and `received`
-    in coordinates of either's whole value."""
+    """The block of a value that micro-batches of a sender's slice and a receiver's slice share:
+    `sent` and `received` in coordinates of either's whole value.
+    """
 
     source_slice: MicroBatchSlice
     target_slice: MicroBatchSlice
@@ -34,17 +35,25 @@ class Shared:
 
 
 def shared_blocks(
-    graph: Graph, batch: BatchAxes, name: str, source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]]
+    graph: Graph,
+    batch: BatchAxes,
+    name: str,
+    source: tuple[int, tuple[int, ...]],
+    target: tuple[int, tuple[int, ...]],
 ) -> tuple[Shared, ...]:
-    """All that is sent of a value; `source` and `target` are the stages' samples a micro-batch, and the value's shape.
-    A value that depends on no sample is sent whole, to each of the receiver's micro-batches once. Raises
-    InfeasibleError where `check_shareable` does."""
-    (source_size, _), (target_size, _) = source, target
+    """All that is sent of a value; `source` and `target` are the stages' samples a micro-batch, and
+    the value's shape. A value that depends on no sample is sent whole, to each of the receiver's
+    micro-batches once. Raises InfeasibleError where `check_shareable` does.
+    """
+    (source_size, _) = source
+    (target_size, _) = target
     if source_size == target_size:
         return (Shared(EVERY, EVERY, whole(source[1]), whole(target[1])),)
     check_shareable(graph, batch, name, source_size, target_size)
     period = math.lcm(source_size, target_size)
-    sends, receipts, place = period // source_size, period // target_size, batch.of(name)
+    sends = period // source_size
+    receipts = period // target_size
+    place = batch.of(name)
     found: list[Shared] = []
     for j in range(receipts):
         for i in sharing(j, receipts, sends):
@@ -52,29 +61,40 @@ def shared_blocks(
             if place is None:
                 found.append(Shared(*turns, whole(source[1]), whole(target[1])))
                 break
-            start, stop = max(i * source_size, j * target_size), min((i + 1) * source_size, (j + 1) * target_size)
+            start = max(i * source_size, j * target_size)
+            stop = min((i + 1) * source_size, (j + 1) * target_size)
             sides = (_boxes(place, *each, start, stop) for each in ((i, *source), (j, *target)))
             found += (Shared(*turns, *boxes) for boxes in zip(*sides, strict=True))
     return tuple(found)
 
 
-def _boxes(place: Samples, index: int, size: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The blocks of samples [start, stop), in micro-batch `index` of `size` samples, of a value of that shape. There
-    are several where something else is counted outside of samples."""
+def _boxes(
+    place: Samples, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[Box]:
+    """The blocks of samples [start, stop), in micro-batch `index` of `size` samples, of a value of
+    that shape. There are several where something else is counted outside of samples.
+    """
     for outer in range(place.outer):
         first = (outer - index) * size
-        starts, stops = [0] * len(shape), list(shape)
-        starts[place.dimension], stops[place.dimension] = ((first + each) * place.inner for each in (start, stop))
+        starts = [0] * len(shape)
+        stops = list(shape)
+        starts[place.dimension], stops[place.dimension] = (
+            (first + each) * place.inner for each in (start, stop)
+        )
         yield Box(tuple(starts), tuple(stops))
 
 
 def block_transfers(
     hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
 ) -> Iterator[tuple[int, int, Box, Box]]:
-    """(sender, receiver, block of the sender's local value, of the receiver's) of all that one group sends another.
-    Copies are taken from their holders in turn, so that no one sender serves all receivers, and from the receiver
-    itself where it is one."""
-    held = [(box, [senders[place] for place in places]) for box, places in holders_by_box(hold, len(senders))]
+    """(sender, receiver, block of the sender's local value, of the receiver's) of all that one
+    group sends another. Copies are taken from their holders in turn, so that no one sender serves
+    all receivers, and from the receiver itself where it is one.
+    """
+    held = [
+        (box, [senders[place] for place in places])
+        for box, places in holders_by_box(hold, len(senders))
+    ]
 
     @cache
     def parts(own: Box) -> list[tuple[list[int], Box, Box]]:
@@ -96,8 +116,10 @@ def block_transfers(
 
 
 def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, target: int) -> None:
-    """Raise InfeasibleError for a value between micro-batches of `source` and `target` samples that depends on samples
-    but does not keep them apart along one dimension: a mean of some is no mean of others."""
+    """Raise InfeasibleError for a value between micro-batches of `source` and `target` samples that
+    depends on samples but does not keep them apart along one dimension: a mean of some is no mean
+    of others.
+    """
     places = batch.values.get(name, ())
     if source == target or len(places) == 1:
         return
@@ -107,7 +129,10 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
             f"{name!r} goes from micro-batches of {source} {plural(source, 'sample')} "
             f"to ones of {target}, but its samples cannot be told "
             "apart",
-            hint="give the stages that compute and read it equal micro-batches, or make them one stage",
+            hint=(
+                "give the stages that compute and read it equal micro-batches, or make them one "
+                "stage"
+            ),
         )
 
 
@@ -119,7 +144,9 @@ def micro_batch_size(graph: Graph, placement: Placement) -> int:
 
 
 def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
-    """Micro-batches of its own that each stage makes of one of the graph's. Raises CodegenError where it cannot."""
+    """Micro-batches of its own that each stage makes of one of the graph's. Raises CodegenError
+    where it cannot.
+    """
     try:
         ratios = micro_batch_ratios(placement, micro_batch_size(graph, placement))
     except InfeasibleError as error:
@@ -128,8 +155,9 @@ def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
 
 
 def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
-    """For each stage the graph of one of its own micro-batches; nodes, values and parameters keep names and places.
-    Raises ModelError where the graph's batch cannot shrink."""
+    """For each stage the graph of one of its own micro-batches; nodes, values and parameters keep
+    names and places. Raises ModelError where the graph's batch cannot shrink.
+    """
     largest = micro_batch_size(graph, placement)
     sizes = (stage.micro_batch_size for stage in placement.stages)
     return tuple(graph if size == largest else rebatched(graph, size) for size in sizes)
@@ -154,11 +182,13 @@ def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
 
 
 def check_portions(graph: Graph, placement: Placement, loss: str | None = None) -> None:
-    """Raise InfeasibleError if stages have micro-batches of their own sizes that change the results.
+    """Raise InfeasibleError if stages have micro-batches of their own sizes that change the
+    results.
 
-    Batch statistics and sums over samples depend on how many samples are together, a mean of equal shares does not.
-    Functions of sums and means do not average either, unless `loss` is a mean over samples all the same. A value that
-    passes between stages of different micro-batches must keep its samples apart.
+    Batch statistics and sums over samples depend on how many samples are together, a mean of equal
+    shares does not. Functions of sums and means do not average either, unless `loss` is a mean over
+    samples all the same. A value that passes between stages of different micro-batches must keep
+    its samples apart.
     """
     ratios = stage_micro_batches(graph, placement)
     if set(ratios) == {1}:
@@ -170,12 +200,15 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
     if loss is not None and loss_form(graph, loss, None, None).kind is not LossKind.MEAN:
         mixing |= {node.name for node in nodes_behind_samples(graph)}
     for index, (stage, times) in enumerate(zip(placement.stages, ratios, strict=True)):
-        mixed = next((graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in mixing), None)
+        mixed = next(
+            (graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in mixing), None
+        )
         if times > 1 and mixed is not None:
             raise InfeasibleError(
                 f"stage {index} would compute something else on micro-batches of "
                 f"{stage.micro_batch_size} {plural(stage.micro_batch_size, 'sample')} "
-                f"than on the step's of {stage.micro_batch_size * times}: {mixed.op} {mixed.name!r} mixes samples",
+                f"than on the step's of {stage.micro_batch_size * times}: {mixed.op} "
+                f"{mixed.name!r} mixes samples",
                 hint="give this stage the largest micro-batches of all, or all stages equal ones",
             )
     sizes = [stage.micro_batch_size for stage in placement.stages]

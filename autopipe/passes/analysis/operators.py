@@ -1,8 +1,10 @@
-"""Each node with its operator's row and iteration space, the axis that counts its samples, and the width of each value.
+"""Each node with its operator's row and iteration space, the axis that counts its samples, and the
+width of each value.
 
-With `bf16` and `fp16` parameters stay in fp32; autocast narrows what products, convolutions and recurrent operators
-read and write, a bias added in the same call included; normalizations, reductions and losses compute in fp32, the rest
-in the widest type of its operands (PyTorch documentation, "Automatic Mixed Precision package").
+With `bf16` and `fp16` parameters stay in fp32; autocast narrows what products, convolutions and
+recurrent operators read and write, a bias added in the same call included; normalizations,
+reductions and losses compute in fp32, the rest in the widest type of its operands (PyTorch
+documentation, "Automatic Mixed Precision package").
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ class OpInstance:
 
 @remembered(GRAPHS)
 def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
-    """The use that each node makes of its operator, in the order of the nodes. Nodes that agree in operator,
-    attributes, tensor types and constants share one `OpInstance`: equal layers are worked out once a layer's kind.
-    Raises ModelError for an operator without a row."""
+    """The use that each node makes of its operator, in the order of the nodes. Nodes that agree in
+    operator, attributes, tensor types and constants share one `OpInstance`: equal layers are worked
+    out once a layer's kind. Raises ModelError for an operator without a row.
+    """
     known: dict[Hashable, OpInstance] = {}
     found = []
     for node, key in zip(graph.nodes, use_keys(graph), strict=True):
         if key not in known:
             row = operator_of(node)
             if row is None:
-                raise ModelError(f"operator {qualified_name(node)} is not supported", where=repr(node.name))
+                raise ModelError(
+                    f"operator {qualified_name(node)} is not supported", where=repr(node.name)
+                )
             signature = signature_of(graph, node)
             space = row.space(signature)
             known[key] = OpInstance(row, space, row.flops(signature, space))
@@ -55,8 +60,9 @@ def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SampleAxes:
-    """A graph with its uses and its batch axes: what every data-parallel stage is cut by. `axes[i]` is the axis by
-    which node i is split, None where it carries no samples."""
+    """A graph with its uses and its batch axes: what every data-parallel stage is cut by. `axes[i]`
+    is the axis by which node i is split, None where it carries no samples.
+    """
 
     graph: Graph
     uses: tuple[OpInstance, ...]
@@ -72,9 +78,13 @@ class SampleAxes:
         axis = self.axes[node]
         return axis is None or degree == 1 or is_block(self.uses[node].space, axis, degree)
 
-    def splits(self, nodes: Iterable[int], degree: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-        """Splits that share the samples of `nodes` among `degree` devices; nodes without samples are not split. Raises
-        InfeasibleError, naming the node, where an axis cannot be cut into equal blocks."""
+    def splits(
+        self, nodes: Iterable[int], degree: int
+    ) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+        """Splits that share the samples of `nodes` among `degree` devices; nodes without samples
+        are not split. Raises InfeasibleError, naming the node, where an axis cannot be cut into
+        equal blocks.
+        """
         if degree == 1:
             return ()
         found = []
@@ -85,7 +95,10 @@ class SampleAxes:
                 raise InfeasibleError(
                     f"{degree} {plural(degree, 'device')} cannot share the {self.batch.batch} "
                     f"{plural(self.batch.batch, 'sample')} of a micro-batch equally here",
-                    hint="choose a micro-batch size that the number of devices divides, or fewer devices",
+                    hint=(
+                        "choose a micro-batch size that the number of devices divides, or fewer "
+                        "devices"
+                    ),
                     where=repr(self.graph.nodes[index].name),
                 )
             found.append((index, (Split(axis, degree),)))
@@ -136,14 +149,18 @@ _COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), LINEAR_CROSS_E
 
 @remembered(GRAPHS)
 def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
-    """The fp32 parameters of which ranks hold a copy in 16 bits, made once a step, which stands for them wherever they
-    are read: those that nothing reads but products. Of others autocast makes a copy in every forward."""
+    """The fp32 parameters of which ranks hold a copy in 16 bits, made once a step, which stands for
+    them wherever they are read: those that nothing reads but products. Of others autocast makes a
+    copy in every forward.
+    """
     if not narrows(precision):
         return frozenset()
     found = {
         each.value.name
         for each in graph.parameters
-        if each.value.dtype is DType.FLOAT32 and len(each.value.shape) > 1 and each.value.name not in graph.outputs
+        if each.value.dtype is DType.FLOAT32
+        and len(each.value.shape) > 1
+        and each.value.name not in graph.outputs
     }
     read = set()
     for node in graph.nodes:
@@ -159,10 +176,11 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
 def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_received: bool) -> int:
     """Return the bytes per element of a value in a collective inside a stage.
 
-    `is_received` is true if the stage does not compute the value. A value that the stage computes is sent in the type
-    in which its operator leaves it, under autocast often 16 bits. A value that comes from another stage is converted
-    to its declared type on arrival, and so is sent in that type; a parameter of which the stage keeps a 16-bit copy is
-    sent as the copy. Gradients are sent in the type of their value.
+    `is_received` is true if the stage does not compute the value. A value that the stage computes
+    is sent in the type in which its operator leaves it, under autocast often 16 bits. A value that
+    comes from another stage is converted to its declared type on arrival, and so is sent in that
+    type; a parameter of which the stage keeps a 16-bit copy is sent as the copy. Gradients are sent
+    in the type of their value.
     """
     if is_received and graph.parameter(name) is None:
         return graph.type_of(name).dtype.itemsize
@@ -186,7 +204,9 @@ def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
         if use.row.kind not in PRODUCT_KINDS and index not in with_product:
             read = [name for name in node.inputs if name in floating]
             # Scalars take part without widening the result (PyTorch's type promotion).
-            wide = [widths[name] for name in read if graph.type_of(name).shape] or [widths[name] for name in read]
+            wide = [widths[name] for name in read if graph.type_of(name).shape] or [
+                widths[name] for name in read
+            ]
             width = max(wide, default=4)
         for name in node.outputs:
             if name in floating:

@@ -1,8 +1,9 @@
-"""Changes of layout inside a stage: the fewest collectives between two layouts of a value, and a stage's exchanges.
+"""Changes of layout inside a stage: the fewest collectives between two layouts of a value, and a
+stage's exchanges.
 
-No step brings a device more than it lacks, and what runs is what costs are told of. Partial sums are added up at once:
-scattered where all readers want the same blocks, else to copies. After that a value is brought to each layout that is
-asked for from the form of it that lacks least.
+No step brings a device more than it lacks, and what runs is what costs are told of. Partial sums
+are added up at once: scattered where all readers want the same blocks, else to copies. After that a
+value is brought to each layout that is asked for from the form of it that lacks least.
 """
 
 from __future__ import annotations
@@ -36,16 +37,24 @@ from autopipe.ir.space import Space
 
 @lru_cache(maxsize=1 << 16)
 def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to `target`. Cut first, so
-    that less is gathered. Where the axes of one dimension go to another one as they are, and none else leave, that is
-    an all-to-all; what is neither goes from device to device."""
+    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to
+    `target`. Cut first, so that less is gathered. Where the axes of one dimension go to another one
+    as they are, and none else leave, that is an all-to-all; what is neither goes from device to
+    device.
+    """
     assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
     if target.windows:
         both = (axis for layout in (source, target) for cut in layout.cuts for axis in cut)
-        group = math.lcm(*(axis.stride * axis.degree for axis in both))  # Places repeat from there on.
-        return (Relayout("redistribute" if lacking(source, target, group).any() else "slice", source, target),)
+        group = math.lcm(
+            *(axis.stride * axis.degree for axis in both)
+        )  # Places repeat from there on.
+        return (
+            Relayout(
+                "redistribute" if lacking(source, target, group).any() else "slice", source, target
+            ),
+        )
     bounds = _chain(axis for layout in (source, target) for axes in layout.cuts for axis in axes)
     if bounds is None:
         return (Relayout("redistribute", source, target),)
@@ -53,7 +62,12 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
     leaving: dict[int, MeshAxes] = {}
     for place, cuts in enumerate(zip(source.cuts, target.cuts, strict=True)):
         have, want = (_split(axes, bounds) for axes in cuts)
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(have, want, strict=False)))
+        same = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(have, want, strict=False)
+            )
+        )
         if want[same:]:
             coming[place] = want[same:]
         if have[same:]:
@@ -64,7 +78,10 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 
     def cut(kind: str, place: int, axes: MeshAxes, *origin: int) -> None:
         nonlocal held
-        cuts = (merged(target.cuts[each]) if each in (place, *origin) else own for each, own in enumerate(held.cuts))
+        cuts = (
+            merged(target.cuts[each]) if each in (place, *origin) else own
+            for each, own in enumerate(held.cuts)
+        )
         result = replace(held, cuts=tuple(cuts))
         found.append(Relayout(kind, held, result, merged(axes), place, *origin))
         held = result
@@ -88,15 +105,19 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that cuts further. The
-    last step's result has no partial sums left; the axes that cut one dimension of `target` inside of those that cut it
-    now are scattered along it, all others reduced to copies. The blocks of both are even."""
-    cuts, left = list(source.cuts), source.partial_over
+    """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that
+    cuts further. The last step's result has no partial sums left; the axes that cut one dimension
+    of `target` inside of those that cut it now are scattered along it, all others reduced to
+    copies. The blocks of both are even.
+    """
+    cuts = list(source.cuts)
+    left = source.partial_over
     found = []
     held = source
     for inside, dimension, rest in scattered(source.cuts, left, target.cuts):
         cuts[dimension], left = merged(cuts[dimension] + inside), rest
-        sums, means = merged(without(held.sums, inside)), merged(without(held.means, inside))
+        sums = merged(without(held.sums, inside))
+        means = merged(without(held.means, inside))
         result = Layout(source.shape, tuple(cuts), sums, means)
         found.append(Relayout("reduce_scatter", held, result, inside, dimension))
         held = result
@@ -109,8 +130,10 @@ def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 def scattered(
     cuts: tuple[MeshAxes, ...], shares: MeshAxes, target: tuple[MeshAxes, ...]
 ) -> Iterator[tuple[MeshAxes, int, MeshAxes]]:
-    """How shares over the axes `shares` are scattered from `cuts` on the way to those of `target`. The axes along which
-    they are, of which dimension, and the axes over which shares are left then; outer to inner."""
+    """How shares over the axes `shares` are scattered from `cuts` on the way to those of `target`.
+    The axes along which they are, of which dimension, and the axes over which shares are left then;
+    outer to inner.
+    """
     for dimension, (now, wanted) in enumerate(zip(cuts, target, strict=True)):
         inside = scattered_along(now, wanted, shares)
         if inside:
@@ -120,13 +143,16 @@ def scattered(
 
 @lru_cache(maxsize=1 << 16)
 def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAxes:
-    """The axes that cut a dimension in `wanted` inside of `now`, if the value is shared out over exactly these."""
+    """The axes that cut a dimension in `wanted` inside of `now`, if the value is shared out over
+    exactly these.
+    """
     if now == wanted or not shares or not is_cut_further(now, wanted):
         return ()
     atoms = _chain([*now, *wanted, *shares])
     if atoms is None:
         return ()
-    have, want = _split(now, atoms), _split(wanted, atoms)
+    have = _split(now, atoms)
+    want = _split(wanted, atoms)
     if len(want) <= len(have) or want[: len(have)] != have:
         return ()
     free = set(_split(shares, atoms))
@@ -135,13 +161,19 @@ def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAx
 
 
 def is_cut_further(now: MeshAxes, wanted: MeshAxes) -> bool:
-    """True if `wanted` cuts a dimension along the axes of `now`, outer to inner, and maybe others inside of these."""
+    """True if `wanted` cuts a dimension along the axes of `now`, outer to inner, and maybe others
+    inside of these.
+    """
     if not now:
         return True
     if len(now) > len(wanted) or now[:-1] != wanted[: len(now) - 1]:
         return False
-    inner, other = now[-1], wanted[len(now) - 1]
-    return inner.stride * inner.degree == other.stride * other.degree and inner.stride % other.stride == 0
+    inner = now[-1]
+    other = wanted[len(now) - 1]
+    return (
+        inner.stride * inner.degree == other.stride * other.degree
+        and inner.stride % other.stride == 0
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -154,7 +186,9 @@ def without(axes: MeshAxes, taken: MeshAxes) -> MeshAxes:
 
 
 def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
-    """The strides at which axes begin and end, ascending; None where one does not divide the next."""
+    """The strides at which axes begin and end, ascending; None where one does not divide the
+    next.
+    """
     found = sorted({bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)})
     return found if is_chain(found) else None
 
@@ -169,13 +203,17 @@ def _split(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
     found = []
     for axis in axes:
         inner = [bound for bound in bounds if axis.stride <= bound <= axis.stride * axis.degree]
-        found += [MeshAxis(large // small, small) for small, large in itertools.pairwise(inner)][::-1]
+        found += [MeshAxis(large // small, small) for small, large in itertools.pairwise(inner)][
+            ::-1
+        ]
     return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLayouts:
-    """One node with the layouts in which its group reads its operands and leaves its results; None where absent."""
+    """One node with the layouts in which its group reads its operands and leaves its results; None
+    where absent.
+    """
 
     index: int
     node: Node
@@ -183,11 +221,18 @@ class NodeLayouts:
     results: tuple[Layout | None, ...]
 
 
-def node_layouts(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> NodeLayouts:
-    """The graph's node at `index`, of iteration space `space`, under its splits over `group` devices."""
-    node, axes = graph.nodes[index], axes_of(splits, group)
+def node_layouts(
+    graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int
+) -> NodeLayouts:
+    """The graph's node at `index`, of iteration space `space`, under its splits over `group`
+    devices.
+    """
+    node = graph.nodes[index]
+    axes = axes_of(splits, group)
     operands = (
-        operand_layout(words or (), graph.type_of(name).shape, axes, space.windows_of(place)) if name else None
+        operand_layout(words or (), graph.type_of(name).shape, axes, space.windows_of(place))
+        if name
+        else None
         for place, (name, words) in enumerate(zip(node.inputs, space.operands, strict=True))
     )
     results = (
@@ -200,13 +245,16 @@ def node_layouts(graph: Graph, index: int, space: Space, splits: tuple[Split, ..
 def taken_layouts(
     graph: Graph, nodes: Sequence[NodeLayouts], stage: Stage, whole: Set[str] = frozenset()
 ) -> dict[str, Layout]:
-    """For each value a stage does not compute, the layout to take it in: the one all its nodes need, else whole. Blocks
-    that are read through windows are taken as even ones where there are such. Constants and the values in `whole` are
-    whole; what the stage gathers comes in slices."""
+    """For each value a stage does not compute, the layout to take it in: the one all its nodes
+    need, else whole. Blocks that are read through windows are taken as even ones where there are
+    such. Constants and the values in `whole` are whole; what the stage gathers comes in slices.
+    """
     written = frozenset(name for each in nodes for name in each.node.outputs)
     fixed = whole | {each.value.name for each in graph.constants}
     found = {
-        name: next(iter(needs)) if len(needs) == 1 and name not in fixed else replicated(graph.type_of(name).shape)
+        name: next(iter(needs))
+        if len(needs) == 1 and name not in fixed
+        else replicated(graph.type_of(name).shape)
         for name, needs in _wanted(nodes, written).items()
     }
     for name in stage.gathers:
@@ -222,11 +270,16 @@ class Exchange:
 
 
 def with_exchanges(
-    nodes: Sequence[NodeLayouts], taken: dict[str, Layout], given: Set[str], shares: Set[str], group: int
+    nodes: Sequence[NodeLayouts],
+    taken: dict[str, Layout],
+    given: Set[str],
+    shares: Set[str],
+    group: int,
 ) -> Iterator[NodeLayouts | Exchange]:
-    """The nodes of a stage in order, with the exchanges between them. `taken` are the layouts of the values it does not
-    compute, `given` the values that others want whole or in shards of one's own choice, and `shares` the scalars that
-    may stay partial."""
+    """The nodes of a stage in order, with the exchanges between them. `taken` are the layouts of
+    the values it does not compute, `given` the values that others want whole or in shards of one's
+    own choice, and `shares` the scalars that may stay partial.
+    """
     wanted = _wanted(nodes)
     forms = {name: [layout] for name, layout in taken.items()}
     """The forms in which the group has each value so far, the one it is known by first."""
@@ -245,7 +298,9 @@ def with_exchanges(
             if need is None or need in forms[name]:
                 continue
             # Where a later node wants a form that this one is but a cut of, that one is made first.
-            further = (form for form in wanted.get(name, ()) if form not in forms[name] and form != need)
+            further = (
+                form for form in wanted.get(name, ()) if form not in forms[name] and form != need
+            )
             within = [form for form in further if not lacking(form, need, group).any()]
             if within:
                 yield from made(name, max(within, key=lambda form: math.prod(form.local_shape())))
@@ -265,8 +320,12 @@ def with_exchanges(
             forms[name] = [held]
 
 
-def _wanted(nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()) -> dict[str, dict[Layout, None]]:
-    """The layouts in which nodes read each value, in order, but for the windows they read it through."""
+def _wanted(
+    nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()
+) -> dict[str, dict[Layout, None]]:
+    """The layouts in which nodes read each value, in order, but for the windows they read it
+    through.
+    """
     wanted: dict[str, dict[Layout, None]] = {}
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
@@ -275,11 +334,14 @@ def _wanted(nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()) -> d
     return wanted
 
 
-def torn_parameters(stages: Sequence[tuple[tuple[int, ...], Mapping[str, Layout]]]) -> frozenset[str]:
-    """Parameters of which a rank would hold two blocks, or whose blocks overlap without being equal.
+def torn_parameters(
+    stages: Sequence[tuple[tuple[int, ...], Mapping[str, Layout]]],
+) -> frozenset[str]:
+    """Parameters of which a rank would hold two blocks, or whose blocks overlap without being
+    equal.
 
-    `stages` are each stage's devices and how they hold its parameters. Those that are torn are to be held whole: a
-    gradient is a sum over equal blocks.
+    `stages` are each stage's devices and how they hold its parameters. Those that are torn are to
+    be held whole: a gradient is a sum over equal blocks.
     """
     holdings: defaultdict[str, list[tuple[tuple[int, ...], Layout]]] = defaultdict(list)
     for devices, parameters in stages:
@@ -296,6 +358,12 @@ def _is_torn(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
         for box, places in holders_by_box(layout, len(devices)):
             if any(held.setdefault(devices[place], box) != box for place in places):
                 return True
-    if len({(len(devices), layout) for devices, layout in holdings}) == 1 and not holdings[0][1].windows:
+    if (
+        len({(len(devices), layout) for devices, layout in holdings}) == 1
+        and not holdings[0][1].windows
+    ):
         return False  # Blocks of one layout are apart.
-    return any(one.intersect(other) is not None for one, other in itertools.combinations(set(held.values()), 2))
+    return any(
+        one.intersect(other) is not None
+        for one, other in itertools.combinations(set(held.values()), 2)
+    )

@@ -15,23 +15,30 @@ from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, elemen
 Type = Literal["float64", "float32", "float16", "bfloat16"]
 
 _COARSEST: tuple[Type, ...] = ("bfloat16", "float16", "float32")
-_INTERPOLATIONS = {"Resize": "nearest", "Upsample": "nearest", "GridSample": "linear", "RoiAlign": "avg"}
-"""Operators that weigh neighbours by places in single precision, and their `mode` where none is stated.
+_INTERPOLATIONS = {
+    "Resize": "nearest",
+    "Upsample": "nearest",
+    "GridSample": "linear",
+    "RoiAlign": "avg",
+}
+"""Operators that weigh neighbours by places in single precision, and their `mode` where none is
+stated.
 
-A place up to n is off by as much as n numbers near 1 together, and its neighbours' weights with it: it counts as n²
-roundings in sequence, once for itself and once for the scale.
+A place up to n is off by as much as n numbers near 1 together, and its neighbours' weights with it:
+it counts as n² roundings in sequence, once for itself and once for the scale.
 """
 _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundaries: int) -> Rounding:
-    """The roundings of a step of `graph` at `precision`. `added` are the parts that a gradient is added up of, over
-    micro-batches and ranks; `boundaries` the messages between stages that follow one another and are rounded, each way.
+    """The roundings of a step of `graph` at `precision`. `added` are the parts that a gradient is
+    added up of, over micro-batches and ranks; `boundaries` the messages between stages that follow
+    one another and are rounded, each way.
 
-    A product adds its terms one after another in single precision, whatever it multiplies; another sum is a tree, or
-    short runs and a tree above them, in torch as in CUDA (pairwise summation: Higham, "The accuracy of floating point
-    summation", SIAM Journal on Scientific Computing 14(4), 1993). The gradient of an operand adds up over the axes that
-    the operand lacks.
+    A product adds its terms one after another in single precision, whatever it multiplies; another
+    sum is a tree, or short runs and a tree above them, in torch as in CUDA (pairwise summation:
+    Higham, "The accuracy of floating point summation", SIAM Journal on Scientific Computing 14(4),
+    1993). The gradient of an operand adds up over the axes that the operand lacks.
     """
     dtype = _coarsest(graph, precision)
     flowing = differentiable_values(graph) if train else frozenset[str]()
@@ -41,7 +48,9 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
 
 
 def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple[int, int]:
-    """The most roundings that follow one another, of sums and of results in 16 bits; gradients are of `flowing`."""
+    """The most roundings that follow one another, of sums and of results in 16 bits; gradients are
+    of `flowing`.
+    """
     widths = element_bytes(graph, precision)
     sums: dict[str, int] = {}
     narrow: dict[str, int] = {}
@@ -55,7 +64,9 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
         if node.body is not None:
             body = trained_body(graph, node)
             inside = differentiable_values(body) if flowing else flowing
-            loop, own_narrow = (node.integer("count") * each for each in _in_sequence(body, precision, inside))
+            loop, own_narrow = (
+                node.integer("count") * each for each in _in_sequence(body, precision, inside)
+            )
         forward = _terms(node, use, graph, result) if rounds and node.body is None else loop
         most_sums = most_narrow = 0
         for operand in _floating(graph, node):
@@ -63,7 +74,9 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
             more = back and use.row.kind != "view" and node.body is None
             own = forward + (_terms(node, use, graph, operand) if more else 0)
             most_sums = max(most_sums, sums.get(operand.name, 0) + own)
-            most_narrow = max(most_narrow, narrow.get(operand.name, 0) + own_narrow * (1 + (back and not loop)))
+            most_narrow = max(
+                most_narrow, narrow.get(operand.name, 0) + own_narrow * (1 + (back and not loop))
+            )
         for name in filter(None, node.outputs):
             sums[name], narrow[name] = most_sums, most_narrow
     return max(sums.values(), default=0), max(narrow.values(), default=0)
@@ -73,7 +86,9 @@ def _coarsest(graph: Graph, precision: str) -> Type:
     """The coarsest type that numbers of the graph are rounded to."""
     held = (*graph.values, *graph.inputs, *(each.value for each in graph.parameters))
     types = {value.dtype for value in held if value.dtype.is_floating}
-    own: Type = next((name for name in _COARSEST if DType(name) in types), "float64" if types else "float32")
+    own: Type = next(
+        (name for name in _COARSEST if DType(name) in types), "float64" if types else "float32"
+    )
     return _AUTOCAST.get(precision, own) if own == "float32" else own
 
 
@@ -97,8 +112,9 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
 
 
 def _inexact_extents(node: Node, graph: Graph) -> Iterator[int]:
-    """The extents along which an interpolation's places are rounded: all but those resized by a power of two, which
-    leaves halves and quarters."""
+    """The extents along which an interpolation's places are rounded: all but those resized by a
+    power of two, which leaves halves and quarters.
+    """
     before, after = (graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0]))
     places = node.text("coordinate_transformation_mode", "half_pixel")
     for old, new in zip(before[2:], after[2:], strict=False):

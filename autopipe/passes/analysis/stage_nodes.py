@@ -13,16 +13,23 @@ from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class StageNodes:
-    """A stage's nodes in topological order, each with its splits, and the values others need of it."""
+    """A stage's nodes in topological order, each with its splits, and the values others need of
+    it.
+    """
 
     nodes: tuple[tuple[int, tuple[Split, ...]], ...]
     outputs: tuple[str, ...]
 
 
-def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[StageNodes, ...]:
-    """Nodes of each stage so that each pipeline computes `wanted`. Nodes that nothing wanted depends on are left out. A
-    recomputed node (see `recomputed_nodes`) stands in every stage that needs its values."""
-    recomputed, every = recomputed_nodes(graph), graph.sources()
+def assign_nodes(
+    graph: Graph, placement: Placement, wanted: tuple[str, ...]
+) -> tuple[StageNodes, ...]:
+    """Nodes of each stage so that each pipeline computes `wanted`. Nodes that nothing wanted
+    depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage that
+    needs its values.
+    """
+    recomputed = recomputed_nodes(graph)
+    every = graph.sources()
     computed = [set[int]() for _ in placement.stages]
     outputs = [dict[str, None]() for _ in placement.stages]
     homes = [placement.stage_of(pipeline) for pipeline in range(placement.pipelines)]
@@ -53,7 +60,10 @@ def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) ->
             waiting += sources
     found = []
     for stage, nodes, given in zip(placement.stages, computed, outputs, strict=True):
-        splits = ((node, _splits(graph, placement, homes[stage.pipeline], node, stage)) for node in sorted(nodes))
+        splits = (
+            (node, _splits(graph, placement, homes[stage.pipeline], node, stage))
+            for node in sorted(nodes)
+        )
         found.append(StageNodes(tuple(splits), tuple(given)))
     return tuple(found)
 
@@ -69,9 +79,13 @@ def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(sorted(live))
 
 
-def _splits(graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage) -> tuple[Split, ...]:
-    """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group. Where
-    micro-batches differ, so do the extents that count samples: the group must divide its own."""
+def _splits(
+    graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage
+) -> tuple[Split, ...]:
+    """The splits of a node on a stage's group: its own where it lives there, else the same axis
+    over this group. Where micro-batches differ, so do the extents that count samples: the group
+    must divide its own.
+    """
     home = placement.stages[stage_of[node]]
     if home is stage:
         return stage.splits_of(node)
@@ -80,4 +94,8 @@ def _splits(graph: Graph, placement: Placement, stage_of: dict[int, int], node: 
     unequal = stage.micro_batch_size != home.micro_batch_size
     if degree == 1 or len(own) != 1 or (unequal and stage.micro_batch_size % degree):
         return ()
-    return (Split(own[0].axis, degree),) if is_block(space_of(graph, graph.nodes[node]), own[0].axis, degree) else ()
+    return (
+        (Split(own[0].axis, degree),)
+        if is_block(space_of(graph, graph.nodes[node]), own[0].axis, degree)
+        else ()
+    )

@@ -1,5 +1,6 @@
-"""Candidates of a search for the best plan: every strategy in the forms that schedules ask for, the cheap ones first;
-and which of them search too long for their promise, by the size of the problem alone.
+"""Candidates of a search for the best plan: every strategy in the forms that schedules ask for, the
+cheap ones first; and which of them search too long for their promise, by the size of the problem
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Candidate:
     shard: bool = False
     """True if the optimizer's state is shared out among replicas."""
     scores: Scores | None = None
-    """Form of the losses, which keep their scores or recompute them; None for the form that the request says."""
+    """Form of the losses, which keep their scores or recompute them; None for the form that the
+    request says.
+    """
 
     def settled(self, request: Request) -> Request:
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
@@ -44,18 +47,27 @@ class Candidate:
             micro_batches=count,
             recompute=request.recompute or self.recompute,
             scores=self.scores or request.scores,
-            optimizer=dataclasses.replace(request.optimizer, shard=request.optimizer.shard or self.shard),
+            optimizer=dataclasses.replace(
+                request.optimizer, shard=request.optimizer.shard or self.shard
+            ),
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
-        """Command-line choice that reproduces this candidate. JSON's spelling of options is YAML's, too."""
+        """Command-line choice that reproduces this candidate. JSON's spelling of options is YAML's,
+        too.
+        """
         assert dataclasses.is_dataclass(self.strategy)
         settled = self.settled(request)
-        values = {field: getattr(self.strategy, field.name) for field in dataclasses.fields(self.strategy)}
+        values = {
+            field: getattr(self.strategy, field.name) for field in dataclasses.fields(self.strategy)
+        }
         given = {field.name: value for field, value in values.items() if value != field.default}
         return Choice(
             strategy=self.strategy.name,
-            options=tuple((name, each if isinstance(each, str) else json.dumps(each)) for name, each in given.items()),
+            options=tuple(
+                (name, each if isinstance(each, str) else json.dumps(each))
+                for name, each in given.items()
+            ),
             schedule=schedule,
             micro_batches=settled.micro_batches,
             recompute=settled.recompute or self.recompute,
@@ -88,18 +100,23 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("breadth_first", {}),
     ("mcmc", {}),
 )
-"""Strategies and options in the order in which they are tried: about that of the time they take, so that there is a
-plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the zero-bubble V schedules run on."""
+"""Strategies and options in the order in which they are tried: about that of the time they take, so
+that there is a plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the
+zero-bubble V schedules run on.
+"""
 
 _WITH_AND_WITHOUT = ("tepdist",)
-"""Strategies that weigh what recomputes against what does not: one search where memory asks for it, instead of two."""
+"""Strategies that weigh what recomputes against what does not: one search where memory asks for it,
+instead of two.
+"""
 _FOLLOWERS = ("given", "manual")
 """Strategies that follow what somebody writes; of them, constraints make manual a candidate."""
 
 
 def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
-    """The candidates for a request, those of other packages' strategies last. `short` says whether there may be less
-    memory than a step wants, and recomputation may help."""
+    """The candidates for a request, those of other packages' strategies last. `short` says whether
+    there may be less memory than a step wants, and recomputation may help.
+    """
     for name, options in _forms(request):
         recompute = "auto" if short and name in _WITH_AND_WITHOUT else "none"
         yield Candidate(strategy_class(name)(**options), recompute=recompute)
@@ -112,7 +129,8 @@ def strategies_of(request: Request) -> tuple[str, ...]:
 
 
 def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    known, listed = strategy_names(), dict(_FORMS)
+    known = strategy_names()
+    listed = dict(_FORMS)
     for name, options in (*_FORMS, *((name, {}) for name in known if name not in listed)):
         is_open = name not in _FOLLOWERS or (name == "manual" and request.constraints)
         if name in known and is_open and may_suit(request, name, options):
@@ -120,14 +138,20 @@ def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _BRANCHED = ("m", "nn", "k")
-"""Shapes of tessel_shapes with stages on all devices beside stages on one, which no published form admits."""
+"""Shapes of tessel_shapes with stages on all devices beside stages on one, which no published form
+admits.
+"""
 
 
 def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
-    """Return False if the request names a schedule that cannot run what the built-in strategy `name` gives with
-    `options`. Strategy manual and the strategies of other packages may give any form."""
+    """Return False if the request names a schedule that cannot run what the built-in strategy
+    `name` gives with `options`. Strategy manual and the strategies of other packages may give any
+    form.
+    """
     scheduler = request.scheduler
-    if options.get("opposite") and (not isinstance(scheduler, Published) or request.mode is Mode.INFER):
+    if options.get("opposite") and (
+        not isinstance(scheduler, Published) or request.mode is Mode.INFER
+    ):
         return False  # A search over all schedules has such placements by tessel_shapes.
     if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
         return True
@@ -145,10 +169,15 @@ def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
 
 _MOST_SIZE = {
     **dict.fromkeys(("breadth_first", "mcmc"), 2**14),
-    **dict.fromkeys(("graphpipe", "grid with chunks", "pase", "pipedream", "piper", "tepdist", "tessel_shapes"), 2**16),
+    **dict.fromkeys(
+        ("graphpipe", "grid with chunks", "pase", "pipedream", "piper", "tepdist", "tessel_shapes"),
+        2**16,
+    ),
 }
-"""By what is searched the most operators times devices; others take about as long for any number of devices. 32 devices
-with a thousand operators each are below all but the least: those are baselines of pase's."""
+"""By what is searched the most operators times devices; others take about as long for any number of
+devices. 32 devices with a thousand operators each are below all but the least: those are baselines
+of pase's.
+"""
 
 QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
 """Strategies that search nothing: no other process needs to be asked."""
@@ -157,7 +186,9 @@ _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
 _BESIDE_STRATEGY = ("micro_batches", "recompute", "shard", "scores")
 """Fields of a candidate besides its strategy."""
-_MOST_TASKS = 2**14  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
+_MOST_TASKS = (
+    2**14
+)  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
 _MOST_SEARCHED = 2**11  # The most of them for which a schedule is searched.
 
 
@@ -173,7 +204,9 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
     if operators * devices <= _MOST_SIZE.get(form, math.inf):
         return None
     size = f"{operators} {plural(operators, 'operator')} on {devices} {plural(devices, 'device')}"
-    return LeftOutError(f"left out: {form} would search long for {size}; name it to have it searched")
+    return LeftOutError(
+        f"left out: {form} would search long for {size}; name it to have it searched"
+    )
 
 
 def in_common(candidate: Candidate) -> object:
@@ -184,17 +217,22 @@ def in_common(candidate: Candidate) -> object:
 
 
 def is_searched(scheduler: Scheduler) -> bool:
-    """True if an order of tasks is searched, which takes longer than all named schedules together."""
+    """True if an order of tasks is searched, which takes longer than all named schedules
+    together.
+    """
     return scheduler.name == "tessel"
 
 
 def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
     """Reason to leave out a search of the order of too many tasks."""
-    stages, count = len(placed.placement.stages), placed.problem.micro_batches
+    stages = len(placed.placement.stages)
+    count = placed.problem.micro_batches
     if not is_searched(scheduler) or stages * count <= _MOST_SEARCHED:
         return None
     size = f"{stages} {plural(stages, 'stage')} and {count} {plural(count, 'micro-batch')}"
-    return LeftOutError(f"left out: {scheduler.name} would search long for {size}; name it to have it searched")
+    return LeftOutError(
+        f"left out: {scheduler.name} would search long for {size}; name it to have it searched"
+    )
 
 
 def is_large(placed: Placed) -> bool:

@@ -1,7 +1,8 @@
 """The plan that is chosen where a request leaves the strategy open.
 
-A rule of thumb gives the first candidate, then come all strategies; other numbers of micro-batches, recomputation and
-shared state are tried for what these results promise most for, at last all schedules.
+A rule of thumb gives the first candidate, then come all strategies; other numbers of micro-batches,
+recomputation and shared state are tried for what these results promise most for, at last all
+schedules.
 """
 
 from __future__ import annotations
@@ -12,12 +13,31 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, OutOfMemoryError
+from autopipe.ir.errors import (
+    REFUSALS,
+    AutopipeError,
+    ConfigurationError,
+    InfeasibleError,
+    OutOfMemoryError,
+)
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import SCORES, Problem
 from autopipe.passes.analysis.constraints import resolved_constraints
-from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, may_suit, strategies_of
-from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of, with_alternatives
+from autopipe.passes.auto.candidates import (
+    Candidate,
+    LeftOutError,
+    candidates,
+    may_suit,
+    strategies_of,
+)
+from autopipe.passes.auto.plan_cache import (
+    FORMAT,
+    Store,
+    answer_form,
+    answer_key,
+    answer_of,
+    with_alternatives,
+)
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
@@ -38,15 +58,22 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
-"""Schedules that take any placement of whole micro-batches: kFkB also those of stages with their own."""
+"""Schedules that take any placement of whole micro-batches: kFkB also those of stages with their
+own.
+"""
 _LAST = ("tessel",)
-"""Schedules that are searched: they take longest, and need not be asked where another one meets the bound."""
+"""Schedules that are searched: they take longest, and need not be asked where another one meets the
+bound.
+"""
 
 
-def choose(request: Request, observer: Observer | None = None, store: Store | None = None) -> PlanResult:
-    """The plan with the shortest simulated step that any candidate gives, with what came of the others. What `store`
-    holds for the same request is not searched again. Raises what speaks against the first candidates where none has a
-    plan."""
+def choose(
+    request: Request, observer: Observer | None = None, store: Store | None = None
+) -> PlanResult:
+    """The plan with the shortest simulated step that any candidate gives, with what came of the
+    others. What `store` holds for the same request is not searched again. Raises what speaks
+    against the first candidates where none has a plan.
+    """
     runner = Runner(observer)
     if store is None:
         return _searched(request, runner)
@@ -76,14 +103,19 @@ def chosen(search: PlanSearch) -> PlanResult:
     assert run is not None and run.scheduled is not None
     named = replace(best.candidate.settled(search.request), scheduler=run.scheduler)
     found = assemble_plan(named, best.placed, run.scheduled, search.runner)
-    return with_alternatives(found, tuple(row for each in search.trials for row in each.alternatives(search.request)))
+    return with_alternatives(
+        found, tuple(row for each in search.trials for row in each.alternatives(search.request))
+    )
 
 
-def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> PlanSearch:
-    """All that is tried for a request, with a best plan among it. Candidates are weighed twice: each is placed, and its
-    step simulated under one schedule; then all schedules are tried on those whose placement bears a shorter step than
-    the best so far. By `clock` no new one is begun once the request's time is over and there is a plan. Raises as
-    `choose` does."""
+def weigh(
+    request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic
+) -> PlanSearch:
+    """All that is tried for a request, with a best plan among it. Candidates are weighed twice:
+    each is placed, and its step simulated under one schedule; then all schedules are tried on those
+    whose placement bears a shorter step than the best so far. By `clock` no new one is begun once
+    the request's time is over and there is a plan. Raises as `choose` does.
+    """
     end = None if request.time_limit is None else clock() + request.time_limit
     request = with_whole_batch(request, runner)
     request, scores_open = _with_scores(request, runner)
@@ -95,7 +127,9 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         # One batch for all, or steps tell nothing.
         search.request = request = replace(request, batch_size=problem.batch_size)
         short = problem.train and may_be_short(problem)
-        every = tuple(candidates(replace(request, mode=problem.mode), short and request.recompute is None))
+        every = tuple(
+            candidates(replace(request, mode=problem.mode), short and request.recompute is None)
+        )
         search.expect(every)
         search.expect(foreseeable(every, problem, request))
         search.try_all(every)
@@ -110,15 +144,21 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
 
 
 def weighed_names(request: Request) -> tuple[str, ...]:
-    """The passes that run while `choose` weighs candidates, about in the order in which they first do."""
-    schedulers = [name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()]
+    """The passes that run while `choose` weighs candidates, about in the order in which they first
+    do.
+    """
+    schedulers = [
+        name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()
+    ]
     if request.scheduler is not None:
         schedulers = [request.scheduler.name]
     return ("read", "cost", *strategies_of(request), "predict", *schedulers, "simulate")
 
 
 def _scheduler_names() -> tuple[str, ...]:
-    """All schedules that may be taken, those that are searched last. csv follows a file that somebody names."""
+    """All schedules that may be taken, those that are searched last. csv follows a file that
+    somebody names.
+    """
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
     return (*_FIRST, *middle, *_LAST)
 
@@ -126,8 +166,9 @@ def _scheduler_names() -> tuple[str, ...]:
 def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
     """Return (request, open) with the form of the losses that candidates have first.
 
-    request: with the faster form of the losses, each by itself; unchanged if the model or the request has one form.
-    open: True if that form keeps scores, so that candidates short of memory are tried with recomputed scores, too.
+    request: with the faster form of the losses, each by itself; unchanged if the model or the
+    request has one form. open: True if that form keeps scores, so that candidates short of memory
+    are tried with recomputed scores, too.
     """
     model = read(request, runner)
     if request.scores is not None or model.other is None:
@@ -139,8 +180,9 @@ def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
 
 
 def open_problem(request: Request, runner: Runner) -> Problem:
-    """The problem with the largest micro-batches that the model takes, whatever the strategy. Raises what is wrong with
-    the request itself: its model, its batch, its constraints."""
+    """The problem with the largest micro-batches that the model takes, whatever the strategy.
+    Raises what is wrong with the request itself: its model, its batch, its constraints.
+    """
     refused: AutopipeError | None = None
     try:
         for batching in divisions(request, Division.OWN, read(request, runner)):
@@ -159,16 +201,24 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     raise refused
 
 
-_SHARE = 1 / 4  # The part of a device's memory that parameters and what is kept beside them may fill.
+_SHARE = (
+    1 / 4
+)  # The part of a device's memory that parameters and what is kept beside them may fill.
 _PER_STAGE = 4  # Micro-batches a stage, about: a pipeline then idles a fifth of the step.
 _FEWEST = 16  # Micro-batches of few stages: one stage needs all at once that backward needs of one.
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
-    """The devices of a node share each layer; as few stages as memory allows, and replicas of those. Stages run their
-    forward again where memory asks for it. None where the request says otherwise, the schedule cannot run such stages,
-    or the batch cannot be shared so."""
-    if request.batch_size is None or request.micro_batches or request.micro_batch_size or request.constraints:
+    """The devices of a node share each layer; as few stages as memory allows, and replicas of
+    those. Stages run their forward again where memory asks for it. None where the request says
+    otherwise, the schedule cannot run such stages, or the batch cannot be shared so.
+    """
+    if (
+        request.batch_size is None
+        or request.micro_batches
+        or request.micro_batch_size
+        or request.constraints
+    ):
         return None
     if not may_suit(request, Grid.name, {}):
         return None
@@ -182,55 +232,86 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     stages = [count for count in divisors(groups) if state / (count * tensor) <= _SHARE * limit]
     pipeline = min(stages, default=groups)
     data = groups // pipeline
-    counts = [count for count in divisors(request.batch_size) if request.batch_size // count % data == 0]
+    counts = [
+        count for count in divisors(request.batch_size) if request.batch_size // count % data == 0
+    ]
     if not counts:
         return None
     enough = [count for count in counts if count >= max(_FEWEST, _PER_STAGE * pipeline)]
-    return Candidate(Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto")
+    return Candidate(
+        Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto"
+    )
 
 
 def refine(search: PlanSearch) -> Iterator[Candidate]:
-    """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the best grid without."""
+    """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the
+    best grid without.
+    """
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
         return
-    pipeline, count = len(best.placed.placement.stages), best.placed.problem.micro_batches
+    pipeline = len(best.placed.placement.stages)
+    count = best.placed.problem.micro_batches
     for each in search.trials:
         form = each.candidate.strategy
         is_left_out = isinstance(each.refused, LeftOutError) and each.candidate == Candidate(form)
         if is_left_out and isinstance(form, Grid) and pipeline > 1:
-            yield replace(best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count)
+            yield replace(
+                best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count
+            )
 
 
-_MOST = 3  # Candidates that are planned again with recomputation, or with shared state: one of each strategy.
-_BASELINES = ("breadth_first", "mcmc")  # Strategies that pase is at least as good as: tried once, and not varied.
+# Candidates that are planned again with recomputation, or with shared state: one of each strategy.
+_MOST = 3
+_BASELINES = (
+    "breadth_first",
+    "mcmc",
+)  # Strategies that pase is at least as good as: tried once, and not varied.
 _OFTEN_SHARED = ("tepdist",)
-"""Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
+"""Strategies that search long, and promise so much as a rule that shared state is asked for, too.
+"""
 
-_ALWAYS_OR_NEVER = ("pase",)  # Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not.
+_ALWAYS_OR_NEVER = (
+    "pase",
+)  # Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not.
 _NEAR = 1.5
-"""How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
+"""How many times the shortest step a candidate's bound may be for more numbers of micro-batches to
+be looked at.
+"""
 
 
-def foreseeable(every: Iterable[Candidate], problem: Problem, request: Request) -> Iterator[Candidate]:
+def foreseeable(
+    every: Iterable[Candidate], problem: Problem, request: Request
+) -> Iterator[Candidate]:
     """Slow candidates that are usually needed once all others are tried."""
     if _may_share(problem, request):
-        yield from (replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED)
+        yield from (
+            replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED
+        )
 
 
 def _may_share(problem: Problem, request: Request) -> bool:
     """True if replicas may have a share of the optimizer's state each, and do not anyway."""
-    return request.shard_open and not request.optimizer.shard and problem.train and problem.cluster.size > 1
+    return (
+        request.shard_open
+        and not request.optimizer.shard
+        and problem.train
+        and problem.cluster.size > 1
+    )
 
 
-def try_variations(search: PlanSearch, problem: Problem, short: bool, scores_open: bool = False) -> None:
-    """Try variations of what memory refused, and of the most promising candidates; further ones go by these results.
+def try_variations(
+    search: PlanSearch, problem: Problem, short: bool, scores_open: bool = False
+) -> None:
+    """Try variations of what memory refused, and of the most promising candidates; further ones go
+    by these results.
 
-    The order of the variations: other numbers of micro-batches for strategies that take the number they are given;
-    losses that recompute their scores; recomputation of stages if memory is short; replicas with a share of the
-    optimizer's state each, for the best candidates and for those that have no plan without. `problem` is the one with
-    the largest micro-batches that the model takes. `short` is True if memory may be less than a step of training
-    needs, `scores_open` if losses keep their scores so far and need not.
+    The order of the variations: other numbers of micro-batches for strategies that take the number
+    they are given; losses that recompute their scores; recomputation of stages if memory is short;
+    replicas with a share of the optimizer's state each, for the best candidates and for those that
+    have no plan without. `problem` is the one with the largest micro-batches that the model takes.
+    `short` is True if memory may be less than a step of training needs, `scores_open` if losses
+    keep their scores so far and need not.
     """
     varied = _Variations(search, problem, short)
     varied.climb_all(varied.given_counts())
@@ -256,36 +337,60 @@ class _Variations:
         self.search.expect(again)
         self.search.try_all(again)
         short = [each.candidate.strategy for each in refused]
-        self.climb_all(replace(each, scores="recompute") for each in self.given_counts() if each.strategy in short)
+        self.climb_all(
+            replace(each, scores="recompute")
+            for each in self.given_counts()
+            if each.strategy in short
+        )
 
     def with_recomputation(self) -> None:
         trials = self.search.trials
-        # Of two candidates that differ in the form of their losses only, the one that needs less memory.
-        lean = {replace(each.candidate, scores=None) for each in trials if each.candidate.scores == "recompute"}
+        # Of two candidates that differ in the form of their losses only, the one that needs less
+        # memory.
+        lean = {
+            replace(each.candidate, scores=None)
+            for each in trials
+            if each.candidate.scores == "recompute"
+        }
         refused = [each for each in trials if _is_refused(each) and each.candidate not in lean]
         own = _once(each.candidate for each in [*self._promising(), *refused])
-        plain = [each for each in own if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER]
+        plain = [
+            each
+            for each in own
+            if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER
+        ]
         again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
-        # Shared state is looked into meanwhile for what promises most so far: most of that is asked for anyway.
+        # Shared state is looked into meanwhile for what promises most so far: most of that is asked
+        # for anyway.
         self.search.expect([*again, *self.sharing()])
         self.search.try_all(again)
         scores = {each.candidate.strategy: each.candidate.scores for each in refused}
         given = [each for each in self.given_counts() if each.strategy in scores]
-        self.climb_all(replace(each, recompute="auto", scores=scores[each.strategy]) for each in given)
+        self.climb_all(
+            replace(each, recompute="auto", scores=scores[each.strategy]) for each in given
+        )
 
     def sharing(self) -> list[Candidate]:
-        """Candidates with shared state: of the best whose devices hold copies, and of what memory refuses otherwise."""
+        """Candidates with shared state: of the best whose devices hold copies, and of what memory
+        refuses otherwise.
+        """
         request = self.search.request
         if not _may_share(self.problem, request):
             return []
         found = [each for each in self._promising() if _has_copies(each)]
         if self.short and self.problem.states_of(False):
             most = "auto" if request.recompute is None else "none"
-            found += (each for each in self.search.trials if _is_refused(each) and each.candidate.recompute == most)
+            found += (
+                each
+                for each in self.search.trials
+                if _is_refused(each) and each.candidate.recompute == most
+            )
         return [replace(each, shard=True) for each in _once(each.candidate for each in found)]
 
     def _promising(self) -> list[CandidateTrial]:
-        """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
+        """The candidates with the shortest steps, then those with the least bounds: of each
+        strategy the first.
+        """
         found: list[CandidateTrial] = []
         for rank in (lambda each: each.step_s, lambda each: each.bound_s):
             best: dict[str, CandidateTrial] = {}
@@ -296,20 +401,31 @@ class _Variations:
         return found
 
     def given_counts(self) -> list[Candidate]:
-        """Candidates whose strategy takes as many micro-batches as it is given, and has no form that chooses."""
+        """Candidates whose strategy takes as many micro-batches as it is given, and has no form
+        that chooses.
+        """
         request = self.search.request
         if request.micro_batches is not None or request.micro_batch_size is not None:
             return []
-        plain = [own for each in self.search.trials if (own := each.candidate) == Candidate(own.strategy)]
+        plain = [
+            own for each in self.search.trials if (own := each.candidate) == Candidate(own.strategy)
+        ]
         wanted = {each: each.strategy.division(self.problem.graph) for each in plain}
         choosing = {each.strategy.name for each in plain if wanted[each] is Division.OWN}
-        return [each for each in wanted if wanted[each] is Division.MANY and each.strategy.name not in choosing]
+        return [
+            each
+            for each in wanted
+            if wanted[each] is Division.MANY and each.strategy.name not in choosing
+        ]
 
     def climb_all(self, given: Iterable[Candidate]) -> None:
-        """Climb from each candidate's own number of micro-batches, or the best plan's. The search is told before of
-        where climbs begin, and of the first steps of those that promise to be looked at: what nobody asks for in the
-        end is given up."""
-        search, problem, every = self.search, self.problem, list(given)
+        """Climb from each candidate's own number of micro-batches, or the best plan's. The search
+        is told before of where climbs begin, and of the first steps of those that promise to be
+        looked at: what nobody asks for in the end is given up.
+        """
+        search = self.search
+        problem = self.problem
+        every = list(given)
         sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
         counts = sorted(problem.batch_size // size for size in sizes)  # All that there can be.
         trials = {each.candidate: each for each in search.trials}
@@ -321,17 +437,25 @@ class _Variations:
             steps = {best} - {own, None}
             if found is not None and own is not None and found.bound_s < _NEAR * search.step_s:
                 place = bisect_left(counts, own)
-                steps |= {counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)}
+                steps |= {
+                    counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)
+                }
             wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
         search.expect(each for each in dict.fromkeys(wanted) if each not in trials)
         for each in every:
             self._climb(each, counts)
 
     def _climb(self, candidate: Candidate, counts: list[int]) -> None:
-        """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
+        """On from its own count, or the best plan's if it promises more: while memory refuses, then
+        as bounds fall.
+        """
         found = self._trial(candidate)
         if self.search.best is not None:
-            found = min(found, self._trial(candidate, _count(self.search.best)), key=lambda each: each.bound_s)
+            found = min(
+                found,
+                self._trial(candidate, _count(self.search.best)),
+                key=lambda each: each.bound_s,
+            )
         count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
         place = min(bisect_left(counts, count), len(counts) - 1)
         while _is_refused(found) and place + 1 < len(counts):
@@ -341,13 +465,19 @@ class _Variations:
             climb(counts, place, lambda count: self._trial(candidate, count).bound_s)
 
     def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
-        """Result of the candidate, or of it with `count` micro-batches; it is tried where it was not."""
+        """Result of the candidate, or of it with `count` micro-batches; it is tried where it was
+        not.
+        """
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.trials:
             if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
                 return each
         self.search.try_all((wanted,))
-        return self.search.trials[-1] if self.search.trials[-1].candidate == wanted else CandidateTrial(wanted)
+        return (
+            self.search.trials[-1]
+            if self.search.trials[-1].candidate == wanted
+            else CandidateTrial(wanted)
+        )
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:

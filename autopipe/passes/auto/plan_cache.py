@@ -1,9 +1,10 @@
-"""Answers of earlier runs, kept so that they need not be searched again, and the plan that is made of one.
+"""Answers of earlier runs, kept so that they need not be searched again, and the plan that is made
+of one.
 
-An answer holds the decisions alone: all else is worked out anew from the model, and has to come to the same step. A
-folder of JSON documents, shared by any number of runs, keeps answers by a digest of all that they follow from. A
-document that cannot be read or written is one that is not there. Processes of a search exchange decisions and schedules
-in the same form.
+An answer holds the decisions alone: all else is worked out anew from the model, and has to come to
+the same step. A folder of JSON documents, shared by any number of runs, keeps answers by a digest
+of all that they follow from. A document that cannot be read or written is one that is not there.
+Processes of a search exchange decisions and schedules in the same form.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
+from autopipe.ir.errors import (
+    REFUSALS,
+    AutopipeError,
+    ConfigurationError,
+    InternalError,
+    OutOfMemoryError,
+)
 from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import is_document
@@ -41,7 +48,12 @@ from autopipe.passes.pipeline import (
     time_schedule,
     with_other_scores,
 )
-from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
+from autopipe.passes.registry import (
+    scheduler_class,
+    scheduler_names,
+    strategy_class,
+    strategy_names,
+)
 
 FORMAT = "autopipe.answer/1"
 _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, InternalError)}
@@ -49,7 +61,9 @@ _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, Inter
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """A placement, the division of the batch that it is for, and its proof, which is no part of a plan's file."""
+    """A placement, the division of the batch that it is for, and its proof, which is no part of a
+    plan's file.
+    """
 
     placement: Placement
     batching: Annotated[Batching, Flat()]
@@ -66,7 +80,12 @@ class PlacementDecision:
 
 
 def refused_form(error: AutopipeError) -> dict[str, object]:
-    return {"refused": type(error).__name__, "message": error.message, "hint": error.hint, "where": error.where}
+    return {
+        "refused": type(error).__name__,
+        "message": error.message,
+        "hint": error.hint,
+        "where": error.where,
+    }
 
 
 def refused_of(record: JsonRecord) -> AutopipeError:
@@ -78,12 +97,17 @@ def schedule_form(found: Schedule) -> dict[str, Any]:
     orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
     texts = tuple(" ".join(map(str, order)) for order in orders)
     devices = tuple(orders[order] for order in found.tasks)
-    return encode(_Orders(found.micro_batches, texts, devices, found.repetends or (), found.period, found.proof))
+    return encode(
+        _Orders(
+            found.micro_batches, texts, devices, found.repetends or (), found.period, found.proof
+        )
+    )
 
 
 def schedule_of(record: Record) -> Schedule:
-    """The schedule that `schedule_form` gave. Raises ConfigurationError, and Python's own errors for tasks that are
-    none."""
+    """The schedule that `schedule_form` gave. Raises ConfigurationError, and Python's own errors
+    for tasks that are none.
+    """
     found: _Orders = decode(record, _Orders)
     orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
     if max(found.devices, default=0) >= len(orders):
@@ -94,7 +118,9 @@ def schedule_of(record: Record) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """A schedule as it is written: the orders that differ, and which of them each device follows."""
+    """A schedule as it is written: the orders that differ, and which of them each device
+    follows.
+    """
 
     micro_batches: Count
     orders: tuple[str, ...]
@@ -117,20 +143,36 @@ class Answer:
 
 
 def answer_form(found: PlanResult) -> dict[str, Any]:
-    """The answer as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
+    """The answer as lists, dicts and scalars. `found.plan.alternatives` has the choice that was
+    best.
+    """
     plan = found.plan
-    chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
+    chosen = min(
+        plan.alternatives,
+        key=lambda each: math.inf if each.step_time_s is None else each.step_time_s,
+    )
     decided = PlacementDecision.of(plan.placement, found.problem)
-    answer = Answer(plan.graph_digest, chosen, decided, plan.summary.step_time_s, plan.schedule, plan.alternatives)
+    answer = Answer(
+        plan.graph_digest,
+        chosen,
+        decided,
+        plan.summary.step_time_s,
+        plan.schedule,
+        plan.alternatives,
+    )
     return {"format": FORMAT, **encode(answer)}
 
 
 def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
-    """The plan that was found for `request`, made again. Raises AutopipeError where what is kept cannot be read, or
-    does not give the plan that it is said to; numbers that make no sense may raise Python's own errors."""
+    """The plan that was found for `request`, made again. Raises AutopipeError where what is kept
+    cannot be read, or does not give the plan that it is said to; numbers that make no sense may
+    raise Python's own errors.
+    """
     kept: Answer = decode(record, Answer)
     candidate = _candidate_of(kept.chosen)
-    settled = candidate.settled(dataclasses.replace(request, batch_size=kept.decided.batching.batch_size))
+    settled = candidate.settled(
+        dataclasses.replace(request, batch_size=kept.decided.batching.batch_size)
+    )
     placed = place_as(settled, kept.decided.batching, kept.decided.proven, runner)
     if placed.problem.graph.digest() != kept.graph_digest:
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
@@ -151,15 +193,22 @@ def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) 
     The best with the other form of the losses is also told where the plan tells its own.
     """
     scores = found.plan.summary.scores
-    others = [each for each in alternatives if scores is not None and each.choice.scores not in (None, scores.choice)]
+    others = [
+        each
+        for each in alternatives
+        if scores is not None and each.choice.scores not in (None, scores.choice)
+    ]
     steps = [each.step_time_s for each in others if each.step_time_s is not None]
     refused = next((each.refused for each in others if each.refused is not None), None)
     found = with_other_scores(found, min(steps, default=None), None if steps else refused)
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=alternatives))
+    return dataclasses.replace(
+        found, plan=dataclasses.replace(found.plan, alternatives=alternatives)
+    )
 
 
 def _candidate_of(chosen: Alternative) -> Candidate:
-    choice, options = chosen.choice, dict[str, object](chosen.choice.options)
+    choice = chosen.choice
+    options = dict[str, object](chosen.choice.options)
     for name, text in choice.options:
         with contextlib.suppress(ValueError):  # JSON's spelling, or a text as it is.
             options[name] = json.loads(text)
@@ -171,8 +220,9 @@ def _candidate_of(chosen: Alternative) -> Candidate:
 
 
 def answer_key(request: Request, model: Model) -> str:
-    """SHA-256 of a request for the best plan of a model, as its file is read without a batch, and of the code. Where
-    the model's file lies and how long one waits do not decide what is best."""
+    """SHA-256 of a request for the best plan of a model, as its file is read without a batch, and
+    of the code. Where the model's file lies and how long one waits do not decide what is best.
+    """
     digest = hashlib.sha256()
     fields = (
         field.name
@@ -206,7 +256,9 @@ def code_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """`$AUTOPIPE_CACHE`, else `autopipe` where the user's caches are; None where there is no such place."""
+    """`$AUTOPIPE_CACHE`, else `autopipe` where the user's caches are; None where there is no such
+    place.
+    """
     if named := os.environ.get("AUTOPIPE_CACHE"):
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME")
@@ -230,7 +282,9 @@ class Store:
     most_bytes: int = 256 * 2**20  # Of all documents together; those that were used last stay.
 
     def read(self, name: str, form: str) -> JsonRecord | None:
-        """The document called `name`, whose `format` is `form`; None where there is none that can be read."""
+        """The document called `name`, whose `format` is `form`; None where there is none that can
+        be read.
+        """
         path = self.folder / f"{name}.json"
         try:
             record = read_record(path, form)
@@ -241,7 +295,9 @@ class Store:
         return record
 
     def write(self, name: str, document: dict[str, object]) -> None:
-        """Keep a document, and drop those that were not used for longest where there are too many."""
+        """Keep a document, and drop those that were not used for longest where there are too
+        many.
+        """
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(self.folder / f"{name}.json") as file:

@@ -1,5 +1,5 @@
-"""The search over candidates: a placement each, in other processes where there are cores, then all schedules that can
-still win.
+"""The search over candidates: a placement each, in other processes where there are cores, then all
+schedules that can still win.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from autopipe.passes.auto.candidates import (
     left_out,
     scheduler_left_out,
 )
-from autopipe.passes.auto.plan_cache import PlacementDecision, refused_form, refused_of, schedule_form, schedule_of
+from autopipe.passes.auto.plan_cache import (
+    PlacementDecision,
+    refused_form,
+    refused_of,
+    schedule_form,
+    schedule_of,
+)
 from autopipe.passes.auto.workers import Answer, SpeculativePool, Work
 from autopipe.passes.registry import Scheduler, scheduler_class
 from autopipe.passes.schedule.limits import SAME, lower_bound
@@ -61,7 +67,9 @@ class CandidateTrial:
     @property
     def best(self) -> ScheduleOutcome | None:
         """The run with the shortest step, the first of equals; None where none has one."""
-        return min((run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None)
+        return min(
+            (run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None
+        )
 
     @property
     def step_s(self) -> float:
@@ -72,14 +80,20 @@ class CandidateTrial:
 
     def alternatives(self, request: pipeline.Request) -> tuple[Alternative, ...]:
         """Rows kept in the plan: one for every schedule, one where there is none."""
-        choice, placed, bound_s = self.candidate.choice(request), self.placed, self.bound_s
+        choice = self.candidate.choice(request)
+        placed = self.placed
+        bound_s = self.bound_s
         if placed is None:
             return (Alternative(choice, refused=self.refused.line if self.refused else None),)
         figures = bound_s, placed.problem.micro_batches, len(placed.placement.stages)
         row = Alternative(choice, None, *figures)
         runs = (self.same_as or self).runs
         if not runs:
-            return (replace(row, refused=f"left out: no schedule of it takes less than {bound_s:.4g} s"),)
+            return (
+                replace(
+                    row, refused=f"left out: no schedule of it takes less than {bound_s:.4g} s"
+                ),
+            )
         row = replace(row, same_as=self.same_as.candidate.strategy.name if self.same_as else None)
         found = []
         for run in runs:
@@ -87,7 +101,9 @@ class CandidateTrial:
             if run.scheduled is not None:
                 step = run.scheduled.timeline
                 peak = max(step.peak_memory)
-                own = replace(own, step_time_s=step.end, bubble_rate=step.bubble_rate, peak_memory_bytes=peak)
+                own = replace(
+                    own, step_time_s=step.end, bubble_rate=step.bubble_rate, peak_memory_bytes=peak
+                )
             found.append(replace(own, refused=None if run.refused is None else run.refused.line))
         return tuple(found)
 
@@ -97,18 +113,23 @@ _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
 
 _SOON = 2  # Works that are begun before those that take long.
 _GENERAL = ("manual", "pipedream")
-"""The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""
+"""The strategies that say best why there is no plan: manual follows any constraints, pipedream
+takes any model.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class PlanSearch:
-    """One search and its trials. What is strictly shorter wins, so that the order of candidates settles ties."""
+    """One search and its trials. What is strictly shorter wins, so that the order of candidates
+    settles ties.
+    """
 
     request: pipeline.Request
     runner: pipeline.Runner
     scheduler_names: tuple[str, ...]
-    """Where the request leaves the schedule open: the first that takes a placement says about what its step takes; the
-    others are run where they could win."""
+    """Where the request leaves the schedule open: the first that takes a placement says about what
+    its step takes; the others are run where they could win.
+    """
     end: float | None = None  # When to stop, by `clock`, once there is a plan.
     clock: Callable[[], float] = time.monotonic  # Seconds.
     pool: SpeculativePool = field(default_factory=lambda: SpeculativePool(1))
@@ -137,8 +158,9 @@ class PlanSearch:
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def expect(self, candidates: Iterable[Candidate]) -> None:
-        """Have the placements of candidates that are going to be tried searched meanwhile, each once. Those with much
-        in common follow one another in one process, which remembers it."""
+        """Have the placements of candidates that are going to be tried searched meanwhile, each
+        once. Those with much in common follow one another in one process, which remembers it.
+        """
         together: dict[object, dict[str, Work]] = {}
         slow = set()
         for candidate in () if self.is_over() else candidates:
@@ -146,7 +168,9 @@ class PlanSearch:
                 continue
             if self._left_out(candidate) is None:
                 key = in_common(candidate)
-                together.setdefault(key, {})[repr(candidate)] = self._told(partial(self._decide, candidate))
+                together.setdefault(key, {})[repr(candidate)] = self._told(
+                    partial(self._decide, candidate)
+                )
                 slow |= {key} if candidate.strategy.name in LONG else set()
         # The first ones are asked for first, whatever the others take.
         keys = list(together)
@@ -158,7 +182,8 @@ class PlanSearch:
 
         def answer() -> Answer:
             # A copy of a process tells nobody, and times its own passes.
-            self.runner.observer, self.runner.seconds = pipeline.Observer(), {}
+            self.runner.observer = pipeline.Observer()
+            self.runner.seconds = {}
             try:
                 return work()
             except AutopipeError as error:
@@ -182,8 +207,10 @@ class PlanSearch:
             self._try(candidate)
 
     def schedule_all(self) -> None:
-        """Try all schedules on the placements that can still win, the one with the least bound first. Schedules that
-        are searched, of placements that can win as yet, are searched meanwhile in other processes."""
+        """Try all schedules on the placements that can still win, the one with the least bound
+        first. Schedules that are searched, of placements that can win as yet, are searched
+        meanwhile in other processes.
+        """
         own = (each for each in self.trials if each.same_as is None)
         ranked = sorted(own, key=lambda each: (each.step_s, each.bound_s))
         for each in ranked:
@@ -191,7 +218,13 @@ class PlanSearch:
                 continue
             for scheduler in filter(is_searched, self.schedulers()):
                 if not each.has_run(scheduler) and scheduler_left_out(scheduler, placed) is None:
-                    self.pool.expect({_order_key(each, scheduler): self._told(partial(self._order, placed, scheduler))})
+                    self.pool.expect(
+                        {
+                            _order_key(each, scheduler): self._told(
+                                partial(self._order, placed, scheduler)
+                            )
+                        }
+                    )
         for each in ranked:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
@@ -206,11 +239,15 @@ class PlanSearch:
             self._report(error)
             self.trials.append(CandidateTrial(candidate, refused=error))
             return
-        same = next((each for each in self.trials if each.placed and _are_equal(each.placed, placed)), None)
+        same = next(
+            (each for each in self.trials if each.placed and _are_equal(each.placed, placed)), None
+        )
         if same is not None:
             self.trials.append(CandidateTrial(candidate, same.placed, same.bound_s, same_as=same))
             return
-        found = CandidateTrial(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
+        found = CandidateTrial(
+            candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction)
+        )
         self.trials.append(found)
         if is_large(placed) and self._cannot_win(found):
             return
@@ -224,10 +261,13 @@ class PlanSearch:
         """The placement: of another process where it was expected."""
         if (reason := self._left_out(candidate)) is not None:
             raise reason
-        settled, strategy = self._within_time(candidate.settled(self.request)), candidate.strategy
+        settled = self._within_time(candidate.settled(self.request))
+        strategy = candidate.strategy
         record = self._record(strategy.name, repr(candidate))
         if record is None:
-            return pipeline.predict_placement(*pipeline.run_strategy(settled, strategy, self.runner), self.runner)
+            return pipeline.predict_placement(
+                *pipeline.run_strategy(settled, strategy, self.runner), self.runner
+            )
         decision: PlacementDecision = decode(record, PlacementDecision)
         return pipeline.place_as(settled, decision.batching, decision.proven, self.runner)
 
@@ -236,12 +276,15 @@ class PlanSearch:
         return left_out(candidate.strategy, operators, self.request.cluster.size)
 
     def _record(self, name: str, key: str) -> JsonRecord | None:
-        """Answer of another process, as the pass of that name; None where it is not expected, or failed. Raises the
-        refusal that it found."""
+        """Answer of another process, as the pass of that name; None where it is not expected, or
+        failed. Raises the refusal that it found.
+        """
 
         def awaited() -> JsonRecord | None:
             limited = self.end is not None and self.best is not None
-            found = self.pool.answer(key, self._within_time(self.request).time_limit if limited else None)
+            found = self.pool.answer(
+                key, self._within_time(self.request).time_limit if limited else None
+            )
             if found is None:
                 if self.is_over():
                     raise LeftOutError("left out: the time was over")
@@ -256,9 +299,12 @@ class PlanSearch:
     def _cannot_win(self, trial: CandidateTrial) -> bool:
         return trial.bound_s >= self.step_s * (1 - SAME)
 
-    def run(self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler) -> ScheduleOutcome:
-        """Run a schedule on a placement, and report it where it is the best so far. A schedule is of another process
-        where it was expected."""
+    def run(
+        self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler
+    ) -> ScheduleOutcome:
+        """Run a schedule on a placement, and report it where it is the best so far. A schedule is
+        of another process where it was expected.
+        """
         known_s = self.step_s
         try:
             if (reason := scheduler_left_out(scheduler, placed)) is not None:
@@ -270,7 +316,9 @@ class PlanSearch:
                 order = schedule_of(record)
                 order.verify(placed.graph, placed.problem.train)
             known = tuple(each.scheduled for each in trial.runs if each.scheduled is not None)
-            run = ScheduleOutcome(scheduler, pipeline.time_schedule(placed, order, self.runner, known))
+            run = ScheduleOutcome(
+                scheduler, pipeline.time_schedule(placed, order, self.runner, known)
+            )
         except _REFUSALS as error:
             self._report(error)
             run = ScheduleOutcome(scheduler, refused=error)
@@ -291,7 +339,9 @@ class PlanSearch:
         return replace(request, time_limit=max(0.0, self.end - self.clock()))
 
     def reason(self) -> AutopipeError:
-        """Why there is no plan: what speaks against the strategy that takes most models and requests."""
+        """Why there is no plan: what speaks against the strategy that takes most models and
+        requests.
+        """
         trials = [each for each in self.trials if not isinstance(each.refused, LeftOutError)]
         names = [each.candidate.strategy.name for each in trials]
         found = trials[names.index(next((name for name in _GENERAL if name in names), names[0]))]

@@ -1,8 +1,8 @@
 """Speculative work in other processes, where there are cores for them.
 
-A process is a copy of this one, which knows all that has been read and costed. It tells its answers as lines of JSON
-through a pipe, and ends: `concurrent.futures` would pickle them. Answers do not depend on one another, so that they are
-the same as if each were made in its turn.
+A process is a copy of this one, which knows all that has been read and costed. It tells its answers
+as lines of JSON through a pipe, and ends: `concurrent.futures` would pickle them. Answers do not
+depend on one another, so that they are the same as if each were made in its turn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class _Process:
 
 @dataclass(slots=True, eq=False)
 class SpeculativePool:
-    """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in."""
+    """Work that is wanted soon, some of it begun. All processes are ended with the block that it is
+    used in.
+    """
 
     workers: int  # Processes at work at a time; with fewer than two nothing is begun.
     _waiting: deque[dict[str, Work]] = field(default_factory=deque)
@@ -72,15 +74,17 @@ class SpeculativePool:
         self._waiting.clear()
 
     def expect(self, works: dict[str, Work]) -> None:
-        """Have work done as soon as a process is free, one piece after the other; what was expected before comes first.
-        Each piece goes with the key to ask for its answer by."""
+        """Have work done as soon as a process is free, one piece after the other; what was expected
+        before comes first. Each piece goes with the key to ask for its answer by.
+        """
         if self.workers > 1 and works:
             self._waiting.append(works)
             self._begin()
 
     def answer(self, key: str, seconds: float | None = None) -> Answer | None:
-        """Result of the work expected as `key`, once it is done. None where none was begun, where its process failed,
-        and where it takes longer than `seconds` from now."""
+        """Result of the work expected as `key`, once it is done. None where none was begun, where
+        its process failed, and where it takes longer than `seconds` from now.
+        """
         end = None if seconds is None else time.monotonic() + seconds
         while key not in self._answers and self.is_coming(key):
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -101,8 +105,9 @@ class SpeculativePool:
             works = self._waiting.popleft()
             reading, writing = os.pipe()
             with warnings.catch_warnings():
-                # Python 3.12 warns of locks that other threads hold. The thread that prints progress holds none that a
-                # copy of the process needs: the copy writes to its pipe and ends.
+                # Python 3.12 warns of locks that other threads hold. The thread that prints
+                # progress holds none that a copy of the process needs: the copy writes to its pipe
+                # and ends.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 number = os.fork()
             if not number:
@@ -124,7 +129,9 @@ class SpeculativePool:
 
 
 def _tell(works: dict[str, Work], reading: int, writing: int) -> None:
-    """Answer in the copy of this process and end it: whatever happens, it must not go on with what this one does."""
+    """Answer in the copy of this process and end it: whatever happens, it must not go on with what
+    this one does.
+    """
     try:
         os.close(reading)
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,13 +1,15 @@
 """Costs of collectives and of changes of layout on a cluster.
 
-A collective takes the time of the cheapest algorithm known for it, each an affine function of its size: rings
-(Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009), trees,
-recursive halving and doubling (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
-MPICH", IJHPCA 19(1), 2005, sections 3 and 4); over several nodes flat over the slowest link, or one level after the
-other. The link of an outer level joins two nodes, so what the devices of one node send out together shares it.
+A collective takes the time of the cheapest algorithm known for it, each an affine function of its
+size: rings (Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", JPDC 69(2), 2009), trees, recursive halving and doubling (Thakur, Rabenseifner,
+Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, sections
+3 and 4); over several nodes flat over the slowest link, or one level after the other. The link of
+an outer level joins two nodes, so what the devices of one node send out together shares it.
 
-Changes of layout (`passes/analysis/resharding.py`) that add nothing up cost by the bytes that devices lack: each link
-carries once what is lacking behind it. Ring all-gathers, all-to-alls and messages move exactly that.
+Changes of layout (`passes/analysis/resharding.py`) that add nothing up cost by the bytes that
+devices lack: each link carries once what is lacking behind it. Ring all-gathers, all-to-alls and
+messages move exactly that.
 """
 
 from __future__ import annotations
@@ -47,11 +49,14 @@ FREE = Cost((Affine(0.0, 0.0),))
 """Cost in a group of one device."""
 
 
-def collective(kind: str, cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
+def collective(
+    kind: str, cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()
+) -> Cost:
     """An `all_reduce`, `all_gather` or `reduce_scatter` of `group`, by `bytes`.
 
-    These are, of a sum, those of the tensor on each device; of an all-gather, those of all shards together. All of
-    `beside`, where that is given, do the same at the same time, in groups like this one.
+    These are, of a sum, those of the tensor on each device; of an all-gather, those of all shards
+    together. All of `beside`, where that is given, do the same at the same time, in groups like
+    this one.
     """
     members = tuple(sorted(set(group)))
     if len(members) < 2:
@@ -74,8 +79,11 @@ all_reduce, all_gather, reduce_scatter = (
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | None:
-    """Measured line of a collective of a group in one node, or one between those of fewer and of more ranks."""
-    known, ranks = cluster.devices[group[0]].collectives, len(set(group))
+    """Measured line of a collective of a group in one node, or one between those of fewer and of
+    more ranks.
+    """
+    known = cluster.devices[group[0]].collectives
+    ranks = len(set(group))
     if not known or len(cluster.kinds_among(group)) > 1:
         return None
     if ranks < 2 or len({cluster.node(device) for device in group}) > 1:
@@ -90,10 +98,11 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | Non
 
 
 def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
-    """The ways of a collective; `levels` are the members and the link of each level, innermost first.
+    """The ways of a collective; `levels` are the members and the link of each level, innermost
+    first.
 
-    An all-reduce is a reduce-scatter at each inner level, an all-reduce of the shards over the outer ones, and an
-    all-gather back.
+    An all-reduce is a reduce-scatter at each inner level, an all-reduce of the shards over the
+    outer ones, and an all-gather back.
     """
     (size, link), *outer = levels
     rounds = (size - 1).bit_length()
@@ -113,19 +122,27 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
     return [ring, tree, Affine(2 * rounds * link.latency_s, moved)]
 
 
-def _levels(cluster: Cluster, members: Sequence[int], beside: Sequence[int]) -> tuple[Link, list[tuple[int, Link]]]:
-    """The slowest link between members, and how many of them join at each level, over which link, innermost first.
+def _levels(
+    cluster: Cluster, members: Sequence[int], beside: Sequence[int]
+) -> tuple[Link, list[tuple[int, Link]]]:
+    """The slowest link between members, and how many of them join at each level, over which link,
+    innermost first.
 
-    Each link is as one of several groups of `beside` gets it that share it. No levels are told where groups of one
-    level differ in number.
+    Each link is as one of several groups of `beside` gets it that share it. No levels are told
+    where groups of one level differ in number.
     """
     first, hierarchy = cluster.part(members[0])
     own, others = ([device - first for device in each] for each in (members, set(beside)))
-    groups, span = own, 1
-    crossed, found, is_even = [], [], True
+    groups = own
+    span = 1
+    crossed = []
+    found = []
+    is_even = True
     for level in hierarchy:
         here = own[0] // span
-        sharing = sum(each // span == here for each in others) / sum(each // span == here for each in own)
+        sharing = sum(each // span == here for each in others) / sum(
+            each // span == here for each in own
+        )
         link = _shared(level.link, sharing)
         parents = [group // level.size for group in groups]
         counts = set(Counter(parents).values())
@@ -133,14 +150,17 @@ def _levels(cluster: Cluster, members: Sequence[int], beside: Sequence[int]) -> 
             crossed.append(link)
             found.append((max(counts), link))
         is_even = is_even and len(counts) == 1
-        groups, span = sorted(set(parents)), span * level.size
+        groups = sorted(set(parents))
+        span = span * level.size
     return slower(crossed), found if is_even else []
 
 
 def _levels_among_groups(
     cluster: Cluster, members: Sequence[int], beside: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """The same for members in several groups of a cluster: inside each group, whatever its levels, and between."""
+    """The same for members in several groups of a cluster: inside each group, whatever its levels,
+    and between.
+    """
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for member in members:
         parts[cluster.part(member)[0]].append(member)
@@ -158,8 +178,12 @@ def _shared(link: Link, sharing: float) -> Link:
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1.0, sharing))
 
 
-def relayout_seconds(cluster: Cluster, devices: tuple[int, ...], step: Relayout, width: float) -> float:
-    """Seconds of one step on a group of `devices`, for a tensor of `width` bytes an element; backward takes as long."""
+def relayout_seconds(
+    cluster: Cluster, devices: tuple[int, ...], step: Relayout, width: float
+) -> float:
+    """Seconds of one step on a group of `devices`, for a tensor of `width` bytes an element;
+    backward takes as long.
+    """
     if step.kind == "slice":
         return 0.0
     if step.source.is_partial:
@@ -170,17 +194,27 @@ def relayout_seconds(cluster: Cluster, devices: tuple[int, ...], step: Relayout,
 
 @lru_cache(maxsize=4096)
 def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: MeshAxes) -> Cost:
-    """An `all_reduce` or `reduce_scatter` along axes of the mesh of `devices`, all of them doing so at once."""
+    """An `all_reduce` or `reduce_scatter` along axes of the mesh of `devices`, all of them doing so
+    at once.
+    """
     group = tuple(devices[position] for position in members(over, 0))
     return collective(kind, cluster, group, devices)
 
 
-def moving_seconds(cluster: Cluster, devices: Sequence[int], source: Layout, target: Layout, width: float) -> float:
-    """Seconds until all of `devices` have their blocks under `target` of a tensor they hold as `source` says."""
+def moving_seconds(
+    cluster: Cluster, devices: Sequence[int], source: Layout, target: Layout, width: float
+) -> float:
+    """Seconds until all of `devices` have their blocks under `target` of a tensor they hold as
+    `source` says.
+    """
     group = len(devices)
     total = 0.0
     for size, line in moving_lines(cluster, tuple(devices)):
-        have, need = (of_neighbours(layout, size) for layout in (source, target)) if size > 1 else (source, target)
+        have, need = (
+            (of_neighbours(layout, size) for layout in (source, target))
+            if size > 1
+            else (source, target)
+        )
         most = int(lacking(have, need, group // size).max())
         total += line.seconds(most * width) if most else 0.0
     return total
@@ -188,12 +222,13 @@ def moving_seconds(cluster: Cluster, devices: Sequence[int], source: Layout, tar
 
 @lru_cache(maxsize=4096)
 def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Affine], ...]:
-    """Lines of the time to bring a device, its node and so on the bytes lacking there, each with how many neighbours in
-    `devices` share the link. Measured exchanges count where there are any in a node of as many devices, else the links.
+    """Lines of the time to bring a device, its node and so on the bytes lacking there, each with
+    how many neighbours in `devices` share the link. Measured exchanges count where there are any in
+    a node of as many devices, else the links.
 
-    Where nodes have different shares of `devices`, or these are in several groups of the cluster, all is taken to go
-    over the slowest link between any two. Of all-gathers and all-to-alls a device lacks all but its own part; both take
-    about as long.
+    Where nodes have different shares of `devices`, or these are in several groups of the cluster,
+    all is taken to go over the slowest link between any two. Of all-gathers and all-to-alls a
+    device lacks all but its own part; both take about as long.
     """
     measured = _measured(cluster, "all_to_all", devices)
     if measured is not None:

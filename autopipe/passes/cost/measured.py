@@ -1,7 +1,9 @@
-"""Costs from measurements: each node takes what its operation took, at every share that was measured of it.
+"""Costs from measurements: each node takes what its operation took, at every share that was
+measured of it.
 
-What was not measured takes the roofline's seconds times the ratio of measured to roofline of the same operator; of the
-same class where there are none of the operator; of all where there are none of the class.
+What was not measured takes the roofline's seconds times the ratio of measured to roofline of the
+same operator; of the same class where there are none of the operator; of all where there are none
+of the class.
 """
 
 from __future__ import annotations
@@ -48,10 +50,14 @@ class Operations:
     """The operations of a graph's nodes at a precision, whole and under splits."""
 
     def __init__(self, graph: Graph, precision: str) -> None:
-        self.graph, self.precision = graph, precision
-        self.uses, self._gradients = uses_of(graph), differentiable_values(graph)
+        self.graph = graph
+        self.precision = precision
+        self.uses = uses_of(graph)
+        self._gradients = differentiable_values(graph)
         self.additions = bias_additions(graph)
-        """Products that code generation computes together with the addition of a bias, and those additions."""
+        """Products that code generation computes together with the addition of a bias, and those
+        additions.
+        """
         self.absorbed = frozenset(self.additions.values())
         """Nodes that are computed as a part of others."""
 
@@ -62,11 +68,16 @@ class Operations:
         return id(self.uses[index]), self._flowing(index), more
 
     def cuts(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
-        """The splits of a node along one axis that leave every device a share which it computes by itself."""
+        """The splits of a node along one axis that leave every device a share which it computes by
+        itself.
+        """
         space = self.uses[index].space
         windowed = {each.axis for each in space.windows}
         for axis in space.axes:
-            if axis.kind not in (AxisKind.PARALLEL, AxisKind.SUM, AxisKind.MEAN) or axis.name in windowed:
+            if (
+                axis.kind not in (AxisKind.PARALLEL, AxisKind.SUM, AxisKind.MEAN)
+                or axis.name in windowed
+            ):
                 continue
             for degree in degrees:
                 if degree > 1 and axis.extent % degree == 0 and is_block(space, axis.name, degree):
@@ -96,7 +107,9 @@ class Operations:
         read = [name for each in signatures for name in each.node.inputs]
         operands = {value.name: value for value in own.operands if value is not None}
         results = tuple(value for value in own.results if value is not None)
-        alone = Graph(own.node.name, own.opset, tuple(operands.values()), (), (), (own.node,), (), results)
+        alone = Graph(
+            own.node.name, own.opset, tuple(operands.values()), (), (), (own.node,), (), results
+        )
         below = {
             each.value.name: each.below
             for each in input_ranges(alone)
@@ -128,17 +141,26 @@ class Operations:
         form = node_layouts(self.graph, index, self.uses[index].space, splits, splits[0].degree)
         operands, results = (
             tuple(
-                None if value is None or layout is None else replace(value, shape=layout.local_shape())
+                None
+                if value is None or layout is None
+                else replace(value, shape=layout.local_shape())
                 for value, layout in zip(values, layouts, strict=True)
             )
-            for values, layouts in ((signature.operands, form.operands), (signature.results, form.results))
+            for values, layouts in (
+                (signature.operands, form.operands),
+                (signature.results, form.results),
+            )
         )
         return signature.sharded(operands, results)
 
     def _bias(self, index: int, splits: Splits, product: Signature) -> tuple[Signature, int] | None:
-        """The addition that is computed together with a product on one device, and the place of its bias."""
+        """The addition that is computed together with a product on one device, and the place of its
+        bias.
+        """
         addition = self.additions.get(index)
-        if addition is None or any(self.uses[index].space.axis(each.axis).kind is AxisKind.SUM for each in splits):
+        if addition is None or any(
+            self.uses[index].space.axis(each.axis).kind is AxisKind.SUM for each in splits
+        ):
             return None
         whole = signature_of(self.graph, self.graph.nodes[addition])
         result = product.result()
@@ -150,21 +172,26 @@ class Operations:
 
 
 _MOST_WAYS = 64
-"""Shares are looked up for splits of up to this many ways; smaller ones follow the roofline from there."""
+"""Shares are looked up for splits of up to this many ways; smaller ones follow the roofline from
+there.
+"""
 
 
 @remembered(GRAPHS)
 def costed_work(
     graph: Graph, precision: str, cluster: Cluster, costs: Costs | None, compiled: bool = False
 ) -> tuple[Work, ...]:
-    """The work of every node, in order, with what was measured of it, uncompiled, on the devices of `cluster`.
+    """The work of every node, in order, with what was measured of it, uncompiled, on the devices of
+    `cluster`.
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
     work = annotate(graph, precision, capability_of(cluster))
     if costs is None:
         return fused(graph, precision, work) if compiled else work
-    lookups = [_Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds]
+    lookups = [
+        _Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds
+    ]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
     operations = Operations(graph, precision)
     products = {addition: product for product, addition in operations.additions.items()}
@@ -176,16 +203,22 @@ def costed_work(
         if key not in known:
             place = index if product is None else product
             cuts = [(), *operations.cuts(place, degrees)]
-            shares = [(1 / (cut[0].degree if cut else 1), operations.operation(place, cut)) for cut in cuts]
+            shares = [
+                (1 / (cut[0].degree if cut else 1), operations.operation(place, cut))
+                for cut in cuts
+            ]
             own = (lookup.measured(each, shares) for lookup in lookups)
             # An addition that its product's call does takes nothing more, whatever the share.
-            known[key] = tuple(own if product is None else (replace(one, points=((1.0, 0.0, 0.0),)) for one in own))
+            known[key] = tuple(
+                own if product is None else (replace(one, points=((1.0, 0.0, 0.0),)) for one in own)
+            )
         found.append(replace(each, measured=known[key]))
     return tuple(found)
 
 
 def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
-    """The cluster with what was measured of tasks, the host, and messages and collectives within a node.
+    """The cluster with what was measured of tasks, the host, and messages and collectives within a
+    node.
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
@@ -199,13 +232,18 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
             collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
             post=messages.get("post"),
             follow=messages.get("follow"),
-            host_launch_s=device.host_launch_s if found.host_launch_s is None else found.host_launch_s,
+            host_launch_s=device.host_launch_s
+            if found.host_launch_s is None
+            else found.host_launch_s,
         )
     devices = tuple(kinds[device] for device in cluster.devices)
 
     def measured(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
         """The levels with what messages within a node were measured to take."""
-        sent = next((each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0), None)
+        sent = next(
+            (each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0),
+            None,
+        )
         if sent is None:
             return levels
         return (replace(levels[0], link=Link(sent.fixed_s, 1 / sent.per_byte_s)), *levels[1:])
@@ -213,9 +251,12 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
     if not cluster.groups:
         exchanges = next((each.exchanges for each in own.values() if each.exchanges), ())
         return replace(cluster, devices=devices, levels=measured(cluster.levels, exchanges))
-    groups, first = [], 0
+    groups = []
+    first = 0
     for group in cluster.groups:
-        groups.append(replace(group, levels=measured(group.levels, own[cluster.devices[first]].exchanges)))
+        groups.append(
+            replace(group, levels=measured(group.levels, own[cluster.devices[first]].exchanges))
+        )
         first += group.size
     return replace(cluster, devices=devices, groups=tuple(groups))
 
@@ -234,7 +275,9 @@ def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
     if found is None or (found.device != device.name and len(cluster.kinds) > 1):
         have = ", ".join(repr(each.device) for each in costs.devices)
         raise ConfigurationError(
-            f"nothing was measured on device {device.name!r}", hint=f"there are costs of {have}", where="costs"
+            f"nothing was measured on device {device.name!r}",
+            hint=f"there are costs of {have}",
+            where="costs",
         )
     return found
 
@@ -243,11 +286,18 @@ class _Lookup:
     """Measured times on one kind of device, by operation, and the ratio of its roofline to them."""
 
     def __init__(self, device: Device, costs: DeviceCosts, precision: str) -> None:
-        entries = [each for each in costs.operations if each.operation.precision == precision] or costs.operations
-        self.device, self.precision = device, precision
-        self.forward = {replace(each.operation, gradients=()): each.forward.seconds for each in costs.operations}
+        entries = [
+            each for each in costs.operations if each.operation.precision == precision
+        ] or costs.operations
+        self.device = device
+        self.precision = precision
+        self.forward = {
+            replace(each.operation, gradients=()): each.forward.seconds for each in costs.operations
+        }
         """Seconds by operation, whatever gradients it gives."""
-        self.backward = {each.operation: each.backward.seconds for each in costs.operations if each.backward}
+        self.backward = {
+            each.operation: each.backward.seconds for each in costs.operations if each.backward
+        }
         self.scales = _scales(entries, device, precision)
         views = [each for each in entries if each.kind == "view"]
         forward = [each.forward.seconds for each in views]
@@ -256,7 +306,9 @@ class _Lookup:
         """Seconds of views, for which a roofline has nothing."""
 
     def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
-        """Time of a node on the device at the shares that were measured; the first is the whole node."""
+        """Time of a node on the device at the shares that were measured; the first is the whole
+        node.
+        """
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:
             found = self._seconds(work, share, operation)
@@ -265,10 +317,17 @@ class _Lookup:
         name = self.device.name
         if 1.0 not in by_share:
             if work.kind == "view":
-                return Measured(name, False, ((1.0, self.view[0], self.view[1] if work.backward_flops else 0.0),))
+                return Measured(
+                    name,
+                    False,
+                    ((1.0, self.view[0], self.view[1] if work.backward_flops else 0.0),),
+                )
             return Measured(name, False, scale=self.scale(shares[0][1].operator, work.kind))
-        points = sorted((share, *np.mean(each, axis=0).tolist()) for share, each in by_share.items())
-        # A point at a much smaller share than any that was measured, as the roofline goes on from there.
+        points = sorted(
+            (share, *np.mean(each, axis=0).tolist()) for share, each in by_share.items()
+        )
+        # A point at a much smaller share than any that was measured, as the roofline goes on from
+        # there.
         least, forward, backward = points[0]
         shares_below = np.array([least / _MOST_WAYS, least])
         ratios = [
@@ -278,8 +337,12 @@ class _Lookup:
         below = least / _MOST_WAYS, forward * ratios[0], backward * ratios[1]
         return Measured(name, True, (below, *map(tuple, points)))
 
-    def _seconds(self, work: Work, share: float, operation: Operation) -> tuple[float, float] | None:
-        """Of forward and backward; where only forward was measured, backward is judged by the roofline."""
+    def _seconds(
+        self, work: Work, share: float, operation: Operation
+    ) -> tuple[float, float] | None:
+        """Of forward and backward; where only forward was measured, backward is judged by the
+        roofline.
+        """
         forward = self.forward.get(replace(operation, gradients=()))
         if forward is None:
             return None
@@ -291,16 +354,26 @@ class _Lookup:
 
     def scale(self, operator: str, kind: str) -> tuple[float, float]:
         """How much longer than the roofline says forward and backward take."""
-        return self.scales.get(operator) or self.scales.get(f"class {kind}") or self.scales.get("", (1.0, 1.0))
+        return (
+            self.scales.get(operator)
+            or self.scales.get(f"class {kind}")
+            or self.scales.get("", (1.0, 1.0))
+        )
 
 
-def _scales(entries: Sequence[OperationCost], device: Device, precision: str) -> dict[str, tuple[float, float]]:
-    """Measured over roofline, by operator, class ("class …") and for all (""): sums, so that long ones count most."""
+def _scales(
+    entries: Sequence[OperationCost], device: Device, precision: str
+) -> dict[str, tuple[float, float]]:
+    """Measured over roofline, by operator, class ("class …") and for all (""): sums, so that long
+    ones count most.
+    """
     sums: dict[str, np.ndarray] = {}
     for each in entries:
         if each.kind == "view":
             continue
-        work = Work(each.kind, each.flops[0], each.flops[1], each.moved_bytes[0], each.moved_bytes[1], 0)
+        work = Work(
+            each.kind, each.flops[0], each.flops[1], each.moved_bytes[0], each.moved_bytes[1], 0
+        )
         forward, backward = (float(found[0]) for found in node_seconds([work], device, precision))
         own = [each.forward.seconds, forward, 0.0, 0.0]
         if each.backward is not None:
@@ -316,10 +389,11 @@ def _scales(entries: Sequence[OperationCost], device: Device, precision: str) ->
 
 @remembered(GRAPHS)
 def resized(problem: Problem, size: int) -> Problem:
-    """The problem with the graph and work of `size` samples, of which a step has as many micro-batches as it takes.
+    """The problem with the graph and work of `size` samples, of which a step has as many
+    micro-batches as it takes.
 
-    Nodes keep their indices. Raises ConfigurationError where `size` does not divide the micro-batch, ModelError where
-    the graph's samples are not alike: see `rebatched`.
+    Nodes keep their indices. Raises ConfigurationError where `size` does not divide the
+    micro-batch, ModelError where the graph's samples are not alike: see `rebatched`.
     """
     if size == problem.micro_batch_size:
         return problem
@@ -327,7 +401,9 @@ def resized(problem: Problem, size: int) -> Problem:
     return replace(
         problem,
         graph=graph,
-        work=costed_work(graph, problem.precision, problem.cluster, problem.costs, problem.compiled),
+        work=costed_work(
+            graph, problem.precision, problem.cluster, problem.costs, problem.compiled
+        ),
         micro_batches=problem.batch_size // size,
         micro_batch_sizes=tuple(each for each in problem.micro_batch_sizes if size % each == 0),
     )

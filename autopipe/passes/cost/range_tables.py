@@ -1,4 +1,6 @@
-"""Time and memory of every range of a chain's blocks as one stage, for any degree of data parallelism."""
+"""Time and memory of every range of a chain's blocks as one stage, for any degree of data
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from autopipe.passes.analysis.gradients import kept_values, most_widened, scratc
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
 from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.memory import State, state_of
-from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, task_seconds, update_line
+from autopipe.passes.cost.roofline import (
+    accumulate_per_byte,
+    node_seconds,
+    task_seconds,
+    update_line,
+)
 from autopipe.passes.cost.stage_work import updated_part
 
 _Item = TypeVar("_Item")
@@ -41,7 +48,11 @@ class Shared:
     whole: Matrix
 
     @staticmethod
-    def of(sums: Callable[[int, list[_Item]], Matrix], chain: Chain, items: Iterable[tuple[bool, _Item]]) -> Shared:
+    def of(
+        sums: Callable[[int, list[_Item]], Matrix],
+        chain: Chain,
+        items: Iterable[tuple[bool, _Item]],
+    ) -> Shared:
         """Sums over items, each with whether replicas share it out."""
         parts: dict[bool, list[_Item]] = {True: [], False: []}
         for cut, item in items:
@@ -68,7 +79,9 @@ class Tables:
     workspace: Shared
     state: Matrix
     low_precision: Matrix
-    """Bytes of copies in 16 bits, which a stage that recomputes does not hold; `state` is without them."""
+    """Bytes of copies in 16 bits, which a stage that recomputes does not hold; `state` is without
+    them.
+    """
     optimizer: Matrix
     """Bytes of what the optimizer keeps of them in all."""
     gradients: Matrix
@@ -76,13 +89,17 @@ class Tables:
     """Operators that the host starts in a forward and in a backward."""
 
     def host_seconds(self, launch_s: float, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return the host's seconds for a forward and for a backward, if it starts each operator in `launch_s`."""
+        """Return the host's seconds for a forward and for a backward, if it starts each operator in
+        `launch_s`.
+        """
         forward, backward = (each * launch_s for each in self.operators)
         if not self.problem.train:
             return forward, np.zeros_like(forward)
         return forward, backward + forward if recompute else backward
 
-    def host_wait(self, device: Device, forward: Matrix, backward: Matrix, recompute: bool) -> Matrix:
+    def host_wait(
+        self, device: Device, forward: Matrix, backward: Matrix, recompute: bool
+    ) -> Matrix:
         """Return how much longer a micro-batch takes because the device waits for its host.
 
         `forward` and `backward` are the device's, as `seconds` has them.
@@ -91,17 +108,23 @@ class Tables:
         added = self.gradients * accumulate_per_byte(device) * (1 - 1 / count) * self.problem.train
         on_device = forward, backward + added + (forward if recompute else 0.0)
         on_host = self.host_seconds(device.host_launch_s, recompute)
-        waits: Matrix = np.maximum(0.0, on_host[0] - on_device[0]) + np.maximum(0.0, on_host[1] - on_device[1])
+        waits: Matrix = np.maximum(0.0, on_host[0] - on_device[0]) + np.maximum(
+            0.0, on_host[1] - on_device[1]
+        )
         return waits
 
     def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:
-        """Forward and backward of one micro-batch shared among `degree` devices; infinite where it cannot be shared."""
+        """Forward and backward of one micro-batch shared among `degree` devices; infinite where it
+        cannot be shared.
+        """
         samples = self.samples
         shares = np.array([1.0 if axis is None else 1.0 / degree for axis in samples.axes])
         forward, backward = node_seconds(self.problem.work, device, self.problem.precision, shares)
         if not self.problem.train:
             backward = np.zeros_like(forward)
-        uneven = np.array([not samples.divides(node, degree) for node in range(len(shares))], dtype=float)
+        uneven = np.array(
+            [not samples.divides(node, degree) for node in range(len(shares))], dtype=float
+        )
         forbidden = np.where(range_sums(self.chain.by_block(uneven)) > 0.5, np.inf, 0.0)
         starts = task_seconds(device)
         return (
@@ -109,15 +132,23 @@ class Tables:
             range_sums(self.chain.by_block(backward)) + starts[1] * self.problem.train + forbidden,
         )
 
-    def overhead(self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost) -> Matrix:
-        """Seconds a micro-batch of receiving and of adding up gradients, and of the step's end shared by all of them.
+    def overhead(
+        self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost
+    ) -> Matrix:
+        """Seconds a micro-batch of receiving and of adding up gradients, and of the step's end
+        shared by all of them.
 
-        A stage receives activations from the stages before it and, in training, gradients from those after it.
+        A stage receives activations from the stages before it and, in training, gradients from
+        those after it.
         """
 
         def message_seconds(sizes: Matrix, values: Matrix, link: Link | None) -> Matrix:
             seconds: Matrix = np.zeros_like(sizes)
-            return seconds if link is None else values * link.latency_s + sizes / link.bandwidth_bytes_per_s
+            return (
+                seconds
+                if link is None
+                else values * link.latency_s + sizes / link.bandwidth_bytes_per_s
+            )
 
         found = message_seconds(self.received.local(degree), self.arriving, before)
         if self.problem.train:
@@ -136,8 +167,11 @@ class Tables:
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Bytes on a device of a stage: those that are always there, and those for each micro-batch it keeps."""
-        received, sent = self.received.local(degree), self.sent.local(degree)
+        """Bytes on a device of a stage: those that are always there, and those for each micro-batch
+        it keeps.
+        """
+        received = self.received.local(degree)
+        sent = self.sent.local(degree)
         always = self.held(degree) + self.workspace.local(degree)
         if not self.problem.train:
             return always + self.low_precision + received + sent, np.zeros_like(always)
@@ -148,7 +182,9 @@ class Tables:
 
 
 def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
-    """All matrices of a problem's chain; `samples` are those of its graph, where they are known already."""
+    """All matrices of a problem's chain; `samples` are those of its graph, where they are known
+    already.
+    """
     graph = problem.graph
     samples = samples or sample_axes(graph)
     block_of: dict[int, int] = dict(enumerate(chain.block_of.tolist()))
@@ -168,19 +204,27 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         leaving=outgoing_sums(chain.blocks, counts),
         kept=Shared.of(distinct_sums, chain, _kept(problem, block_of, samples)),
         workspace=_workspace(problem, chain, samples),
-        state=state_sums(problem, chain, lambda each: each.total - each.low_precision_bytes - each.optimizer_bytes),
+        state=state_sums(
+            problem,
+            chain,
+            lambda each: each.total - each.low_precision_bytes - each.optimizer_bytes,
+        ),
         low_precision=state_sums(problem, chain, lambda each: each.low_precision_bytes),
         optimizer=state_sums(problem, chain, lambda each: each.optimizer_bytes),
         gradients=state_sums(problem, chain, lambda each: each.gradient_bytes),
         operators=(
             range_sums(chain.by_block(np.array([each.operators for each in problem.work]))),
-            range_sums(chain.by_block(np.array([each.backward_operators for each in problem.work]))),
+            range_sums(
+                chain.by_block(np.array([each.backward_operators for each in problem.work]))
+            ),
         ),
     )
 
 
 def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> Matrix:
-    """At [i, j] the bytes that `size` takes of the state of each parameter that blocks i to j - 1 read, unsplit."""
+    """At [i, j] the bytes that `size` takes of the state of each parameter that blocks i to j - 1
+    read, unsplit.
+    """
     readers = problem.graph.consumers()
     items = []
     for name in (each.value.name for each in problem.graph.parameters):
@@ -189,11 +233,15 @@ def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> 
     return distinct_sums(chain.blocks, items)
 
 
-def _kept(problem: Problem, block_of: Mapping[int, int], samples: SampleAxes) -> list[tuple[bool, _Sized]]:
+def _kept(
+    problem: Problem, block_of: Mapping[int, int], samples: SampleAxes
+) -> list[tuple[bool, _Sized]]:
     """(whether replicas share it out, (blocks that keep it, bytes)) of everything kept."""
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
-    for index, found in enumerate(kept_values(problem.graph, problem.precision, capability_of(problem.cluster))):
+    for index, found in enumerate(
+        kept_values(problem.graph, problem.precision, capability_of(problem.cluster))
+    ):
         for kept in found:
             blocks[kept.key].add(block_of[index])
             cut = any(samples.axes[index] in dimension for dimension in kept.dimensions)
@@ -202,8 +250,11 @@ def _kept(problem: Problem, block_of: Mapping[int, int], samples: SampleAxes) ->
 
 
 def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> Shared:
-    """The largest task's passing memory: gradients of a node's tensors, or without training what is alive around it."""
-    graph, widths = problem.graph, element_bytes(problem.graph, problem.precision)
+    """The largest task's passing memory: gradients of a node's tensors, or without training what is
+    alive around it.
+    """
+    graph = problem.graph
+    widths = element_bytes(problem.graph, problem.precision)
     most = {True: np.zeros(chain.blocks), False: np.zeros(chain.blocks)}
     for index, (node, use) in enumerate(zip(graph.nodes, samples.uses, strict=True)):
         if use.row.kind == "view":

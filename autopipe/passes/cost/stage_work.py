@@ -1,5 +1,6 @@
-"""Work of each stage: its nodes as its group shares them, the collectives between them, and the sums of gradients at a
-step's end. Backward runs each exchange's transpose, which costs the same, where gradients flow.
+"""Work of each stage: its nodes as its group shares them, the collectives between them, and the
+sums of gradients at a step's end. Backward runs each exchange's transpose, which costs the same,
+where gradients flow.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ from autopipe.passes.cost.measured import resized
 
 @dataclass(frozen=True, slots=True)
 class NodeSharing:
-    """How a stage's group shares one use: how often each axis is cut, and how it holds each operand and result."""
+    """How a stage's group shares one use: how often each axis is cut, and how it holds each operand
+    and result.
+    """
 
     degrees: dict[str, int]
     share: float
@@ -80,17 +83,25 @@ class StageNode:
         return _local_bytes(self.node.outputs, self.sharing.written, widths)
 
 
-def _local_bytes(names: tuple[str, ...], elements: tuple[int | None, ...], widths: Mapping[str, int]) -> dict[str, int]:
-    return {name: count * widths[name] for name, count in zip(names, elements, strict=True) if count is not None}
+def _local_bytes(
+    names: tuple[str, ...], elements: tuple[int | None, ...], widths: Mapping[str, int]
+) -> dict[str, int]:
+    return {
+        name: count * widths[name]
+        for name, count in zip(names, elements, strict=True)
+        if count is not None
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """A stage's nodes in topological order, recomputed ones included, and how its group holds what they read and give.
+    """A stage's nodes in topological order, recomputed ones included, and how its group holds what
+    they read and give.
 
-    `problem` is the problem on the stage's own micro-batches: nodes and layouts are of its graph. `given` are values it
-    computes that others want, `received` those that other stages compute, `parameters` those it reads. Nodes that want
-    one in different layouts, or stages a parameter, make every device hold it whole.
+    `problem` is the problem on the stage's own micro-batches: nodes and layouts are of its graph.
+    `given` are values it computes that others want, `received` those that other stages compute,
+    `parameters` those it reads. Nodes that want one in different layouts, or stages a parameter,
+    make every device hold it whole.
     """
 
     stage: Stage
@@ -111,10 +122,16 @@ class StageWork:
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
-    problems = {size: resized(problem, size) for size in (stage.micro_batch_size for stage in placement.stages)}
+    problems = {
+        size: resized(problem, size)
+        for size in (stage.micro_batch_size for stage in placement.stages)
+    }
     works = []
-    for stage, plan in zip(placement.stages, assign_nodes(graph, placement, problem.wanted), strict=True):
-        own, group = problems[stage.micro_batch_size], len(stage.devices)
+    for stage, plan in zip(
+        placement.stages, assign_nodes(graph, placement, problem.wanted), strict=True
+    ):
+        own = problems[stage.micro_batch_size]
+        group = len(stage.devices)
         assign = _assigner(own.graph)
         nodes = tuple(assign(index, splits, group) for index, splits in plan.nodes)
         taken = taken_layouts(own.graph, [each.layouts for each in nodes], stage)
@@ -125,8 +142,12 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
             if layout is not None
         }
         given = {name: written[name] for name in plan.outputs if name in written}
-        received = {name: layout for name, layout in taken.items() if graph.producer(name) is not None}
-        parameters = {name: layout for name, layout in taken.items() if graph.parameter(name) is not None}
+        received = {
+            name: layout for name, layout in taken.items() if graph.producer(name) is not None
+        }
+        parameters = {
+            name: layout for name, layout in taken.items() if graph.parameter(name) is not None
+        }
         parts = {name: layout.parts for name, layout in (given | received | parameters).items()}
         works.append(StageWork(stage, own, nodes, given, received, parameters, parts))
     torn = torn_parameters([(work.stage.devices, work.parameters) for work in works])
@@ -149,7 +170,9 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
             degrees = {split.axis: split.degree for split in splits}
             names = use.space.extents()
             # An axis that the node lacks only shares its work: code generation refuses it, by name.
-            form = node_layouts(graph, index, use.space, tuple(each for each in splits if each.axis in names), group)
+            form = node_layouts(
+                graph, index, use.space, tuple(each for each in splits if each.axis in names), group
+            )
             read, written = (
                 tuple(None if layout is None else layout.local_elements for layout in layouts)
                 for layouts in (form.operands, form.results)
@@ -164,23 +187,32 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
 def exchange_seconds(work: StageWork) -> tuple[float, float]:
     """Return (forward, backward): the seconds of the collectives of one micro-batch inside a stage.
 
-    Each collective is costed at the bytes that are sent at the problem's precision (`exchanged_element_bytes`).
+    Each collective is costed at the bytes that are sent at the problem's precision
+    (`exchanged_element_bytes`).
     """
-    graph, cluster, devices = work.problem.graph, work.problem.cluster, work.stage.devices
+    graph = work.problem.graph
+    cluster = work.problem.cluster
+    devices = work.stage.devices
     forward = backward = 0.0
-    if len(devices) < 2 or not (work.stage.gathers or any(each.sharing.degrees for each in work.nodes)):
+    if len(devices) < 2 or not (
+        work.stage.gathers or any(each.sharing.degrees for each in work.nodes)
+    ):
         return forward, backward
     differentiable = differentiable_values(graph)
     for exchange in exchanges_of(work):
         is_received = exchange.value in work.received
-        width = exchanged_element_bytes(graph, work.problem.precision, exchange.value, is_received=is_received)
+        width = exchanged_element_bytes(
+            graph, work.problem.precision, exchange.value, is_received=is_received
+        )
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
         forward += seconds
         backward += seconds * (exchange.value in differentiable)
     for each in work.nodes:
         if joint_splits(each.use.space, each.sharing.degrees):
             signature = signature_of(graph, each.node)
-            there, back = statistics_seconds(cluster, devices, each.use, signature, each.sharing.degrees)
+            there, back = statistics_seconds(
+                cluster, devices, each.use, signature, each.sharing.degrees
+            )
             forward += there
             backward += back
     return forward, backward
@@ -188,7 +220,8 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
 
 def exchanges_of(work: StageWork) -> Iterator[Exchange]:
     """The changes of layout that lowering makes between a stage's nodes."""
-    graph, nodes = work.problem.graph, [each.layouts for each in work.nodes]
+    graph = work.problem.graph
+    nodes = [each.layouts for each in work.nodes]
     shares = work.given.keys() - graph.consumers().keys()
     taken = taken_layouts(graph, nodes, work.stage)
     steps = with_exchanges(nodes, taken, work.given.keys(), shares, len(work.stage.devices))
@@ -196,43 +229,63 @@ def exchanges_of(work: StageWork) -> Iterator[Exchange]:
 
 
 def statistics_seconds(
-    cluster: Cluster, devices: tuple[int, ...], use: OpInstance, signature: Signature, degrees: Mapping[str, int]
+    cluster: Cluster,
+    devices: tuple[int, ...],
+    use: OpInstance,
+    signature: Signature,
+    degrees: Mapping[str, int],
 ) -> tuple[float, float]:
-    """Seconds, forwards and backwards, of the statistics that a node exchanges which is split by `degrees`, along joint
-    axes among others."""
+    """Seconds, forwards and backwards, of the statistics that a node exchanges which is split by
+    `degrees`, along joint axes among others.
+    """
     seconds = {False: 0.0, True: 0.0}
     mesh: MeshAxes = ()
     for told in use.row.statistics(signature, use.space, degrees):
         mesh = mesh or mesh_of([Split(*item) for item in degrees.items()], len(devices))
-        over = merged([place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes])
-        seconds[told.backward] += told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
+        over = merged(
+            [place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes]
+        )
+        seconds[told.backward] += told.times * reduction_cost(
+            cluster, devices, told.kind, over
+        ).seconds(told.bytes)
     return seconds[False], seconds[True]
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
-    """Seconds, once a step, for gradients of these bytes a device of `group`; as many bytes are gathered.
+    """Seconds, once a step, for gradients of these bytes a device of `group`; as many bytes are
+    gathered.
 
-    Copying into a bucket and back counts too, by the byte, and by the tensor where `tensors` is given.
+    Copying into a bucket and back counts too, by the byte, and by the tensor where `tensors` is
+    given.
     """
     if len(group) < 2:
         return FREE
     measured = (device.tasks for device in problem.cluster.kinds_among(group))
     buckets = [tasks.bucket for tasks in measured if tasks is not None] or [TensorCosts(0.0, 0.0)]
-    own = Affine(max(each.per_tensor_s for each in buckets) * tensors, max(each.per_byte_s for each in buckets))
+    own = Affine(
+        max(each.per_tensor_s for each in buckets) * tensors,
+        max(each.per_byte_s for each in buckets),
+    )
     if not problem.optimizer.shard:
         return Cost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))
     halves = reduce_scatter(problem.cluster, group), all_gather(problem.cluster, group)
-    return Cost(tuple(scatter + gather + own for scatter in halves[0].ways for gather in halves[1].ways))
+    return Cost(
+        tuple(scatter + gather + own for scatter in halves[0].ways for gather in halves[1].ways)
+    )
 
 
 def updated_part(problem: Problem, copies: float) -> float:
-    """The part that each of the devices with `copies` of a block updates, and keeps the optimizer's state of."""
+    """The part that each of the devices with `copies` of a block updates, and keeps the optimizer's
+    state of.
+    """
     return 1 / copies if problem.optimizer.shard else 1.0
 
 
 @remembered(2)
 def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
-    """The devices, ascending, that hold the same block of each parameter, over all stages; of its parts the first."""
+    """The devices, ascending, that hold the same block of each parameter, over all stages; of its
+    parts the first.
+    """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for work in works:
         groups: dict[Layout, tuple[int, ...]] = {}
@@ -248,11 +301,17 @@ def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
 
 
 def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
-    """The devices' kinds, their order, and the levels that part neighbours: any two part at the outermost between."""
+    """The devices' kinds, their order, and the levels that part neighbours: any two part at the
+    outermost between.
+    """
     ranked = sorted(devices)
     place = {device: index for index, device in enumerate(ranked)}
     levels = tuple(cluster.level(first, second) for first, second in itertools.pairwise(ranked))
-    return tuple(cluster.devices[device] for device in devices), tuple(place[device] for device in devices), levels
+    return (
+        tuple(cluster.devices[device] for device in devices),
+        tuple(place[device] for device in devices),
+        levels,
+    )
 
 
 def check_whole_matrices(problem: Problem, placement: Placement) -> None:
@@ -267,4 +326,6 @@ def check_whole_matrices(problem: Problem, placement: Placement) -> None:
                     f"optimizer muon needs whole matrices, and stage {number} "
                     f"cuts {name!r} in {parts} {plural(parts, 'part')}"
                 )
-                raise InfeasibleError(message, hint="pipelines and data parallelism leave them whole")
+                raise InfeasibleError(
+                    message, hint="pipelines and data parallelism leave them whole"
+                )

@@ -1,7 +1,9 @@
-"""Costs of each stage of a placement: seconds of a micro-batch and of a step's end, bytes on a device.
+"""Costs of each stage of a placement: seconds of a micro-batch and of a step's end, bytes on a
+device.
 
-Stages that compute, keep and send the same are costed once. A split backward leaves the gradients of weights, half of
-a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2).
+Stages that compute, keep and send the same are costed once. A split backward leaves the gradients
+of weights, half of a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2024, section 2).
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem, Work
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StagePrediction, TaskSeconds
-from autopipe.passes.analysis.gradients import differentiable_values, kept_values, viewed, views, waiting_operands
+from autopipe.passes.analysis.gradients import (
+    differentiable_values,
+    kept_values,
+    viewed,
+    views,
+    waiting_operands,
+)
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, uses_of
 from autopipe.passes.cost.host import host_seconds
 from autopipe.passes.cost.memory import (
@@ -58,20 +66,26 @@ from autopipe.passes.cost.stage_work import (
 def signatures_in(
     graph: Graph, work: tuple[Work, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
-    """Numbers of a costed graph's nodes and values, equal for those of equal effect on any stage's cost.
+    """Numbers of a costed graph's nodes and values, equal for those of equal effect on any stage's
+    cost.
 
-    For each node one of its work, what it keeps but for names, and how many values it reads and writes; then what it
-    reads ("" where it reads nothing), writes, and keeps; for each value a number, and what it is a view of.
+    For each node one of its work, what it keeps but for names, and how many values it reads and
+    writes; then what it reads ("" where it reads nothing), writes, and keeps; for each value a
+    number, and what it is a view of.
     """
-    kept, waiting = kept_values(graph, precision, capability), waiting_operands(graph)
+    kept = kept_values(graph, precision, capability)
+    waiting = waiting_operands(graph)
     widths = element_bytes(graph, precision)
-    gradient, consumers = differentiable_values(graph), graph.consumers()
+    gradient = differentiable_values(graph)
+    consumers = graph.consumers()
     numbers: dict[Hashable, int] = {}
 
     def number(content: Hashable) -> int:
         return numbers.setdefault(content, len(numbers))
 
-    nodes, named, values = list[int](), list[tuple[str, ...]](), dict[str, tuple[int, str]]()
+    nodes = list[int]()
+    named = list[tuple[str, ...]]()
+    values = dict[str, tuple[int, str]]()
     for node, own, keeps, waits in zip(graph.nodes, work, kept, waiting, strict=True):
         figures = (
             own.forward_flops,
@@ -88,7 +102,8 @@ def signatures_in(
         nodes.append(number((figures, held, waits, len(node.inputs), len(node.outputs))))
         named.append((*node.inputs, *node.outputs, *(each.key[0] for each in keeps)))
     for name in dict.fromkeys(name for names in named for name in names if name):
-        parameter, root = graph.parameter(name), viewed(graph, name)
+        parameter = graph.parameter(name)
+        root = viewed(graph, name)
         told = widths.get(name), name in gradient, graph.producer(name) is not None
         content = *told, parameter is not None and parameter.trainable, name in consumers
         values[name] = number(content), root
@@ -98,12 +113,14 @@ def signatures_in(
 def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     """A stage written down without names: values by the order in which they come.
 
-    Equal for stages that compute, keep, exchange and send the same on devices that are as fast. What a stage holds of
-    parameters for others, and which other devices hold the same, is told apart from it. `crossing` are values that some
-    stage receives (`crossing_parts`).
+    Equal for stages that compute, keep, exchange and send the same on devices that are as fast.
+    What a stage holds of parameters for others, and which other devices hold the same, is told
+    apart from it. `crossing` are values that some stage receives (`crossing_parts`).
     """
     problem = work.problem
-    nodes, named, values = signatures_in(problem.graph, problem.work, problem.precision, capability_of(problem.cluster))
+    nodes, named, values = signatures_in(
+        problem.graph, problem.work, problem.precision, capability_of(problem.cluster)
+    )
     numbers = {"": 0}
     told = {""}
     found: list[Hashable] = []
@@ -134,8 +151,9 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
 
 
 def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
-    """The values that stages receive, each with how many slices of a copy are sent apart: 1 where some stage does not
-    gather it."""
+    """The values that stages receive, each with how many slices of a copy are sent apart: 1 where
+    some stage does not gather it.
+    """
     found: dict[str, int] = {}
     for work in works:
         for name in work.received:
@@ -147,20 +165,24 @@ def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
 @remembered(GRAPHS)
 def weight_shares(graph: Graph) -> NDArray[np.float64]:
     """For each node the part of its backward that is left to the second half."""
-    uses, gradient = uses_of(graph), differentiable_values(graph)
+    uses = uses_of(graph)
+    gradient = differentiable_values(graph)
     shares = np.zeros(len(graph.nodes))
     for index, waiting in enumerate(waiting_operands(graph)):
         if waiting and uses[index].row.kind not in PRODUCT_KINDS:
             shares[index] = 1.0
         elif waiting:
-            shares[index] = len(waiting) / sum(name in gradient for name in factors(graph.nodes[index], uses[index]))
+            shares[index] = len(waiting) / sum(
+                name in gradient for name in factors(graph.nodes[index], uses[index])
+            )
     return shares
 
 
 def waiting_state(work: StageWork) -> State:
     """The parameters of a stage that have their gradients from the second half alone."""
     graph = work.problem.graph
-    every, roots = waiting_operands(graph), views(graph)
+    every = waiting_operands(graph)
+    roots = views(graph)
     waiting: set[str] = set()
     flowing: set[str] = set()
     for each in work.nodes:
@@ -168,21 +190,25 @@ def waiting_state(work: StageWork) -> State:
             for place, name in enumerate(each.node.inputs):
                 (waiting if place in every[each.index] else flowing).add(roots.get(name, name))
     names = waiting - flowing
-    return state_of(work.problem, ((name, count) for name, count in work.parameter_parts if name in names))
+    return state_of(
+        work.problem, ((name, count) for name, count in work.parameter_parts if name in names)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost(StagePrediction):
     """One stage on one of its devices, which all do the same.
 
-    Adding up gradients counts on average: the first micro-batch has nothing to add to. What an earlier stage of the
-    device holds of parameters, gradients and optimizer state, too, does not count.
+    Adding up gradients counts on average: the first micro-batch has nothing to add to. What an
+    earlier stage of the device holds of parameters, gradients and optimizer state, too, does not
+    count.
     """
 
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    """Buffers of what is received and sent for one micro-batch, and in training of its gradients."""
+    """Buffers of what is received and sent for one micro-batch, and in training of its gradients.
+    """
 
     def memory_bytes(self, in_flight: int) -> int:
         """Most bytes in use with `in_flight` micro-batches between forward and backward."""
@@ -207,7 +233,8 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     works = stage_work(problem, placement)
     holders = holders_of(works)
     copies = {name: len(devices) for name, devices in holders.items()}
-    crossing, again = crossing_parts(works), read_again(works)
+    crossing = crossing_parts(works)
+    again = read_again(works)
     costed: dict[Hashable, StageCost] = {}
     found = []
     for work, owned in zip(works, _owned(works), strict=True):
@@ -220,22 +247,29 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
 
 
 def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
-    """For each stage the parameters, with their parts, that some of its devices hold for no earlier stage."""
+    """For each stage the parameters, with their parts, that some of its devices hold for no earlier
+    stage.
+    """
     found = []
     held: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
     for work in works:
         devices = frozenset(work.stage.devices)
-        found.append({name: parts for name, parts in work.parameter_parts if not held[name] >= devices})
+        found.append(
+            {name: parts for name, parts in work.parameter_parts if not held[name] >= devices}
+        )
         for name in found[-1]:
             held[name] |= devices
     return found
 
 
-def _gradient_seconds(problem: Problem, owned: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]) -> float:
-    """Seconds, once a step, in which the gradients of a stage's parameters are summed, each by all that hold it.
+def _gradient_seconds(
+    problem: Problem, owned: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Seconds, once a step, in which the gradients of a stage's parameters are summed, each by all
+    that hold it.
 
-    These are of any stages; of one held in parts, those with one part. Where each updates a share, parameters are
-    gathered again, too.
+    These are of any stages; of one held in parts, those with one part. Where each updates a share,
+    parameters are gathered again, too.
     """
     groups: defaultdict[tuple[int, ...], list[tuple[str, int]]] = defaultdict(list)
     for name, count in owned.items():
@@ -257,14 +291,20 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
 
     `held` micro-batches are in flight where the stage recomputes.
     """
-    problem, graph, train = work.problem, work.problem.graph, work.problem.train
-    devices, recompute = problem.cluster.kinds_among(work.stage.devices), work.stage.recompute and work.problem.train
+    problem = work.problem
+    graph = work.problem.graph
+    train = work.problem.train
+    devices = problem.cluster.kinds_among(work.stage.devices)
+    recompute = work.stage.recompute and work.problem.train
     forward, backward, weight_gradient = _compute_seconds(work)
     exchange = exchange_seconds(work)
-    added, waiting = state_of(problem, work.parameter_parts, read_again=read_again([work])), waiting_state(work)
+    added = state_of(problem, work.parameter_parts, read_again=read_again([work]))
+    waiting = waiting_state(work)
     forward += max(map(cast_per_byte, devices)) * added.cast_bytes
     repeats = 1 - 1 / problem.micro_batches
-    backward += repeats * max(accumulate_seconds(each, added.gradient_bytes, added.tensors) for each in devices)
+    backward += repeats * max(
+        accumulate_seconds(each, added.gradient_bytes, added.tensors) for each in devices
+    )
     weight_gradient += repeats * max(
         accumulate_seconds(each, waiting.gradient_bytes, waiting.tensors) for each in devices
     )
@@ -273,13 +313,17 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     post = max(posting_seconds(device, messages, received + sent) for device in devices)
     deferred = sum(bool(waiting_operands(graph)[each.index]) for each in work.nodes)
     if not train:
-        kept, transient = 0, live_bytes(work)
+        kept = 0
+        transient = live_bytes(work)
     elif recompute:
         passing, transient = recomputed_bytes(work, held)
         kept = argument_bytes(work) + passing
     else:
-        kept, transient = sum(saved_bytes(problem, work.nodes).values()), gradient_workspace(work)
-    whole_backward = backward + exchange[1] + post + recompute * (forward + exchange[0]) if train else 0.0
+        kept = sum(saved_bytes(problem, work.nodes).values())
+        transient = gradient_workspace(work)
+    whole_backward = (
+        backward + exchange[1] + post + recompute * (forward + exchange[0]) if train else 0.0
+    )
     weight_gradient = weight_gradient if train else 0.0
     buffers = (received + sent) * (2 if train else 1)
     states = problem.optimizer.states
@@ -288,7 +332,11 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
         backward_s=whole_backward,
         input_gradient_s=whole_backward - weight_gradient,
         weight_gradient_s=weight_gradient,
-        split_s=max((each.tasks.waiting_s * deferred for each in devices if each.tasks), default=0.0) if train else 0.0,
+        split_s=max(
+            (each.tasks.waiting_s * deferred for each in devices if each.tasks), default=0.0
+        )
+        if train
+        else 0.0,
         update_s=max(
             update_seconds(each, state.updated_bytes, states, state.updates)
             + cast_per_byte(each) * state.low_precision_bytes
@@ -305,12 +353,16 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     )
     if not any(device.host_launch_s for device in devices):
         return cost
-    on_device = TaskSeconds(forward + exchange[0], whole_backward - post if train else 0.0, weight_gradient)
+    on_device = TaskSeconds(
+        forward + exchange[0], whole_backward - post if train else 0.0, weight_gradient
+    )
     return _with_host(cost, _host_seconds(work, recompute), on_device)
 
 
 def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
-    """Return the cost of a stage whose tasks take no less than its host needs to start their operators."""
+    """Return the cost of a stage whose tasks take no less than its host needs to start their
+    operators.
+    """
     cost = replace(cost, on_host=on_host, on_device=on_device)
     return replace(
         cost,
@@ -322,11 +374,15 @@ def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) ->
 
 
 def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
-    """Return the seconds in which the slowest host of the stage's devices starts each task's operators."""
+    """Return the seconds in which the slowest host of the stage's devices starts each task's
+    operators.
+    """
     problem = work.problem
     indices = [each.index for each in work.nodes]
     nodes = [problem.work[index] for index in indices]
-    launch_s = max(device.host_launch_s for device in problem.cluster.kinds_among(work.stage.devices))
+    launch_s = max(
+        device.host_launch_s for device in problem.cluster.kinds_among(work.stage.devices)
+    )
     forward, backward = host_seconds(nodes, launch_s)
     if not problem.train:
         return TaskSeconds(float(forward.sum()))
@@ -336,7 +392,9 @@ def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
-    """Seconds of the nodes' forward, backward, and of that the part of the second half, on the slowest device."""
+    """Seconds of the nodes' forward, backward, and of that the part of the second half, on the
+    slowest device.
+    """
     problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]
     shares = np.array([each.sharing.share for each in work.nodes])
@@ -344,7 +402,10 @@ def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
     starts = [task_seconds(device) for device in devices]
     forward, backward = (
-        max(float(each[phase].sum()) + start[phase] for each, start in zip(seconds, starts, strict=True))
+        max(
+            float(each[phase].sum()) + start[phase]
+            for each, start in zip(seconds, starts, strict=True)
+        )
         for phase in (0, 1)
     )
     halves = weight_shares(problem.graph)[[each.index for each in work.nodes]]

@@ -1,7 +1,9 @@
-"""Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All linear.
+"""Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All
+linear.
 
-Besides: gathers that spell a broadcast, as attention masks are exported (`mask[batch_index, key_index]`), become
-Reshape and Expand; a model exported in training mode at inference; and the branches that may run side by side.
+Besides: gathers that spell a broadcast, as attention masks are exported (`mask[batch_index,
+key_index]`), become Reshape and Expand; a model exported in training mode at inference; and the
+branches that may run side by side.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ class Additions:
     """Values and constants that are added to a graph, under names that it has not."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph, self._taken = graph, set[str]()
-        self.constants, self.values = list(graph.constants), list(graph.values)
+        self._graph = graph
+        self._taken = set[str]()
+        self.constants = list(graph.constants)
+        self.values = list(graph.values)
 
     def free(self, name: str) -> str:
         while self._graph.has(name) or name in self._taken:
@@ -62,52 +66,87 @@ class Additions:
     def graph(self, nodes: Iterable[Node]) -> Graph:
         """The graph with all of them, and with these nodes."""
         return dataclasses.replace(
-            self._graph, nodes=tuple(nodes), constants=tuple(self.constants), values=tuple(self.values)
+            self._graph,
+            nodes=tuple(nodes),
+            constants=tuple(self.constants),
+            values=tuple(self.values),
         )
 
 
 def with_plain_gathers(graph: Graph) -> Graph:
-    """Replace gathers that read all elements in order, each for a block of results, by Reshape and Expand."""
+    """Replace gathers that read all elements in order, each for a block of results, by Reshape and
+    Expand.
+    """
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
-    known, added = ConstantFolder(graph), Additions(graph)
+    known = ConstantFolder(graph)
+    added = Additions(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
         apart = _apart(graph, known, node) if node.op in GATHERS and not node.domain else None
         if apart is None:
             nodes.append(node)
             continue
-        result, source, operator = graph.type_of(node.outputs[0]), node.inputs[0], "Reshape"
+        result = graph.type_of(node.outputs[0])
+        source = node.inputs[0]
+        operator = "Reshape"
         if apart != result.shape:
             middle = added.value(f"{result.name}_apart", result.dtype, apart)
             operands = (source, added.shape(middle, apart))
             nodes.append(Node(added.free(f"{node.name}/apart"), "Reshape", operands, (middle,)))
-            source, operator = middle, "Expand"
-        nodes.append(Node(node.name, operator, (source, added.shape(result.name, result.shape)), node.outputs))
+            source = middle
+            operator = "Expand"
+        nodes.append(
+            Node(
+                node.name, operator, (source, added.shape(result.name, result.shape)), node.outputs
+            )
+        )
     return added.graph(nodes)
 
 
 def with_places_from_front(graph: Graph) -> Graph:
-    """Count from the front where a Gather's indices are differences, such as widths of boxes: ONNX counts negative ones
-    from the end, and torch's embedding refuses them."""
-    found = [node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1]) for node in graph.nodes]
+    """Count from the front where a Gather's indices are differences, such as widths of boxes: ONNX
+    counts negative ones from the end, and torch's embedding refuses them.
+    """
+    found = [
+        node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1])
+        for node in graph.nodes
+    ]
     if not any(found):
         return graph
-    added, nodes = Additions(graph), list[Node]()
+    added = Additions(graph)
+    nodes = list[Node]()
     for node, counts_back in zip(graph.nodes, found, strict=True):
         if counts_back:
-            indices, data = graph.type_of(node.inputs[1]), graph.type_of(node.inputs[0])
+            indices = graph.type_of(node.inputs[1])
+            data = graph.type_of(node.inputs[0])
             numbers = (0, data.shape[node.integer("axis") % len(data.shape)])
             zero, extent = (
-                added.constant(f"{indices.name}_{each}", np.asarray(each, indices.dtype.value)) for each in numbers
+                added.constant(f"{indices.name}_{each}", np.asarray(each, indices.dtype.value))
+                for each in numbers
             )
             signs, moved, places = (
                 added.value(f"{indices.name}_{title}", dtype, indices.shape)
-                for title, dtype in (("negative", DType.BOOL), ("moved", indices.dtype), ("places", indices.dtype))
+                for title, dtype in (
+                    ("negative", DType.BOOL),
+                    ("moved", indices.dtype),
+                    ("places", indices.dtype),
+                )
             )
-            nodes.append(Node(added.free(f"{node.name}/negative"), "Less", (indices.name, zero), (signs,)))
-            nodes.append(Node(added.free(f"{node.name}/moved"), "Add", (indices.name, extent), (moved,)))
-            nodes.append(Node(added.free(f"{node.name}/places"), "Where", (signs, moved, indices.name), (places,)))
+            nodes.append(
+                Node(added.free(f"{node.name}/negative"), "Less", (indices.name, zero), (signs,))
+            )
+            nodes.append(
+                Node(added.free(f"{node.name}/moved"), "Add", (indices.name, extent), (moved,))
+            )
+            nodes.append(
+                Node(
+                    added.free(f"{node.name}/places"),
+                    "Where",
+                    (signs, moved, indices.name),
+                    (places,),
+                )
+            )
             node = dataclasses.replace(node, inputs=(node.inputs[0], places))
         nodes.append(node)
     return added.graph(nodes)
@@ -127,7 +166,8 @@ def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] |
 
     Parameters are left alone: their gathers are embeddings.
     """
-    data, result = graph.type_of(node.inputs[0]), graph.type_of(node.outputs[0])
+    data = graph.type_of(node.inputs[0])
+    result = graph.type_of(node.outputs[0])
     if graph.parameter(data.name) is not None or not data.elements:
         return None
     indices = known.array(node.inputs[1])
@@ -146,7 +186,9 @@ def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] |
 
 
 def _moving(places: np.ndarray, rows: int) -> tuple[int, ...] | None:
-    """The shape under which the numbers from 0 to `rows` in order expand to `places`, which are not empty."""
+    """The shape under which the numbers from 0 to `rows` in order expand to `places`, which are not
+    empty.
+    """
     if places.size < rows:
         return None
     # A dimension along which nothing changes is broadcast; the others must read all rows, in order.
@@ -156,24 +198,35 @@ def _moving(places: np.ndarray, rows: int) -> tuple[int, ...] | None:
     )
     if math.prod(moving) != rows:
         return None
-    return moving if np.array_equal(places, np.broadcast_to(np.arange(rows).reshape(moving), places.shape)) else None
+    return (
+        moving
+        if np.array_equal(places, np.broadcast_to(np.arange(rows).reshape(moving), places.shape))
+        else None
+    )
 
 
 def _rows(
     node: Node, shape: tuple[int, ...], indices: np.ndarray
 ) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...]] | None:
-    """Which row each index reads, between the dimensions before and after the rows, which are read whole and in order.
+    """Which row each index reads, between the dimensions before and after the rows, which are read
+    whole and in order.
 
-    A row is what one index takes; rows are counted in row-major order. None where an index is out of range.
+    A row is what one index takes; rows are counted in row-major order. None where an index is out
+    of range.
     """
     if node.op == "Gather":
         axis = node.integer("axis") % max(len(shape), 1)
-        limits, places = shape[axis : axis + 1], indices[..., None]
+        limits = shape[axis : axis + 1]
+        places = indices[..., None]
     else:
         if node.integer("batch_dims") or not indices.size:
             return None
-        axis, limits, places = 0, shape[: indices.shape[-1]], indices
-    if math.prod(limits) > max(places.size, 1):  # Also where the numbers of rows would be too large for numpy.
+        axis = 0
+        limits = shape[: indices.shape[-1]]
+        places = indices
+    if math.prod(limits) > max(
+        places.size, 1
+    ):  # Also where the numbers of rows would be too large for numpy.
         return None
     rows: np.ndarray | None = None
     for position, limit in enumerate(limits):
@@ -188,14 +241,24 @@ def _rows(
 
 
 def with_late_weights(graph: Graph) -> Graph:
-    """Weights become numbers where they are used: what only takes packed or quantised parameters apart stands right
-    before its first reader. Files name all of it at their beginning, where it would be held at once."""
-    held = {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants} | {""}
+    """Weights become numbers where they are used: what only takes packed or quantised parameters
+    apart stands right before its first reader. Files name all of it at their beginning, where it
+    would be held at once.
+    """
+    held = (
+        {each.value.name for each in graph.parameters}
+        | {each.value.name for each in graph.constants}
+        | {""}
+    )
     waiting: dict[str, Node] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
         own = node.op in TAKEN_APART or not waiting.keys().isdisjoint(node.inputs)
-        if own and all(name in held or name in waiting for name in node.inputs) and len(node.outputs) == 1:
+        if (
+            own
+            and all(name in held or name in waiting for name in node.inputs)
+            and len(node.outputs) == 1
+        ):
             waiting[node.outputs[0]] = node
             continue
         nodes.extend(_taken(waiting, node.inputs))
@@ -246,7 +309,9 @@ def with_named_outputs(graph: Graph) -> Graph:
     results = frozenset(graph.outputs)
     for node in graph.nodes:
         source = node.inputs[0] if node.inputs else ""
-        movable = graph.producer(source) is not None and source not in results and source not in names
+        movable = (
+            graph.producer(source) is not None and source not in results and source not in names
+        )
         if node.op == "Identity" and not node.domain and node.outputs[0] in results and movable:
             names[source] = node.outputs[0]
         else:
@@ -256,7 +321,9 @@ def with_named_outputs(graph: Graph) -> Graph:
     return with_nodes(
         graph,
         (
-            dataclasses.replace(_reading(node, names), outputs=tuple(names.get(name, name) for name in node.outputs))
+            dataclasses.replace(
+                _reading(node, names), outputs=tuple(names.get(name, name) for name in node.outputs)
+            )
             for node in kept
         ),
     )
@@ -271,7 +338,9 @@ def without_repeats(graph: Graph) -> Graph:
     for node in graph.nodes:
         node = _reading(node, names)
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
-        earlier = first.setdefault(key, node) if node.op not in RANDOM and node.body is None else node
+        earlier = (
+            first.setdefault(key, node) if node.op not in RANDOM and node.body is None else node
+        )
         if earlier is node or not results.isdisjoint(node.outputs):
             kept.append(node)
         else:
@@ -303,27 +372,38 @@ def without_unread(graph: Graph) -> Graph:
             needed.discard("")  # An operand that is absent.
     return dataclasses.replace(
         with_nodes(graph, reversed(kept)),
-        parameters=tuple(parameter for parameter in graph.parameters if parameter.value.name in needed),
+        parameters=tuple(
+            parameter for parameter in graph.parameters if parameter.value.name in needed
+        ),
         constants=tuple(constant for constant in graph.constants if constant.value.name in needed),
     )
 
 
 def _read_results(loop: Node, needed: set[str]) -> Node:
     """A loop without the states and results on which no other value depends."""
-    body, states = body_of(loop), loop.integer("states")
+    body = body_of(loop)
+    states = loop.integer("states")
     names = [value.name for value in body.inputs]
     kept = {place for place, name in enumerate(loop.outputs) if name in needed}
     while True:
-        run = without_unread(dataclasses.replace(body, outputs=tuple(body.outputs[place] for place in sorted(kept))))
+        run = without_unread(
+            dataclasses.replace(body, outputs=tuple(body.outputs[place] for place in sorted(kept)))
+        )
         read = {*run.outputs, *(name for node in run.nodes for name in node.inputs)}
         if not (more := {place for place in range(states) if names[1 + place] in read} - kept):
             break
         kept |= more
     if len(kept) == len(body.outputs) and run.nodes == body.nodes:
-        return dataclasses.replace(loop, outputs=tuple(name if name in needed else "" for name in loop.outputs))
+        return dataclasses.replace(
+            loop, outputs=tuple(name if name in needed else "" for name in loop.outputs)
+        )
     read |= {names[0], *(names[1 + place] for place in kept if place < states)}
     operands = zip(operand_ports(loop), loop.inputs, strict=True)
-    scans = [place for place, name in enumerate(names[1 + states :][: len(loop.integers("scan_axes"))]) if name in read]
+    scans = [
+        place
+        for place, name in enumerate(names[1 + states :][: len(loop.integers("scan_axes"))])
+        if name in read
+    ]
     gathers = sorted(place - states for place in kept if place >= states)
     chosen = {"scan": scans, "gather": gathers}
     stated = dict(loop.attributes) | {"states": len(kept) - len(gathers)}
@@ -333,9 +413,15 @@ def _read_results(loop: Node, needed: set[str]) -> Node:
     return dataclasses.replace(
         loop,
         inputs=tuple(name for port, name in operands if port.name in read),
-        outputs=tuple(name if name in needed else "" for place, name in enumerate(loop.outputs) if place in kept),
+        outputs=tuple(
+            name if name in needed else ""
+            for place, name in enumerate(loop.outputs)
+            if place in kept
+        ),
         attributes=tuple(sorted(stated.items())),
-        body=dataclasses.replace(run, inputs=tuple(value for value in run.inputs if value.name in read)),
+        body=dataclasses.replace(
+            run, inputs=tuple(value for value in run.inputs if value.name in read)
+        ),
     )
 
 
@@ -356,21 +442,26 @@ class Branch:
 
 
 def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
-    """The largest set of branches that are independent of one another, in topological order; () for a chain.
+    """The largest set of branches that are independent of one another, in topological order; () for
+    a chain.
 
-    `flops` are the operations of each node. A branch is a connected part off the trunk with a share of at least
-    `TRUNK` of all operations; heads of one attention, or its three projections, are less unless the model is small.
+    `flops` are the operations of each node. A branch is a connected part off the trunk with a share
+    of at least `TRUNK` of all operations; heads of one attention, or its three projections, are
+    less unless the model is small.
     """
     total = sum(flops)
     heavy = [index for index, count in enumerate(flops) if total and count >= HEAVY * total]
     if len(heavy) < 2:
         return ()
-    before, after = _reached(graph, heavy), _reached(graph, heavy, backwards=True)
+    before = _reached(graph, heavy)
+    after = _reached(graph, heavy, backwards=True)
     weights = np.asarray([flops[index] for index in heavy])
     beside = weights.sum() - (before | after) @ weights
     positions = {index: position for position, index in enumerate(heavy)}
     found: list[tuple[Branch, list[int]]] = []
-    for nodes in _parts(graph, [index for index in range(len(graph.nodes)) if beside[index] >= TRUNK * total]):
+    for nodes in _parts(
+        graph, [index for index in range(len(graph.nodes)) if beside[index] >= TRUNK * total]
+    ):
         work = sum(flops[index] for index in nodes)
         inside = [positions[index] for index in nodes if index in positions]
         if work < TRUNK * total or not inside:
@@ -385,7 +476,9 @@ def _reached(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndar
     """[nodes, heavy nodes]: which heavy nodes lie before (or after) each node, itself included."""
     table = np.zeros((len(graph.nodes), len(heavy)), dtype=bool)
     table[heavy, np.arange(len(heavy))] = True
-    edges = [(source, index) for index, sources in enumerate(graph.sources()) for _, source in sources]
+    edges = [
+        (source, index) for index, sources in enumerate(graph.sources()) for _, source in sources
+    ]
     for source, index in reversed(edges) if backwards else edges:
         if backwards:
             table[source] |= table[index]
@@ -395,9 +488,12 @@ def _reached(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndar
 
 
 def _parts(graph: Graph, nodes: list[int]) -> list[list[int]]:
-    """Return the connected components of these nodes, each ascending, in order of their first nodes.
+    """Return the connected components of these nodes, each ascending, in order of their first
+    nodes.
 
-    By union and find with halved paths; scipy's function would take longer to import than `inspect` takes in all."""
+    By union and find with halved paths; scipy's function would take longer to import than `inspect`
+    takes in all.
+    """
     parents = {each: each for each in nodes}
 
     def root(node: int) -> int:
@@ -417,7 +513,9 @@ def _parts(graph: Graph, nodes: list[int]) -> list[list[int]]:
 
 
 def at_inference(graph: Graph) -> Graph:
-    """The graph without Dropout, whose BatchNormalization reads running statistics; itself where it is so already."""
+    """The graph without Dropout, whose BatchNormalization reads running statistics; itself where it
+    is so already.
+    """
     return _without_batch_statistics(without_dropout(graph))
 
 
@@ -429,7 +527,9 @@ def without_dropout(graph: Graph) -> Graph:
         if node.op != "Dropout" or node.domain or not is_active(signature_of(graph, node)):
             kept.append(node)
         elif any(_is_used(graph, name) for name in node.outputs[1:]):
-            kept.append(dataclasses.replace(node, inputs=node.inputs[:2], attributes=(("is_test", 1),)))
+            kept.append(
+                dataclasses.replace(node, inputs=node.inputs[:2], attributes=(("is_test", 1),))
+            )
         elif node.outputs[0] in graph.outputs:
             kept.append(Node(node.name, "Identity", node.inputs[:1], node.outputs[:1]))
         else:
@@ -440,12 +540,16 @@ def without_dropout(graph: Graph) -> Graph:
 
 
 def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
-    """The graph without each StopGradient that stops none: no trained parameter is behind it, or nothing `trains`; nor
-    a Where of a value and the same value stopped. The graph itself if it has no such node."""
+    """The graph without each StopGradient that stops none: no trained parameter is behind it, or
+    nothing `trains`; nor a Where of a value and the same value stopped. The graph itself if it has
+    no such node.
+    """
     if not any(node.op == STOP_GRADIENT for node in graph.nodes):
         return graph
     # Values computed from trained parameters.
-    computed = {each.value.name for each in graph.parameters if each.trainable} if trains else set[str]()
+    computed = (
+        {each.value.name for each in graph.parameters if each.trainable} if trains else set[str]()
+    )
     names: dict[str, str] = {}
     kept: list[Node] = []
     for node in graph.nodes:
@@ -468,8 +572,9 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
 
 
 def _one_of_equals(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
-    """Return the value that a Where chooses from twice, with `names` read in other values' place; "" if the two differ
-    or the Where repeats the value."""
+    """Return the value that a Where chooses from twice, with `names` read in other values' place;
+    "" if the two differ or the Where repeats the value.
+    """
     first, second = (names.get(each, each) for each in node.inputs[1:])
     is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape
     return first if is_same else ""
@@ -478,7 +583,9 @@ def _one_of_equals(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
 def _without_batch_statistics(graph: Graph) -> Graph:
     kept: list[Node] = []
     for node in graph.nodes:
-        is_plain = node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node))
+        is_plain = (
+            node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node))
+        )
         if is_plain or any(_is_used(graph, name) for name in node.outputs[1:3]):
             kept.append(node)  # A graph that gives the new statistics is about them.
         else:

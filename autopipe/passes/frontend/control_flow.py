@@ -1,9 +1,10 @@
-"""If, Loop, Scan and SequenceMap, resolved while a file is read: branches that are taken, bodies repeated as they run.
+"""If, Loop, Scan and SequenceMap, resolved while a file is read: branches that are taken, bodies
+repeated as they run.
 
-That takes conditions and numbers of iterations that are known once dimensions are bound. A branch that depends on data
-is computed beside the other, and one of the two results chosen; a Loop that may end early is computed to the end that
-is known, and what it would no longer do is undone. A body that would become too many nodes stays one, of an operator
-that runs it.
+That takes conditions and numbers of iterations that are known once dimensions are bound. A branch
+that depends on data is computed beside the other, and one of the two results chosen; a Loop that
+may end early is computed to the end that is known, and what it would no longer do is undone. A body
+that would become too many nodes stays one, of an operator that runs it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """The names that a node reads, those that its bodies read among them, which may be the bodies' own."""
+    """The names that a node reads, those that its bodies read among them, which may be the bodies'
+    own.
+    """
     yield from (name for name in node.input if name)
     for graph in bodies_of(node):
         yield from (each.name for each in graph.output)
@@ -79,10 +82,12 @@ def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
 
 
 def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) -> None:
-    """Give each value of a body a name that is its own in the whole file, and move weights and constants out of bodies.
+    """Give each value of a body a name that is its own in the whole file, and move weights and
+    constants out of bodies.
 
-    Constants are put behind the nodes of `graph`, whose positions stay. `slices` holds where numbers lie in the file,
-    for tensors of bodies under `nested` names; it gets their new ones. Raises ModelError where bodies lie too deep.
+    Constants are put behind the nodes of `graph`, whose positions stay. `slices` holds where
+    numbers lie in the file, for tensors of bodies under `nested` names; it gets their new ones.
+    Raises ModelError where bodies lie too deep.
     """
     if any(node.op_type in CONTROL_OPERATORS for node in graph.node):
         _Hoist(graph, slices, set(_written(graph, deep=False))).run()
@@ -95,11 +100,14 @@ class _Hoist:
     taken: set[str]
 
     def run(self) -> None:
-        numbers, counts = itertools.count(), itertools.count(1)
+        numbers = itertools.count()
+        counts = itertools.count(1)
 
         def body(graph: onnx.GraphProto, outside: Mapping[str, str], depth: int) -> None:
             if depth > DEEPEST_BODY:
-                raise ModelError(f"more than {DEEPEST_BODY} bodies of control flow lie in one another")
+                raise ModelError(
+                    f"more than {DEEPEST_BODY} bodies of control flow lie in one another"
+                )
             if graph.sparse_initializer:
                 raise ModelError("sparse weights are not supported")
             number = next(numbers)
@@ -160,7 +168,9 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A state of a body: what it is at first, its names before and after a run, and what it is at last."""
+    """A state of a body: what it is at first, its names before and after a run, and what it is at
+    last.
+    """
 
     operand: str
     name: str
@@ -205,10 +215,14 @@ class Runs:
     """The values that have to be true after every run."""
 
 
-def resolved(node: onnx.NodeProto, operands: tuple[str, ...], known: Known) -> Iterator[onnx.NodeProto]:
-    """The nodes that an If, Loop, Scan or SequenceMap comes to, each to be read before the next is asked for.
+def resolved(
+    node: onnx.NodeProto, operands: tuple[str, ...], known: Known
+) -> Iterator[onnx.NodeProto]:
+    """The nodes that an If, Loop, Scan or SequenceMap comes to, each to be read before the next is
+    asked for.
 
-    Raises ModelError, naming the node, where control flow depends on data in a way that cannot be computed for all.
+    Raises ModelError, naming the node, where control flow depends on data in a way that cannot be
+    computed for all.
     """
     where = f"{node.op_type} {node.name!r}"
     bodies = {each.name: each.g for each in node.attribute if each.HasField("g")}
@@ -218,7 +232,9 @@ def resolved(node: onnx.NodeProto, operands: tuple[str, ...], known: Known) -> I
     if node.op_type == "If":
         return _if(node, operands[0], [bodies[name] for name in needed], known, where)
     repeat = _Repetition(node, bodies["body"], known, where)
-    return {"Loop": repeat.loop, "Scan": repeat.scan, "SequenceMap": repeat.map}[node.op_type](operands)
+    return {"Loop": repeat.loop, "Scan": repeat.scan, "SequenceMap": repeat.map}[node.op_type](
+        operands
+    )
 
 
 def _if(
@@ -236,21 +252,39 @@ def _if(
         return
     if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MOST_CHOSEN:
         raise ModelError(
-            f"it depends on data, and its branches have more than {MOST_CHOSEN} nodes, of which both would be computed",
-            hint="export the model with one of them, or give the condition with --set model.inputs.NAME=true",
+            (
+                f"it depends on data, and its branches have more than {MOST_CHOSEN} nodes, of "
+                "which "
+                "both would be computed"
+            ),
+            hint=(
+                "export the model with one of them, or give the condition with --set "
+                "model.inputs.NAME=true"
+            ),
             where=where,
         )
     for branch in branches:
         yield from known.order(branch)
-    for name, first, second in zip(node.output, branches[0].output, branches[1].output, strict=True):
+    for name, first, second in zip(
+        node.output, branches[0].output, branches[1].output, strict=True
+    ):
         yield from _chosen(node, condition, first.name, second.name, name, known, where)
 
 
 def _chosen(
-    node: onnx.NodeProto, condition: str, first: str, second: str, result: str, known: Known, where: str
+    node: onnx.NodeProto,
+    condition: str,
+    first: str,
+    second: str,
+    result: str,
+    known: Known,
+    where: str,
 ) -> Iterator[onnx.NodeProto]:
-    """One of two values of one type, or sequences of them, by a condition that is known at run time alone."""
-    ours, others = known.sequences.get(first), known.sequences.get(second)
+    """One of two values of one type, or sequences of them, by a condition that is known at run time
+    alone.
+    """
+    ours = known.sequences.get(first)
+    others = known.sequences.get(second)
     if ours is not None and others is not None and len(ours) == len(others):
         names = [f"{result}/{number}" for number in range(len(ours))]
         for pair in zip(ours, others, names, strict=True):
@@ -262,9 +296,12 @@ def _chosen(
     if None in kinds or asked is None:
         raise ModelError("it depends on data which sequence it gives", where=where)
     if len({(each.dtype, each.shape) for each in kinds if each is not None}) > 1:
-        shapes = " or ".join(f"{each.dtype}{list(each.shape)}" for each in kinds if each is not None)
+        shapes = " or ".join(
+            f"{each.dtype}{list(each.shape)}" for each in kinds if each is not None
+        )
         raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
-    one, other = known.numbers(first), known.numbers(second)
+    one = known.numbers(first)
+    other = known.numbers(second)
     if one is not None and other is not None and np.array_equal(one, other):
         yield made_node(node, "Identity", [first], [result])
         return
@@ -283,10 +320,17 @@ def _chosen(
 
 
 class _Repetition:
-    """A body that is run again and again: values of each run have the run's number before their names."""
+    """A body that is run again and again: values of each run have the run's number before their
+    names.
+    """
 
-    def __init__(self, node: onnx.NodeProto, body: onnx.GraphProto, known: Known, where: str) -> None:
-        self.node, self.body, self.known, self.where = node, body, known, where
+    def __init__(
+        self, node: onnx.NodeProto, body: onnx.GraphProto, known: Known, where: str
+    ) -> None:
+        self.node = node
+        self.body = body
+        self.known = known
+        self.where = where
         self.title = next(filter(None, node.output))
         self.nodes = known.order(body)
         self.size = sum(1 for _ in nodes_within(self.nodes)) + 1
@@ -306,7 +350,10 @@ class _Repetition:
             )
         if len(inputs) != len(self.body.input):
             raise ModelError(
-                f"its body takes {len(self.body.input)} {plural(len(self.body.input), 'value')}, not {len(inputs)}",
+                (
+                    f"its body takes {len(self.body.input)} "
+                    f"{plural(len(self.body.input), 'value')}, not {len(inputs)}"
+                ),
                 where=self.where,
             )
         if len(self.body.output) != len(self.node.output) + (self.node.op_type == "Loop"):
@@ -324,8 +371,10 @@ class _Repetition:
         limit = self._number(most) if most else None
         if most and limit is None:
             raise self._unbounded("how often its body runs depends on data")
-        alive, inner = "", carried
-        ends, going = condition, self._number(condition) if condition else 1
+        alive = ""
+        inner = carried
+        ends = condition
+        going = self._number(condition) if condition else 1
         if limit is not None and going and self._is_long(limit):
             kept = self._kept(limit, carried, [], [(0, False)] * len(stacked))
             if kept is not None:
@@ -334,22 +383,31 @@ class _Repetition:
         while going != 0 and (limit is None or self.runs < limit):
             if going is None:
                 if stacked or self.runs >= MOST_UNDONE:
-                    raise self._unbounded("when it ends depends on data, and nothing bounds that or what it gathers")
-                last, alive = alive, f"{self.title}/{self.runs}/alive"
-                yield made_node(self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive])
+                    raise self._unbounded(
+                        "when it ends depends on data, and nothing bounds that or what it gathers"
+                    )
+                last = alive
+                alive = f"{self.title}/{self.runs}/alive"
+                yield made_node(
+                    self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive]
+                )
             number, still = (f"{self.title}/{self.runs}/{each}" for each in ("number", "going"))
             yield made_node(self.node, "Constant", [], [number], value_int=self.runs)
             yield truth(self.node, still, True)
             yield from self.run([number, still, *inner])
             ends, *results = self.results
-            inner, results, old = results[: len(carried)], results[len(carried) :], carried
+            inner = results[: len(carried)]
+            results = results[len(carried) :]
+            old = carried
             carried = [f"{alive}/{place}" for place in range(len(inner))] if alive else inner
             if alive:
                 for names in zip(inner, old, carried, strict=True):
                     yield from _chosen(self.node, alive, *names, self.known, self.where)
                 # A counter stays one: what it would be after the end is never given.
                 pairs = zip(inner, carried, strict=True)
-                inner = [new if self.known.numbers(new) is not None else mixed for new, mixed in pairs]
+                inner = [
+                    new if self.known.numbers(new) is not None else mixed for new, mixed in pairs
+                ]
             for found, name in zip(stacked, results, strict=True):
                 found.append(name)
             going = self._number(ends)
@@ -357,7 +415,9 @@ class _Repetition:
         yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
 
     def _unbounded(self, reason: str) -> ModelError:
-        return ModelError(reason, hint="export it with a fixed number, or a condition that ends", where=self.where)
+        return ModelError(
+            reason, hint="export it with a fixed number, or a condition that ends", where=self.where
+        )
 
     def _handed_on(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
         for name, result in zip(self.node.output, carried, strict=False):
@@ -369,19 +429,30 @@ class _Repetition:
         if self.known.opset < _SCAN_OF_ONE:
             hint = "write it as the Scan of opset 9, whose body takes all samples"
             raise ModelError(
-                "the Scan of opset 8, which runs for each sample alone, is not supported", hint, self.where
+                "the Scan of opset 8, which runs for each sample alone, is not supported",
+                hint,
+                self.where,
             )
         count = stated.get("num_scan_inputs", 0)
         if not isinstance(count, int) or not 0 < count <= len(operands):
             raise ModelError(f"num_scan_inputs is {count}", where=self.where)
-        carried, scanned = list(operands[:-count]), operands[-count:]
+        carried = list(operands[:-count])
+        scanned = operands[-count:]
         gathered = list(self.node.output[len(carried) :])
         steps = []
-        axes, backward = (_listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions"))
+        axes, backward = (
+            _listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions")
+        )
         extents = self._extents(scanned, axes)
         if len(extents) == 1 and self._is_long(next(iter(extents))):
-            ways = (_listed(stated, f"scan_output_{each}", len(gathered)) for each in ("axes", "directions"))
-            slices = [(name, axis, bool(back)) for name, axis, back in zip(scanned, axes, backward, strict=True)]
+            ways = (
+                _listed(stated, f"scan_output_{each}", len(gathered))
+                for each in ("axes", "directions")
+            )
+            slices = [
+                (name, axis, bool(back))
+                for name, axis, back in zip(scanned, axes, backward, strict=True)
+            ]
             outward = [(axis, bool(back)) for axis, back in zip(*ways, strict=True)]
             if (kept := self._kept(next(iter(extents)), carried, slices, outward)) is not None:
                 yield from kept
@@ -392,7 +463,9 @@ class _Repetition:
             rows = self.known.sequences[parts]
             steps.append(rows[::-1] if back else rows)
         if len({len(each) for each in steps}) > 1:
-            raise ModelError("the values that it goes through have different extents", where=self.where)
+            raise ModelError(
+                "the values that it goes through have different extents", where=self.where
+            )
         stacked: list[list[str]] = [[] for _ in gathered]
         for each in zip(*steps, strict=True):
             yield from self.run([*carried, *each])
@@ -403,17 +476,25 @@ class _Repetition:
         backward = _listed(stated, "scan_output_directions", len(gathered))
         for found, back in zip(stacked, backward, strict=True):
             found[:] = found[::-1] if back else found
-        yield from self._stacks(gathered, stacked, _listed(stated, "scan_output_axes", len(gathered)))
+        yield from self._stacks(
+            gathered, stacked, _listed(stated, "scan_output_axes", len(gathered))
+        )
 
     def map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         given = [self.known.sequences.get(name) for name in operands]
         counts = {len(each) for each in given if each is not None}
         if not given or given[0] is None or len(counts) > 1:
-            raise ModelError("it goes through no sequences, or through such of different lengths", where=self.where)
+            raise ModelError(
+                "it goes through no sequences, or through such of different lengths",
+                where=self.where,
+            )
         found: list[list[str]] = [[] for _ in self.node.output]
         for number in range(len(given[0])):
             yield from self.run(
-                [name if each is None else each[number] for name, each in zip(operands, given, strict=True)]
+                [
+                    name if each is None else each[number]
+                    for name, each in zip(operands, given, strict=True)
+                ]
             )
             for gathered, name in zip(found, self.results, strict=True):
                 gathered.append(name)
@@ -424,31 +505,52 @@ class _Repetition:
         return count * (self.size - 1) > MOST_REPEATED and count <= MOST_RUNS
 
     def _extents(self, scanned: Iterable[str], axes: Iterable[int]) -> set[int]:
-        """How often a Scan runs by each value that it goes through; none where a shape is not known or has no such
-        axis."""
+        """How often a Scan runs by each value that it goes through; none where a shape is not known
+        or has no such axis.
+        """
         found = set()
         for name, axis in zip(scanned, axes, strict=True):
             kind = self.known.kind(name)
-            found.add(kind.shape[axis] if kind is not None and -len(kind.shape) <= axis < len(kind.shape) else -1)
+            found.add(
+                kind.shape[axis]
+                if kind is not None and -len(kind.shape) <= axis < len(kind.shape)
+                else -1
+            )
         return found if min(found) >= 0 else set()
 
     def _kept(
-        self, count: int, carried: list[str], scanned: list[tuple[str, int, bool]], gathers: list[tuple[int, bool]]
+        self,
+        count: int,
+        carried: list[str],
+        scanned: list[tuple[str, int, bool]],
+        gathers: list[tuple[int, bool]],
     ) -> list[onnx.NodeProto] | None:
-        """The nodes behind an operator that runs the body `count` times; None where there can be no such operator.
+        """The nodes behind an operator that runs the body `count` times; None where there can be no
+        such operator.
 
-        What it carries unchanged is the same in all runs; a list to which each run adds a tensor is gathered.
+        What it carries unchanged is the same in all runs; a list to which each run adds a tensor is
+        gathered.
         """
         counted = 2 * (self.node.op_type == "Loop")
-        inputs, results = ([each.name for each in side] for side in (self.body.input, self.body.output))
-        if len(inputs) != counted + len(carried) + len(scanned) or len(results) != len(self.node.output) + counted // 2:
+        inputs, results = (
+            [each.name for each in side] for side in (self.body.input, self.body.output)
+        )
+        if (
+            len(inputs) != counted + len(carried) + len(scanned)
+            or len(results) != len(self.node.output) + counted // 2
+        ):
             return None  # `run` says so.
-        copies, nodes = {name: f"{self.title}/run/{name}" for name in self.own}, list(self.nodes)
-        ends, outward, outputs = results[: counted // 2], results[counted // 2 :], self.node.output
+        copies = {name: f"{self.title}/run/{name}" for name in self.own}
+        nodes = list(self.nodes)
+        ends = results[: counted // 2]
+        outward = results[counted // 2 :]
+        outputs = self.node.output
         same = {each.output[0]: each.input[0] for each in nodes if each.op_type == "Identity"}
         changing = []
         behind: list[onnx.NodeProto] = []
-        for operand, name, result, output in zip(carried, inputs[counted:], outward, outputs, strict=False):
+        for operand, name, result, output in zip(
+            carried, inputs[counted:], outward, outputs, strict=False
+        ):
             source = result
             while source in same:
                 source = same[source]
@@ -457,28 +559,45 @@ class _Repetition:
                 behind += [made_node(self.node, "Identity", [operand], [output])] if output else []
             else:
                 changing.append((operand, name, result, output))
-        states, lists, gathered = list[Carried](), list[str](), list[Gathered]()
-        for result, output, way in zip(outward[len(carried) :], outputs[len(carried) :], gathers, strict=True):
+        states = list[Carried]()
+        lists = list[str]()
+        gathered = list[Gathered]()
+        for result, output, way in zip(
+            outward[len(carried) :], outputs[len(carried) :], gathers, strict=True
+        ):
             gathered += [Gathered(copies.get(result, result), output, *way)] if output else []
         for operand, name, result, output in changing:
             if operand in self.known.sequences:
                 added = self._added(nodes, name, result)
                 if added is None or self.known.sequences[operand]:
-                    self.kept_apart = f"{name!r} is a sequence, to which a run does more than to add a tensor"
+                    self.kept_apart = (
+                        f"{name!r} is a sequence, to which a run does more than to add a tensor"
+                    )
                     return None
                 nodes.remove(added)
                 lists += [output] if output else []
                 tensor = added.input[1]
-                gathered += [Gathered(copies.get(tensor, tensor), f"{output}/stack", 0, False)] if output else []
+                gathered += (
+                    [Gathered(copies.get(tensor, tensor), f"{output}/stack", 0, False)]
+                    if output
+                    else []
+                )
             else:
                 states.append(Carried(operand, copies[name], copies.get(result, result), output))
         slices = zip(scanned, inputs[counted + len(carried) :], strict=True)
-        number, going = (copies[name] for name in inputs[:counted]) if counted else (f"{self.title}/run/number", "")
+        number, going = (
+            (copies[name] for name in inputs[:counted])
+            if counted
+            else (f"{self.title}/run/number", "")
+        )
         runs = Runs(
             title=self.title,
             name=self.node.name,
             count=count,
-            nodes=[*([truth(self.node, going, True)] if going else []), *(_copied(each, copies) for each in nodes)],
+            nodes=[
+                *([truth(self.node, going, True)] if going else []),
+                *(_copied(each, copies) for each in nodes),
+            ],
             number=number,
             states=tuple(states),
             scanned=tuple(Scanned(*each, copies[name]) for each, name in slices),
@@ -496,11 +615,15 @@ class _Repetition:
     def _added(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
         """The node that adds a tensor to a sequence, if that is all that a body does with it."""
         read = Counter(each for node in nodes for each in reads(node))
-        found = [each for each in nodes if each.op_type == "SequenceInsert" and each.output[0] == result]
+        found = [
+            each for each in nodes if each.op_type == "SequenceInsert" and each.output[0] == result
+        ]
         is_plain = bool(found) and found[0].input[0] == name and len(found[0].input) == 2
         return found[0] if is_plain and read[name] == 1 and not read[result] else None
 
-    def _stacks(self, names: list[str], stacked: list[list[str]], axes: list[int]) -> Iterator[onnx.NodeProto]:
+    def _stacks(
+        self, names: list[str], stacked: list[list[str]], axes: list[int]
+    ) -> Iterator[onnx.NodeProto]:
         """Of each of these values, all that the runs have written, along a new axis."""
         types = self.body.output[len(self.body.output) - len(names) :]
         for name, found, axis, info in zip(names, stacked, axes, types, strict=True):
@@ -508,14 +631,24 @@ class _Repetition:
                 yield from self._empty(name, info, axis)
             elif name:
                 yield made_node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
-                yield made_node(self.node, "ConcatFromSequence", [f"{name}/stack"], [name], axis=axis, new_axis=1)
+                yield made_node(
+                    self.node,
+                    "ConcatFromSequence",
+                    [f"{name}/stack"],
+                    [name],
+                    axis=axis,
+                    new_axis=1,
+                )
 
     def _empty(self, name: str, info: onnx.ValueInfoProto, axis: int) -> list[onnx.NodeProto]:
         """The result of a body that never runs, whose other extents are those that it states."""
         kind = info.type.tensor_type
         shape = [each.dim_value if each.HasField("dim_value") else -1 for each in kind.shape.dim]
         if not kind.HasField("shape") or min(shape, default=0) < 0:
-            raise ModelError(f"its body never runs, and states no shape for what {name!r} gathers", where=self.where)
+            raise ModelError(
+                f"its body never runs, and states no shape for what {name!r} gathers",
+                where=self.where,
+            )
         shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)
         return empty(self.node, name, kind.elem_type, shape)
 
@@ -528,7 +661,9 @@ def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
     """Numbers of an attribute of Scan, zeros where it is absent."""
     found = stated.get(name) or [0] * count
     if len(found) != count:
-        raise ModelError(f"Scan's {name} has {len(found)} {plural(len(found), 'number')}, not {count}")
+        raise ModelError(
+            f"Scan's {name} has {len(found)} {plural(len(found), 'number')}, not {count}"
+        )
     return list(found)
 
 

@@ -1,7 +1,8 @@
 """Operators that compute one tensor of a file from another, found by comparing the data of both.
 
-A derivation is accepted only if it reproduces every element: exactly if it moves, scales or shifts elements, and within
-a few roundings if it applies a function such as Sigmoid, which libraries round differently.
+A derivation is accepted only if it reproduces every element: exactly if it moves, scales or shifts
+elements, and within a few roundings if it applies a function such as Sigmoid, which libraries round
+differently.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ MOST_AXES: Final = 4
 LARGEST: Final = 1 << 24
 """Maximum bytes of a tensor whose elements are looked up one by one in another."""
 LEAST: Final = 4
-"""Minimum different elements of a tensor for which equality with a function of another is no accident."""
+"""Minimum different elements of a tensor for which equality with a function of another is no
+accident.
+"""
 MOVES: Final = frozenset({"Transpose", "Reshape", "Expand", "Gather", "StopGradient"})
 """Steps that leave elements as they are."""
 ROUNDINGS: Final = 4e-6
@@ -61,7 +64,9 @@ class Step:
     perm: tuple[int, ...] = ()
     """Transpose's order of the axes."""
     operand: np.ndarray | None = None
-    """The other operand: Gather's indices, what Add adds, Mul multiplies by, Sub takes the tensor from."""
+    """The other operand: Gather's indices, what Add adds, Mul multiplies by, Sub takes the tensor
+    from.
+    """
     other: str = ""
     """Name of the parameter that is the other operand in place of `operand`."""
     moves: tuple[Step, ...] = ()
@@ -69,7 +74,9 @@ class Step:
     axis: int = 0
     """Concat's axis."""
 
-    def apply(self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+    def apply(
+        self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
+    ) -> np.ndarray:
         """Return the result; `others` has the parameters that are other operands, by name."""
         other: Any = self.operand
         if others is not None and self.other:
@@ -108,13 +115,17 @@ class Step:
         if self.operator == "Transpose":
             return Step("Transpose", shape, tuple(int(axis) for axis in np.argsort(self.perm)))
         if self.operator == "Gather":
-            assert self.operand is not None and self.shape == shape, "elements were lost or repeated"
+            assert self.operand is not None and self.shape == shape, (
+                "elements were lost or repeated"
+            )
             return Step("Gather", shape, operand=np.argsort(self.operand))
         assert self.operator == "Reshape", f"{self.operator} is no change of layout"
         return Step("Reshape", shape)
 
 
-def applied(steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+def applied(
+    steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
+) -> np.ndarray:
     """Return the result of all steps, in their order."""
     for step in steps:
         array = step.apply(array, others)
@@ -122,8 +133,9 @@ def applied(steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.
 
 
 def weighted_sum(elements: Mapping[str, np.ndarray], result: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the operators that make `result` of the first of `elements`, scalars by name, as a constant of at most two
-    digits times the sum of all; None if it is not one."""
+    """Return the operators that make `result` of the first of `elements`, scalars by name, as a
+    constant of at most two digits times the sum of all; None if it is not one.
+    """
     numbers = [float(each.reshape(())) for each in elements.values()]
     total = sum(numbers)
     size = sum(map(abs, numbers))
@@ -140,10 +152,11 @@ def weighted_sum(elements: Mapping[str, np.ndarray], result: np.ndarray) -> tupl
 
 
 def derived(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the operators that make `second` of `first`; None if no derivation of this module does.
+    """Return the operators that make `second` of `first`; None if no derivation of this module
+    does.
 
-    Tries, in this order: moving all elements, one function or one constant for all elements after such a move,
-    expansion, and taking elements of `first`, some of which a mask sets to 0.
+    Tries, in this order: moving all elements, one function or one constant for all elements after
+    such a move, expansion, and taking elements of `first`, some of which a mask sets to 0.
     """
     if first.size == second.size:
         for moves in moves_between(first.shape, second.shape):
@@ -155,7 +168,8 @@ def derived(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
 
 
 def moves_between(shape: tuple[int, ...], wanted: tuple[int, ...]) -> Iterator[tuple[Step, ...]]:
-    """Yield the transpositions and reshapings that make a tensor of shape `wanted` of one of `shape`.
+    """Yield the transpositions and reshapings that make a tensor of shape `wanted` of one of
+    `shape`.
 
     The first one keeps the order of the elements.
     """
@@ -179,17 +193,23 @@ def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     """Return the transposition and reshaping that make the second of the first."""
     for steps in moves_between(first.shape, second.shape):
         near, wanted = _samples(first, steps, second)
-        if np.array_equal(near, wanted) and _is_equal(_transposed(first, steps), second.reshape(-1)):
+        if np.array_equal(near, wanted) and _is_equal(
+            _transposed(first, steps), second.reshape(-1)
+        ):
             return steps
     return None
 
 
 def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
-    """Return the array after the Transpose of `moves`, without a copy; a Reshape keeps the order of the elements."""
+    """Return the array after the Transpose of `moves`, without a copy; a Reshape keeps the order of
+    the elements.
+    """
     return moves[0].apply(array) if moves and moves[0].operator == "Transpose" else array
 
 
-def _samples(first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _samples(
+    first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return some elements of `first` after `moves`, and those of `second` at the same indices."""
     sampled = np.linspace(0, second.size - 1, min(SAMPLED, second.size)).astype(np.int64)
     turned = np.atleast_1d(_transposed(first, moves))
@@ -203,7 +223,9 @@ def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
     rows = max(1, BLOCK * len(array) // array.size)
     width = array.size // len(array)
     return all(
-        np.array_equal(array[start : start + rows].reshape(-1), flat[start * width : (start + rows) * width])
+        np.array_equal(
+            array[start : start + rows].reshape(-1), flat[start * width : (start + rows) * width]
+        )
         for start in range(0, len(array), rows)
     )
 
@@ -219,7 +241,9 @@ def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     return None
 
 
-def _function(first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray) -> tuple[Step, ...] | None:
+def _function(
+    first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
+) -> tuple[Step, ...] | None:
     """Return the operators that make `second` of `first` after `moves`, element by element."""
     near, wanted = _samples(first, moves, second)
     if np.array_equal(near, wanted) and _is_equal(_transposed(first, moves), second.reshape(-1)):
@@ -227,11 +251,15 @@ def _function(first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray) ->
     if len(np.unique(near)) < LEAST or is_uniform(wanted):
         return None
     for step in _constants(near, wanted, second.shape):
-        if np.array_equal(step.apply(near), wanted) and np.array_equal(step.apply(applied(moves, first)), second):
+        if np.array_equal(step.apply(near), wanted) and np.array_equal(
+            step.apply(applied(moves, first)), second
+        ):
             return (step,)
     with np.errstate(all="ignore"):
         for operator, function in FUNCTIONS.items():
-            if _is_close(function(near), wanted) and _is_close(function(applied(moves, first)), second):
+            if _is_close(function(near), wanted) and _is_close(
+                function(applied(moves, first)), second
+            ):
                 return (Step(operator, second.shape),)
         if _is_close(near * near, wanted) and _is_close(applied(moves, first) ** 2, second):
             return (Step("Pow", second.shape, operand=np.full((), 2, first.dtype)),)
@@ -243,10 +271,13 @@ def _is_close(found: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def _constants(near: np.ndarray, wanted: np.ndarray, shape: tuple[int, ...]) -> Iterator[Step]:
-    """Yield the steps with one constant for all elements that fit the sampled element whose size is the largest."""
+    """Yield the steps with one constant for all elements that fit the sampled element whose size is
+    the largest.
+    """
     dtype = near.dtype
     at = int(np.argmax(np.abs(near)))
-    one, other = float(near[at]), float(wanted[at])
+    one = float(near[at])
+    other = float(wanted[at])
     yield Step("Sub", shape, operand=np.ones((), dtype))
     if one:
         for factor in _near(other / one, dtype):
@@ -258,13 +289,21 @@ def _constants(near: np.ndarray, wanted: np.ndarray, shape: tuple[int, ...]) -> 
 
 
 def _near(number: float, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the constants that a program may have for a number computed with a rounding: short ones first."""
+    """Yield the constants that a program may have for a number computed with a rounding: short ones
+    first.
+    """
     with np.errstate(over="ignore"):
         exact = np.asarray(number, dtype)
         found = [np.asarray(float(f"{number:.{digits}g}"), dtype) for digits in (1, 2, 3, 4, 5, 6)]
     inverse = 1 / number if number else 0.0
-    found += [np.asarray(1 / float(f"{inverse:.{digits}g}"), dtype) for digits in (2, 4, 6) if inverse]
-    found += [exact, np.nextafter(exact, np.asarray(np.inf, dtype)), np.nextafter(exact, np.asarray(-np.inf, dtype))]
+    found += [
+        np.asarray(1 / float(f"{inverse:.{digits}g}"), dtype) for digits in (2, 4, 6) if inverse
+    ]
+    found += [
+        exact,
+        np.nextafter(exact, np.asarray(np.inf, dtype)),
+        np.nextafter(exact, np.asarray(-np.inf, dtype)),
+    ]
     seen: set[float] = set()
     for each in found:
         if np.isfinite(each) and float(each) not in seen:
@@ -273,8 +312,10 @@ def _near(number: float, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def _selection(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the lookup that takes each element of `second` from `first`, 0 at some indices; None if an element is
-    neither, or if `first` has equal elements, so that nothing tells which one was taken."""
+    """Return the lookup that takes each element of `second` from `first`, 0 at some indices; None
+    if an element is neither, or if `first` has equal elements, so that nothing tells which one was
+    taken.
+    """
     if max(first.nbytes, second.nbytes) > LARGEST or not second.size:
         return None
     flat = np.ascontiguousarray(first).reshape(-1)

@@ -1,9 +1,11 @@
-"""Where torch stops gradients, as the metadata of its exporter say: `aten.detach` and what is left of it.
+"""Where torch stops gradients, as the metadata of its exporter say: `aten.detach` and what is left
+of it.
 
-Without optimization the file has an Identity for each `detach`, which `signature.is_detach` recognises. Optimization
-removes it; the traced calls that read the result still name it, as `%detach`. Files without metadata have no trace of
-a `detach`, except in a straight-through estimator `x + (q - x)`: it computes `q`, so that only a stopped gradient
-explains why it was written so.
+Without optimization the file has an Identity for each `detach`, which `signature.is_detach`
+recognises. Optimization removes it; the traced calls that read the result still name it, as
+`%detach`. Files without metadata have no trace of a `detach`, except in a straight-through
+estimator `x + (q - x)`: it computes `q`, so that only a stopped gradient explains why it was
+written so.
 """
 
 from __future__ import annotations
@@ -58,31 +60,43 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
             if len(slots) == len(arguments):
                 pairs = zip(slots, arguments, strict=True)
                 found.update(
-                    (node.output[0], slot) for slot, each in pairs if DETACHED.fullmatch(each) and each not in written
+                    (node.output[0], slot)
+                    for slot, each in pairs
+                    if DETACHED.fullmatch(each) and each not in written
                 )
             elif Counter(node.input[slot] for slot in slots) - Counter(arguments):
-                # The optimization drops arguments such as the empty tensor of a concatenation. The others are known if
-                # each has its name in the call.
+                # The optimization drops arguments such as the empty tensor of a concatenation. The
+                # others are known if each has its name in the call.
                 unknown.append(f"{node.op_type} {node.name!r}")
     return DetachedReads(frozenset(found), tuple(unknown))
 
 
-def straight_through(nodes: Sequence[onnx.NodeProto], name_of: Callable[[str], str]) -> DetachedReads:
-    """Return the operands `q - x` of the sums `x + (q - x)`; `name_of` returns one name for all names of a value."""
-    differences = {node.output[0]: node for node in nodes if node.op_type == "Sub" and not node.domain}
+def straight_through(
+    nodes: Sequence[onnx.NodeProto], name_of: Callable[[str], str]
+) -> DetachedReads:
+    """Return the operands `q - x` of the sums `x + (q - x)`; `name_of` returns one name for all
+    names of a value.
+    """
+    differences = {
+        node.output[0]: node for node in nodes if node.op_type == "Sub" and not node.domain
+    }
     found: set[tuple[str, int]] = set()
     for node in nodes:
         if node.op_type != "Add" or node.domain:
             continue
         for slot, name in enumerate(node.input):
             difference = differences.get(name)
-            if difference is not None and name_of(difference.input[1]) == name_of(node.input[1 - slot]):
+            if difference is not None and name_of(difference.input[1]) == name_of(
+                node.input[1 - slot]
+            ):
                 found.add((node.output[0], slot))
     return DetachedReads(frozenset(found))
 
 
 def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:
-    """Return True if a tensor that no node writes is a setting of an operator, rather than what its call is given."""
+    """Return True if a tensor that no node writes is a setting of an operator, rather than what its
+    call is given.
+    """
     given = {signature.arguments.get(each) for each in arguments_of(node)[1]}
     is_internal = name.startswith("val_") and not signature.trains(name)
     return is_internal and name not in given

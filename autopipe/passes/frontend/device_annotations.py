@@ -1,4 +1,5 @@
-"""Multi-device annotations of a parsed file, checked as far as they can be without the shapes of its tensors.
+"""Multi-device annotations of a parsed file, checked as far as they can be without the shapes of
+its tensors.
 
 https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md defines them.
 """
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 class Sharding:
     """How the devices hold one tensor that a node reads or writes.
 
-    `cuts` says into how many equal blocks a dimension is cut, as (dimension, blocks), for those that are; negative
-    dimensions count from the back. `devices` holds for each block the devices with a copy of it; blocks are counted
-    along the last of `cuts` first.
+    `cuts` says into how many equal blocks a dimension is cut, as (dimension, blocks), for those
+    that are; negative dimensions count from the back. `devices` holds for each block the devices
+    with a copy of it; blocks are counted along the last of `cuts` first.
     """
 
     tensor: str
@@ -36,18 +37,26 @@ class Sharding:
 
     def places(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
         """For each of `rank` dimensions the number of blocks, and by device which one it holds."""
-        found: list[tuple[int, dict[int, int]]] = [(1, dict.fromkeys(self.group(), 0)) for _ in range(rank)]
+        found: list[tuple[int, dict[int, int]]] = [
+            (1, dict.fromkeys(self.group(), 0)) for _ in range(rank)
+        ]
         after = math.prod(blocks for _, blocks in self.cuts)
         for dimension, blocks in self.cuts:
             after //= blocks
-            index = {device: block // after % blocks for block, copies in enumerate(self.devices) for device in copies}
+            index = {
+                device: block // after % blocks
+                for block, copies in enumerate(self.devices)
+                for device in copies
+            }
             found[dimension] = (blocks, index)
         return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Annotation of a node for one configuration: its pipeline stage and the layouts of tensors of its own."""
+    """Annotation of a node for one configuration: its pipeline stage and the layouts of tensors of
+    its own.
+    """
 
     node: int
     stage: int | None
@@ -56,7 +65,9 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to spread the model over `devices` devices. Devices are known by their numbers; they may have names."""
+    """One way to spread the model over `devices` devices. Devices are known by their numbers; they
+    may have names.
+    """
 
     name: str
     devices: int
@@ -68,11 +79,15 @@ def configuration_proto(configuration: Configuration) -> onnx.DeviceConfiguratio
     import onnx
 
     return onnx.DeviceConfigurationProto(
-        name=configuration.name, num_devices=configuration.devices, device=configuration.device_names
+        name=configuration.name,
+        num_devices=configuration.devices,
+        device=configuration.device_names,
     )
 
 
-def annotation_proto(annotation: Annotation, configuration: str) -> onnx.NodeDeviceConfigurationProto:
+def annotation_proto(
+    annotation: Annotation, configuration: str
+) -> onnx.NodeDeviceConfigurationProto:
     import onnx
 
     return onnx.NodeDeviceConfigurationProto(
@@ -90,9 +105,13 @@ def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
     return onnx.ShardingSpecProto(
         tensor_name=sharding.tensor,
         device=[groups.get(copies, copies[0]) for copies in sharding.devices],
-        index_to_device_group_map=[onnx.IntIntListEntryProto(key=key, value=copies) for copies, key in groups.items()],
+        index_to_device_group_map=[
+            onnx.IntIntListEntryProto(key=key, value=copies) for copies, key in groups.items()
+        ],
         sharded_dim=[
-            onnx.ShardedDimProto(axis=dimension, simple_sharding=[onnx.SimpleShardedDimProto(num_shards=blocks)])
+            onnx.ShardedDimProto(
+                axis=dimension, simple_sharding=[onnx.SimpleShardedDimProto(num_shards=blocks)]
+            )
             for dimension, blocks in sharding.cuts
         ],
     )
@@ -100,13 +119,16 @@ def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
 
 T = TypeVar("T")
 MOST_DEVICES = 1 << 20
-"""No configuration has more; nothing is made in their number before it is known that they are listed."""
+"""No configuration has more; nothing is made in their number before it is known that they are
+listed.
+"""
 
 
 def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
     """The configurations of `model` with what its nodes say of each, in the order of the file.
 
-    Raises ModelError, naming the configuration or the node, where they contradict themselves or one another.
+    Raises ModelError, naming the configuration or the node, where they contradict themselves or one
+    another.
     """
     found: dict[str, list[Annotation]] = {}
     for declared in model.configuration:
@@ -122,7 +144,10 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
             if name not in found:
                 known = ", ".join(map(repr, found)) or "none"
                 raise ModelError(
-                    f"its annotation is for {name!r}, which is no device configuration of the model",
+                    (
+                        f"its annotation is for {name!r}, which is no device configuration of the "
+                        "model"
+                    ),
                     hint=f"there are: {known}",
                     where=where,
                 )
@@ -157,22 +182,34 @@ def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
         )
     if declared.device and len(declared.device) != declared.num_devices:
         raise ModelError(
-            f"it names {len(declared.device)} of its {declared.num_devices} {plural(declared.num_devices, 'device')}",
+            (
+                f"it names {len(declared.device)} of its {declared.num_devices} "
+                f"{plural(declared.num_devices, 'device')}"
+            ),
             where=where,
         )
 
 
 def _annotation(
-    position: int, node: onnx.NodeProto, stated: onnx.NodeDeviceConfigurationProto, devices: int, where: str
+    position: int,
+    node: onnx.NodeProto,
+    stated: onnx.NodeDeviceConfigurationProto,
+    devices: int,
+    where: str,
 ) -> Annotation:
     stage = stated.pipeline_stage if stated.HasField("pipeline_stage") else None
     if stage is not None and stage < 0:
-        raise ModelError(f"its pipeline stage is {stage}", hint="stages are counted from 0", where=where)
+        raise ModelError(
+            f"its pipeline stage is {stage}", hint="stages are counted from 0", where=where
+        )
     own = {name for name in (*node.input, *node.output) if name}
     shardings = []
     for spec in stated.sharding_spec:
         if spec.tensor_name not in own:
-            raise ModelError(f"it annotates tensor {spec.tensor_name!r}, which it does not read or write", where=where)
+            raise ModelError(
+                f"it annotates tensor {spec.tensor_name!r}, which it does not read or write",
+                where=where,
+            )
         shardings.append(_sharding(spec, devices, f"{where}: tensor {spec.tensor_name!r}"))
     twice = _repeated(each.tensor for each in shardings)
     if twice is not None:
@@ -192,16 +229,23 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
     if blocks != len(groups):
         many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
         raise ModelError(
-            f"it is cut into {many} {plural(blocks, 'block')}, but {len(groups)} devices or groups are listed",
+            (
+                f"it is cut into {many} {plural(blocks, 'block')}, but {len(groups)} devices or "
+                "groups are listed"
+            ),
             where=where,
         )
     listed = [device for group in groups for device in group]
     foreign = next((device for device in listed if not 0 <= device < devices), None)
     if foreign is not None:
-        raise ModelError(f"there is no device {foreign}", hint=f"devices are 0 to {devices - 1}", where=where)
+        raise ModelError(
+            f"there is no device {foreign}", hint=f"devices are 0 to {devices - 1}", where=where
+        )
     twice = _repeated(listed)
     if twice is not None:
-        raise ModelError(f"device {twice} is listed twice", hint="each device holds one block", where=where)
+        raise ModelError(
+            f"device {twice} is listed twice", hint="each device holds one block", where=where
+        )
     return Sharding(spec.tensor_name, tuple(cut for cut in cuts if cut[1] > 1), groups)
 
 
@@ -216,7 +260,9 @@ def _repeated(items: Iterable[T]) -> T | None:
 
 
 def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], ...]:
-    """The devices of each block: a number stands for the group that the map gives for it, else for a device."""
+    """The devices of each block: a number stands for the group that the map gives for it, else for
+    a device.
+    """
     known = {entry.key: tuple(entry.value) for entry in spec.index_to_device_group_map}
     if len(known) < len(spec.index_to_device_group_map):
         raise ModelError("two device groups have one number", where=where)
@@ -233,11 +279,14 @@ def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
     counts = [simple.num_shards for simple in stated.simple_sharding]
     if not counts or min(counts) < 1:
         raise ModelError("it does not say into how many shards it is cut", where=where)
-    # Axes fused into one dimension, outer to inner, are cut into blocks where the inner ones stay whole.
+    # Axes fused into one dimension, outer to inner, are cut into blocks where the inner ones stay
+    # whole.
     if any(count > 1 for count in counts[1:]):
         raise ModelError("it is cut along an inner one of the axes fused into it", where=where)
     for simple in stated.simple_sharding:
-        if simple.HasField("dim_value") and (simple.dim_value < 1 or simple.dim_value % simple.num_shards):
+        if simple.HasField("dim_value") and (
+            simple.dim_value < 1 or simple.dim_value % simple.num_shards
+        ):
             raise ModelError(
                 f"extent {simple.dim_value} is not divisible by {simple.num_shards} "
                 f"{plural(simple.num_shards, 'shard')}",

@@ -1,4 +1,5 @@
-"""ONNX's element types, tensors and attributes as ours, and the numbers of a file's tensors, looked at where they lie.
+"""ONNX's element types, tensors and attributes as ours, and the numbers of a file's tensors, looked
+at where they lie.
 
 Tensors in other files are checked, and never opened while planning.
 """
@@ -56,17 +57,23 @@ def dtype_of(number: int, where: str) -> DType:
         import onnx
 
         known = onnx.TensorProto.DataType.DESCRIPTOR.values_by_number.get(number)
-        raise ModelError(f"element type {known.name if known else number} is not supported", where=where)
+        raise ModelError(
+            f"element type {known.name if known else number} is not supported", where=where
+        )
     return DTYPES[number]
 
 
 def value_of(tensor: onnx.TensorProto, name: str, where: str) -> Value:
-    """Return the type of a tensor of a file as that of the value `name`. Raises ModelError as `dtype_of`."""
+    """Return the type of a tensor of a file as that of the value `name`. Raises ModelError as
+    `dtype_of`.
+    """
     return Value(name, dtype_of(tensor.data_type, where), tuple(tensor.dims))
 
 
 def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
-    """The numbers of a tensor held in the file; raises ModelError where they do not fill its shape."""
+    """The numbers of a tensor held in the file; raises ModelError where they do not fill its
+    shape.
+    """
     import onnx.numpy_helper
 
     dtype_of(tensor.data_type, where)
@@ -86,14 +93,19 @@ def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
 
         return onnx.numpy_helper.from_array(array)
     return onnx.TensorProto(
-        data_type=NUMBERS[dtype], dims=list(array.shape), raw_data=np.ascontiguousarray(array).tobytes()
+        data_type=NUMBERS[dtype],
+        dims=list(array.shape),
+        raw_data=np.ascontiguousarray(array).tobytes(),
     )
 
 
 def number_array(value: float, dtype: DType) -> np.ndarray:
-    """One number as a constant of a floating type holds it, the largest or smallest of its type where it lies
-    beyond."""
-    most = float(np.finfo(dtype.value if dtype in (DType.FLOAT16, DType.FLOAT64) else np.float32).max)
+    """One number as a constant of a floating type holds it, the largest or smallest of its type
+    where it lies beyond.
+    """
+    most = float(
+        np.finfo(dtype.value if dtype in (DType.FLOAT16, DType.FLOAT64) else np.float32).max
+    )
     value = max(-most, min(most, value))
     if dtype is DType.BFLOAT16:
         bits = np.asarray(value, np.float32).view(np.uint32)
@@ -108,8 +120,11 @@ def stored_bytes(dtype: DType, shape: Sequence[int]) -> int:
 
 
 def packed_value(value: Value) -> Value:
-    """The bytes of a tensor of which several elements lie in each: in rows where those fill bytes, else in one row."""
-    size, last = stored_bytes(value.dtype, value.shape), value.shape[-1:]
+    """The bytes of a tensor of which several elements lie in each: in rows where those fill bytes,
+    else in one row.
+    """
+    size = stored_bytes(value.dtype, value.shape)
+    last = value.shape[-1:]
     per = 8 // value.dtype.packed_bits
     shape = (*value.shape[:-1], last[0] // per) if last and last[0] % per == 0 else (size,)
     return Value(value.name, DType.UINT8, shape)
@@ -122,7 +137,11 @@ def type_proto(value: Value) -> onnx.TypeProto:
 
 
 def made_node(
-    origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Sequence[str], **attributes: Any
+    origin: onnx.NodeProto,
+    op: str,
+    operands: Sequence[str],
+    results: Sequence[str],
+    **attributes: Any,
 ) -> onnx.NodeProto:
     """A node that stands for a part of another, under its name."""
     import onnx.helper
@@ -130,7 +149,9 @@ def made_node(
     return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
 
 
-def renamed(node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str]) -> onnx.NodeProto:
+def renamed(
+    node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str]
+) -> onnx.NodeProto:
     """The node with other operands and results."""
     copy = type(node)()
     copy.CopyFrom(node)
@@ -141,8 +162,8 @@ def renamed(node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str
 def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:
     """The attributes that a node states, sorted by name.
 
-    A tensor of one element (ConstantOfShape's `value`) becomes a number. Raises ModelError for graphs (control flow),
-    types and larger tensors.
+    A tensor of one element (ConstantOfShape's `value`) becomes a number. Raises ModelError for
+    graphs (control flow), types and larger tensors.
     """
     where = f"{node.op_type} {node.name!r}"
     return tuple(sorted({each.name: _attribute(each, where) for each in node.attribute}.items()))
@@ -168,22 +189,33 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
             if array.size == 1:
                 item = array.reshape(()).item()
                 return item if isinstance(item, int | float) else float(item)
-    raise ModelError(f"attribute {attribute.name!r} is of a kind that is not supported", where=where)
+    raise ModelError(
+        f"attribute {attribute.name!r} is of a kind that is not supported", where=where
+    )
 
 
 def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     """Where an external tensor of the file `model` lies; None where its file is not there.
 
-    Raises ModelError for a path that leaves the model's folder (absolute, `..`), for a link to anywhere but there or
-    beside the file that `model` is a link to (as in the cache of huggingface_hub), for one that is no file, for a
-    file too short for the tensor, and for a name that the file system rejects.
+    Raises ModelError for a path that leaves the model's folder (absolute, `..`), for a link to
+    anywhere but there or beside the file that `model` is a link to (as in the cache of
+    huggingface_hub), for one that is no file, for a file too short for the tensor, and for a name
+    that the file system rejects.
     """
     where = f"tensor {tensor.name!r}"
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     path = PurePosixPath(location)
-    if not location or "\0" in location or "\\" in location or path.is_absolute() or ".." in path.parts:
-        raise ModelError(f"its data may not lie in {location!r}, only inside the model's folder", where=where)
+    if (
+        not location
+        or "\0" in location
+        or "\\" in location
+        or path.is_absolute()
+        or ".." in path.parts
+    ):
+        raise ModelError(
+            f"its data may not lie in {location!r}, only inside the model's folder", where=where
+        )
     if Path(location).drive:
         raise ModelError(f"its data may not lie on another drive: {location!r}", where=where)
     file = model.parent / location
@@ -193,13 +225,23 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
         pass  # The caller reports absent data, or draws numbers in its place.
     except OSError as error:
         # Such as a name that is longer than the file system stores.
-        raise ModelError(f"its data file {quote(location)} cannot be read: {error.strerror}", where=where) from error
-    if not any(file.resolve().is_relative_to(folder) for folder in (model.parent.resolve(), model.resolve().parent)):
-        raise ModelError(f"its data file {location!r} is a link that leaves the model's folder", where=where)
+        raise ModelError(
+            f"its data file {quote(location)} cannot be read: {error.strerror}", where=where
+        ) from error
+    if not any(
+        file.resolve().is_relative_to(folder)
+        for folder in (model.parent.resolve(), model.resolve().parent)
+    ):
+        raise ModelError(
+            f"its data file {location!r} is a link that leaves the model's folder", where=where
+        )
     size = stored_bytes(dtype_of(tensor.data_type, where), tensor.dims)
-    offset, length = _number(entries, "offset", 0, where), _number(entries, "length", size, where)
+    offset = _number(entries, "offset", 0, where)
+    length = _number(entries, "length", size, where)
     if length < size:
-        raise ModelError(f"its data has {length} {plural(length, 'byte')}, its shape needs {size}", where=where)
+        raise ModelError(
+            f"its data has {length} {plural(length, 'byte')}, its shape needs {size}", where=where
+        )
     if not file.exists():
         return None
     if not file.is_file():
@@ -224,14 +266,21 @@ def _number(entries: dict[str, str], key: str, default: int, where: str) -> int:
     return int(text)
 
 
-HELD: dict[DType, str] = {DType.FLOAT32: "<f4", DType.FLOAT64: "<f8", DType.FLOAT16: "<f2", DType.BFLOAT16: "<u2"}
+HELD: dict[DType, str] = {
+    DType.FLOAT32: "<f4",
+    DType.FLOAT64: "<f8",
+    DType.FLOAT16: "<f2",
+    DType.BFLOAT16: "<u2",
+}
 """How floating-point numbers lie in a file; bfloat16 are the upper halves of float32."""
 
 
 def stored_numbers(
     name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice | VarintSlice], model: Path
 ) -> np.ndarray | None:
-    """The floating-point numbers of a tensor of the file `model`, not copied; None where none are stored."""
+    """The floating-point numbers of a tensor of the file `model`, not copied; None where none are
+    stored.
+    """
     dtype = dtype_of(tensor.data_type, repr(name))
     place: FileSlice | VarintSlice | None
     try:
@@ -248,29 +297,45 @@ def stored_numbers(
 
 def has_numbers(tensor: onnx.TensorProto) -> bool:
     """True if a tensor holds numbers, in whichever of its fields."""
-    listed = tensor.float_data or tensor.double_data or tensor.int32_data or tensor.int64_data or tensor.uint64_data
+    listed = (
+        tensor.float_data
+        or tensor.double_data
+        or tensor.int32_data
+        or tensor.int64_data
+        or tensor.uint64_data
+    )
     return bool(tensor.raw_data or listed)
 
 
 def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
     """The bits of the numbers of 16 bits that the file `model` stores one by one."""
-    return varint_bits(np.memmap(model, np.uint8, mode="r", offset=place.offset, shape=(place.length,)))
+    return varint_bits(
+        np.memmap(model, np.uint8, mode="r", offset=place.offset, shape=(place.length,))
+    )
 
 
 def sliced_numbers(
     place: FileSlice | VarintSlice, dtype: DType, shape: tuple[int, ...], model: Path
 ) -> np.ndarray | None:
-    """The numbers at a place of the model's files; None where they do not fill `shape` or are of no such type."""
+    """The numbers at a place of the model's files; None where they do not fill `shape` or are of no
+    such type.
+    """
     if isinstance(place, VarintSlice):
         bits = listed_numbers(place, model)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or bits.size != math.prod(shape):
             return None
-        halves = bits.view(np.float16) if dtype is DType.FLOAT16 else (bits.astype(np.uint32) << 16).view(np.float32)
+        halves = (
+            bits.view(np.float16)
+            if dtype is DType.FLOAT16
+            else (bits.astype(np.uint32) << 16).view(np.float32)
+        )
         return halves.reshape(shape)
     if dtype not in HELD or math.prod(shape) * dtype.itemsize != place.length or not place.length:
         return None
     path = model.parent / place.file if place.file else model
-    numbers: np.ndarray = np.memmap(path, HELD[dtype], mode="r", offset=place.offset, shape=shape or (1,))
+    numbers: np.ndarray = np.memmap(
+        path, HELD[dtype], mode="r", offset=place.offset, shape=shape or (1,)
+    )
     if dtype is DType.BFLOAT16:
         numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
     return numbers.reshape(shape)

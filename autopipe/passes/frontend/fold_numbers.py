@@ -1,8 +1,9 @@
-"""How many operators torch's older exporter folded into a tensor, as the numbers in the tensors' names tell.
+"""How many operators torch's older exporter folded into a tensor, as the numbers in the tensors'
+names tell.
 
-The exporter numbers the values of its graph: inputs, parameters, then results of nodes. It folds nodes in their order
-and gives each folded result the next number. A tensor whose number follows the number of the tensor before it is
-therefore the result of one operator on parameters.
+The exporter numbers the values of its graph: inputs, parameters, then results of nodes. It folds
+nodes in their order and gives each folded result the next number. A tensor whose number follows the
+number of the tensor before it is therefore the result of one operator on parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ WITHOUT_SHAPES: Final = frozenset(
     }
 )  # fmt: skip
 """Operators that read no tensor that an exporter computes of shapes."""
-OF_CONSTANT_AXES: Final = frozenset({"Squeeze", "Unsqueeze", "Transpose", "Flatten", "ReduceSum", "ReduceMean"})
+OF_CONSTANT_AXES: Final = frozenset(
+    {"Squeeze", "Unsqueeze", "Transpose", "Flatten", "ReduceSum", "ReduceMean"}
+)
 """Operators that read no such tensor if a module gives them their axes."""
 
 
@@ -45,14 +48,20 @@ class FoldNumbers:
 
     @cached_property
     def _by_number(self) -> dict[int, str]:
-        merged = [node.output[0] for node in self.nodes if node.op_type == "Identity" and node.input[0] in self.held]
+        merged = [
+            node.output[0]
+            for node in self.nodes
+            if node.op_type == "Identity" and node.input[0] in self.held
+        ]
         names = {name.removesuffix(NAMESAKE) for name in (*self.held, *merged)}
         found = {int(match[1]): name for name in names if (match := NUMBERED.fullmatch(name))}
         return dict(sorted(found.items()))
 
     @cached_property
     def _first_readers(self) -> dict[str, int]:
-        """Position of the first node that reads each folded tensor, also under a name that an Identity gives it."""
+        """Position of the first node that reads each folded tensor, also under a name that an
+        Identity gives it.
+        """
         found: dict[str, int] = {}
         for position, node in enumerate(self.nodes):
             for name in node.input if node.op_type != "Identity" else ():
@@ -64,10 +73,12 @@ class FoldNumbers:
         return found
 
     def count(self, name: str) -> int | None:
-        """Return the number of operators that were folded into a tensor; None if the numbers do not tell it.
+        """Return the number of operators that were folded into a tensor; None if the numbers do not
+        tell it.
 
-        For the first tensor, 1 means that the values of the graph are just those of the file, if every folded tensor is
-        the result of one operator on one parameter. A graph without shapes has no other values than a module's own.
+        For the first tensor, 1 means that the values of the graph are just those of the file, if
+        every folded tensor is the result of one operator on one parameter. A graph without shapes
+        has no other values than a module's own.
         """
         match = NUMBERED.fullmatch(name)
         if match is None:
@@ -76,7 +87,9 @@ class FoldNumbers:
         before = max((each for each in self._by_number if each < number), default=None)
         if before is None:
             more = number - self._values()
-            is_counted = all(node.op_type in WITHOUT_SHAPES | OF_CONSTANT_AXES for node in self.nodes)
+            is_counted = all(
+                node.op_type in WITHOUT_SHAPES | OF_CONSTANT_AXES for node in self.nodes
+            )
             return 1 + max(more, 0) if not more or is_counted else None
         distance = number - before
         # Folded shapes of a Reshape or a Split between the two readers take numbers as well.
@@ -85,15 +98,25 @@ class FoldNumbers:
         return None
 
     def _is_next(self, before: str, name: str) -> bool:
-        """Return True if no node between the readers of two tensors has operands that an exporter folds."""
-        first, last = self._first_readers.get(before), self._first_readers.get(name)
+        """Return True if no node between the readers of two tensors has operands that an exporter
+        folds.
+        """
+        first = self._first_readers.get(before)
+        last = self._first_readers.get(name)
         if first is None or last is None or first >= last:
             return False
         return all(node.op_type in WITHOUT_SHAPES for node in self.nodes[first + 1 : last])
 
     def _values(self) -> int:
-        """Return the number of values that the exporter's graph had, if it had the file's values, and for each folded
-        tensor one parameter and one result."""
+        """Return the number of values that the exporter's graph had, if it had the file's values,
+        and for each folded tensor one parameter and one result.
+        """
         named = [name for name in self.held if not LIFTED.fullmatch(name)]
-        results = [name for node in self.nodes if node.op_type != "Identity" for name in node.output if name]
+        results = [
+            name
+            for node in self.nodes
+            if node.op_type != "Identity"
+            for name in node.output
+            if name
+        ]
         return self.inputs + len(named) + 2 * len(self._by_number) + len(results)

@@ -1,12 +1,15 @@
 """Which tensors of a file are parameters, which are computed from parameters, and how.
 
-An exporter computes what depends on parameters alone and writes the result as a new tensor. For each such tensor, one
-of the following holds:
+An exporter computes what depends on parameters alone and writes the result as a new tensor. For
+each such tensor, one of the following holds:
 
-- It is a parameter in another layout, as the file's metadata or the operator that reads it say. The graph then has it
+- It is a parameter in another layout, as the file's metadata or the operator that reads it say. The
+  graph then has it
   under the module's name, and `Layout` says how the module holds it.
-- It follows from a parameter that the file also holds, or a parameter follows from it. The graph then computes it.
-- Neither is known. The tensor keeps its own name, and `Unfolding.refused` says which parameters it is computed from, so
+- It follows from a parameter that the file also holds, or a parameter follows from it. The graph
+  then computes it.
+- Neither is known. The tensor keeps its own name, and `Unfolding.refused` says which parameters it
+  is computed from, so
   that training it in their place can be refused.
 """
 
@@ -42,7 +45,9 @@ ROWS = "/rows"
 LOGARITHM = "/log"
 """Suffix of the name of a tensor's logarithm."""
 COMPUTED = "/computed"
-"""Suffix of the name of a tensor that the file holds under the name of a parameter that it is computed from."""
+"""Suffix of the name of a tensor that the file holds under the name of a parameter that it is
+computed from.
+"""
 LARGEST = 1 << 30
 """Maximum bytes of a copy that is compared."""
 MASKED = -10.0
@@ -55,27 +60,43 @@ REORDERING = TRANSPOSING | {
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "flip", "select", "slice",
     "split", "split_with_sizes", "chunk", "getitem", "unbind", "narrow", "movedim", "swapaxes", "unfold",
 }  # fmt: skip
-"""Traced operators that move elements or leave some out, each element at most once in the result."""
+"""Traced operators that move elements or leave some out, each element at most once in the result.
+"""
 INDEXING = frozenset({"arange", "iota", "zeros", "ones", "full"})
-"""Traced operators that make indices: other operators besides them may compute indices, rather than elements."""
+"""Traced operators that make indices: other operators besides them may compute indices, rather than
+elements.
+"""
 SHIFTING = frozenset({"add", "sub", "neg"})
 """Traced operators that may compute indices of positions."""
 BOUNDING = frozenset({"abs", "clamp", "minimum", "maximum"})
 """Traced operators that may compute indices of bounded distances."""
-BUCKETING = BOUNDING | {"mul", "div", "log", "lt", "gt", "where", "full_like", "zeros_like", "scalar_tensor_default"}
+BUCKETING = BOUNDING | {
+    "mul",
+    "div",
+    "log",
+    "lt",
+    "gt",
+    "where",
+    "full_like",
+    "zeros_like",
+    "scalar_tensor_default",
+}
 """Traced operators that compute which bucket of T5's relative positions a distance is in."""
 SUMMING = frozenset({"sum", "mean", "mul", "div", "neg"}) | SAME
 """Traced operators of a sum of elements with a constant factor."""
 NORMALIZING = re.compile(r"batch_norm|instance_norm")
-"""In the target of a traced call: normalizations that an exporter folds into the weights before them."""
+"""In the target of a traced call: normalizations that an exporter folds into the weights before
+them.
+"""
 INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
 """In a traced call of `index`: only the first axis is indexed."""
 UNSQUEEZING = frozenset(
     {("group_norm", 1, "Mul"), ("group_norm", 2, "Add"), ("native_group_norm", 1, "Mul"),
      ("native_group_norm", 2, "Add"), ("prelu", 1, "PRelu"), ("_prelu_kernel", 1, "PRelu")}
 )  # fmt: skip
-"""Traced calls that add axes to a vector, the vector's place among the values that they read, and the operator of
-ONNX's that reads the result."""
+"""Traced calls that add axes to a vector, the vector's place among the values that they read, and
+the operator of ONNX's that reads the result.
+"""
 GROUP_NORM = frozenset({"Shape", "Reshape", "InstanceNormalization", "Mul", "Add"})
 """Operators that torch's older exporter writes of a normalization of groups of channels."""
 RECURRENT = frozenset(GATES)
@@ -87,13 +108,17 @@ CHUNKED = 0.75
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folded:
-    """A tensor of the file that is computed from a parameter, or from another tensor of the file."""
+    """A tensor of the file that is computed from a parameter, or from another tensor of the
+    file.
+    """
 
     value: Value
     source: Parameter | str
     steps: tuple[Step, ...]
 
-    def apply(self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+    def apply(
+        self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
+    ) -> np.ndarray:
         """Return the tensor; `others` has the parameters that are other operands, by name."""
         return applied(self.steps, array, others)
 
@@ -105,7 +130,9 @@ class Folded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The invertible change of layout from a module's parameter to the tensor that the file holds of it."""
+    """The invertible change of layout from a module's parameter to the tensor that the file holds
+    of it.
+    """
 
     shape: tuple[int, ...]
     """Shape of the module's parameter."""
@@ -122,22 +149,29 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Unfolding:
-    """Roles of the tensors of a file that are not parameters under their own names, by the tensor's name."""
+    """Roles of the tensors of a file that are not parameters under their own names, by the tensor's
+    name.
+    """
 
     folded: dict[str, Folded] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     """By the parameter's name in the module."""
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the parameters that a tensor is computed from in an unknown way; none if the names are unknown, too."""
+    """Names of the parameters that a tensor is computed from in an unknown way; none if the names
+    are unknown, too.
+    """
     detached: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the parameters that a tensor is a detached copy of."""
     doubtful: set[str] = field(default_factory=set)
-    """Names of tensors that are taken for parameters because their axes explain why the exporter computed them."""
+    """Names of tensors that are taken for parameters because their axes explain why the exporter
+    computed them.
+    """
 
 
 def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
-    """Return the data of a parameter that a `FoldedSlice` of the file `model` holds; None if its type is not one that
-    numpy or this module reads."""
+    """Return the data of a parameter that a `FoldedSlice` of the file `model` holds; None if its
+    type is not one that numpy or this module reads.
+    """
     value = parameter.value
     place = parameter.storage
     assert isinstance(place, FoldedSlice)
@@ -155,12 +189,20 @@ def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
 
 
 def unfolded(
-    parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str], numbers: FoldNumbers
+    parameters: Mapping[str, Parameter],
+    roles: Roles,
+    model: Path,
+    taken: set[str],
+    numbers: FoldNumbers,
 ) -> Unfolding:
-    """Return what the tensors `parameters` of a file are computed from. No parameter gets a name of `taken`."""
+    """Return what the tensors `parameters` of a file are computed from. No parameter gets a name of
+    `taken`.
+    """
     if roles.stated is not None:
         return Unfolding()
-    trained = {name: each for name, each in parameters.items() if each.trainable and _is_stored(each)}
+    trained = {
+        name: each for name, each in parameters.items() if each.trainable and _is_stored(each)
+    }
     found = _Folds(trained, roles, model, taken)
     if roles.signature:
         found.signed()
@@ -196,7 +238,9 @@ class _Folds:
         return sliced_numbers(_place(parameter), value.dtype, value.shape, self.model)
 
     def reduced(self, parameters: Mapping[str, Parameter]) -> None:
-        """Find tensors of files that are not torch's that are copies of others, or computed from one row each."""
+        """Find tensors of files that are not torch's that are copies of others, or computed from
+        one row each.
+        """
         copies = dict(self._copies())
         for name, each in parameters.items():
             folded = self._in_form(each) if name not in copies and _is_stored(each) else None
@@ -205,9 +249,13 @@ class _Folds:
         self.result.folded.update(copies)
 
     def signed(self) -> None:
-        """Find what each tensor is computed from, as torch's signature and the traced calls tell."""
+        """Find what each tensor is computed from, as torch's signature and the traced calls
+        tell.
+        """
         signature = self.roles.signature
-        named = {name: each for name, each in self.parameters.items() if name in signature.parameters}
+        named = {
+            name: each for name, each in self.parameters.items() if name in signature.parameters
+        }
         groups: dict[str, list[Parameter]] = {}
         for name, each in self.parameters.items():
             if name in named:
@@ -229,7 +277,9 @@ class _Folds:
             self._of_absent(origin, tensors)
 
     def _check_named(self, parameter: Parameter, named: Mapping[str, Parameter]) -> None:
-        """Decide on a tensor that has a parameter's name: exporters also write what they computed under it."""
+        """Decide on a tensor that has a parameter's name: exporters also write what they computed
+        under it.
+        """
         name = parameter.value.name
         signature = self.roles.signature
         if name in signature.folded:
@@ -256,7 +306,9 @@ class _Folds:
         self.result.folded[name] = Folded(tensor.value, source, ())
 
     def _normalized(self, name: str) -> tuple[str, ...]:
-        """Return the parameters of a normalization that the exporter folded into a weight; () if there is none."""
+        """Return the parameters of a normalization that the exporter folded into a weight; () if
+        there is none.
+        """
         signature = self.roles.signature
         for node, _ in self.roles.uses.readers.get(name, ()):
             if node.op_type.endswith("Normalization") or not NORMALIZING.search(target_of(node)):
@@ -269,23 +321,28 @@ class _Folds:
         return ()
 
     def _is_recurrent(self, name: str) -> bool:
-        """Return True if a tensor is read as the weight of a recurrent layer: the exporter reorders its gates and joins
-        its biases, which moves elements only."""
+        """Return True if a tensor is read as the weight of a recurrent layer: the exporter reorders
+        its gates and joins its biases, which moves elements only.
+        """
         readers = self._calls_of(name)
-        return bool(readers) and all(node.op_type in RECURRENT and 1 <= slot <= 3 for node, slot in readers)
+        return bool(readers) and all(
+            node.op_type in RECURRENT and 1 <= slot <= 3 for node, slot in readers
+        )
 
     def _detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
         """Decide on a tensor that a `detach` is among the traced operators of.
 
-        It follows the parameter, but no gradient flows back. If the file holds nothing else of the parameter, nothing
-        changes it.
+        It follows the parameter, but no gradient flows back. If the file holds nothing else of the
+        parameter, nothing changes it.
         """
         name = tensor.value.name
         signature = self.roles.signature
         (origin,) = signature.origins(name)
         is_moved = signature.operators(name) - {"detach"} <= REORDERING | SAME | REPEATS
         steps = self.steps(named[origin], tensor) if origin in named and is_moved else None
-        others = [each for each in self.parameters if each != name and origin in signature.origins(each)]
+        others = [
+            each for each in self.parameters if each != name and origin in signature.origins(each)
+        ]
         if steps is not None:
             stop = Step("StopGradient", tensor.value.shape)
             self.result.folded[name] = Folded(tensor.value, origin, (*steps, stop))
@@ -294,29 +351,40 @@ class _Folds:
         else:
             self.result.refused[name] = (origin,)
 
-    def _derive_jointly(self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]) -> None:
-        """Record how `tensor` follows from several parameters, if the file holds all of them, or that it is not
-        known."""
+    def _derive_jointly(
+        self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
+    ) -> None:
+        """Record how `tensor` follows from several parameters, if the file holds all of them, or
+        that it is not known.
+        """
         name = tensor.value.name
         if tensor.value.elements == 1 and self._derive_decay(tensor, origins, named):
             return
         found: Derivation | None = None
-        if "detach" not in self.roles.signature.operators(name) and all(each in named for each in origins):
+        if "detach" not in self.roles.signature.operators(name) and all(
+            each in named for each in origins
+        ):
             found = self._jointly(tensor, [named[each] for each in origins])
         if found is None:
             self.result.refused[name] = origins
         else:
             self.result.folded[name] = Folded(tensor.value, *found)
 
-    def _derive_decay(self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]) -> bool:
-        """Record that a scalar is a constant times the sum of the squares of parameters, as a weight decay in the loss;
-        return False if it is not, or if the traced operators are not those of such a sum."""
+    def _derive_decay(
+        self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
+    ) -> bool:
+        """Record that a scalar is a constant times the sum of the squares of parameters, as a
+        weight decay in the loss; return False if it is not, or if the traced operators are not
+        those of such a sum.
+        """
         operators = self.roles.signature.operators(tensor.value.name)
         is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
         result = self.numbers(tensor)
         if not is_sum or result is None or not all(each in named for each in origins):
             return False
-        arrays = {each: array for each in origins if (array := self.numbers(named[each])) is not None}
+        arrays = {
+            each: array for each in origins if (array := self.numbers(named[each])) is not None
+        }
         if len(arrays) < len(origins) or tensor.value.dtype is not DType.FLOAT32:
             return False
         steps = sum_of_squares(arrays, result)
@@ -327,16 +395,27 @@ class _Folds:
 
     def _jointly(self, tensor: Parameter, bases: list[Parameter]) -> Derivation | None:
         """Return how `tensor` follows from all of `bases`, by their data."""
-        if any(each.value.dtype is not DType.FLOAT32 or each.value.bytes > LARGEST_LOOK for each in (tensor, *bases)):
+        if any(
+            each.value.dtype is not DType.FLOAT32 or each.value.bytes > LARGEST_LOOK
+            for each in (tensor, *bases)
+        ):
             return None
         result = self.numbers(tensor)
-        arrays = {each.value.name: array for each in bases if (array := self.numbers(each)) is not None}
-        if result is None or len(arrays) < len(bases) or any(is_uniform(each) for each in arrays.values()):
+        arrays = {
+            each.value.name: array for each in bases if (array := self.numbers(each)) is not None
+        }
+        if (
+            result is None
+            or len(arrays) < len(bases)
+            or any(is_uniform(each) for each in arrays.values())
+        ):
             return None
         return jointly_derived(arrays, result)
 
     def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
-        """Record how `tensor` follows from `base`, another tensor of the file, or that it is not known."""
+        """Record how `tensor` follows from `base`, another tensor of the file, or that it is not
+        known.
+        """
         name = tensor.value.name
         steps = self.steps(base, tensor)
         if steps is None:
@@ -348,8 +427,9 @@ class _Folds:
     def _of_absent(self, origin: str, tensors: list[Parameter]) -> None:
         """Decide on the tensors that are computed from one parameter which the file does not hold.
 
-        One of them that is the parameter in a known layout, else one that is a part of it in an unknown layout, stands
-        for the parameter. The others are computed from that one, or are other parts.
+        One of them that is the parameter in a known layout, else one that is a part of it in an
+        unknown layout, stands for the parameter. The others are computed from that one, or are
+        other parts.
         """
         by_rank = sorted(tensors, key=lambda each: self._rank(each, origin))
         unknown: list[Parameter] = []
@@ -381,8 +461,9 @@ class _Folds:
                 self.result.refused[each.value.name] = (origin,)
 
     def _is_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
-        """Record that a scalar is a constant times the sum of `bases`, the elements of one parameter; return False if
-        it is not, or if the traced operators are not those of a sum."""
+        """Record that a scalar is a constant times the sum of `bases`, the elements of one
+        parameter; return False if it is not, or if the traced operators are not those of a sum.
+        """
         operators = self.roles.signature.operators(tensor.value.name)
         is_read = tensor.value.dtype in (DType.FLOAT32, DType.FLOAT64)
         if (
@@ -411,14 +492,17 @@ class _Folds:
         return True
 
     def _rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
-        """Return the place of a tensor among those that may stand for a parameter: known layouts first, then
-        tensors without repeated elements, then the largest."""
+        """Return the place of a tensor among those that may stand for a parameter: known layouts
+        first, then tensors without repeated elements, then the largest.
+        """
         name = tensor.value.name
         if self._layout(tensor, origin) is not None:
             return 0, -tensor.value.elements
         if not self._is_moved(name):
             return 3, -tensor.value.elements
-        return 1 + (not REPEATS.isdisjoint(self.roles.signature.operators(name))), -tensor.value.elements
+        return 1 + (
+            not REPEATS.isdisjoint(self.roles.signature.operators(name))
+        ), -tensor.value.elements
 
     def _copied(self, tensor: Parameter, bases: list[Parameter]) -> Folded | None:
         for base in bases:
@@ -428,7 +512,9 @@ class _Folds:
         return None
 
     def _is_new_lookup(self, tensor: Parameter) -> bool:
-        """Return True if elements of a new table, all equal, were looked up: nothing tells which of them are one."""
+        """Return True if elements of a new table, all equal, were looked up: nothing tells which of
+        them are one.
+        """
         operators = self.roles.signature.operators(tensor.value.name)
         if operators.isdisjoint(LOOKUPS | {"gather"}) or tensor.value.elements == 1:
             return False
@@ -454,8 +540,11 @@ class _Folds:
             self.result.layouts[origin] = layout
 
     def _layout(self, tensor: Parameter, origin: str) -> Layout | None:
-        """Return how a tensor that is all of a parameter holds it, as far as the file says; None if it does not."""
-        name, shape = tensor.value.name, tensor.value.shape
+        """Return how a tensor that is all of a parameter holds it, as far as the file says; None if
+        it does not.
+        """
+        name = tensor.value.name
+        shape = tensor.value.shape
         counted = self.roles.signature.counted(name)
         names = set(counted)
         if not names:
@@ -471,14 +560,17 @@ class _Folds:
             return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
         if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
             # The axes of one element are just those that were added.
-            return Layout(tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),))
+            return Layout(
+                tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),)
+            )
         return None
 
     def _layout_in_call(self, tensor: Parameter, origin: str) -> Layout | None:
-        """Return the layout that one kind of traced call, which is given the parameter `origin` itself, has it in.
+        """Return the layout that one kind of traced call, which is given the parameter `origin`
+        itself, has it in.
 
-        A linear layer transposes its weight; a lookup along the first axis keeps the parameter as it is; a
-        normalization of groups of channels adds axes to its scale and offset.
+        A linear layer transposes its weight; a lookup along the first axis keeps the parameter as
+        it is; a normalization of groups of channels adds axes to its scale and offset.
         """
         shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
@@ -486,8 +578,14 @@ class _Folds:
         calls = {(target_of(node), self._is_given(node, origin)) for node, _ in readers}
         if slots == {("MatMul", 1)} and calls == {("linear", 1)}:
             return _transposed(shape)
-        unsqueezed = {(target_of(node), self._is_given(node, origin), node.op_type) for node, _ in readers}
-        if len(unsqueezed) == 1 and unsqueezed <= UNSQUEEZING and max(shape, default=1) == tensor.value.elements:
+        unsqueezed = {
+            (target_of(node), self._is_given(node, origin), node.op_type) for node, _ in readers
+        }
+        if (
+            len(unsqueezed) == 1
+            and unsqueezed <= UNSQUEEZING
+            and max(shape, default=1) == tensor.value.elements
+        ):
             return Layout((tensor.value.elements,), (Step("Reshape", shape),))
         along_first = all(INDEXED_FIRST.search(arguments_of(node)[0]) for node, _ in readers)
         if slots <= {("GatherND", 0), ("Gather", 0)} and calls == {("index", 0)} and along_first:
@@ -495,13 +593,21 @@ class _Folds:
         return None
 
     def _is_given(self, node: onnx.NodeProto, origin: str) -> int:
-        """Return the place of a parameter among the values that the traced call of a node reads; -1 if it is none."""
+        """Return the place of a parameter among the values that the traced call of a node reads; -1
+        if it is none.
+        """
         arguments = arguments_of(node)[1]
-        places = [place for place, each in enumerate(arguments) if self.roles.signature.arguments.get(each) == origin]
+        places = [
+            place
+            for place, each in enumerate(arguments)
+            if self.roles.signature.arguments.get(each) == origin
+        ]
         return places[0] if places else -1
 
     def _is_moved(self, name: str) -> bool:
-        """Return True if the traced operators say that a tensor's elements are a parameter's, each as it is."""
+        """Return True if the traced operators say that a tensor's elements are a parameter's, each
+        as it is.
+        """
         signature = self.roles.signature
         operators = signature.operators(name)
         if not operators:
@@ -513,11 +619,14 @@ class _Folds:
         is_indexed = not operators.isdisjoint(INDEXING) or any(
             each in signature.buffers for each in signature.folded.get(name, ())
         )
-        is_last = bool(INTERNAL.fullmatch(name)) or NUMBERED.sub("", name) in REORDERING | SAME | REPEATS
+        is_last = (
+            bool(INTERNAL.fullmatch(name)) or NUMBERED.sub("", name) in REORDERING | SAME | REPEATS
+        )
         return is_indexed and is_last and self._computes_indices(name)
 
     def _computes_indices(self, name: str) -> bool:
-        """Return True if the traced operators of a lookup that are no lookup compute its indices, rather than elements.
+        """Return True if the traced operators of a lookup that are no lookup compute its indices,
+        rather than elements.
 
         Sums are not told apart: to train p + 1 is to train p.
         """
@@ -536,7 +645,9 @@ class _Folds:
         )
 
     def _has_form(self, tensor: Parameter, origin: str) -> bool:
-        """Record how a tensor is computed from a parameter that follows from it; return False if none does."""
+        """Record how a tensor is computed from a parameter that follows from it; return False if
+        none does.
+        """
         array = self.numbers(tensor)
         operators = self.roles.signature.operators(tensor.value.name)
         if array is None or not operators <= {"exp", "neg"} | REORDERING | SAME:
@@ -555,18 +666,24 @@ class _Folds:
     def _is_plain_exponential(self, tensor: Parameter, folded: Folded) -> bool:
         """Return True if a tensor is exp(p) or -exp(p), in the layout of the parameter p.
 
-        A name that the exporter made is that of an operator behind the exponential, which may change the layout.
+        A name that the exporter made is that of an operator behind the exponential, which may
+        change the layout.
         """
         name = tensor.value.name
         counted = self.roles.signature.counted(name)
         is_negated = folded.steps[-1].operator == "Neg"
-        if INTERNAL.fullmatch(name) or counted.get("exp") != 1 or counted.get("neg", 0) != int(is_negated):
+        if (
+            INTERNAL.fullmatch(name)
+            or counted.get("exp") != 1
+            or counted.get("neg", 0) != int(is_negated)
+        ):
             return False
         return counted.keys() <= {"exp", "neg"} | (SAME - {"view", "expand"})
 
     def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
-        """Return how `copy`, told apart from another fold, is 1 minus a parameter: of several in a new model that hold
-        equal data, the one that is read last before it."""
+        """Return how `copy`, told apart from another fold, is 1 minus a parameter: of several in a
+        new model that hold equal data, the one that is read last before it.
+        """
         numbers = self.numbers(copy)
         if numbers is None or is_uniform(numbers):
             return None
@@ -580,12 +697,18 @@ class _Folds:
         return None
 
     def lifted(self, numbers: FoldNumbers) -> None:
-        """Find what torch's older exporter folded. Its files have no metadata: names of nodes and data decide."""
+        """Find what torch's older exporter folded. Its files have no metadata: names of nodes and
+        data decide.
+        """
         copies = dict(self._copies())
         modules = _module_nodes(self.roles.uses)
         candidates: dict[str, str] = {}
         for name, each in self.parameters.items():
-            weight = self._linear_weight(each, modules) if LIFTED.fullmatch(name) and name not in copies else ""
+            weight = (
+                self._linear_weight(each, modules)
+                if LIFTED.fullmatch(name) and name not in copies
+                else ""
+            )
             if weight:
                 candidates[name] = weight
         linear = self._transposed_only(candidates, numbers)
@@ -611,11 +734,15 @@ class _Folds:
         # What is computed from another tensor stands behind it.
         self.result.folded.update(copies)
 
-    def _transposed_only(self, candidates: Mapping[str, str], numbers: FoldNumbers) -> dict[str, str]:
-        """Return the tensors that are the weights `candidates` of linear layers, transposed and nothing else.
+    def _transposed_only(
+        self, candidates: Mapping[str, str], numbers: FoldNumbers
+    ) -> dict[str, str]:
+        """Return the tensors that are the weights `candidates` of linear layers, transposed and
+        nothing else.
 
-        A module may also give a function of its weight to a linear layer, or multiply by one. Numbers of folded tensors
-        that say so of one tensor make all doubtful of which they say nothing.
+        A module may also give a function of its weight to a linear layer, or multiply by one.
+        Numbers of folded tensors that say so of one tensor make all doubtful of which they say
+        nothing.
         """
         found: dict[str, str] = {}
         unknown: dict[str, str] = {}
@@ -623,7 +750,11 @@ class _Folds:
         for name, weight in candidates.items():
             count = numbers.count(name)
             tensor = self.parameters[name]
-            if weight in self.taken or self._is_masked_matrix(tensor) or self._adds_bias_last(tensor):
+            if (
+                weight in self.taken
+                or self._is_masked_matrix(tensor)
+                or self._adds_bias_last(tensor)
+            ):
                 continue
             if count == 1:
                 found[name] = weight
@@ -635,16 +766,24 @@ class _Folds:
         return found if is_other_found else found | unknown
 
     def _adds_bias_last(self, tensor: Parameter) -> bool:
-        """Return True if the sum of a product with a tensor and a parameter has the product first: the exporter writes
-        the bias of a linear layer first."""
+        """Return True if the sum of a product with a tensor and a parameter has the product first:
+        the exporter writes the bias of a linear layer first.
+        """
         readers = self.roles.uses.readers
         products = [node.output[0] for node, _ in self._calls_of(tensor.value.name)]
-        sums = [(node, slot) for name in products for node, slot in readers.get(name, ()) if node.op_type == "Add"]
+        sums = [
+            (node, slot)
+            for name in products
+            for node, slot in readers.get(name, ())
+            if node.op_type == "Add"
+        ]
         return any(slot == 0 and node.input[1] in self.parameters for node, slot in sums)
 
     def _follows_from_named(self, tensor: Parameter) -> bool:
-        """Return True if a tensor is computed from a parameter of as many elements that the file holds under the
-        module's name, and not only moved: equal data may be those of a copied layer."""
+        """Return True if a tensor is computed from a parameter of as many elements that the file
+        holds under the module's name, and not only moved: equal data may be those of a copied
+        layer.
+        """
         for name, each in self.parameters.items():
             if each.value.elements == tensor.value.elements and not LIFTED.fullmatch(name):
                 steps = self.steps(each, tensor)
@@ -662,9 +801,11 @@ class _Folds:
         return int((zeros & ~rows).sum()) > RARE * array.size
 
     def _linear_weight(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> str:
-        """Return the name of the weight of a linear layer that a tensor may be, transposed; "" if it is none.
+        """Return the name of the weight of a linear layer that a tensor may be, transposed; "" if
+        it is none.
 
-        A linear layer is a module that consists of a MatMul, and of the Add of its bias if it has one.
+        A linear layer is a module that consists of a MatMul, and of the Add of its bias if it has
+        one.
         """
         readers = self._calls_of(tensor.value.name)
         if len(tensor.value.shape) != 2 or not readers:
@@ -684,7 +825,9 @@ class _Folds:
         return f"{path}.weight"
 
     def _calls_of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
-        """Return the nodes that read a tensor, also under the names that an Identity gives it, and the operands."""
+        """Return the nodes that read a tensor, also under the names that an Identity gives it, and
+        the operands.
+        """
         readers = self.roles.uses.readers
         found: list[tuple[onnx.NodeProto, int]] = []
         for node, slot in readers.get(name, ()):
@@ -695,7 +838,9 @@ class _Folds:
         return found
 
     def _from_named(self, tensor: Parameter) -> Folded | None:
-        """Return how a tensor follows from one of the parameters that the file holds under the module's names."""
+        """Return how a tensor follows from one of the parameters that the file holds under the
+        module's names.
+        """
         if tensor.value.bytes > LARGEST_LOOK:
             return None
         for name, each in self.parameters.items():
@@ -707,34 +852,48 @@ class _Folds:
         return None
 
     def _is_weight_of_module(self, tensor: Parameter, numbers: FoldNumbers) -> bool:
-        """Return True if a tensor is read as the second factor of products within a submodule and has the data of a
-        weight, as the joint projections of an attention, or if it is a logarithm or a table that is resized.
+        """Return True if a tensor is read as the second factor of products within a submodule and
+        has the data of a weight, as the joint projections of an attention, or if it is a logarithm
+        or a table that is resized.
 
-        It is none if several operators were folded into it and it is the only folded tensor of the module, or if the
-        file also holds a matrix of the module: then it is computed from that one.
+        It is none if several operators were folded into it and it is the only folded tensor of the
+        module, or if the file also holds a matrix of the module: then it is computed from that one.
         """
         readers = self._calls_of(tensor.value.name)
         slots = self.roles.uses.slots(tensor.value.name)
         if slots <= RESIZED or ("Exp", 0) in slots or self._is_bias_of_attention(tensor):
             return True
-        if any((node.op_type, slot) != ("MatMul", 1) or not _path_of(node) for node, slot in readers):
+        if any(
+            (node.op_type, slot) != ("MatMul", 1) or not _path_of(node) for node, slot in readers
+        ):
             return False
         path = min((_path_of(node) for node, _ in readers), key=len)
         matrices = [name for name, each in self.parameters.items() if len(each.value.shape) > 1]
         if any(name.rpartition(".")[0] == path for name in matrices):
             return False
         if (numbers.count(tensor.value.name) or 1) > 1:
-            others = [name for name in matrices if LIFTED.fullmatch(name) and name != tensor.value.name]
-            if not any(_path_of(node) == path for name in others for node, _ in self._calls_of(name)):
+            others = [
+                name for name in matrices if LIFTED.fullmatch(name) and name != tensor.value.name
+            ]
+            if not any(
+                _path_of(node) == path for name in others for node, _ in self._calls_of(name)
+            ):
                 return False
         array = self.numbers(tensor)
         return array is None or is_uniform(array) or is_drawn(array)
 
     def _is_bias_of_attention(self, tensor: Parameter) -> bool:
-        """Return True if a tensor is one of the two parts of `in_proj_bias` in an `nn.MultiheadAttention` whose queries
-        are other values than its keys: the first third, or the other two."""
+        """Return True if a tensor is one of the two parts of `in_proj_bias` in an
+        `nn.MultiheadAttention` whose queries are other values than its keys: the first third, or
+        the other two.
+        """
         readers = self._calls_of(tensor.value.name)
-        if len(tensor.value.shape) != 1 or len(readers) != 1 or readers[0][0].op_type != "Add" or readers[0][1]:
+        if (
+            len(tensor.value.shape) != 1
+            or len(readers) != 1
+            or readers[0][0].op_type != "Add"
+            or readers[0][1]
+        ):
             return False
         path = _path_of(readers[0][0])
         output = self.parameters.get(f"{path}.out_proj.bias")
@@ -743,7 +902,8 @@ class _Folds:
         shapes = [
             each.value.shape
             for name, each in self.parameters.items()
-            if LIFTED.fullmatch(name) and [_path_of(node) for node, _ in self._calls_of(name)] == [path]
+            if LIFTED.fullmatch(name)
+            and [_path_of(node) for node, _ in self._calls_of(name)] == [path]
         ]
         width = output.value.elements
         parts = [(width,), (2 * width,)]
@@ -753,18 +913,21 @@ class _Folds:
         )
 
     def _is_unsqueezed(self, tensor: Parameter) -> bool:
-        """Return True if modules read a tensor with an axis of one element that was probably only added: without it,
-        the parameter would have been read as it is.
+        """Return True if modules read a tensor with an axis of one element that was probably only
+        added: without it, the parameter would have been read as it is.
 
         Mamba, DeBERTa and GPT-OSS add axes to vectors and tables.
         """
-        name, shape = tensor.value.name, tensor.value.shape
+        name = tensor.value.name
+        shape = tensor.value.shape
         readers = self._calls_of(name)
         if 1 not in shape or not readers or not all(_path_of(node) for node, _ in readers):
             return False
         if all(self._is_weight_of_submodule(node, slot) for node, slot in readers):
             return True
-        if not all(node.op_type in ELEMENTWISE | {"Expand", "MatMul", "PRelu"} for node, _ in readers):
+        if not all(
+            node.op_type in ELEMENTWISE | {"Expand", "MatMul", "PRelu"} for node, _ in readers
+        ):
             return False
         if max(shape) == tensor.value.elements:
             return True
@@ -772,19 +935,24 @@ class _Folds:
         return array is not None and (is_uniform(array) or is_drawn(array))
 
     def _is_of_layer(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """Return True if only layers that add axes to their parameters read a tensor: modules with the operators of a
-        normalization of groups of channels, or with a PRelu alone."""
+        """Return True if only layers that add axes to their parameters read a tensor: modules with
+        the operators of a normalization of groups of channels, or with a PRelu alone.
+        """
         found = [
             frozenset(each.op_type for each in modules.get(_path_of(node), ()))
             for node, _ in self._calls_of(tensor.value.name)
         ]
-        return all(each == {"PRelu"} or ("InstanceNormalization" in each and each <= GROUP_NORM) for each in found)
+        return all(
+            each == {"PRelu"} or ("InstanceNormalization" in each and each <= GROUP_NORM)
+            for each in found
+        )
 
     def _is_weight_of_submodule(self, node: onnx.NodeProto, slot: int) -> bool:
-        """Return True if a convolution reads the bias of a submodule, so that its weight is the submodule's, too.
+        """Return True if a convolution reads the bias of a submodule, so that its weight is the
+        submodule's, too.
 
-        Where the exporter folds a normalization, it computes the bias as well; a module that computes its own weight
-        has the convolution in itself.
+        Where the exporter folds a normalization, it computes the bias as well; a module that
+        computes its own weight has the convolution in itself.
         """
         if node.op_type != "Conv" or slot != 1 or len(node.input) < 3:
             return False
@@ -793,7 +961,9 @@ class _Folds:
         return last == "bias" and owner.startswith(f"{_path_of(node)}.")
 
     def _copies(self) -> Iterator[tuple[str, Folded]]:
-        """Yield the tensors that torch's older exporter folded and whose data are those of another tensor, moved."""
+        """Yield the tensors that torch's older exporter folded and whose data are those of another
+        tensor, moved.
+        """
         if not any(LIFTED.fullmatch(name) for name in self.parameters):
             return
         groups: dict[tuple[DType, int, bytes], list[Parameter]] = {}
@@ -814,7 +984,9 @@ class _Folds:
             for each in sorted(group, key=lambda one: bool(LIFTED.fullmatch(one.value.name))):
                 name = each.value.name
                 for base in bases if LIFTED.fullmatch(name) else ():
-                    steps = self.steps(base, each) if self._may_be_one(base.value.name, name) else None
+                    steps = (
+                        self.steps(base, each) if self._may_be_one(base.value.name, name) else None
+                    )
                     if steps is not None:
                         yield name, Folded(each.value, base.value.name, steps)
                         break
@@ -822,7 +994,9 @@ class _Folds:
                     bases.append(each)
 
     def _may_be_one(self, base: str, copy: str) -> bool:
-        """True if equal numbers are no accident: a module's own tensor, or the same module called again."""
+        """True if equal numbers are no accident: a module's own tensor, or the same module called
+        again.
+        """
         if not LIFTED.fullmatch(base):
             return True
         readers = self.roles.uses.readers
@@ -831,10 +1005,13 @@ class _Folds:
         }
 
     def steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
-        """Return the operators that make `copy` of `base`, by their data; None if none of `derivations` do."""
+        """Return the operators that make `copy` of `base`, by their data; None if none of
+        `derivations` do.
+        """
         if base.value.dtype is not copy.value.dtype or copy.value.bytes > LARGEST:
             return None
-        first, second = self.numbers(base), self.numbers(copy)
+        first = self.numbers(base)
+        second = self.numbers(copy)
         if first is None or second is None:
             return None
         stated = self._stated_steps(base, copy, first, second)
@@ -845,7 +1022,9 @@ class _Folds:
     def _stated_steps(
         self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
     ) -> tuple[Step, ...] | None:
-        """Return the change of layout that the file states of `copy`, if `base` is the parameter itself."""
+        """Return the change of layout that the file states of `copy`, if `base` is the parameter
+        itself.
+        """
         origin = base.value.name
         if origin not in self.roles.signature.parameters:
             return None
@@ -855,24 +1034,45 @@ class _Folds:
         return layout.steps if np.array_equal(applied(layout.steps, first), second) else None
 
     def _is_ambiguous(self, first: np.ndarray, copy: Parameter) -> bool:
-        """Return True if equal data do not tell where the elements of `copy` come from, as those of a new layer."""
+        """Return True if equal data do not tell where the elements of `copy` come from, as those of
+        a new layer.
+        """
         if not is_uniform(first):
-            return first.ndim == 2 and first.shape == first.shape[::-1] and np.array_equal(first, first.T)
+            return (
+                first.ndim == 2
+                and first.shape == first.shape[::-1]
+                and np.array_equal(first, first.T)
+            )
         if not self.roles.signature:
             return True
         operators = self.roles.signature.operators(copy.value.name)
-        return not operators <= SAME | {"reshape", "flatten", "unsqueeze", "squeeze", "repeat", "tile"}
+        return not operators <= SAME | {
+            "reshape",
+            "flatten",
+            "unsqueeze",
+            "squeeze",
+            "repeat",
+            "tile",
+        }
 
     def _in_form(self, parameter: Parameter) -> Folded | None:
         """How a tensor is computed from a parameter of another form."""
         value = parameter.value
-        if value.bytes > LARGEST_LOOK or not value.dtype.is_floating or (array := self.numbers(parameter)) is None:
+        if (
+            value.bytes > LARGEST_LOOK
+            or not value.dtype.is_floating
+            or (array := self.numbers(parameter)) is None
+        ):
             return None
-        if len(value.shape) < 2 or (self.roles.uses.is_weight(value.name) and not self._signed_lookup(value.name)):
+        if len(value.shape) < 2 or (
+            self.roles.uses.is_weight(value.name) and not self._signed_lookup(value.name)
+        ):
             return self._logarithm(parameter, array)
         if (masked := self._masked(parameter, array)) is not None:
             return masked
-        if self._may_be_expanded(value, array) and all(np.array_equal(array[0], row) for row in array[1:]):
+        if self._may_be_expanded(value, array) and all(
+            np.array_equal(array[0], row) for row in array[1:]
+        ):
             return self._of_row(parameter, array, 0, Step("Expand", value.shape))
         return self._looked_up(parameter, array) or self._logarithm(parameter, array)
 
@@ -887,12 +1087,18 @@ class _Folds:
         else:
             possible = bool(LIFTED.fullmatch(name)) and wide > 2
         found = _looked_up(parameter, array) if possible else None
-        if found is None and wide > 1 and (possible or (LIFTED.fullmatch(name) and _is_diagonal(array))):
+        if (
+            found is None
+            and wide > 1
+            and (possible or (LIFTED.fullmatch(name) and _is_diagonal(array)))
+        ):
             return _looked_up_elements(parameter, array)
         return found
 
     def _signed_lookup(self, name: str) -> bool:
-        """True if the signature says that rows of a parameter may stand several times in a tensor."""
+        """True if the signature says that rows of a parameter may stand several times in a
+        tensor.
+        """
         return not REPEATS.isdisjoint(self.roles.signature.operators(name))
 
     def _masked_table(self, parameter: Parameter) -> Folded | None:
@@ -902,10 +1108,11 @@ class _Folds:
         return self._masked(parameter, array)
 
     def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """A table to which the exporter added a mask: one row of the first axis, and what hides positions from it.
+        """A table to which the exporter added a mask: one row of the first axis, and what hides
+        positions from it.
 
-        Shifted windows (Swin) add 0 or -100 to the same biases. Some row must be without a mask, or nothing tells the
-        biases that it hides.
+        Shifted windows (Swin) add 0 or -100 to the same biases. Some row must be without a mask, or
+        nothing tells the biases that it hides.
         """
         operators = self.roles.signature.operators(parameter.value.name)
         if not parameter.trainable or array.ndim < 2 or "masked_fill" not in operators:
@@ -918,11 +1125,16 @@ class _Folds:
         for axis in range(1, mask.ndim):
             first = mask.take([0], axis)
             mask = first if np.array_equal(np.broadcast_to(first, mask.shape), mask) else mask
-        return self._of_row(parameter, array, plain, Step("Add", parameter.value.shape, operand=mask))
+        return self._of_row(
+            parameter, array, plain, Step("Add", parameter.value.shape, operand=mask)
+        )
 
     def _of_row(self, parameter: Parameter, array: np.ndarray, at: int, step: Step) -> Folded:
-        """A tensor that `step` makes of one row of its first axis, which may hold rows of a table."""
-        value, place = parameter.value, _place(parameter)
+        """A tensor that `step` makes of one row of its first axis, which may hold rows of a
+        table.
+        """
+        value = parameter.value
+        place = _place(parameter)
         length = place.length // len(array)
         row = replace(
             parameter,
@@ -930,10 +1142,16 @@ class _Folds:
             storage=replace(place, offset=place.offset + at * length, length=length),
         )
         inner = self._looked_up(row, array[at : at + 1])
-        return Folded(value, row, (step,)) if inner is None else replace(inner, value=value, steps=(*inner.steps, step))
+        return (
+            Folded(value, row, (step,))
+            if inner is None
+            else replace(inner, value=value, steps=(*inner.steps, step))
+        )
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
-        """True if equal rows may come from an expansion along the samples, rather than from a new model."""
+        """True if equal rows may come from an expansion along the samples, rather than from a new
+        model.
+        """
         if value.shape[0] < 2:
             return False
         if self.roles.signature:
@@ -946,21 +1164,29 @@ class _Folds:
         operators = self.roles.signature.operators(parameter.value.name)
         if "exp" not in operators or not parameter.trainable:
             return None
-        value, place = parameter.value, _place(parameter)
+        value = parameter.value
+        place = _place(parameter)
         steps: tuple[Step, ...] = (Step("Exp", value.shape),)
         form = "log"
         if not (array > 0).all():
             if not (array < 0).all() or "neg" not in operators:
                 return None
-            steps, form = (*steps, Step("Neg", value.shape)), "log of the negative"
+            steps = (*steps, Step("Neg", value.shape))
+            form = "log of the negative"
         storage = FoldedSlice(place.file, place.offset, place.length, form=form)
         return Folded(
-            value, replace(parameter, value=replace(value, name=f"{value.name}{LOGARITHM}"), storage=storage), steps
+            value,
+            replace(
+                parameter, value=replace(value, name=f"{value.name}{LOGARITHM}"), storage=storage
+            ),
+            steps,
         )
 
 
 def _is_bounded(array: np.ndarray) -> bool:
-    """Return True if the least or the greatest element is a short number, or none is negative, as a bound leaves it."""
+    """Return True if the least or the greatest element is a short number, or none is negative, as a
+    bound leaves it.
+    """
     ends = np.array([array.min(), array.max()])
     if float(ends[0]) >= 0:
         return True
@@ -968,19 +1194,25 @@ def _is_bounded(array: np.ndarray) -> bool:
 
 
 def _transposed(shape: tuple[int, ...]) -> Layout | None:
-    """Return the layout of a matrix that the file holds transposed; None for a tensor of other dimensions."""
+    """Return the layout of a matrix that the file holds transposed; None for a tensor of other
+    dimensions.
+    """
     if len(shape) != 2:
         return None
     return Layout(shape[::-1], (Step("Transpose", shape, (1, 0)),))
 
 
 def _path_of(node: onnx.NodeProto) -> str:
-    """Return the path of the module that a node of torch's older exporter is in; "" for the outermost one."""
+    """Return the path of the module that a node of torch's older exporter is in; "" for the
+    outermost one.
+    """
     return ".".join(each for each in node.name.split("/")[:-1] if each)
 
 
 def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
-    """Return the nodes in each module, by its path, without those in its submodules and those that read nothing."""
+    """Return the nodes in each module, by its path, without those in its submodules and those that
+    read nothing.
+    """
     found: dict[str, dict[str, onnx.NodeProto]] = {}
     for readers in uses.readers.values():
         for node, _ in readers:
@@ -989,11 +1221,13 @@ def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
 
 
 def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """The rows of a table that an exporter looked up at fixed places; None where no row stands twice.
+    """The rows of a table that an exporter looked up at fixed places; None where no row stands
+    twice.
 
     Of several axes along which rows do, the one that leaves the smallest table.
     """
-    value, place = parameter.value, _place(parameter)
+    value = parameter.value
+    place = _place(parameter)
     best: tuple[int, int, np.ndarray, np.ndarray] | None = None
     for axis in (axis for axis, extent in enumerate(value.shape) if extent > 1):
         rows = np.ascontiguousarray(np.moveaxis(array, axis, -1)).reshape(-1, value.shape[axis])
@@ -1013,7 +1247,9 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
     begins = np.asarray(sum(index * strides[at] for at, index in zip(others, places, strict=True)))
     width = value.shape[axis]
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(first), width))
-    stored = FoldedSlice(place.file, place.offset, place.length, tuple(begins.tolist()), strides[axis])
+    stored = FoldedSlice(
+        place.file, place.offset, place.length, tuple(begins.tolist()), strides[axis]
+    )
     gathered = rank[inverse].reshape(outer).astype(np.int64)
     steps: tuple[Step, ...] = (Step("Gather", (*outer, width), operand=gathered),)
     last = len(others)
@@ -1023,17 +1259,18 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
 
 
 def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """Return how a tensor looks up single elements of a vector at fixed indices; None if hardly any element stands
-    twice.
+    """Return how a tensor looks up single elements of a vector at fixed indices; None if hardly any
+    element stands twice.
 
-    Elements of few bits are equal by chance, too: then equal ones must lie along diagonals, as those of a table of
-    relative positions do.
+    Elements of few bits are equal by chance, too: then equal ones must lie along diagonals, as
+    those of a table of relative positions do.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     elements, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
     if len(elements) > CHUNKED * flat.size or not (_is_fine(elements) or _is_diagonal(array)):
         return None
-    value, place = parameter.value, _place(parameter)
+    value = parameter.value
+    place = _place(parameter)
     order = np.argsort(first)  # Elements in the order in which they stand.
     begins = tuple(first[order].tolist())
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))

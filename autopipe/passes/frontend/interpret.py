@@ -1,6 +1,8 @@
-"""From a parsed file to a graph in one sweep: every value typed, what is known computed, what is nothing removed.
+"""From a parsed file to a graph in one sweep: every value typed, what is known computed, what is
+nothing removed.
 
-With static inputs one pass in topological order tells every shape, since all that tells shapes is known by then.
+With static inputs one pass in topological order tells every shape, since all that tells shapes is
+known by then.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 FOLD_LIMIT = 4096
-"""Elements up to which a known result is stored; larger ones (masks) are computed where they are needed."""
+"""Elements up to which a known result is stored; larger ones (masks) are computed where they are
+needed.
+"""
 STEP_OPERANDS = {
     "Reshape": "shape",
     "Expand": "shape",
@@ -74,7 +78,9 @@ STEP_OPERANDS = {
 }
 """Suffix of the name of the other operand of a folded step, behind that of its result."""
 _MODE_STATED = 7
-"""Before this opset an attribute says of a Dropout that it is not for training; since, that it is has to be said."""
+"""Before this opset an attribute says of a Dropout that it is not for training; since, that it is
+has to be said.
+"""
 
 
 @dataclass(slots=True)
@@ -92,7 +98,9 @@ class _Sweep:
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    """Values that depend on no input and no parameter, whose numbers are not known: too many, or not evaluated."""
+    """Values that depend on no input and no parameter, whose numbers are not known: too many, or
+    not evaluated.
+    """
     parameters: dict[str, Parameter] = field(default_factory=dict)
     packed: dict[str, Value] = field(default_factory=dict)
     """Types of the elements of parameters that are packed in bytes and have not been read yet."""
@@ -118,7 +126,9 @@ class _Sweep:
             if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
                 symbols = self.inputs.symbols
                 told = [
-                    each.dim_value if each.HasField("dim_value") else extent_of(each.dim_param, symbols)
+                    each.dim_value
+                    if each.HasField("dim_value")
+                    else extent_of(each.dim_param, symbols)
                     for each in tensor.shape.dim
                 ]
                 shape = shape_of(tuple(extent for extent in told if extent is not None), repr(name))
@@ -179,8 +189,11 @@ class _Sweep:
         self.parameters[value.name] = replace(held, value=value)
 
     def unpack(self, name: str) -> None:
-        """Add the node that takes a packed parameter apart, which from now on is read in its place."""
-        value, result = self.packed.pop(name), f"{name}/unpacked"
+        """Add the node that takes a packed parameter apart, which from now on is read in its
+        place.
+        """
+        value = self.packed.pop(name)
+        result = f"{name}/unpacked"
         self.types[result] = replace(value, name=result)
         self.aliases[name] = result
         self.names.add(result)
@@ -188,17 +201,21 @@ class _Sweep:
 
 
 def interpret(
-    source: Source, inputs: Inputs, weights: Weights, fixed: Mapping[str, np.ndarray], bounds: Mapping[str, int]
+    source: Source,
+    inputs: Inputs,
+    weights: Weights,
+    fixed: Mapping[str, np.ndarray],
+    bounds: Mapping[str, int],
 ) -> tuple[Graph, dict[str, str]]:
-    """The graph of `source` with inputs of these shapes, and with those of `fixed` as constants. `bounds` has the most
-    numbers that there may be in results of Range.
+    """The graph of `source` with inputs of these shapes, and with those of `fixed` as constants.
+    `bounds` has the most numbers that there may be in results of Range.
 
     What is read but never written is an absent weight.
 
     With it come the values of the file that are but other names of values, by name.
 
-    Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for tensors, types and
-    attributes that are not supported.
+    Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for
+    tensors, types and attributes that are not supported.
     """
     stated: dict[str, list[onnx.ValueInfoProto]] = {}
     for info in (*source.graph.value_info, *source.graph.output):
@@ -233,13 +250,18 @@ def interpret(
                 _visit(sweep, node)
     for name, most in bounds.items():
         if name in sweep.types:
-            raise ConfigurationError(f"--dim {name}:0={most}: it is {sweep.types[name].shape[0]} whatever the data are")
+            raise ConfigurationError(
+                f"--dim {name}:0={most}: it is {sweep.types[name].shape[0]} whatever the data are"
+            )
     return _graph(sweep, inputs), sweep.aliases
 
 
-def _ranges_early(nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]) -> list[onnx.NodeProto]:
-    """The nodes, each Range whose limit data tell right behind what it reads: shapes that the file makes of its limit
-    come after it."""
+def _ranges_early(
+    nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]
+) -> list[onnx.NodeProto]:
+    """The nodes, each Range whose limit data tell right behind what it reads: shapes that the file
+    makes of its limit come after it.
+    """
     made = {name: place for place, node in enumerate(nodes) for name in node.output}
 
     def place_of(pair: tuple[int, onnx.NodeProto]) -> tuple[int, bool]:
@@ -251,8 +273,11 @@ def _ranges_early(nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]) ->
 
 
 def _folded(sweep: _Sweep, folded: Folded) -> None:
-    """A tensor that is computed from a parameter, or from another tensor that stands here already."""
-    name, dtype = folded.value.name, folded.value.dtype
+    """A tensor that is computed from a parameter, or from another tensor that stands here
+    already.
+    """
+    name = folded.value.name
+    dtype = folded.value.dtype
     if isinstance(folded.source, Parameter):
         sweep.keep(folded.source)
         operand = folded.source.value.name
@@ -273,7 +298,9 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
 
 
 def _step(sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType) -> str:
-    """Add the node of one step, which also reads the constant that the step holds; return its result."""
+    """Add the node of one step, which also reads the constant that the step holds; return its
+    result.
+    """
     if not step.other and step.operator in STEP_OPERANDS:
         held = f"{result}/{STEP_OPERANDS[step.operator]}"
         array = np.asarray(step.shape, np.int64) if step.operand is None else step.operand
@@ -300,8 +327,12 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
             sweep.unpack(name)
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     for name in operands:
-        if name and not any(name in each for each in (sweep.types, sweep.sequences, sweep.selections)):
-            missing = MissingWeightTypes(sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results))
+        if name and not any(
+            name in each for each in (sweep.types, sweep.sequences, sweep.selections)
+        ):
+            missing = MissingWeightTypes(
+                sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results)
+            )
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
     others = _in_other_words(sweep, node, operands)
     if others is not None:
@@ -322,7 +353,10 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     if standard and node.op_type == "Constant":
         _constant(sweep, node)
     elif (
-        standard and node.op_type == "ConstantOfShape" and operands[0] in sweep.arrays and sweep.weights.is_filled(node)
+        standard
+        and node.op_type == "ConstantOfShape"
+        and operands[0] in sweep.arrays
+        and sweep.weights.is_filled(node)
     ):
         _filled(sweep, node, sweep.arrays[operands[0]])
     elif standard and node.op_type in ("Shape", "Size"):
@@ -335,32 +369,43 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _operator(sweep, node, operands)
 
 
-def _with_inputs_to_give(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str) -> str:
-    """Return the hint of an error inside a control flow operator, with the inputs whose numbers say what it runs."""
+def _with_inputs_to_give(
+    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
+) -> str:
+    """Return the hint of an error inside a control flow operator, with the inputs whose numbers say
+    what it runs.
+    """
     if node.op_type not in ASKED or "model.inputs" in hint:
         return hint
-    asked = [name for name in operands[: ASKED[node.op_type][0]] if name and name not in sweep.arrays]
+    asked = [
+        name for name in operands[: ASKED[node.op_type][0]] if name and name not in sweep.arrays
+    ]
     names = dict.fromkeys(each for name in asked for each in sweep.deciding(name))
     advice = hint_for_control_flow(node, tuple(names))
     return "; or ".join(filter(None, (hint, advice)))
 
 
-def _with_own_statistics(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the operands of a BatchNormalization in training with the running statistics themselves in place of their
-    next values after an earlier call.
+def _with_own_statistics(
+    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the operands of a BatchNormalization in training with the running statistics
+    themselves in place of their next values after an earlier call.
 
-    A module that calls a BatchNormalization twice is exported with the results of the first call as the statistics of
-    the second. The normalised result does not depend on them, and the ranks move a statistic by all calls in order.
+    A module that calls a BatchNormalization twice is exported with the results of the first call as
+    the statistics of the second. The normalised result does not depend on them, and the ranks move
+    a statistic by all calls in order.
     """
     readers = sweep.weights.roles.uses.readers
     for result in node.output[1:3]:
         is_chained = all(
-            trains_statistics(reader) and slot in STATISTIC_SLOTS for reader, slot in readers.get(result, ())
+            trains_statistics(reader) and slot in STATISTIC_SLOTS
+            for reader, slot in readers.get(result, ())
         )
         if result in sweep.results or not is_chained:
             return operands
     kept = tuple(
-        sweep.statistics.get(name, name) if slot in STATISTIC_SLOTS else name for slot, name in enumerate(operands)
+        sweep.statistics.get(name, name) if slot in STATISTIC_SLOTS else name
+        for slot, name in enumerate(operands)
     )
     sweep.statistics.update(zip(node.output[1:3], kept[3:5], strict=False))
     return kept
@@ -374,7 +419,11 @@ def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads)
             continue
         source = sweep.aliases.get(name, name)
         operands[slot] = f"{name}/detached"
-        if source in sweep.types and operands[slot] not in sweep.types and sweep.types[source].dtype.is_floating:
+        if (
+            source in sweep.types
+            and operands[slot] not in sweep.types
+            and sweep.types[source].dtype.is_floating
+        ):
             _detach(sweep, source, operands[slot])
         if operands[slot] not in sweep.types:
             operands[slot] = name
@@ -389,10 +438,13 @@ def _detach(sweep: _Sweep, operand: str, result: str) -> None:
 
 
 def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
-    """Read a lookup that gives `row` of its table no gradient. `autopipe export` writes these operators itself."""
+    """Read a lookup that gives `row` of its table no gradient. `autopipe export` writes these
+    operators itself.
+    """
     result = node.output[0]
     rows, stopped, padding, is_padding, per_row, axis = (
-        f"{result}/{each}" for each in ("rows", "stopped", "padding", "is_padding", "per_row", "axis")
+        f"{result}/{each}"
+        for each in ("rows", "stopped", "padding", "is_padding", "per_row", "axis")
     )
     _visit(sweep, renamed(node, node.input, [rows]))
     source = sweep.aliases.get(rows, rows)
@@ -405,8 +457,12 @@ def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
     _visit(sweep, made_node(node, "Where", [per_row, stopped, rows], [result]))
 
 
-def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> Iterable[onnx.NodeProto] | None:
-    """The nodes that stand for one, each to be visited before the next is asked for; None where it stays."""
+def _in_other_words(
+    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
+) -> Iterable[onnx.NodeProto] | None:
+    """The nodes that stand for one, each to be visited before the next is asked for; None where it
+    stays.
+    """
     if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
         return resolved(node, operands, sweep.known())
     if sweep.sequences.concern(node):
@@ -428,7 +484,9 @@ def _keep_loop(sweep: _Sweep, runs: Runs) -> str:
         sweep.types.update(inner_types(runs, sweep.types))
         for each in runs.nodes:
             _visit(sweep, each)
-        made = loop_of(runs, sweep.nodes, sweep.types, sweep.arrays, sweep.aliases, sweep.source.opset)
+        made = loop_of(
+            runs, sweep.nodes, sweep.types, sweep.arrays, sweep.aliases, sweep.source.opset
+        )
     except ModelError as error:
         for name, table in former.items():
             setattr(sweep, name, table)
@@ -465,9 +523,22 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
     if estimates_variance(node):
         attributes = (*attributes, ("unbiased", 1))
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
-    require_known(node, operands, sweep.arrays, sweep.settled, sweep.is_input, sweep.deciding, sweep.source.opset)
-    pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
-    types = _as_stated(sweep, node, pairs[0][0] if pairs else None, sweep.inference.types(node, pairs))
+    require_known(
+        node,
+        operands,
+        sweep.arrays,
+        sweep.settled,
+        sweep.is_input,
+        sweep.deciding,
+        sweep.source.opset,
+    )
+    pairs = tuple(
+        (sweep.types[name] if name else None, array)
+        for name, array in zip(operands, known, strict=True)
+    )
+    types = _as_stated(
+        sweep, node, pairs[0][0] if pairs else None, sweep.inference.types(node, pairs)
+    )
     is_small = all(value is None or value.elements <= FOLD_LIMIT for value in types)
     is_known = all(array is not None for name, array in zip(operands, known, strict=True) if name)
     domain = "" if node.domain == "ai.onnx" else node.domain
@@ -478,7 +549,12 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
                 if name:
                     sweep.hold(name, array, inferred.dtype if inferred else DType(array.dtype.name))
             return
-    if not domain and is_small and (decided := _settled(node.op_type, known)) is not None and types[0] is not None:
+    if (
+        not domain
+        and is_small
+        and (decided := _settled(node.op_type, known)) is not None
+        and types[0] is not None
+    ):
         sweep.hold(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
         return
     operands = _without_empty(sweep, node, operands)
@@ -507,7 +583,9 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
 def _as_stated(
     sweep: _Sweep, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
 ) -> tuple[Value | None, ...]:
-    """Of RMSNormalization the first operand's type where the file states it, as torch does; ONNX says the scale's."""
+    """Of RMSNormalization the first operand's type where the file states it, as torch does; ONNX
+    says the scale's.
+    """
     if node.op_type != "RMSNormalization" or node.domain or first is None or types[0] is None:
         return types
     stated = {each.type.tensor_type.elem_type for each in sweep.stated.get(node.output[0], ())}
@@ -518,15 +596,21 @@ def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
     """CastLike as the Cast that it is when types are static."""
     import onnx.helper
 
-    cast = onnx.helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=NUMBERS[dtype])
-    cast.attribute.extend(each for each in node.attribute if each.name in ("saturate", "round_mode"))
+    cast = onnx.helper.make_node(
+        "Cast", node.input[:1], node.output, name=node.name, to=NUMBERS[dtype]
+    )
+    cast.attribute.extend(
+        each for each in node.attribute if each.name in ("saturate", "round_mode")
+    )
     return cast
 
 
 def _settled(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
     """The result of And and Or where one operand tells it."""
     deciding = {"And": False, "Or": True}.get(operator)
-    told = deciding is not None and any(array is not None and (array == deciding).all() for array in known)
+    told = deciding is not None and any(
+        array is not None and (array == deciding).all() for array in known
+    )
     return deciding if told else None
 
 
@@ -534,7 +618,13 @@ def _changes_nothing(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
 ) -> bool:
     """True if a node that moves elements leaves them where they are, now that shapes are known."""
-    if node.domain not in ("", "ai.onnx") or len(types) != 1 or types[0] is None or not operands or not operands[0]:
+    if (
+        node.domain not in ("", "ai.onnx")
+        or len(types) != 1
+        or types[0] is None
+        or not operands
+        or not operands[0]
+    ):
         return False
     if types[0].shape != sweep.types[operands[0]].shape:
         return False
@@ -552,8 +642,12 @@ def _changes_nothing(
     return False
 
 
-def _without_empty(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the operands, of a Concat those that add something to the result, such as a cache that is not empty."""
+def _without_empty(
+    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the operands, of a Concat those that add something to the result, such as a cache that
+    is not empty.
+    """
     if node.op_type != "Concat" or node.domain not in ("", "ai.onnx"):
         return operands
     axis = next((each.i for each in node.attribute if each.name == "axis"), 0)
@@ -582,7 +676,12 @@ def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     if attribute.name == "value":
         sweep.keep(sweep.weights.constant(name, attribute.t))
         return
-    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    kinds = {
+        "value_float": np.float32,
+        "value_floats": np.float32,
+        "value_int": np.int64,
+        "value_ints": np.int64,
+    }
     if attribute.name not in kinds:
         raise ModelError(f"its {attribute.name!r} is not supported", where=where)
     (stated,) = attributes_of(node)
@@ -591,8 +690,10 @@ def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
 
 
 def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
-    name, where = node.output[0], f"ConstantOfShape {node.name!r}"
-    number, dtype = 0.0, DType.FLOAT32
+    name = node.output[0]
+    where = f"ConstantOfShape {node.name!r}"
+    number = 0.0
+    dtype = DType.FLOAT32
     if node.attribute:
         tensor = node.attribute[0].t
         dtype = dtype_of(tensor.data_type, where)
@@ -606,7 +707,8 @@ def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> No
         sweep.hold(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
         return
     stated = dict(attributes_of(node))
-    start, end = stated.get("start", 0), stated.get("end", len(shape))
+    start = stated.get("start", 0)
+    end = stated.get("end", len(shape))
     assert isinstance(start, int) and isinstance(end, int)
     sweep.hold(node.output[0], np.asarray(shape[start:end], dtype=np.int64), DType.INT64)
 
@@ -615,11 +717,17 @@ def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     """True if a node is a `detach` of floating-point values that are not known while reading."""
     if node.op_type != "Identity" or len(operands) != 1 or operands[0] in sweep.arrays:
         return False
-    return operands[0] in sweep.types and sweep.types[operands[0]].dtype.is_floating and is_detach(node)
+    return (
+        operands[0] in sweep.types
+        and sweep.types[operands[0]].dtype.is_floating
+        and is_detach(node)
+    )
 
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node hands on its operand: Identity, Dropout outside training or of none, a Cast to the same type."""
+    """True if a node hands on its operand: Identity, Dropout outside training or of none, a Cast to
+    the same type.
+    """
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
     readers = sweep.weights.roles.uses.readers
@@ -633,7 +741,9 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     if sweep.source.opset < _MODE_STATED:
         return any(each.name == "is_test" and each.i for each in node.attribute)
     ratio, training = (*operands[1:3], "", "")[:2]
-    drops_none = any(each in sweep.arrays and not sweep.arrays[each].any() for each in (ratio, training))
+    drops_none = any(
+        each in sweep.arrays and not sweep.arrays[each].any() for each in (ratio, training)
+    )
     return not training or drops_none
 
 
@@ -682,7 +792,10 @@ def _outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
     for info in sweep.source.graph.output:
         held = [(info.name, info.name)]
         if info.name in sweep.sequences:
-            held = [(f"{info.name}/{number}", name) for number, name in enumerate(sweep.sequences[info.name])]
+            held = [
+                (f"{info.name}/{number}", name)
+                for number, name in enumerate(sweep.sequences[info.name])
+            ]
         for name, source in held:
             if source not in sweep.types:
                 raise ModelError(f"output {name!r} is never written")

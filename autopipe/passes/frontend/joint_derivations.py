@@ -1,7 +1,8 @@
-"""Operators that compute a tensor of a file from several parameters that the file also holds, found by comparing data.
+"""Operators that compute a tensor of a file from several parameters that the file also holds, found
+by comparing data.
 
-A derivation is accepted only if it reproduces every element: exactly if it joins or combines single elements, and
-within the roundings of its sum if it is a matrix product or a sum of squares.
+A derivation is accepted only if it reproduces every element: exactly if it joins or combines single
+elements, and within the roundings of its sum if it is a matrix product or a sum of squares.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ LARGEST: Final = 1 << 26
 SAMPLED: Final = 64
 """Elements that are compared first."""
 ROUNDINGS: Final = 1e-6
-"""Maximum difference of a matrix product from its exact value, relative to the sum of the sizes of its terms."""
+"""Maximum difference of a matrix product from its exact value, relative to the sum of the sizes of
+its terms.
+"""
 SUM_ROUNDINGS: Final = 4e-6
 """Maximum relative difference of a sum of float32 numbers from its exact value."""
 LEAST: Final = 4
@@ -34,10 +37,12 @@ LEAST: Final = 4
 
 
 def jointly_derived(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the operators that make `result` of all of `arrays`, parameters by name; None if none is found.
+    """Return the operators that make `result` of all of `arrays`, parameters by name; None if none
+    is found.
 
-    Tries, in this order: joining them along an axis, a sum, difference, product or quotient of two whose elements are
-    spread, a matrix product of two with a constant factor, and the sum of such a product and a third one.
+    Tries, in this order: joining them along an axis, a sum, difference, product or quotient of two
+    whose elements are spread, a matrix product of two with a constant factor, and the sum of such a
+    product and a third one.
     """
     sizes = [each.nbytes for each in (*arrays.values(), result)]
     if not 2 <= len(arrays) <= MOST or max(sizes) > LARGEST or len(np.unique(result)) < LEAST:
@@ -49,8 +54,9 @@ def jointly_derived(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 
 
 def sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the operators that make `result`, a scalar, of the first of `arrays`, as a constant of at most two digits
-    times the sum of the squares of all; None if it is not one."""
+    """Return the operators that make `result`, a scalar, of the first of `arrays`, as a constant of
+    at most two digits times the sum of the squares of all; None if it is not one.
+    """
     total = sum(float((each.astype(np.float64) ** 2).sum()) for each in arrays.values())
     wanted = float(result.reshape(()))
     if not total or not wanted:
@@ -103,12 +109,17 @@ def _combined(arrays: Arrays, result: np.ndarray) -> Derivation | None:
         ):
             if np.broadcast_shapes(first.shape, second.shape) != result.shape:
                 continue
-            near = _sampled(np.broadcast_to(first, result.shape)), _sampled(np.broadcast_to(second, result.shape))
+            near = (
+                _sampled(np.broadcast_to(first, result.shape)),
+                _sampled(np.broadcast_to(second, result.shape)),
+            )
             for operator in ("Mul", "Add", "Sub", "Div"):
                 step = Step(operator, result.shape, other=other, moves=others)
                 sample = Step(operator, near[0].shape, other=other)
                 with np.errstate(all="ignore"):
-                    if not np.array_equal(sample.apply(near[0], {other: near[1]}), _sampled(result)):
+                    if not np.array_equal(
+                        sample.apply(near[0], {other: near[1]}), _sampled(result)
+                    ):
                         continue
                     if np.array_equal(step.apply(first, arrays), result):
                         return one, (*moves, step)
@@ -121,9 +132,12 @@ def _sampled(array: np.ndarray) -> np.ndarray:
     return np.asarray(array[np.unravel_index(places, array.shape)])
 
 
-def _spread(array: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
-    """Yield an array in the forms that numpy broadcasts to `shape`, with the steps that make each: with axes of one
-    element, or transposed."""
+def _spread(
+    array: np.ndarray, shape: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
+    """Yield an array in the forms that numpy broadcasts to `shape`, with the steps that make each:
+    with axes of one element, or transposed.
+    """
     if array.size == math.prod(shape):
         for moves in moves_between(array.shape, shape):
             yield applied(moves, array), moves
@@ -143,7 +157,9 @@ def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _multiplied(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the steps of a constant times the product of two matrices, each perhaps transposed."""
     for one, other in itertools.permutations(arrays):
-        for (first, moves), (second, others) in itertools.product(_turned(arrays[one]), _turned(arrays[other])):
+        for (first, moves), (second, others) in itertools.product(
+            _turned(arrays[one]), _turned(arrays[other])
+        ):
             if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[0]:
                 continue
             if (first.shape[0], second.shape[1]) != result.shape:
@@ -163,7 +179,9 @@ def _turned(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
 
 
 def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray) -> float | None:
-    """Return the constant of at most three digits by which the product is multiplied; None if there is none."""
+    """Return the constant of at most three digits by which the product is multiplied; None if there
+    is none.
+    """
     exact = first.astype(np.float64) @ second.astype(np.float64)
     sizes = np.abs(first.astype(np.float64)) @ np.abs(second.astype(np.float64))
     at = np.unravel_index(int(np.abs(exact).argmax()), exact.shape)
@@ -190,11 +208,14 @@ def _added(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 
 
 def _multiplied_beside(arrays: Arrays, result: np.ndarray, beside: np.ndarray) -> Derivation | None:
-    """Return the steps of a constant times a product of two matrices that is the difference of two tensors."""
+    """Return the steps of a constant times a product of two matrices that is the difference of two
+    tensors.
+    """
     found = _multiplied(arrays, result.astype(np.float64) - beside)
     if found is None:
         return None
     name, steps = found
     return name, tuple(
-        each if each.operand is None else replace(each, operand=each.operand.astype(result.dtype)) for each in steps
+        each if each.operand is None else replace(each, operand=each.operand.astype(result.dtype))
+        for each in steps
     )

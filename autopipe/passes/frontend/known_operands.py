@@ -1,4 +1,6 @@
-"""Operands whose numbers must be known before running, such as the axes of a reduction, and inputs that tell them."""
+"""Operands whose numbers must be known before running, such as the axes of a reduction, and inputs
+that tell them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ ASKED = {
     "If": (1, "both branches are read, since"),
     "Loop": (2, "the number of iterations is unknown, since"),
 }
-"""By operator: the number of its first operands that say what it runs, and words for what follows if they are not
-known."""
+"""By operator: the number of its first operands that say what it runs, and words for what follows
+if they are not known.
+"""
 
 
 def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[str, ...]:
-    """Return the inputs of one number each that a value of `nodes` is computed from, in the order of `inputs`.
+    """Return the inputs of one number each that a value of `nodes` is computed from, in the order
+    of `inputs`.
 
     Returns none if the value also depends on another input: then these numbers do not tell it.
     """
@@ -49,8 +53,10 @@ def settings_of(names: Sequence[str]) -> str:
 
 
 def hint_for_control_flow(node: onnx.NodeProto, names: Sequence[str]) -> str:
-    """Return the hint for a control flow operator that could not be read, where `names` are the inputs of one number
-    each that its condition or number of iterations is computed from; "" if there are none."""
+    """Return the hint for a control flow operator that could not be read, where `names` are the
+    inputs of one number each that its condition or number of iterations is computed from; "" if
+    there are none.
+    """
     if not names:
         return ""
     listed = ", ".join(map(repr, names))
@@ -69,11 +75,13 @@ def require_known(
 ) -> None:
     """Raise ModelError if the numbers of an operand must be known before running and are not.
 
-    `operands` are the node's own with aliases resolved, `known` the values whose numbers are known, `settled` other
-    values that depend on no input: shapes that the file states follow from their numbers. `deciding` returns the inputs
-    of one number each that tell a value.
+    `operands` are the node's own with aliases resolved, `known` the values whose numbers are known,
+    `settled` other values that depend on no input: shapes that the file states follow from their
+    numbers. `deciding` returns the inputs of one number each that tell a value.
     """
-    row = OPERATORS.get(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
+    row = OPERATORS.get(
+        node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+    )
     if row is None:
         return
     unused = _unused(node)
@@ -83,9 +91,11 @@ def require_known(
             continue
         if place in row.shaping and name in settled:
             continue
-        origin, hint = "is computed while running", "make it a constant of the file"
+        origin = "is computed while running"
+        hint = "make it a constant of the file"
         if is_input(name):
-            origin, hint = "is an input", f"{hint}, or give its number in model.inputs"
+            origin = "is an input"
+            hint = f"{hint}, or give its number in model.inputs"
         elif names := deciding(name):
             hint = f"{hint}, or give what it is computed from: {settings_of(names)}"
         title = _operand_name(node, place, opset)
@@ -96,7 +106,9 @@ def require_known(
 def _unused(node: onnx.NodeProto) -> tuple[int, ...]:
     """Return the places of the operands that a node has and that its mode does not read."""
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
-    places = next((each.s for each in node.attribute if each.name == "coordinate_transformation_mode"), b"")
+    places = next(
+        (each.s for each in node.attribute if each.name == "coordinate_transformation_mode"), b""
+    )
     if node.op_type == "Resize" and places != b"tf_crop_and_resize":
         return (1,) if len(node.input) > 2 else ()
     return (2,) if node.op_type == "Pad" and mode != b"constant" else ()

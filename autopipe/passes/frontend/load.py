@@ -1,6 +1,8 @@
-"""An ONNX file as a parsed, ordered, checked list of nodes. The file is untrusted; its weights stay where they are.
+"""An ONNX file as a parsed, ordered, checked list of nodes. The file is untrusted; its weights stay
+where they are.
 
-A file's own functions are put in place of their calls, within bounds: a few that call each other spell a huge graph.
+A file's own functions are put in place of their calls, within bounds: a few that call each other
+spell a huge graph.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Extent(NamedTuple):
 
 
 def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without functions of its own. Raises ModelError where that cannot be, or becomes too large."""
+    """The model without functions of its own. Raises ModelError where that cannot be, or becomes
+    too large.
+    """
     import onnx.checker
     import onnx.inliner
 
@@ -54,17 +58,22 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return onnx.inliner.inline_local_functions(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"its functions cannot be inlined: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"its functions cannot be inlined: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _state_defaults(model: onnx.ModelProto) -> None:
-    """Add the defaults of functions' attributes to the calls that leave these attributes out: onnx's inliner loses
-    them."""
+    """Add the defaults of functions' attributes to the calls that leave these attributes out:
+    onnx's inliner loses them.
+    """
     defaults = {_function_key(function): function.attribute_proto for function in model.functions}
     graphs = (model.graph.node, *(function.node for function in model.functions))
     for call in nodes_within(itertools.chain.from_iterable(graphs)):
         stated = {each.name for each in call.attribute}
-        call.attribute.extend(each for each in defaults.get(_key(call), ()) if each.name not in stated)
+        call.attribute.extend(
+            each for each in defaults.get(_key(call), ()) if each.name not in stated
+        )
 
 
 def _function_key(function: onnx.FunctionProto) -> Key:
@@ -72,23 +81,37 @@ def _function_key(function: onnx.FunctionProto) -> Key:
 
 
 def _require_bounded(model: onnx.ModelProto) -> None:
-    """Raise ModelError, naming the call, where functions call one another for too long or become too much."""
+    """Raise ModelError, naming the call, where functions call one another for too long or become
+    too much.
+    """
     functions = {_function_key(function): function for function in model.functions}
     extents: dict[Key, Extent] = {}
 
     def extent(key: Key, callers: tuple[Key, ...], where: str) -> Extent:
         """The extent of a call of a function from within `callers`."""
         if key in callers:
-            raise ModelError(f"its functions cannot be inlined: {f'{key[0]}::{key[1]}'!r} calls itself", where=where)
+            raise ModelError(
+                f"its functions cannot be inlined: {f'{key[0]}::{key[1]}'!r} calls itself",
+                where=where,
+            )
         if len(callers) + (extents[key].depth if key in extents else 1) > DEEPEST:
-            raise ModelError(f"more than {DEEPEST} of the file's functions call one another in a row", where=where)
+            raise ModelError(
+                f"more than {DEEPEST} of the file's functions call one another in a row",
+                where=where,
+            )
         if key not in extents:
-            function, nodes = functions[key], list(nodes_within(functions[key].node))
-            called = [extent(each, (*callers, key), where) for each in map(_key, nodes) if each in functions]
+            function = functions[key]
+            nodes = list(nodes_within(functions[key].node))
+            called = [
+                extent(each, (*callers, key), where)
+                for each in map(_key, nodes)
+                if each in functions
+            ]
             extents[key] = Extent(
                 len(nodes) + sum(each.nodes for each in called),
                 # Every level puts its own mark before the names inside.
-                function.ByteSize() + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
+                function.ByteSize()
+                + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
                 1 + max((each.depth for each in called), default=0),
             )
         return extents[key]
@@ -99,10 +122,14 @@ def _require_bounded(model: onnx.ModelProto) -> None:
             continue
         where = f"{call.op_type} {call.name!r}"
         found = extent(_key(call), (), where)
-        nodes, size = nodes + found.nodes, size + found.bytes
+        nodes = nodes + found.nodes
+        size = size + found.bytes
         if nodes > MOST_NODES or size > MOST_BYTES:
             raise ModelError(
-                f"the file's functions become more than {MOST_NODES} nodes or {MOST_BYTES >> 20} MiB when inlined",
+                (
+                    f"the file's functions become more than {MOST_NODES} nodes or "
+                    f"{MOST_BYTES >> 20} MiB when inlined"
+                ),
                 where=where,
             )
 
@@ -123,7 +150,9 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed file: nodes in topological order, functions inlined, without the numbers of its large tensors."""
+    """A parsed file: nodes in topological order, functions inlined, without the numbers of its
+    large tensors.
+    """
 
     path: Path
     digest: str
@@ -149,7 +178,9 @@ class Source:
 
 
 def load(path: Path) -> Source:
-    """Parse `path`. Raises ModelError, naming the file, where it is no ONNX model or not a sound graph."""
+    """Parse `path`. Raises ModelError, naming the file, where it is no ONNX model or not a sound
+    graph.
+    """
     try:
         return _load(path)
     except ModelError as error:
@@ -158,7 +189,9 @@ def load(path: Path) -> Source:
 
 def located(error: ModelError, path: Path) -> ModelError:
     """The error with the file's name before the place in it."""
-    return ModelError(error.message, hint=error.hint, where=f"{path}: {error.where}" if error.where else str(path))
+    return ModelError(
+        error.message, hint=error.hint, where=f"{path}: {error.where}" if error.where else str(path)
+    )
 
 
 def _load(path: Path) -> Source:
@@ -177,10 +210,16 @@ def _load(path: Path) -> Source:
     ignored = "multi-device annotations of and inside the file's functions are ignored"
     warnings = (ignored,) if _without_annotated_calls(model) else ()
     if model.graph.sparse_initializer:
-        raise ModelError(f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}")
+        raise ModelError(
+            f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}"
+        )
     opsets = _opsets(model)
-    metadata = {entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)}
-    apart = take_apart(model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, path))
+    metadata = {
+        entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)
+    }
+    apart = take_apart(
+        model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, path)
+    )
     hoist(model.graph, slices)
     if model.functions:
         model = inlined(model)
@@ -193,7 +232,8 @@ def _load(path: Path) -> Source:
         nodes=tuple(model.graph.node[position] for position in positions),
         positions=positions,
         opsets=opsets,
-        slices=slices | {own: slices[merged] for own, merged in apart.copies.items() if merged in slices},
+        slices=slices
+        | {own: slices[merged] for own, merged in apart.copies.items() if merged in slices},
         metadata=metadata,
         producer=model.producer_name,
         apart=apart,
@@ -203,7 +243,9 @@ def _load(path: Path) -> Source:
 
 
 def file_digest(path: Path) -> str:
-    """Return `Source.digest` of the file without a parse of its graph. Raises ModelError if the file cannot be read."""
+    """Return `Source.digest` of the file without a parse of its graph. Raises ModelError if the
+    file cannot be read.
+    """
     try:
         return _digest(strip_weights(opened(path))[0])
     except ModelError as error:
@@ -229,20 +271,28 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
         yield from (dimension.dim_param for dimension in info.type.tensor_type.shape.dim)
     for tensor in graph.initializer:
         yield tensor.name
-        yield from itertools.chain.from_iterable((entry.key, entry.value) for entry in tensor.external_data)
-    for node in nodes_within(itertools.chain(graph.node, *(function.node for function in model.functions))):
+        yield from itertools.chain.from_iterable(
+            (entry.key, entry.value) for entry in tensor.external_data
+        )
+    for node in nodes_within(
+        itertools.chain(graph.node, *(function.node for function in model.functions))
+    ):
         yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
         yield from (attribute.name for attribute in node.attribute)
     yield from texts_of(model)
 
 
 def opened(path: Path) -> memoryview:
-    """The bytes of a file, read where they are looked at. Raises ModelError where it cannot be read."""
+    """The bytes of a file, read where they are looked at. Raises ModelError where it cannot be
+    read.
+    """
     if not path.exists():
         raise ModelError("no such file")
     if not path.is_file():
         held = ", ".join(sorted(repr(each.name) for each in path.glob("*.onnx"))[:MOST_NAMED])
-        raise ModelError("not a file", hint="give the .onnx file itself" + (f": {held}" if held else ""))
+        raise ModelError(
+            "not a file", hint="give the .onnx file itself" + (f": {held}" if held else "")
+        )
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
@@ -259,9 +309,17 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     import onnx.defs
 
     if len(model.opset_import) > MOST_DOMAINS:
-        raise ModelError(f"it imports {len(model.opset_import)} operator sets: at most {MOST_DOMAINS} are supported")
-    opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
-    imports = itertools.chain(model.opset_import, *(function.opset_import for function in model.functions))
+        raise ModelError(
+            f"it imports {len(model.opset_import)} operator sets: at most {MOST_DOMAINS} are "
+            "supported"
+        )
+    opsets = {
+        entry.domain if entry.domain != "ai.onnx" else "": entry.version
+        for entry in model.opset_import
+    }
+    imports = itertools.chain(
+        model.opset_import, *(function.opset_import for function in model.functions)
+    )
     for entry in imports:
         if entry.domain not in ("", "ai.onnx") and abs(entry.version) > LARGEST_OPSET:
             raise ModelError(f"opset {entry.version} of domain {entry.domain!r} is out of range")
@@ -270,15 +328,21 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     if not OLDEST_OPSET <= version <= newest:
         raise ModelError(
             f"opset {version} is not supported: {OLDEST_OPSET} to {newest} are",
-            hint="convert it with onnx.version_converter" if version < OLDEST_OPSET else "is onnx up to date?",
+            hint="convert it with onnx.version_converter"
+            if version < OLDEST_OPSET
+            else "is onnx up to date?",
         )
     return tuple(sorted(opsets.items()))
 
 
 def _without_annotated_calls(model: onnx.ModelProto) -> bool:
-    """Take out the annotations that inlining would leave without their tensors; True if there are any."""
+    """Take out the annotations that inlining would leave without their tensors; True if there are
+    any.
+    """
     functions = {(function.domain, function.name) for function in model.functions}
-    calls = [node for node in model.graph.node if functions and (node.domain, node.op_type) in functions]
+    calls = [
+        node for node in model.graph.node if functions and (node.domain, node.op_type) in functions
+    ]
     inside = [node for function in model.functions for node in function.node]
     annotated = [node for node in (*calls, *inside) if node.device_configurations]
     for node in annotated:
@@ -296,9 +360,13 @@ def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
     for index, node in enumerate(graph.node):
         for name in node.output:
             if name and (name in writer or name in sources):
-                raise ModelError(f"value {name!r} is written twice", where=f"{node.op_type} {node.name!r}")
+                raise ModelError(
+                    f"value {name!r} is written twice", where=f"{node.op_type} {node.name!r}"
+                )
             writer[name] = index
-    waits: list[set[int]] = [{writer[name] for name in reads(node) if name in writer} for node in graph.node]
+    waits: list[set[int]] = [
+        {writer[name] for name in reads(node) if name in writer} for node in graph.node
+    ]
     readers: dict[int, list[int]] = {}
     for index, needed in enumerate(waits):
         for source in needed:

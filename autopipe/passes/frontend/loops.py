@@ -1,4 +1,6 @@
-"""A body that runs many times as one operator: typed once, and what is the same in all runs computed before them."""
+"""A body that runs many times as one operator: typed once, and what is the same in all runs
+computed before them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def inner_types(runs: Runs, types: Mapping[str, Value]) -> dict[str, Value]:
     for each in runs.scanned:
         whole = types[each.operand]
         axis = each.axis % len(whole.shape)
-        found[each.name] = Value(each.name, whole.dtype, whole.shape[:axis] + whole.shape[axis + 1 :])
+        found[each.name] = Value(
+            each.name, whole.dtype, whole.shape[:axis] + whole.shape[axis + 1 :]
+        )
     return found
 
 
@@ -36,7 +40,8 @@ def loop_of(
     aliases: Mapping[str, str],
     opset: int,
 ) -> tuple[list[Node], Node, list[Constant], list[Value]]:
-    """The nodes that stand before a loop, the loop, the body's constants that are new, and the types of its results.
+    """The nodes that stand before a loop, the loop, the body's constants that are new, and the
+    types of its results.
 
     `nodes` are those of one run. Raises ModelError where no operator can run them again and again.
     """
@@ -46,18 +51,25 @@ def loop_of(
     results = [each.result for each in runs.states] + [each.result for each in runs.gathered]
     results = [aliases.get(name, name) for name in results]
     for state, result in zip(runs.states, results, strict=False):
-        first, following = types[state.operand], types[result]
+        first = types[state.operand]
+        following = types[result]
         if (first.dtype, first.shape) != (following.dtype, following.shape):
-            raise ModelError(f"{state.name!r} is another tensor after a run: {list(first.shape)} before it")
+            raise ModelError(
+                f"{state.name!r} is another tensor after a run: {list(first.shape)} before it"
+            )
     given = [runs.number, *(each.name for each in runs.states), *(each.name for each in scanned)]
     written = {name for node in inner for name in node.outputs}
-    read = dict.fromkeys(name for each in (*(node.inputs for node in inner), results) for name in each if name)
+    read = dict.fromkeys(
+        name for each in (*(node.inputs for node in inner), results) for name in each if name
+    )
     same = [name for name in read if name not in written and name not in given]
     held = [name for name in same if name in arrays]
     body = Graph(
         name=runs.title,
         opset=opset,
-        inputs=tuple(types[name] for name in (*given, *(name for name in same if name not in arrays))),
+        inputs=tuple(
+            types[name] for name in (*given, *(name for name in same if name not in arrays))
+        ),
         parameters=(),
         constants=tuple(Constant(types[name], arrays[name]) for name in held),
         nodes=tuple(inner),
@@ -71,12 +83,21 @@ def loop_of(
     operands = [each.operand for each in runs.states] + [each.operand for each in scanned]
     operands += [value.name for value in body.inputs[len(given) :]]
     outputs = [each.output for each in runs.states] + [each.output for each in runs.gathered]
-    made = [replace(types[result], name=state.output) for state, result in zip(runs.states, results, strict=False)]
+    made = [
+        replace(types[result], name=state.output)
+        for state, result in zip(runs.states, results, strict=False)
+    ]
     axes = []
     for each, result in zip(runs.gathered, results[len(runs.states) :], strict=True):
         shape = types[result].shape
         axes.append(each.axis % (len(shape) + 1))
-        made.append(Value(each.output, types[result].dtype, (*shape[: axes[-1]], runs.count, *shape[axes[-1] :])))
+        made.append(
+            Value(
+                each.output,
+                types[result].dtype,
+                (*shape[: axes[-1]], runs.count, *shape[axes[-1] :]),
+            )
+        )
     domain, _, op = LOOP.partition(".")
     loop = Node(
         runs.name or op,
@@ -102,7 +123,9 @@ def _divided(
     runs: Runs, nodes: Sequence[Node], types: Mapping[str, Value]
 ) -> tuple[list[Node], list[Node], list[Scanned]]:
     """The nodes that compute the same in all runs, the others, and what the loop goes through."""
-    before, inner, scanned = list[Node](), list[Node](), list(runs.scanned)
+    before = list[Node]()
+    inner = list[Node]()
+    scanned = list(runs.scanned)
     changing = {runs.number, *(each.name for each in runs.states), *(each.name for each in scanned)}
     for node in nodes:
         if node.op in RANDOM:
@@ -111,7 +134,8 @@ def _divided(
             before.append(node)
             continue
         changing.update(node.outputs)
-        # A row for each run, as exporters write `x[i]`, is a slice: the gradient of a row alone is as large as all.
+        # A row for each run, as exporters write `x[i]`, is a slice: the gradient of a row alone is
+        # as large as all.
         if node.op == "Gather" and not node.domain and node.inputs[1] == runs.number:
             axis = node.integer("axis") % len(types[node.inputs[0]].shape)
             if node.inputs[0] not in changing and types[node.inputs[0]].shape[axis] == runs.count:
@@ -126,9 +150,12 @@ def _require_repeatable(body: Graph) -> None:
     if len(body.nodes) > MOST_REPEATED:
         raise ModelError(f"its body has more than {MOST_REPEATED} nodes")
     for node in body.nodes:
-        row, where = operator_of(node), f"{node.op} {node.name!r}"
+        row = operator_of(node)
+        where = f"{node.op} {node.name!r}"
         if row is None or node.body is not None:
-            raise ModelError(f"its body has {'a loop' if node.body else 'an unsupported operator'}, {where}")
+            raise ModelError(
+                f"its body has {'a loop' if node.body else 'an unsupported operator'}, {where}"
+            )
         signature = signature_of(body, node)
         if row.mixes_samples(signature):
             raise ModelError(f"{where} mixes the samples of a batch")

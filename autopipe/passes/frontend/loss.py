@@ -21,9 +21,10 @@ LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "Lin
 class CrossEntropy:
     """The mean cross-entropy between scores and labels.
 
-    `logits` names a value of shape (samples, …, classes), `labels` the int64 input of that shape without the classes,
-    which is added where the model has none of that name. The mean is over all positions. Axes of extent 1 behind the
-    classes are not counted: convolutional networks may end in (samples, classes, 1, 1).
+    `logits` names a value of shape (samples, …, classes), `labels` the int64 input of that shape
+    without the classes, which is added where the model has none of that name. The mean is over all
+    positions. Axes of extent 1 behind the classes are not counted: convolutional networks may end
+    in (samples, classes, 1, 1).
     """
 
     logits: str
@@ -36,13 +37,21 @@ _SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsquee
 
 
 def leaves_out(graph: Graph, node: Node) -> bool:
-    """True if a loss may leave labels out: not where they are known, or of a type without the one that is left out."""
+    """True if a loss may leave labels out: not where they are known, or of a type without the one
+    that is left out.
+    """
     if not node.has("ignore_index"):
         return False
-    ignored, name = node.integer("ignore_index"), node.inputs[1]
+    ignored = node.integer("ignore_index")
+    name = node.inputs[1]
     while True:
-        dtype, constant, index = graph.type_of(name).dtype, graph.constant(name), graph.producer(name)
-        if dtype is DType.BOOL or not np.iinfo(dtype.value).min <= ignored <= np.iinfo(dtype.value).max:
+        dtype = graph.type_of(name).dtype
+        constant = graph.constant(name)
+        index = graph.producer(name)
+        if (
+            dtype is DType.BOOL
+            or not np.iinfo(dtype.value).min <= ignored <= np.iinfo(dtype.value).max
+        ):
             return dtype is DType.BOOL and ignored in (0, 1)
         if constant is not None:
             return bool(np.any(constant.array == ignored))
@@ -52,15 +61,19 @@ def leaves_out(graph: Graph, node: Node) -> bool:
 
 
 def loss_choices(graph: Graph) -> tuple[str, ...]:
-    """Return the outputs that can each be the loss of the model; several if nothing in the graph settles which.
+    """Return the outputs that can each be the loss of the model; several if nothing in the graph
+    settles which.
 
-    An output called 'loss' settles it. Otherwise each floating-point output counts that has one element and that a loss
-    operator writes, and each scalar through which a parameter can be trained.
+    An output called 'loss' settles it. Otherwise each floating-point output counts that has one
+    element and that a loss operator writes, and each scalar through which a parameter can be
+    trained.
     """
     numbers = [name for name in graph.outputs if _is_scalar(graph.type_of(name))]
     if "loss" in numbers:
         return ("loss",)
-    return tuple(name for name in numbers if _is_written_by_loss(graph, name) or _trains(graph, name))
+    return tuple(
+        name for name in numbers if _is_written_by_loss(graph, name) or _trains(graph, name)
+    )
 
 
 def own_loss(graph: Graph) -> str:
@@ -75,8 +88,9 @@ def _is_written_by_loss(graph: Graph, name: str) -> bool:
 
 
 def _trains(graph: Graph, name: str) -> bool:
-    """Return True if `name` is a scalar that has a gradient by a trainable parameter. A tensor of one element is none:
-    it may be the score of a batch of one sample."""
+    """Return True if `name` is a scalar that has a gradient by a trainable parameter. A tensor of
+    one element is none: it may be the score of a batch of one sample.
+    """
     is_scalar = graph.type_of(name).shape == ()
     return is_scalar and any(each.trainable for each in only_reached(graph, name).parameters)
 
@@ -85,11 +99,16 @@ def require_loss(graph: Graph, name: str) -> None:
     """Raise ConfigurationError unless `name` is an output that can be a loss."""
     if name not in graph.outputs:
         near = difflib.get_close_matches(name, graph.outputs, n=1) or list(graph.outputs)
-        raise ConfigurationError(f"loss: the model has no output {name!r}", hint=f"it has {', '.join(map(repr, near))}")
+        raise ConfigurationError(
+            f"loss: the model has no output {name!r}", hint=f"it has {', '.join(map(repr, near))}"
+        )
     value = graph.type_of(name)
     if not _is_scalar(value):
         raise ConfigurationError(
-            f"loss: output {name!r} is {value.dtype.value}{list(value.shape)}, not one floating-point number",
+            (
+                f"loss: output {name!r} is {value.dtype.value}{list(value.shape)}, not one "
+                "floating-point number"
+            ),
             hint="give cross_entropy: {logits: NAME, labels: NAME} to put a loss behind it",
         )
 
@@ -98,14 +117,21 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     """The graph with the loss behind its logits as a further output, and that output's name."""
     known = {value.name for value in graph.values}
     if choice.logits not in known:
-        near = difflib.get_close_matches(choice.logits, [*graph.outputs, *known], n=1) or list(graph.outputs)
+        near = difflib.get_close_matches(choice.logits, [*graph.outputs, *known], n=1) or list(
+            graph.outputs
+        )
         raise ConfigurationError(
-            f"loss: the model has no value {choice.logits!r}", hint=f"did you mean {', '.join(map(repr, near))}?"
+            f"loss: the model has no value {choice.logits!r}",
+            hint=f"did you mean {', '.join(map(repr, near))}?",
         )
     logits = graph.type_of(choice.logits)
     if not logits.dtype.is_floating or len(logits.shape) < 2:
         raise ConfigurationError(
-            f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no scores of classes",
+            (
+                f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no "
+                "scores of "
+                "classes"
+            ),
             hint="logits have the shape (samples, classes) or (samples, positions, classes)",
         )
     counted = logits.shape
@@ -113,9 +139,12 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
         counted = counted[:-1]
     labels = Value(choice.labels, DType.INT64, counted[:-1])
     graph = _with_labels(graph, labels, choice.logits)
-    added, nodes = Additions(graph), list(graph.nodes)
+    added = Additions(graph)
+    nodes = list(graph.nodes)
 
-    def append(op: str, inputs: tuple[str, ...], result: str, *attributes: tuple[str, Attribute]) -> str:
+    def append(
+        op: str, inputs: tuple[str, ...], result: str, *attributes: tuple[str, Attribute]
+    ) -> str:
         nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
         return result
 

@@ -1,8 +1,9 @@
-"""Parameters that an exporter merged because their numbers were equal, as a new model's biases and scales are.
+"""Parameters that an exporter merged because their numbers were equal, as a new model's biases and
+scales are.
 
-Torch's newer exporter says in each node's metadata which parameter it reads; its older one leaves an Identity named
-after each; of other files' tensors, those all of whose numbers are equal and that stand where scales and offsets do are
-one parameter a use.
+Torch's newer exporter says in each node's metadata which parameter it reads; its older one leaves
+an Identity named after each; of other files' tensors, those all of whose numbers are equal and that
+stand where scales and offsets do are one parameter a use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
 """Traced operators that take rows of a table."""
-SAME = frozenset({"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"})
+SAME = frozenset(
+    {"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"}
+)
 """Traced operators that give a parameter another name."""
 PRODUCER = "pytorch"
 CONSTANT = "/constant"
@@ -46,14 +49,19 @@ class Apart:
 
 
 def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers) -> Apart:
-    """Give each parameter of `model` a tensor of its own, in place. `numbers` reads a tensor's, None where it cannot.
+    """Give each parameter of `model` a tensor of its own, in place. `numbers` reads a tensor's,
+    None where it cannot.
 
     Nodes keep their places; an Identity that named a parameter is left without a reader.
     """
     graph = model.graph
     if model.functions or "autopipe.parameters" in metadata:
         return Apart()
-    held = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type in FLOATING and tensor.dims}
+    held = {
+        tensor.name: tensor
+        for tensor in graph.initializer
+        if tensor.data_type in FLOATING and tensor.dims
+    }
     signature = Signature.of(graph, metadata)
     if signature:
         wanted = list(_signed(graph, held, signature, numbers))
@@ -75,7 +83,11 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
             if signature and not (signature.names(name) or name.endswith(CONSTANT)):
                 graph.value_info.append(signature.stated(copy, merged))
             if not signature:
-                array = numbers(held[merged]) if model.producer_name == PRODUCER and LIFTED.fullmatch(name) else None
+                array = (
+                    numbers(held[merged])
+                    if model.producer_name == PRODUCER and LIFTED.fullmatch(name)
+                    else None
+                )
                 if model.producer_name != PRODUCER or (array is not None and not is_uniform(array)):
                     doubtful.append(name)
         if copies.get(name) == merged:
@@ -93,27 +105,37 @@ def _readers(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, l
 
 
 def _signed(
-    graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], signature: Signature, numbers: Numbers
+    graph: onnx.GraphProto,
+    held: Mapping[str, onnx.TensorProto],
+    signature: Signature,
+    numbers: Numbers,
 ) -> Iterator[tuple[Read, str, str]]:
-    """Uses of tensors that are for another parameter than the tensor is, as the nodes' calls say."""
+    """Uses of tensors that are for another parameter than the tensor is, as the nodes' calls
+    say.
+    """
     known = {name: held[name] for name in held if signature.trains(name)}
     readers = _readers(graph, known)
     calls: dict[str, list[Read]] = {}
     for reads in readers.values():
         for read in reads:
             calls.setdefault(arguments_of(graph.node[read[0]])[0], []).append(read)
-    made = {name for node in graph.node for name in node.output} | {each.name for each in graph.input}
+    made = {name for node in graph.node for name in node.output} | {
+        each.name for each in graph.input
+    }
     for name, reads in readers.items():
         if len(reads) < 2:
             continue
         own = set(signature.origins(name)) | {name}
         plain: bool | None = None
         for read in reads:
-            meant = _meant(graph, read, sorted(calls[arguments_of(graph.node[read[0]])[0]]), signature, made)
+            meant = _meant(
+                graph, read, sorted(calls[arguments_of(graph.node[read[0]])[0]]), signature, made
+            )
             if meant is not None and (not meant or meant in own):
                 continue
             if meant is None or NUMBERED.sub("", meant) in LOOKUPS:
-                # Equal rows of a table, unless all numbers are one, are the same rows looked up twice.
+                # Equal rows of a table, unless all numbers are one, are the same rows looked up
+                # twice.
                 if plain is None:
                     array = numbers(known[name])
                     plain = array is not None and is_uniform(array)
@@ -125,7 +147,8 @@ def _signed(
 def _meant(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
-    """The parameter that a node's call names for an operand; "" where it does not tell, None where it is no parameter.
+    """The parameter that a node's call names for an operand; "" where it does not tell, None where
+    it is no parameter.
 
     `together` are all such operands of the same call.
     """
@@ -147,13 +170,15 @@ def _claimed(
 ) -> str | None:
     """Which of the parameters that a call names an operand is for.
 
-    Operands that are, by their own names, one of them are for that; the others follow in the order of the arguments,
-    behind what a normalization is given where it has no scale.
+    Operands that are, by their own names, one of them are for that; the others follow in the order
+    of the arguments, behind what a normalization is given where it has no scale.
     """
     left = list(named)
     others: list[Read] = []
     for at, slot in together:
-        own = next((each for each in signature.origins(graph.node[at].input[slot]) if each in left), None)
+        own = next(
+            (each for each in signature.origins(graph.node[at].input[slot]) if each in left), None
+        )
         if own is None:
             others.append((at, slot))
             continue
@@ -179,25 +204,37 @@ def _named(
     for node in graph.node:
         if not _is_name(node, held) or node.output[0] in outputs:
             continue
-        name, merged = node.output[0], node.input[0]
+        name = node.output[0]
+        merged = node.input[0]
         if LIFTED.fullmatch(name):
             if merged not in looked:
                 array = numbers(held[merged])
-                looked[merged] = (True, False) if array is None else (is_uniform(array), is_drawn(array))
+                looked[merged] = (
+                    (True, False) if array is None else (is_uniform(array), is_drawn(array))
+                )
             plain, drawn = looked[merged]
-            scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {""}
+            scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {
+                ""
+            }
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            # Layers that were copied begin with equal weights, second operands; the first are given to them.
+            # Layers that were copied begin with equal weights, second operands; the first are given
+            # to them.
             outer = drawn and all(slot == 0 for _, slot in readers.get(name, ()))
             if not plain and (own <= scopes or outer):
-                continue  # The same module, called again, or a tensor that several modules are given.
+                # The same module, called again, or a tensor that several modules are given.
+                continue
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):
             yield read, merged, name
 
 
 def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool:
-    return node.op_type == "Identity" and not node.domain and len(node.input) == 1 and node.input[0] in held
+    return (
+        node.op_type == "Identity"
+        and not node.domain
+        and len(node.input) == 1
+        and node.input[0] in held
+    )
 
 
 def _used(
@@ -205,7 +242,9 @@ def _used(
 ) -> Iterator[tuple[Read, str, str]]:
     """Every use but the first of a scale or offset all of whose numbers are equal."""
     for name, reads in _readers(graph, held).items():
-        if len(reads) < 2 or not all((graph.node[at].op_type, slot) in AFFINE_SLOTS for at, slot in reads):
+        if len(reads) < 2 or not all(
+            (graph.node[at].op_type, slot) in AFFINE_SLOTS for at, slot in reads
+        ):
             continue
         array = numbers(held[name])
         if array is not None and array.size > 1 and is_uniform(array):

@@ -1,4 +1,6 @@
-"""The result of reading a file: its graph, what of it is trained and why, and what of it is not supported."""
+"""The result of reading a file: its graph, what of it is trained and why, and what of it is not
+supported.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,30 @@ _TEXT = "text, which is prepared before the model"
 _OPTIONAL = "optional values"
 _DATA = "the shape of its result depends on data"
 _CLASSICAL = "classical machine learning"
-_OPTIMIZER = "an optimizer within the model: give the model without it, optimizer is a setting of the plan"
+_OPTIMIZER = (
+    "an optimizer within the model: give the model without it, optimizer is a setting of the plan"
+)
 _GRADIENT = "training within the model: give the forward model, whose backward is made here"
 
 BY_OPERATOR = {
     **dict.fromkeys(("If", "Loop", "Scan", "SequenceMap"), _FLOW),
-    **dict.fromkeys(("StringConcat", "StringNormalizer", "StringSplit", "RegexFullMatch", "TfIdfVectorizer"), _TEXT),
+    **dict.fromkeys(
+        ("StringConcat", "StringNormalizer", "StringSplit", "RegexFullMatch", "TfIdfVectorizer"),
+        _TEXT,
+    ),
     **dict.fromkeys(("Optional", "OptionalGetElement", "OptionalHasElement"), _OPTIONAL),
     **dict.fromkeys(("Compress", "NonZero", "Unique"), _DATA),
     "ImageDecoder": "images in files, which are read before the model",
     **dict.fromkeys(
-        (f"com.microsoft.{name}" for name in ("AdamOptimizer", "AdamWOptimizer", "LambOptimizer", "SGDOptimizerV2")),
+        (
+            f"com.microsoft.{name}"
+            for name in ("AdamOptimizer", "AdamWOptimizer", "LambOptimizer", "SGDOptimizerV2")
+        ),
         _OPTIMIZER,
     ),
-    **dict.fromkeys((f"com.microsoft.{name}" for name in ("BeamSearch", "GreedySearch", "Sampling")), _FLOW),
+    **dict.fromkeys(
+        (f"com.microsoft.{name}" for name in ("BeamSearch", "GreedySearch", "Sampling")), _FLOW
+    ),
     "com.microsoft.YieldOp": _GRADIENT,
 }
 """By operator, with the domain in front unless it is ONNX's own."""
@@ -63,7 +75,10 @@ BY_DOMAIN = {
     "ai.onnx.training": _GRADIENT,
     "ai.onnx.contrib": _TEXT,
     "com.microsoft.extensions": _TEXT,
-    "com.microsoft": "an operator of ONNX Runtime without a row here: give the model as it was before its optimizer",
+    "com.microsoft": (
+        "an operator of ONNX Runtime without a row here: give the model as it was before its "
+        "optimizer"
+    ),
     "org.pytorch.aten": "a function of torch that its exporter left as it is",
 }
 
@@ -78,7 +93,9 @@ def reason_for(operator: str) -> str:
     if domain == "com.microsoft" and name.endswith("Grad"):
         return _GRADIENT
     if domain:
-        return BY_DOMAIN.get(domain, f"a custom operator of domain {domain!r}, which only its makers can compute")
+        return BY_DOMAIN.get(
+            domain, f"a custom operator of domain {domain!r}, which only its makers can compute"
+        )
     if onnx.defs.has(name):
         return "an operator of ONNX without a row here"
     near = difflib.get_close_matches(name, [each for each in OPERATORS if "." not in each], n=1)
@@ -89,8 +106,8 @@ def reason_for(operator: str) -> str:
 class Origin:
     """A node of the file.
 
-    `values` are those that it reads and writes, by the names that the graph has for them (those it has none for are
-    left out): pairs of a name in the file and a name in the graph, each once.
+    `values` are those that it reads and writes, by the names that the graph has for them (those it
+    has none for are left out): pairs of a name in the file and a name in the graph, each once.
     """
 
     position: int
@@ -98,8 +115,9 @@ class Origin:
     values: tuple[tuple[str, str], ...]
     readers: tuple[int, ...]
     writes: int | None
-    """The graph's node that writes its results in its place, or that was made of it while operators were put together
-    (the transposition of an attention's keys)."""
+    """The graph's node that writes its results in its place, or that was made of it while operators
+    were put together (the transposition of an attention's keys).
+    """
     renames: int | None
     """The graph's node whose result it only gives another name."""
 
@@ -107,8 +125,8 @@ class Origin:
 def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
     """For each origin the graph's node that it is part of.
 
-    That is the node that writes its results; where there is none, since the origin was taken out or put together with
-    others into one operator, the one node that all its readers are part of.
+    That is the node that writes its results; where there is none, since the origin was taken out or
+    put together with others into one operator, the one node that all its readers are part of.
     """
     owners = [each.renames if each.writes is None else each.writes for each in origins]
     for index in range(len(origins) - 1, -1, -1):
@@ -120,7 +138,9 @@ def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
 
 @remembered(GRAPHS)
 def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tuple[Origin, ...]:
-    """The nodes of `source` in their order; `aliases` are values of the file that are other names of values."""
+    """The nodes of `source` in their order; `aliases` are values of the file that are other names
+    of values.
+    """
     # A value that an Identity names as an output may have got the output's name.
     renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
 
@@ -139,7 +159,9 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
     for node, position in zip(source.nodes, source.positions, strict=True):
         results = [name for name in node.output if name]
         known_results = (own for name in results if (own := name_of(name)) is not None)
-        producers = [producer for own in known_results if (producer := graph.producer(own)) is not None]
+        producers = [
+            producer for own in known_results if (producer := graph.producer(own)) is not None
+        ]
         writes = next((producer for producer in producers if producer not in written), None)
         written.update(producers)
         names = ((name, name_of(name)) for name in dict.fromkeys((*node.input, *results)) if name)
@@ -148,7 +170,9 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
                 position=position,
                 title=f"{node.op_type} {node.name!r}",
                 values=tuple((name, own) for name, own in names if own is not None),
-                readers=tuple(dict.fromkeys(reader for name in results for reader in readers.get(name, ()))),
+                readers=tuple(
+                    dict.fromkeys(reader for name in results for reader in readers.get(name, ()))
+                ),
                 writes=writes,
                 renames=producers[0] if producers and writes is None else None,
             )
@@ -157,17 +181,22 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
 
 
 def _with_made(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
-    """The origins, with one for each node of the graph that stands between what one of them reads and its owner."""
+    """The origins, with one for each node of the graph that stands between what one of them reads
+    and its owner.
+    """
     owners = owners_of(nodes)
     free: dict[tuple[str, int], int] = {}
     for index in range(len(owners) - 1, -1, -1):
-        origin, owner = nodes[index], owners[index]
+        origin = nodes[index]
+        owner = owners[index]
         if origin.writes is None and origin.renames is None and owner is not None:
             free.update(((own, owner), index) for _, own in origin.values)
     for made in sorted(set(range(len(graph.nodes))) - {each.writes for each in nodes}):
         own = graph.nodes[made]
         after = [reader for name in own.outputs for reader in graph.consumers().get(name, ())]
-        for found in [free[name, reader] for name in own.inputs for reader in after if (name, reader) in free][:1]:
+        for found in [
+            free[name, reader] for name in own.inputs for reader in after if (name, reader) in free
+        ][:1]:
             if nodes[found].writes is None:
                 nodes[found] = replace(nodes[found], writes=made)
     return tuple(nodes)
@@ -213,40 +242,64 @@ class Model:
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]
     source: Source | None = field(default=None, repr=False, compare=False)
-    """The parsed file, from which the graph on other numbers of samples is made; None for a graph of no file."""
+    """The parsed file, from which the graph on other numbers of samples is made; None for a graph
+    of no file.
+    """
     aliases: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Values of the file that are other names of values, by name."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
-    """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
+    """The file's floating-point tensors that the graph reads: what is trained, what is not, and
+    why.
+    """
     scores: Scores = "keep"
     """Form of the graph's losses, which keep their scores for backward or recompute them."""
     unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """Titles of nodes of which the file says that an operand is detached, but not which one."""
     unrecorded: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Ways to stop gradients that a torch module may use and the file does not tell: if the module uses one of them,
-    the graph trains more than the module does."""
+    """Ways to stop gradients that a torch module may use and the file does not tell: if the module
+    uses one of them, the graph trains more than the module does.
+    """
     other: Graph | None = field(default=None, repr=False, compare=False)
     """The same graph with the other one of `scores`; None if there is none to consider."""
     loss_choices: tuple[str, ...] = ()
     """Outputs of which each can be the loss, if there are several and none was named."""
 
     def with_scores(self, scores: Scores) -> Model:
-        """Return the model with losses that keep or recompute their scores; the model itself if it has one form."""
+        """Return the model with losses that keep or recompute their scores; the model itself if it
+        has one form.
+        """
         if self.other is None or scores == self.scores:
             return self
         return replace(self, graph=self.other, other=self.graph, scores=scores)
 
     @property
     def forms(self) -> tuple[Model, ...]:
-        """The model, and the same model with the other one of `scores` if there is one to consider."""
-        return (self, *(self.with_scores(each) for each in SCORES if self.other is not None and each != self.scores))
+        """The model, and the same model with the other one of `scores` if there is one to
+        consider.
+        """
+        return (
+            self,
+            *(
+                self.with_scores(each)
+                for each in SCORES
+                if self.other is not None and each != self.scores
+            ),
+        )
 
     @property
     def fused(self) -> dict[str, int]:
         """Number of nodes by operator that were put together of what the file spells out."""
-        own = Counter(node.op_type for node in self.source.nodes) if self.source is not None else Counter()
+        own = (
+            Counter(node.op_type for node in self.source.nodes)
+            if self.source is not None
+            else Counter()
+        )
         found = Counter(node.op for node in self.graph.nodes if node.op in FUSED)
-        return {operator: count - own[operator] for operator, count in found.most_common() if count > own[operator]}
+        return {
+            operator: count - own[operator]
+            for operator, count in found.most_common()
+            if count > own[operator]
+        }
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -265,8 +318,8 @@ def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
 def require_readable(source: Source) -> None:
     """Raise ModelError, naming every operator, in bodies too, that cannot be typed and has no row.
 
-    Operators that ONNX can type may still be computed while reading, and are judged afterwards; raises too where the
-    operands or attributes of one are not what ONNX defines.
+    Operators that ONNX can type may still be computed while reading, and are judged afterwards;
+    raises too where the operands or attributes of one are not what ONNX defines.
     """
     import onnx.checker
     import onnx.defs
@@ -274,7 +327,8 @@ def require_readable(source: Source) -> None:
     context = onnx.checker.C.CheckerContext()
     context.ir_version = onnx.IR_VERSION
     context.opset_imports = dict(source.opsets)
-    opsets, unreadable = dict(source.opsets), []
+    opsets = dict(source.opsets)
+    unreadable = []
     for node in nodes_within(source.nodes):
         domain = "" if node.domain == "ai.onnx" else node.domain
         if not domain and node.op_type in CONTROL_OPERATORS:
@@ -286,19 +340,25 @@ def require_readable(source: Source) -> None:
         read = read or is_spelled(node) or is_rewritten(node)
         if not read and (flow or domain or not known):
             unreadable.append((name, node.name))
-        elif known and name != "Constant" and not _is_deprecated(node, opsets.get(domain, 1), domain):
+        elif (
+            known and name != "Constant" and not _is_deprecated(node, opsets.get(domain, 1), domain)
+        ):
             # The numbers of a Constant may have been left in the file.
             try:
                 onnx.checker.check_node(node, context)
             except onnx.checker.ValidationError as error:
                 reason = str(error).strip().splitlines()[0]
-                raise ModelError(f"not as ONNX defines it: {reason}", where=f"{node.op_type} {node.name!r}") from error
+                raise ModelError(
+                    f"not as ONNX defines it: {reason}", where=f"{node.op_type} {node.name!r}"
+                ) from error
     if unreadable:
         raise refusal(_without_row(unreadable))
 
 
 def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
-    """True if ONNX defines an operator but advises against it, as against GroupNormalization of opset 18."""
+    """True if ONNX defines an operator but advises against it, as against GroupNormalization of
+    opset 18.
+    """
     import onnx.defs
 
     return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
@@ -311,7 +371,9 @@ def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
     for each in unsupported:
         reasons.setdefault(each.reason, []).append(each.operator)
     hint = "; ".join(f"{', '.join(operators)}: {reason}" for reason, operators in reasons.items())
-    return ModelError(f"operators that are not supported: {names}", hint=hint, where=repr(unsupported[0].node))
+    return ModelError(
+        f"operators that are not supported: {names}", hint=hint, where=repr(unsupported[0].node)
+    )
 
 
 def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
@@ -332,7 +394,8 @@ ZERO_GRADIENT = frozenset({"Ceil", "Floor", "Round", "Sign"})
 
 
 def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
-    """Return the parameters from which the loss is computed, but to which no gradient flows, by the node that stops it.
+    """Return the parameters from which the loss is computed, but to which no gradient flows, by the
+    node that stops it.
 
     `graph` still trains all parameters.
     """
@@ -351,7 +414,9 @@ def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     known: set[str] = set()
     for node in graph.nodes:
-        through = frozenset[str]().union(*(carried[name] for name in node.inputs if name in carried))
+        through = frozenset[str]().union(
+            *(carried[name] for name in node.inputs if name in carried)
+        )
         if not through or connected.isdisjoint(node.outputs):
             continue
         if _stops_gradients(graph, node):
@@ -375,9 +440,13 @@ def only_reached(graph: Graph, loss: str) -> Graph:
     for node in reversed(graph.nodes):
         row = operator_of(node)
         if not reached.isdisjoint(node.outputs) and (row is None or row.differentiable):
-            reached.update(name for name in node.inputs if name and graph.type_of(name).dtype.is_floating)
+            reached.update(
+                name for name in node.inputs if name and graph.type_of(name).dtype.is_floating
+            )
     kept = tuple(
-        replace(each, trainable=False) if each.trainable and each.value.name not in reached else each
+        replace(each, trainable=False)
+        if each.trainable and each.value.name not in reached
+        else each
         for each in graph.parameters
     )
     return graph if kept == graph.parameters else replace(graph, parameters=kept)
@@ -393,8 +462,13 @@ def behind_stops(graph: Graph) -> frozenset[str]:
 
 
 def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
-    """Return the graph with those tensors not trained that are computed from parameters in an unknown way."""
-    kept = tuple(replace(each, trainable=False) if is_refused(each, roles) else each for each in graph.parameters)
+    """Return the graph with those tensors not trained that are computed from parameters in an
+    unknown way.
+    """
+    kept = tuple(
+        replace(each, trainable=False) if is_refused(each, roles) else each
+        for each in graph.parameters
+    )
     return graph if kept == graph.parameters else replace(graph, parameters=kept)
 
 
@@ -404,8 +478,12 @@ def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
     return parameter.trainable and role is not None and role.refused
 
 
-def tensors_of(graph: Graph, roles: Mapping[str, Role], refused: frozenset[str]) -> tuple[Tensor, ...]:
-    """Return the file's floating-point tensors that `graph` reads, scalars of no module left out."""
+def tensors_of(
+    graph: Graph, roles: Mapping[str, Role], refused: frozenset[str]
+) -> tuple[Tensor, ...]:
+    """Return the file's floating-point tensors that `graph` reads, scalars of no module left
+    out.
+    """
     found = []
     for each in graph.parameters:
         role = roles.get(each.value.name)
@@ -422,8 +500,9 @@ def tensors_of(graph: Graph, roles: Mapping[str, Role], refused: frozenset[str])
 
 
 def require_trainable(model: Model) -> None:
-    """Raise ModelError if the loss depends on tensors that the exporter computed from parameters in an unknown way: a
-    plan would train them in the parameters' place."""
+    """Raise ModelError if the loss depends on tensors that the exporter computed from parameters in
+    an unknown way: a plan would train them in the parameters' place.
+    """
     if model.unknown_detached and model.mode is Mode.TRAIN:
         message = "training is refused: an operand is detached, but the file does not say which one"
         hint = "export with autopipe export, or with optimize=False"
@@ -434,9 +513,12 @@ def require_trainable(model: Model) -> None:
     names = tuple(each.value.name for each in refused)
     first = names[0]
     message = (
-        f"training is refused: {quoted(names)} would be trained in place of parameters; {first!r} is {refused[0].why}"
+        f"training is refused: {quoted(names)} would be trained in place of parameters; {first!r} "
+        f"is {refused[0].why}"
     )
-    them, itself = (first, "the tensor itself") if len(names) == 1 else (json.dumps(names), "the tensors")
+    them, itself = (
+        (first, "the tensor itself") if len(names) == 1 else (json.dumps(names), "the tensors")
+    )
     trainable, frozen = (shlex.quote(f"model.{key}={them}") for key in ("trainable", "frozen"))
     hint = (
         f"autopipe export keeps parameters apart; --set {trainable} trains {itself}, "
@@ -446,10 +528,14 @@ def require_trainable(model: Model) -> None:
 
 
 def trained_warnings(
-    tensors: tuple[Tensor, ...], apart: Apart, left_out: list[str], stopped: Mapping[str, tuple[str, ...]]
+    tensors: tuple[Tensor, ...],
+    apart: Apart,
+    left_out: list[str],
+    stopped: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Return the warnings on tensors whose role the file does not settle, on parameters `left_out` of it, and on
-    parameters whose gradients a node stops, `stopped` by the node's title."""
+    """Return the warnings on tensors whose role the file does not settle, on parameters `left_out`
+    of it, and on parameters whose gradients a node stops, `stopped` by the node's title.
+    """
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]
     trained = [each.value.name for each in tensors if each.doubtful and each.trained]
@@ -457,7 +543,13 @@ def trained_warnings(
     told = (
         (trained, "trained, though nothing in the file says so; model.frozen decides"),
         (kept, "not trained, though nothing in the file says so; model.trainable decides"),
-        (left_out, "not in the file, since its data change nothing yet; exporting with optimize=False keeps it"),
+        (
+            left_out,
+            (
+                "not in the file, since its data change nothing yet; exporting with optimize=False "
+                "keeps it"
+            ),
+        ),
         (split, "trained apart from others whose data are equal: exporters merge such parameters"),
     )
     found = [f"{quoted(tuple(names))}: {what}" for names, what in told if names]
@@ -467,6 +559,7 @@ def trained_warnings(
             refused[each.why].append(each.value.name)
     found += [f"{quoted(tuple(names))}: {why}" for why, names in refused.items()]
     found += [
-        f"{quoted(names)}: never changed by a gradient, since {title} stops it" for title, names in stopped.items()
+        f"{quoted(names)}: never changed by a gradient, since {title} stops it"
+        for title, names in stopped.items()
     ]
     return tuple(found)

@@ -1,8 +1,9 @@
 """Which values are trained: parameters, buffers, and what is merely a number in the graph.
 
-ONNX does not say, so it is decided by evidence, best first: the user's choice, what the file states (the metadata
-`autopipe.parameters`, torch's signature of the traced program), then how a tensor is named, used and what its numbers
-are. A tensor that gradients reach is trained unless it is a running statistic or a table computed from positions.
+ONNX does not say, so it is decided by evidence, best first: the user's choice, what the file states
+(the metadata `autopipe.parameters`, torch's signature of the traced program), then how a tensor is
+named, used and what its numbers are. A tensor that gradients reach is trained unless it is a
+running statistic or a table computed from positions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from autopipe.passes.frontend.merged_parameters import PRODUCER
 from autopipe.passes.frontend.protobuf_scan import FLOATING
 from autopipe.passes.frontend.signature import Signature
 from autopipe.passes.frontend.tables import is_uniform, table_of
-from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, GATES, LIFTED, VIEWS, Uses, scope_of
+from autopipe.passes.frontend.uses import (
+    AFFINE_SLOTS,
+    ELEMENTWISE,
+    GATES,
+    LIFTED,
+    VIEWS,
+    Uses,
+    scope_of,
+)
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -67,8 +76,9 @@ STATED = "autopipe.parameters"
 UNRECORDED = ("no_grad", "requires_grad=False")
 """Facts of a module's gradients that no exporter of torch's records."""
 FROZEN = "autopipe.frozen"
-"""Key of a file's metadata: a JSON list of the names of the parameters that are not trained. `autopipe export` lists
-those whose `requires_grad` is False."""
+"""Key of a file's metadata: a JSON list of the names of the parameters that are not trained.
+`autopipe export` lists those whose `requires_grad` is False.
+"""
 NAMED = 3
 """Maximum names in a message before the rest is only counted."""
 Numbers = Callable[[], "np.ndarray | None"]
@@ -83,7 +93,9 @@ class Role:
     constant: bool = False
     """True if it is a number in the graph rather than kept from step to step."""
     refused: bool = False
-    """True if it is computed from parameters in an unknown way, so that a plan may not train it in their place."""
+    """True if it is computed from parameters in an unknown way, so that a plan may not train it in
+    their place.
+    """
 
 
 def quoted(names: tuple[str, ...]) -> str:
@@ -92,12 +104,17 @@ def quoted(names: tuple[str, ...]) -> str:
 
 
 def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
-    """Return the role of a tensor that the exporter computed from the parameters `origins`; () if unknown ones."""
+    """Return the role of a tensor that the exporter computed from the parameters `origins`; () if
+    unknown ones.
+    """
     option = "do_constant_folding=False" if legacy else "optimize=False"
     if not origins:
         why = f"perhaps computed from parameters; export with {option} to train them"
     else:
-        why = f"computed from {quoted(origins)}; export with {option} to train {'them' if len(origins) > 1 else 'it'}"
+        why = (
+            f"computed from {quoted(origins)}; export with {option} to train "
+            f"{'them' if len(origins) > 1 else 'it'}"
+        )
     return Role(True, why, refused=True)
 
 
@@ -112,21 +129,30 @@ class Roles:
     stated: frozenset[str] | None
     """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
     frozen: frozenset[str] | None
-    """The names of parameters that are not trained where the file says which (its metadata `autopipe.frozen`): then all
-    others of its signature are trained."""
+    """The names of parameters that are not trained where the file says which (its metadata
+    `autopipe.frozen`): then all others of its signature are trained.
+    """
     signature: Signature
     from_torch: bool
-    """True if one of torch's exporters wrote the file, which keep every parameter among the initializers."""
+    """True if one of torch's exporters wrote the file, which keep every parameter among the
+    initializers.
+    """
     settled: bool
-    """True if the scales that torch's modules name all have numbers of their own: the model has been trained."""
+    """True if the scales that torch's modules name all have numbers of their own: the model has
+    been trained.
+    """
     folded_scopes: Mapping[tuple[str, int], frozenset[str]]
-    """For each operand of `BESIDE` the modules that read a folded tensor there; none in files that are not torch's."""
+    """For each operand of `BESIDE` the modules that read a folded tensor there; none in files that
+    are not torch's.
+    """
     samples: frozenset[int]
     """The first extents of the inputs, where the file fixes them."""
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
-        """Ways of torch to keep gradients from flowing that a file of its exporters does not record."""
+        """Ways of torch to keep gradients from flowing that a file of its exporters does not
+        record.
+        """
         if not self.from_torch or self.stated is not None or self.frozen is not None:
             return ()
         return UNRECORDED if self.signature else ("detach", "padding_idx", *UNRECORDED)
@@ -136,7 +162,9 @@ class Roles:
         name = value.name
         slots = self.uses.slots(name)
         if self.is_statistic(name):
-            return Role(False, "a running statistic")  # Whatever the file states: it follows the data, not a gradient.
+            return Role(
+                False, "a running statistic"
+            )  # Whatever the file states: it follows the data, not a gradient.
         if self.stated is not None:
             if name in self.stated:
                 return Role(True, "stated by the file")
@@ -147,7 +175,9 @@ class Roles:
             return self._signed(value, numbers, slots)
         if slots and slots <= SCALES_OF_WEIGHTS:
             return Role(False, "scales of quantised weights")
-        if any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in slots):
+        if any(
+            operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in slots
+        ):
             return Role(False, "an operator's setting", constant=True)
         if in_node and self.from_torch:
             return Role(False, "a constant of the graph", constant=True)
@@ -156,13 +186,16 @@ class Roles:
         return self._by_use(value, numbers, slots)
 
     def _is_spectral_vector(self, name: str) -> bool:
-        """Return True if torch's spectral normalization keeps a vector under a name, next to the weight."""
+        """Return True if torch's spectral normalization keeps a vector under a name, next to the
+        weight.
+        """
         base = re.fullmatch(r"(.+)_[uv]", name)
         return base is not None and f"{base[1]}_orig" in self.uses.readers
 
     def _are_frequencies(self, value: Value, numbers: Numbers) -> bool:
-        """Return True if a tensor that only sines and cosines depend on may be a series of frequencies, rather than a
-        parameter."""
+        """Return True if a tensor that only sines and cosines depend on may be a series of
+        frequencies, rather than a parameter.
+        """
         wide = sum(extent > 1 for extent in value.shape)
         if not self.from_torch or wide < 1:
             return True
@@ -171,7 +204,8 @@ class Roles:
         return bool(self._table(value, numbers, named=False))
 
     def fills(self, name: str) -> bool:
-        """True if the result of a ConstantOfShape node is a weight: read where operators take weights.
+        """True if the result of a ConstantOfShape node is a weight: read where operators take
+        weights.
 
         Torch's exporters write none so.
         """
@@ -194,7 +228,9 @@ class Roles:
         if ("Gather", 0) in slots or name not in self.signature.parameters:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
-                return Role(False, table)  # An embedding that is not trained, which the signature does not say.
+                return Role(
+                    False, table
+                )  # An embedding that is not trained, which the signature does not say.
         if name in self.signature.parameters:
             return SIGNED
         origins = quoted(self.signature.origins(name))
@@ -205,7 +241,12 @@ class Roles:
         name = value.name
         lifted = bool(LIFTED.fullmatch(name))
         if lifted and value.elements == 1:
-            if value.shape and self.from_torch and slots <= SIMILARITY and self._is_beside(name, ("Exp", 0)):
+            if (
+                value.shape
+                and self.from_torch
+                and slots <= SIMILARITY
+                and self._is_beside(name, ("Exp", 0))
+            ):
                 return Role(True, "by its use", doubtful=True)
             return Role(False, "a scalar", constant=True)
         if name.rpartition(".")[2] in BUFFERS:
@@ -215,13 +256,21 @@ class Roles:
         is_angle = _is_angle(self.uses, name)
         if is_angle and self._are_frequencies(value, numbers):
             return Role(False, "frequencies of sines and cosines")
-        if any(operator in GATES and slot > 3 and (operator, slot) != ("LSTM", 7) for operator, slot in slots):
+        if any(
+            operator in GATES and slot > 3 and (operator, slot) != ("LSTM", 7)
+            for operator, slot in slots
+        ):
             return Role(False, "an initial state", constant=True)
         table = self._table(value, numbers, named=not lifted)
         if table:
             # A weight may begin as the identity, but a fixed matrix looks the same.
             is_weight = self.from_torch and not lifted and bool(slots) and slots <= MATRICES
-            return Role(is_weight, "by its use" if is_weight else table, doubtful=is_weight, constant=not is_weight)
+            return Role(
+                is_weight,
+                "by its use" if is_weight else table,
+                doubtful=is_weight,
+                constant=not is_weight,
+            )
         if is_angle:
             return Role(True, "by its use", doubtful=not lifted)
         if value.bytes <= LARGEST_LOOK and (array := numbers()) is not None and is_uniform(array):
@@ -229,7 +278,9 @@ class Roles:
         return Role(True, "by its use")
 
     def _uniform(self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool) -> Role:
-        """A tensor all of whose numbers are equal: a new scale or offset, or a default that nobody trains."""
+        """A tensor all of whose numbers are equal: a new scale or offset, or a default that nobody
+        trains.
+        """
         wide = [extent for extent in value.shape if extent > 1]
         if slots and slots <= AFFINE_SLOTS:
             return Role(True, "by its use")
@@ -240,7 +291,8 @@ class Roles:
         elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
         if elementwise and len(wide) <= 1:
             if self.from_torch and lifted and len(value.shape) == 2 and value.shape[0] == 1:
-                # A layer's own offset has one axis and its name: this is a buffer (BART's bias of logits).
+                # A layer's own offset has one axis and its name: this is a buffer (BART's bias of
+                # logits).
                 return Role(False, "equal numbers", constant=True, doubtful=True)
             told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
             return Role(True, "by its use", doubtful=not told)
@@ -250,10 +302,17 @@ class Roles:
             return Role(True, "by its use", doubtful=True)  # A new table of biases, such as Swin's.
         if self.from_torch and slots <= RESIZED and self._is_beside(value.name, ("Resize", 0)):
             return Role(True, "by its use", doubtful=True)  # Parts of a new table, such as BEiT's.
-        return Role(False, "equal numbers", constant=True, doubtful=lifted and self.from_torch and len(wide) > 1)
+        return Role(
+            False,
+            "equal numbers",
+            constant=True,
+            doubtful=lifted and self.from_torch and len(wide) > 1,
+        )
 
     def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
-        """True if a module that reads `name` reads a folded tensor, perhaps `name` itself, as operand `slot`."""
+        """True if a module that reads `name` reads a folded tensor, perhaps `name` itself, as
+        operand `slot`.
+        """
         return not self.folded_scopes[slot].isdisjoint(_scopes(self.uses, name))
 
     def _table(self, value: Value, numbers: Numbers, named: bool) -> str:
@@ -263,7 +322,9 @@ class Roles:
         return "" if array is None else table_of(array, named)
 
     def _is_affine(self, name: str) -> bool:
-        """True if a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add spell it."""
+        """True if a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add
+        spell it.
+        """
         readers = self.uses.readers.get(name, ())
         if not readers or any(node.op_type != "Unsqueeze" for node, _ in readers):
             return False
@@ -271,10 +332,15 @@ class Roles:
 
 
 def roles_of(source: Source) -> Roles:
-    """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
+    """The roles in a file; raises ModelError where its own statement of parameters is not a list of
+    names.
+    """
     signature = Signature.of(source.graph, source.metadata)
-    stated, uses = _stated(source.metadata, STATED), Uses(nodes_within(source.nodes))
-    lifted = [name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)]
+    stated = _stated(source.metadata, STATED)
+    uses = Uses(nodes_within(source.nodes))
+    lifted = [
+        name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)
+    ]
     slots = {name: uses.slots(name) for name in lifted}
     return Roles(
         uses=uses,
@@ -282,9 +348,14 @@ def roles_of(source: Source) -> Roles:
         frozen=_stated(source.metadata, FROZEN),
         signature=signature,
         from_torch=source.producer == PRODUCER,
-        settled=source.producer == PRODUCER and not signature and stated is None and _is_settled(source, uses),
+        settled=source.producer == PRODUCER
+        and not signature
+        and stated is None
+        and _is_settled(source, uses),
         folded_scopes={
-            slot: frozenset(scope for name in lifted if slot in slots[name] for scope in _scopes(uses, name))
+            slot: frozenset(
+                scope for name in lifted if slot in slots[name] for scope in _scopes(uses, name)
+            )
             for slot in BESIDE
         },
         samples=frozenset(
@@ -307,7 +378,9 @@ def _is_angle(uses: Uses, name: str) -> bool:
 
 
 def _is_settled(source: Source, uses: Uses) -> bool:
-    """True if there are scales with names of their own, and no tensor with such a name has equal numbers."""
+    """True if there are scales with names of their own, and no tensor with such a name has equal
+    numbers.
+    """
     scales = 0
     for tensor in source.graph.initializer:
         if tensor.data_type not in FLOATING or len(tensor.dims) != 1 or tensor.dims[0] < 2:
@@ -323,7 +396,9 @@ def _is_settled(source: Source, uses: Uses) -> bool:
 
 
 def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
-    """Return the names that the file lists under `key` of its metadata; None if it has no such key."""
+    """Return the names that the file lists under `key` of its metadata; None if it has no such
+    key.
+    """
     text = metadata.get(key)
     if text is None:
         return None
@@ -352,7 +427,10 @@ class Chosen:
         self.names.add(name)
         trainable, frozen = (
             [pattern for pattern in patterns if matches(pattern, name, key)]
-            for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen))
+            for key, patterns in (
+                ("model.trainable", self.trainable),
+                ("model.frozen", self.frozen),
+            )
         )
         self.matched.update(trainable, frozen)
         return bool(trainable) if trainable or frozen else None
@@ -368,7 +446,9 @@ class Chosen:
                     )
 
     def _better(self, pattern: str, key: str) -> str:
-        """Return a hint with the pattern that matches names of which `pattern` matches a part; "" if there is none."""
+        """Return a hint with the pattern that matches names of which `pattern` matches a part; ""
+        if there is none.
+        """
         prefix, text = ("re:", pattern[3:]) if pattern.startswith("re:") else ("", pattern)
         anything = ".*" if prefix else "*"
         for longer in (text + anything, anything + text, anything + text + anything):

@@ -1,7 +1,8 @@
-"""An ONNX file without its weights: where their numbers lie is read from the protobuf framing, the numbers are not.
+"""An ONNX file without its weights: where their numbers lie is read from the protobuf framing, the
+numbers are not.
 
-Only the framing is looked at (https://protobuf.dev/programming-guides/encoding): field numbers, wire types, lengths.
-Whatever is not a large tensor is copied unread, and the real parser judges it.
+Only the framing is looked at (https://protobuf.dev/programming-guides/encoding): field numbers,
+wire types, lengths. Whatever is not a large tensor is copied unread, and the real parser judges it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,27 @@ LARGE_FLOATS = 1024
 """Bytes from which the numbers of a floating-point tensor stay in the file."""
 LARGE_TABLE = 16 << 20
 """Bytes from which those of other tensors do; smaller ones may be needed to tell shapes."""
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-MODEL_IR_VERSION, MODEL_GRAPH, MODEL_CONFIGURATION = 1, 7, 26
-GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
-NODE_OUTPUT, NODE_OPERATOR, NODE_ATTRIBUTE, NODE_CONFIGURATION = 2, 4, 5, 10
-ATTRIBUTE_TENSOR, ATTRIBUTE_GRAPH = 5, 6
-TENSOR_TYPE, TENSOR_FLOATS, TENSOR_INTEGERS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 5, 8, 9, 10
+VARINT = 0
+FIXED64 = 1
+LENGTH = 2
+FIXED32 = 5
+MODEL_IR_VERSION = 1
+MODEL_GRAPH = 7
+MODEL_CONFIGURATION = 26
+GRAPH_NODE = 1
+GRAPH_INITIALIZER = 5
+NODE_OUTPUT = 2
+NODE_OPERATOR = 4
+NODE_ATTRIBUTE = 5
+NODE_CONFIGURATION = 10
+ATTRIBUTE_TENSOR = 5
+ATTRIBUTE_GRAPH = 6
+TENSOR_TYPE = 2
+TENSOR_FLOATS = 4
+TENSOR_INTEGERS = 5
+TENSOR_NAME = 8
+TENSOR_RAW = 9
+TENSOR_DOUBLES = 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 HALVES = frozenset({10, 16})
@@ -58,9 +74,9 @@ class Field:
 def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | VarintSlice]]:
     """Return (stripped, places). Raises ModelError if the framing is broken.
 
-    stripped: a serialised ModelProto without the numbers of its large tensors, and of the tensors that are there for
-    the module's `state_dict` only.
-    places: the places of these numbers, and of the numbers of small floating-point tensors, by name of the value.
+    stripped: a serialised ModelProto without the numbers of its large tensors, and of the tensors
+    that are there for the module's `state_dict` only. places: the places of these numbers, and of
+    the numbers of small floating-point tensors, by name of the value.
     """
     slices: dict[str, FileSlice | VarintSlice] = {}
     numbers = itertools.count()
@@ -75,15 +91,25 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
         def part(field: Field) -> bytes | None:
             if field.number == GRAPH_INITIALIZER:
                 return _strip_tensor(data, field, "", slices, key)
-            return in_node(field, key, depth) if field.number == GRAPH_NODE and _is_looked_at(data, field) else None
+            return (
+                in_node(field, key, depth)
+                if field.number == GRAPH_NODE and _is_looked_at(data, field)
+                else None
+            )
 
         return _rewritten(data, graph.payload, graph.end, part)
 
     def in_node(node: Field, key: Callable[[str], str], depth: int) -> bytes | None:
         fields = list(fields_of(data, node.payload, node.end))
-        operators = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR]
-        results = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT]
-        holds_bodies = len(operators) == 1 and operators[0].decode(errors="replace") in CONTROL_OPERATORS
+        operators = [
+            bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR
+        ]
+        results = [
+            bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT
+        ]
+        holds_bodies = (
+            len(operators) == 1 and operators[0].decode(errors="replace") in CONTROL_OPERATORS
+        )
         if not holds_bodies and (operators != [b"Constant"] or len(results) != 1):
             return None
         name = "" if holds_bodies else results[0].decode(errors="replace")
@@ -92,28 +118,42 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
             if holds_bodies:
                 inner = partial(nested, next(numbers)) if field.number == ATTRIBUTE_GRAPH else None
                 return in_graph(field, inner, depth + 1) if inner else None
-            return _strip_tensor(data, field, name, slices, key) if field.number == ATTRIBUTE_TENSOR else None
+            return (
+                _strip_tensor(data, field, name, slices, key)
+                if field.number == ATTRIBUTE_TENSOR
+                else None
+            )
 
         def attribute(field: Field) -> bytes | None:
             is_attribute = field.number == NODE_ATTRIBUTE
-            return _rewritten(data, field.payload, field.end, in_attribute) if is_attribute else None
+            return (
+                _rewritten(data, field.payload, field.end, in_attribute) if is_attribute else None
+            )
 
         return _rewritten(data, node.payload, node.end, attribute)
 
     return _rewritten(data, 0, len(data), in_model), slices
 
 
-def _rewritten(data: memoryview, start: int, end: int, change: Callable[[Field], bytes | None]) -> bytes:
-    """The message from `start` to `end`, with what `change` gives in place of a field's payload, None for the same."""
+def _rewritten(
+    data: memoryview, start: int, end: int, change: Callable[[Field], bytes | None]
+) -> bytes:
+    """The message from `start` to `end`, with what `change` gives in place of a field's payload,
+    None for the same.
+    """
     pieces: list[Piece] = []
     for field in fields_of(data, start, end):
         payload = change(field) if field.wire == LENGTH else None
-        pieces.append(data[field.start : field.end] if payload is None else framed(field.number, payload))
+        pieces.append(
+            data[field.start : field.end] if payload is None else framed(field.number, payload)
+        )
     return b"".join(pieces)
 
 
 def _is_looked_at(data: memoryview, node: Field) -> bool:
-    """True if a node can be a Constant with numbers or hold a graph; most are known at a glance not to."""
+    """True if a node can be a Constant with numbers or hold a graph; most are known at a glance not
+    to.
+    """
     size = node.end - node.payload
     if size >= LARGE_FLOATS:
         return True
@@ -135,30 +175,43 @@ def _strip_tensor(
             kind, _ = varint(data, field.payload, field.end)
         elif field.number == TENSOR_NAME and not name:
             name = bytes(data[field.payload : field.end]).decode(errors="replace")
-    holding = {TENSOR_RAW, TENSOR_FLOATS, TENSOR_DOUBLES} | ({TENSOR_INTEGERS} if kind in HALVES else set())
+    holding = {TENSOR_RAW, TENSOR_FLOATS, TENSOR_DOUBLES} | (
+        {TENSOR_INTEGERS} if kind in HALVES else set()
+    )
     numbers = [
-        field for field in fields if field.wire == LENGTH and field.number in holding and field.end > field.payload
+        field
+        for field in fields
+        if field.wire == LENGTH and field.number in holding and field.end > field.payload
     ]
     size = sum(field.end - field.payload for field in numbers)
-    whole = bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
+    whole = (
+        bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
+    )
     is_read_by_none = is_for_state_only(name)
-    least = 0 if kind in FLOATING or is_read_by_none else LARGE_FLOATS if kind in BYTES else LARGE_TABLE
+    least = (
+        0 if kind in FLOATING or is_read_by_none else LARGE_FLOATS if kind in BYTES else LARGE_TABLE
+    )
     if len(numbers) != 1 or not name or size < least:
         return whole
     found = numbers[0]
     is_listed = found.number == TENSOR_INTEGERS
-    slices[key(name)] = VarintSlice(found.payload, size) if is_listed else FileSlice("", found.payload, size)
+    slices[key(name)] = (
+        VarintSlice(found.payload, size) if is_listed else FileSlice("", found.payload, size)
+    )
     if size < LARGE_FLOATS and not is_read_by_none:
         return whole
     return bytes(data[tensor.payload : found.start]) + bytes(data[found.end : tensor.end])
 
 
 def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
-    """The fields of the message from `position` to `end`. Raises ModelError where its framing is broken."""
+    """The fields of the message from `position` to `end`. Raises ModelError where its framing is
+    broken.
+    """
     while position < end:
         start = position
         tag, position = varint(data, position, end)
-        number, wire = tag >> 3, tag & 7
+        number = tag >> 3
+        wire = tag & 7
         payload = position
         if wire == VARINT:
             _, position = varint(data, position, end)
@@ -175,7 +228,9 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
 
 
 def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
-    """The number at `position`, and where the next field begins. Raises ModelError where it is broken."""
+    """The number at `position`, and where the next field begins. Raises ModelError where it is
+    broken.
+    """
     value = shift = 0
     while position < end and shift < 70:
         byte = data[position]
@@ -206,7 +261,9 @@ def encoded(value: int) -> bytes:
 
 
 def unannotated(data: memoryview) -> Iterator[Piece]:
-    """The model's bytes, piece by piece, without annotations and the version of the format, which they raise."""
+    """The model's bytes, piece by piece, without annotations and the version of the format, which
+    they raise.
+    """
     fields = list(fields_of(data, 0, len(data)))
     annotated = any(field.number == MODEL_CONFIGURATION for field in fields)
     for field in fields:
@@ -223,6 +280,10 @@ def _graph(data: memoryview, graph: Field) -> Iterator[Piece]:
         if part.number != GRAPH_NODE or part.wire != LENGTH:
             yield data[part.start : part.end]
             continue
-        kept = [field for field in fields_of(data, part.payload, part.end) if field.number != NODE_CONFIGURATION]
+        kept = [
+            field
+            for field in fields_of(data, part.payload, part.end)
+            if field.number != NODE_CONFIGURATION
+        ]
         yield header(GRAPH_NODE, sum(field.end - field.start for field in kept))
         yield from (data[field.start : field.end] for field in kept)

@@ -77,22 +77,24 @@ def read_model(
     scores: Scores | None = None,
     opened: bool = False,
 ) -> Model:
-    """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
+    """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on
+    `batch` samples.
 
-    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name or
-    INPUT:AXIS; of a Range's RESULT:0 it is the most numbers that data may tell. `fixed_inputs` are inputs that are
-    one number, whatever is computed. `batch_axes` says which axis of an input counts samples where it is not axis 0
-    (None: no axis does). `loss` is an output or a loss to add; without it the model's own is found, if it has only one
-    (`Model.loss_choices` are several).
-    `mode` defaults to training where there is a loss. Unless `training`, which defaults to the mode, nothing is
-    dropped and BatchNormalization reads its running statistics. Parameters whose names match `frozen` (globs, or
-    regular expressions after `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks
-    against it. Operators without a row are refused, or listed in the result `with_unsupported`. `normalize` is
-    `loss.normalize`. `scores` says whether the loss keeps its scores for backward or recomputes them, None leaves it to
-    the plan: the model keeps them and has the other form beside it if there is one to consider (`Model.other`). With
-    `opened` the model is read on `batch` samples even if its file fixes the batch to one sample. Raises ModelError,
-    naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do not
-    fit.
+    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic
+    dimensions by name or INPUT:AXIS; of a Range's RESULT:0 it is the most numbers that data may
+    tell. `fixed_inputs` are inputs that are one number, whatever is computed. `batch_axes` says
+    which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
+    output or a loss to add; without it the model's own is found, if it has only one
+    (`Model.loss_choices` are several). `mode` defaults to training where there is a loss. Unless
+    `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its
+    running statistics. Parameters whose names match `frozen` (globs, or regular expressions after
+    `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks against
+    it. Operators without a row are refused, or listed in the result `with_unsupported`. `normalize`
+    is `loss.normalize`. `scores` says whether the loss keeps its scores for backward or recomputes
+    them, None leaves it to the plan: the model keeps them and has the other form beside it if there
+    is one to consider (`Model.other`). With `opened` the model is read on `batch` samples even if
+    its file fixes the batch to one sample. Raises ModelError, naming file and node, for what cannot
+    be read, and ConfigurationError for dimensions, batches and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     losses = loss, normalize, scores
@@ -120,30 +122,44 @@ _MORE_SAMPLES = (2, 16, 128)
 
 
 def _on_more_samples(source: Source, error: ModelError, read: Callable[[int], Model]) -> ModelError:
-    """Return the error of a model that cannot be read on one sample, with the samples on which it can be read."""
+    """Return the error of a model that cannot be read on one sample, with the samples on which it
+    can be read.
+    """
     for samples in _MORE_SAMPLES:
         try:
             model = read(samples)
         except AutopipeError:
             continue
         shapes = {info.name: dimensions_of(info) for info in source.graph.input}
-        names = [shapes[name][axis] for name, axis in model.graph.batch_axes if isinstance(shapes[name][axis], str)]
+        names = [
+            shapes[name][axis]
+            for name, axis in model.graph.batch_axes
+            if isinstance(shapes[name][axis], str)
+        ]
         if model.batch == samples and names:
-            message = f"it cannot be read on 1 sample, as it can be on {samples}: {error.where}: {error.message}"
-            return ModelError(message, f"give the number of samples of an evaluation: --dim {names[0]}={samples}")
+            message = (
+                f"it cannot be read on 1 sample, as it can be on {samples}: {error.where}: "
+                f"{error.message}"
+            )
+            return ModelError(
+                message, f"give the number of samples of an evaluation: --dim {names[0]}={samples}"
+            )
     return error
 
 
 def _read(
     source: Source,
-    asked: tuple[Mapping[str, int], int | None, Mapping[str, int | None], Mapping[str, bool | int | float]],
+    asked: tuple[
+        Mapping[str, int], int | None, Mapping[str, int | None], Mapping[str, bool | int | float]
+    ],
     losses: tuple[str | CrossEntropy | None, str, Scores | None],
     mode: Mode | None,
     training: bool | None,
     chosen: Chosen,
     opened: bool,
 ) -> Model:
-    (dims, batch, batch_axes, fixed), (loss, normalize, scores) = asked, losses
+    (dims, batch, batch_axes, fixed) = asked
+    (loss, normalize, scores) = losses
     bounds, dims = bounds_of(source.nodes, dims)
     initializers = {tensor.name for tensor in source.graph.initializer}
     offered = {info.name: info for info in source.graph.input if info.name not in initializers}
@@ -153,7 +169,9 @@ def _read(
     roles = roles_of(source)
 
     def followed(tried: Inputs) -> Graph:
-        return with_plain_gathers(interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0])
+        return with_plain_gathers(
+            interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0]
+        )
 
     apart = told_apart(data, dims, batch_axes, followed)
     inputs = bind_inputs(data, dims, batch, apart, opened)
@@ -176,24 +194,36 @@ def _read(
         graph = rebatched(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = behind_stops(graph)
-    # A tensor behind a StopGradient gets no gradient, but it still follows the parameters that it is computed from.
+    # A tensor behind a StopGradient gets no gradient, but it still follows the parameters that it
+    # is computed from.
     stale = {
-        name for each in graph.parameters if (name := each.value.name) in behind and is_refused(each, weights.found)
+        name
+        for each in graph.parameters
+        if (name := each.value.name) in behind and is_refused(each, weights.found)
     }
     if mode is Mode.TRAIN and scalar:
         stopped = stopped_parameters(graph, scalar)
         graph = only_reached(graph, scalar)
-    refused = frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found)) | stale
+    refused = (
+        frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found))
+        | stale
+    )
     graph = without_refused(graph, weights.found)
     recomputing = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
-    other = None if recomputing is graph or (scores is None and not is_large(recomputing)) else recomputing
+    other = (
+        None
+        if recomputing is graph or (scores is None and not is_large(recomputing))
+        else recomputing
+    )
     for each in (graph, other):
         if each is not None:
             each.verify()
             _verify_uses(each)
     trains = mode is Mode.TRAIN and bool(scalar)
     tensors = tensors_of(graph, weights.found, refused if trains else frozenset())
-    left_out = roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
+    left_out = (
+        roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
+    )
     model = Model(
         graph=graph,
         other=other,
@@ -210,8 +240,16 @@ def _read(
             *source.warnings,
             *weights.warnings(),
             *_stated_otherwise(source, interpreted),
-            *_mixing_warnings(graph, mixing_nodes(graph) if mode is Mode.TRAIN else nodes_beside_all(graph), by_label),
-            *(trained_warnings(tensors, source.apart, left_out, stopped) if mode is Mode.TRAIN else ()),
+            *_mixing_warnings(
+                graph,
+                mixing_nodes(graph) if mode is Mode.TRAIN else nodes_beside_all(graph),
+                by_label,
+            ),
+            *(
+                trained_warnings(tensors, source.apart, left_out, stopped)
+                if mode is Mode.TRAIN
+                else ()
+            ),
         ),
         source=source,
         aliases=aliases,
@@ -223,11 +261,17 @@ def _read(
 
 
 def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
-    """A warning if an output has another type than the file states; dimensions with a name count for nothing."""
+    """A warning if an output has another type than the file states; dimensions with a name count
+    for nothing.
+    """
     found = []
     for info in source.graph.output:
         tensor = info.type.tensor_type
-        if not graph.has(info.name) or not info.type.HasField("tensor_type") or not tensor.elem_type:
+        if (
+            not graph.has(info.name)
+            or not info.type.HasField("tensor_type")
+            or not tensor.elem_type
+        ):
             continue
         value = graph.type_of(info.name)
         stated = [each.dim_value if each.dim_value > 0 else None for each in tensor.shape.dim]
@@ -237,11 +281,20 @@ def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
         )
         if not is_equal or DTYPES.get(tensor.elem_type) is not value.dtype:
             words = ", ".join("?" if extent is None else str(extent) for extent in shape)
-            kind = DTYPES[tensor.elem_type].value if tensor.elem_type in DTYPES else f"type {tensor.elem_type}"
+            kind = (
+                DTYPES[tensor.elem_type].value
+                if tensor.elem_type in DTYPES
+                else f"type {tensor.elem_type}"
+            )
             own = ", ".join(map(str, value.shape))
-            found.append(f"{info.name!r} is {value.dtype.value}[{own}], the file states {kind}[{words}]")
+            found.append(
+                f"{info.name!r} is {value.dtype.value}[{own}], the file states {kind}[{words}]"
+            )
     more = (
-        f", and {len(found) - 1} more {plural(len(found) - 1, 'output is', 'outputs are')} not as stated"
+        (
+            f", and {len(found) - 1} more {plural(len(found) - 1, 'output is', 'outputs are')} not "
+            "as stated"
+        )
         if len(found) > 1
         else ""
     )
@@ -260,10 +313,13 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
     """The graph cleaned and fused, with its loss, and the loss's name, "" where there is none."""
     graph = fused(cleaned(read))
     lost = set(read.parameters) ^ set(graph.parameters)
-    # Zeros to which fused experts were added are no loss; any other is a mistake of ours, not of the file.
+    # Zeros to which fused experts were added are no loss; any other is a mistake of ours, not of
+    # the file.
     lost = {each for each in lost if each.trainable or not isinstance(each.storage, Fill)}
     if lost:
-        raise ModelError(f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}")
+        raise ModelError(
+            f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}"
+        )
     if isinstance(loss, CrossEntropy):
         return with_cross_entropy(graph, loss)
     scalar = own_loss(graph) if loss is None else loss
@@ -273,13 +329,15 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
 
 
 def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that let a sample's result depend on other samples, so that micro-batches change what is computed.
+    """The nodes that let a sample's result depend on other samples, so that micro-batches change
+    what is computed.
 
-    Operators that say so themselves (batch statistics, means over labels that may be ignored), products of two
-    batches, such as the scores of a contrastive loss, and what reads samples beside a value of all of them, such as an
-    If's condition.
+    Operators that say so themselves (batch statistics, means over labels that may be ignored),
+    products of two batches, such as the scores of a contrastive loss, and what reads samples beside
+    a value of all of them, such as an If's condition.
     """
-    axes, beside = batch_axes_of(graph), {node.name for node in nodes_beside_all(graph)}
+    axes = batch_axes_of(graph)
+    beside = {node.name for node in nodes_beside_all(graph)}
     found = []
     for node, samples in zip(graph.nodes, axes.nodes, strict=True):
         operator = operator_of(node)
@@ -291,11 +349,16 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
 
 
 def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that read samples beside a value computed from all samples of a batch, which carries none."""
-    axes, found = batch_axes_of(graph), []
-    fed, joined = {each.name for each in graph.inputs}, set[str]()
+    """The nodes that read samples beside a value computed from all samples of a batch, which
+    carries none.
+    """
+    axes = batch_axes_of(graph)
+    found = []
+    fed = {each.name for each in graph.inputs}
+    joined = set[str]()
     for node, samples in zip(graph.nodes, axes.nodes, strict=True):
-        is_joined, is_fed = not joined.isdisjoint(node.inputs), not fed.isdisjoint(node.inputs)
+        is_joined = not joined.isdisjoint(node.inputs)
+        is_fed = not fed.isdisjoint(node.inputs)
         if is_joined and any(name in axes.values and name in fed for name in node.inputs):
             found.append(node)
         if is_fed:
@@ -308,8 +371,8 @@ def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
 def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> tuple[str, ...]:
     """Return warnings of nodes that mix samples.
 
-    With `by_label` no loss does, as its labels are counted over the step. Nor does a loss that weighs classes, of which
-    micro-batches add up losses and weights, or are rejected.
+    With `by_label` no loss does, as its labels are counted over the step. Nor does a loss that
+    weighs classes, of which micro-batches add up losses and weights, or are rejected.
     """
     others = [node for node in mixing if node.op not in LOSSES]
     losses = [node for node in mixing if node.op in LOSSES and not any(node.inputs[2:3])]
@@ -318,12 +381,14 @@ def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> 
     for nodes, what in (
         (
             others,
-            "mixes the samples of a batch: micro-batches change what is computed, larger ones change less "
+            "mixes the samples of a batch: micro-batches change what is computed, larger ones "
+            "change less "
             "(--micro-batch-size)",
         ),
         (
             losses,
-            "averages over the labels that are not left out of each micro-batch: loss.normalize: tokens averages over "
+            "averages over the labels that are not left out of each micro-batch: "
+            "loss.normalize: tokens averages over "
             "the whole step's",
         ),
     ):

@@ -10,14 +10,17 @@ from autopipe.ir.graph import Graph
 from autopipe.passes.frontend.load import Source
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-"""Key of a list as Python spells it: the modules around an operator, outermost first, and the operator's own name."""
+"""Key of a list as Python spells it: the modules around an operator, outermost first, and the
+operator's own name.
+"""
 
 
 def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
-    """Return the layer of each node of `graph`: its outermost module with a number, such as `model.layers.3`.
+    """Return the layer of each node of `graph`: its outermost module with a number, such as
+    `model.layers.3`.
 
-    A node in no such module has "", a node that the file does not have is in the layer of the node before. () if the
-    file tells no layers, or if names of nodes are not unique.
+    A node in no such module has "", a node that the file does not have is in the layer of the node
+    before. () if the file tells no layers, or if names of nodes are not unique.
     """
     if source is None:
         return ()

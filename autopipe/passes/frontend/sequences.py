@@ -1,7 +1,8 @@
-"""Sequences of tensors, taken apart while a file is read: each is a tuple of the names of the values in it.
+"""Sequences of tensors, taken apart while a file is read: each is a tuple of the names of the
+values in it.
 
-That takes lengths and positions that are known before running, as exporters write them for `torch.split` and `stack`.
-An Optional is the tensor or the sequence that it holds.
+That takes lengths and positions that are known before running, as exporters write them for
+`torch.split` and `stack`. An Optional is the tensor or the sequence that it holds.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ SEQUENCE_OPERATORS = frozenset(
     }
 )  # fmt: skip
 _AXES_ARE_OPERANDS = 13
-"""From this operator set on, Split, Squeeze and Unsqueeze take sizes and axes as operands, before it as attributes."""
+"""From this operator set on, Split, Squeeze and Unsqueeze take sizes and axes as operands, before
+it as attributes.
+"""
 MOST_TENSORS = 1 << 16
 """Tensors in all sequences of a file together: a few bytes can spell a split into 10⁹ parts."""
 
 
 class Sequences(dict[str, tuple[str, ...]]):
-    """The names of the values in each sequence that has been read, by the sequence's name; none in `absent` ones."""
+    """The names of the values in each sequence that has been read, by the sequence's name; none in
+    `absent` ones.
+    """
 
     def __init__(self, opset: int) -> None:
         super().__init__()
@@ -46,7 +51,9 @@ class Sequences(dict[str, tuple[str, ...]]):
     def concern(self, node: onnx.NodeProto) -> bool:
         """True if a node makes, reads or hands on a sequence."""
         standard = node.domain in ("", "ai.onnx")
-        return (standard and node.op_type in SEQUENCE_OPERATORS) or any(name in self for name in node.input)
+        return (standard and node.op_type in SEQUENCE_OPERATORS) or any(
+            name in self for name in node.input
+        )
 
     def taken_apart(
         self,
@@ -55,11 +62,12 @@ class Sequences(dict[str, tuple[str, ...]]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> list[onnx.NodeProto]:
-        """The nodes without sequences that stand for this one; its sequence, where it writes one, is noted.
+        """The nodes without sequences that stand for this one; its sequence, where it writes one,
+        is noted.
 
-        `operands` are the node's own with aliases resolved, `types` and `arrays` hold what is known of them. Raises
-        ModelError where a length or a position depends on data, lies outside the sequence, where sequences are too
-        long, and where the operator cannot take a sequence.
+        `operands` are the node's own with aliases resolved, `types` and `arrays` hold what is known
+        of them. Raises ModelError where a length or a position depends on data, lies outside the
+        sequence, where sequences are too long, and where the operator cannot take a sequence.
         """
         where = f"{node.op_type} {node.name!r}"
         result = node.output[0]
@@ -77,7 +85,9 @@ class Sequences(dict[str, tuple[str, ...]]):
         if not operands or operands[0] not in self or any(name in self for name in operands[1:]):
             raise ModelError("it cannot take a sequence here", where=where)
         if operands[0] in self._stacks:
-            return self._put_together(node, operands[0], types[f"{operands[0]}/stack"].shape, stated)
+            return self._put_together(
+                node, operands[0], types[f"{operands[0]}/stack"].shape, stated
+            )
         tensors = self[operands[0]]
         last = len(tensors) - 1
         match node.op_type:
@@ -109,9 +119,12 @@ class Sequences(dict[str, tuple[str, ...]]):
                 raise ModelError("it cannot take a sequence", where=where)
         return []
 
-    def stacked(self, origin: onnx.NodeProto, name: str, readers: Sequence[str]) -> list[onnx.NodeProto]:
-        """The nodes that make a sequence of the slices of `name`/stack; none where `readers`, the operators that read
-        it, only put them together again."""
+    def stacked(
+        self, origin: onnx.NodeProto, name: str, readers: Sequence[str]
+    ) -> list[onnx.NodeProto]:
+        """The nodes that make a sequence of the slices of `name`/stack; none where `readers`, the
+        operators that read it, only put them together again.
+        """
         if readers and set(readers) == {"ConcatFromSequence"}:
             self._stacks.add(name)
             self[name] = ()
@@ -122,7 +135,9 @@ class Sequences(dict[str, tuple[str, ...]]):
         self, node: onnx.NodeProto, name: str, shape: tuple[int, ...], stated: Mapping[str, int]
     ) -> list[onnx.NodeProto]:
         """The slices of a tensor along its first axis as one tensor again."""
-        source, result, is_new = f"{name}/stack", node.output[0], bool(stated.get("new_axis"))
+        source = f"{name}/stack"
+        result = node.output[0]
+        is_new = bool(stated.get("new_axis"))
         axis = stated.get("axis", 0) % (len(shape) - (not is_new))
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
         if is_new:
@@ -139,15 +154,20 @@ class Sequences(dict[str, tuple[str, ...]]):
         self[name] = tensors
         self._held += len(tensors)
         if self._held > MOST_TENSORS:
-            raise ModelError(f"the file's sequences hold more than {MOST_TENSORS:,} tensors", where=where)
+            raise ModelError(
+                f"the file's sequences hold more than {MOST_TENSORS:,} tensors", where=where
+            )
 
     def _hand_on(self, source: str, result: str, where: str) -> None:
         self._note(result, self[source], where)
         if source in self.absent:
             self.absent.add(result)
 
-    def _optional(self, node: onnx.NodeProto, operands: tuple[str, ...], where: str) -> list[onnx.NodeProto]:
-        source, result = next(iter(operands), ""), node.output[0]
+    def _optional(
+        self, node: onnx.NodeProto, operands: tuple[str, ...], where: str
+    ) -> list[onnx.NodeProto]:
+        source = next(iter(operands), "")
+        result = node.output[0]
         is_held = bool(source) and source not in self.absent
         if node.op_type == "OptionalHasElement":
             return [truth(node, result, is_held)]
@@ -171,8 +191,12 @@ class Sequences(dict[str, tuple[str, ...]]):
         stated: Mapping[str, int],
         where: str,
     ) -> list[onnx.NodeProto]:
-        """A Split into the parts; those of a SplitToSequence without sizes lose the axis unless `keepdims`."""
-        source, result, axis = operands[0], node.output[0], stated.get("axis", 0)
+        """A Split into the parts; those of a SplitToSequence without sizes lose the axis unless
+        `keepdims`.
+        """
+        source = operands[0]
+        result = node.output[0]
+        axis = stated.get("axis", 0)
         sized = len(operands) > 1 and bool(operands[1])
         if source not in types or (sized and operands[1] not in arrays):
             raise ModelError("the number of its parts depends on data", where=where)
@@ -199,9 +223,17 @@ class Sequences(dict[str, tuple[str, ...]]):
         return found
 
     def _with_numbers(
-        self, node: onnx.NodeProto, operator: str, operand: str, results: Sequence[str], sizes: list[int], axis: int = 0
+        self,
+        node: onnx.NodeProto,
+        operator: str,
+        operand: str,
+        results: Sequence[str],
+        sizes: list[int],
+        axis: int = 0,
     ) -> list[onnx.NodeProto]:
-        """A Split by sizes, or a node with axes, behind the constant that holds these where they are an operand."""
+        """A Split by sizes, or a node with axes, behind the constant that holds these where they
+        are an operand.
+        """
         title, attributes = ("split", {"axis": axis}) if operator == "Split" else ("axes", {})
         if self._opset < _AXES_ARE_OPERANDS:
             return [made_node(node, operator, [operand], results, **attributes, **{title: sizes})]
@@ -230,8 +262,12 @@ def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) 
     ]
 
 
-def _position(operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str) -> int:
-    """The position that an operand names in a sequence, counted from its start; `last` where there is no operand."""
+def _position(
+    operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str
+) -> int:
+    """The position that an operand names in a sequence, counted from its start; `last` where there
+    is no operand.
+    """
     if not operands or not operands[0]:
         place = last
     elif operands[0] in arrays and arrays[operands[0]].size == 1:

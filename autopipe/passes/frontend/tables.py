@@ -1,6 +1,8 @@
-"""Tables that a model computes from positions alone, known by their numbers: they are no parameters.
+"""Tables that a model computes from positions alone, known by their numbers: they are no
+parameters.
 
-A trained tensor never looks like one; a fresh one may be all ones or zeros, which therefore says nothing by itself.
+A trained tensor never looks like one; a fresh one may be all ones or zeros, which therefore says
+nothing by itself.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def is_uniform(array: np.ndarray) -> bool:
 
 
 def is_drawn(array: np.ndarray) -> bool:
-    """True if a matrix's numbers were drawn at random or trained: hardly any stands twice, so that no two tensors have
-    the same by accident.
+    """True if a matrix's numbers were drawn at random or trained: hardly any stands twice, so that
+    no two tensors have the same by accident.
     """
     wide = sum(extent > 1 for extent in array.shape)
     return wide > 1 and array.size >= SURE and len(np.unique(array)) >= 0.9 * array.size
@@ -58,12 +60,17 @@ def table_of(array: np.ndarray, named: bool) -> str:
 
 
 def are_waves(places: np.ndarray) -> bool:
-    """True if each column is a sampled sine: x[i-1] + x[i+1] is the same multiple of x[i] everywhere."""
+    """True if each column is a sampled sine: x[i-1] + x[i+1] is the same multiple of x[i]
+    everywhere.
+    """
     if len(places) < LEAST:
         return False
-    middle, around = places[1:-1], places[:-2] + places[2:]
+    middle = places[1:-1]
+    around = places[:-2] + places[2:]
     square = (middle * middle).sum(axis=0)
-    factor = np.divide((middle * around).sum(axis=0), square, out=np.full(len(square), 2.0), where=square > 0)
+    factor = np.divide(
+        (middle * around).sum(axis=0), square, out=np.full(len(square), 2.0), where=square > 0
+    )
     if not bool((np.abs(factor) <= 2 + 1e-3).all()):
         return False
     size = np.abs(places).max(axis=0)
@@ -75,7 +82,9 @@ def are_waves(places: np.ndarray) -> bool:
 
 
 def _by_place(numbers: np.ndarray) -> np.ndarray | None:
-    """The numbers as [places, columns] where only the last two axes, or one, are more than 1 wide."""
+    """The numbers as [places, columns] where only the last two axes, or one, are more than 1
+    wide.
+    """
     shape = [extent for extent in numbers.shape if extent > 1]
     if not 1 <= len(shape) <= 2:
         return None

@@ -1,7 +1,8 @@
 """A loss that is divided by the step's counted labels, as Hugging Face's trainers do.
 
-A mean over a micro-batch's labels weighs micro-batches alike however many of their labels count. In its place the graph
-gets the sum of the labels' losses, and their number, which ranks add up over the step.
+A mean over a micro-batch's labels weighs micro-batches alike however many of their labels count. In
+its place the graph gets the sum of the labels' losses, and their number, which ranks add up over
+the step.
 """
 
 from __future__ import annotations
@@ -19,27 +20,46 @@ _KEY = "loss.normalize"
 
 
 def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
-    """The graph with the sum of a mean cross-entropy's losses and the number of its labels that count as further
-    outputs, and the sum's name; the graph itself where all labels count. Raises ConfigurationError for another loss."""
+    """The graph with the sum of a mean cross-entropy's losses and the number of its labels that
+    count as further outputs, and the sum's name; the graph itself where all labels count. Raises
+    ConfigurationError for another loss.
+    """
     index = graph.producer(loss)
     node = None if index is None else graph.nodes[index]
     if node is None or node.op not in LOSSES or node.text("reduction", "mean") != "mean":
         how = "an input" if node is None else f"{node.op} {node.name!r}"
         raise ConfigurationError(
-            f"{_KEY}: tokens needs a mean cross-entropy over labels, and the loss {loss!r} comes from {how}",
-            hint="name an output of SoftmaxCrossEntropyLoss in loss.output, or give loss.cross_entropy",
+            (
+                f"{_KEY}: tokens needs a mean cross-entropy over labels, and the loss {loss!r} "
+                f"comes from {how}"
+            ),
+            hint=(
+                "name an output of SoftmaxCrossEntropyLoss in loss.output, or give "
+                "loss.cross_entropy"
+            ),
         )
     if len(node.inputs) > 2:
-        hint = "leave out loss.normalize: the sum of the weights of a batch divides such a loss in micro-batches too"
-        raise ConfigurationError(f"{_KEY}: tokens counts labels, and the loss {loss!r} weighs classes", hint)
+        hint = (
+            "leave out loss.normalize: the sum of the weights of a batch divides such a loss in "
+            "micro-batches too"
+        )
+        raise ConfigurationError(
+            f"{_KEY}: tokens counts labels, and the loss {loss!r} weighs classes", hint
+        )
     if not node.has("ignore_index"):
         return graph, loss
     if graph.has(COUNTED_LABELS):
-        raise ConfigurationError(f"the model has a value called {COUNTED_LABELS!r} already", hint="rename it")
-    added, labels = Additions(graph), graph.type_of(node.inputs[1])
+        raise ConfigurationError(
+            f"the model has a value called {COUNTED_LABELS!r} already", hint="rename it"
+        )
+    added = Additions(graph)
+    labels = graph.type_of(node.inputs[1])
     own = (("ignore_index", node.integer("ignore_index")), ("reduction", "sum"))
     total = added.value(f"{loss}_sum", graph.type_of(loss).dtype, graph.type_of(loss).shape)
-    nodes = [*graph.nodes, Node(f"autopipe/{node.op}/{total}", node.op, node.inputs[:2], (total,), own)]
+    nodes = [
+        *graph.nodes,
+        Node(f"autopipe/{node.op}/{total}", node.op, node.inputs[:2], (total,), own),
+    ]
 
     def constant(name: str, numbers: object, dtype: DType) -> str:
         array = np.asarray(numbers, dtype.value)
@@ -51,10 +71,19 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
         return result
 
     none = constant("ignored_label", node.integer("ignore_index"), labels.dtype)
-    ignored = append("Equal", (labels.name, none), added.value("ignored_labels", DType.BOOL, labels.shape))
+    ignored = append(
+        "Equal", (labels.name, none), added.value("ignored_labels", DType.BOOL, labels.shape)
+    )
     counts = append("Not", (ignored,), added.value("labels_count", DType.BOOL, labels.shape))
     numbers = added.value("label_numbers", DType.FLOAT32, labels.shape)
     append("Cast", (counts,), numbers, ("to", 1))
     axes = constant("label_axes", range(len(labels.shape)), DType.INT64)
-    append("ReduceSum", (numbers, axes), added.value(COUNTED_LABELS, DType.FLOAT32, ()), ("keepdims", 0))
-    return dataclasses.replace(added.graph(nodes), outputs=(*graph.outputs, total, COUNTED_LABELS)), total
+    append(
+        "ReduceSum",
+        (numbers, axes),
+        added.value(COUNTED_LABELS, DType.FLOAT32, ()),
+        ("keepdims", 0),
+    )
+    return dataclasses.replace(
+        added.graph(nodes), outputs=(*graph.outputs, total, COUNTED_LABELS)
+    ), total

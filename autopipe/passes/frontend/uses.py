@@ -30,8 +30,18 @@ WEIGHT_SLOTS: dict[str, frozenset[int]] = {
 }
 """Operands that are weights where they do not depend on the inputs."""
 AFFINE_SLOTS = frozenset(
-    {("Conv", 2), ("ConvTranspose", 2), ("Gemm", 2), ("BatchNormalization", 1), ("BatchNormalization", 2)}
-    | {(f"{kind}Normalization", slot) for kind in ("Instance", "Group", "Layer", "RMS") for slot in (1, 2)}
+    {
+        ("Conv", 2),
+        ("ConvTranspose", 2),
+        ("Gemm", 2),
+        ("BatchNormalization", 1),
+        ("BatchNormalization", 2),
+    }
+    | {
+        (f"{kind}Normalization", slot)
+        for kind in ("Instance", "Group", "Layer", "RMS")
+        for slot in (1, 2)
+    }
     | {("PRelu", 1)}
 )
 """Operands that hold scales, offsets and slopes: equal numbers there are those of a new layer."""
@@ -58,7 +68,8 @@ class Uses:
     def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
         """(operator, operand) of every use of a value, seen through the operators `through`."""
         found: set[tuple[str, int]] = set()
-        seen, waiting = {name}, [name]
+        seen = {name}
+        waiting = [name]
         while waiting:
             for node, slot in self.readers.get(waiting.pop(), ()):
                 if node.op_type in through:
@@ -71,9 +82,13 @@ class Uses:
 
     def is_weight(self, name: str) -> bool:
         """True if a value is read where operators take weights."""
-        return any(slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name))
+        return any(
+            slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name)
+        )
 
 
 def scope_of(node: onnx.NodeProto) -> str:
-    """The module that a node of the older exporter is a part of; "" for an Identity, which is in none."""
+    """The module that a node of the older exporter is a part of; "" for an Identity, which is in
+    none.
+    """
     return "/".join(NUMBERED.sub("", each) for each in node.name.split("/")[:-1])

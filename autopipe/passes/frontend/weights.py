@@ -1,4 +1,5 @@
-"""The tensors of a file as constants and parameters, each with where its numbers lie or how they are drawn.
+"""The tensors of a file as constants and parameters, each with where its numbers lie or how they
+are drawn.
 
 Of weights that a file names but does not hold, the operators that read them tell the type.
 """
@@ -52,39 +53,54 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 SPREAD = 0.02
-"""Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section 4.1)."""
+"""Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section
+4.1).
+"""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
 SCALES = frozenset(
-    {(f"{kind}Normalization", 1) for kind in ("Batch", "Instance", "Group", "Layer", "RMS", "SimplifiedLayer")}
+    {
+        (f"{kind}Normalization", 1)
+        for kind in ("Batch", "Instance", "Group", "Layer", "RMS", "SimplifiedLayer")
+    }
     | {("BatchNormalization", 4), ("Mul", 0), ("Mul", 1)}
 )
 
 
 def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
-    """The schemes in the file's metadata `autopipe.init`: name -> {"scheme": …, "std" or "bound": …}."""
+    """The schemes in the file's metadata `autopipe.init`: name -> {"scheme": …, "std" or "bound":
+    …}.
+    """
     found = {}
     try:
         for name, entry in json.loads(metadata.get("autopipe.init", "{}")).items():
-            scheme, scale = entry["scheme"], float(str(entry.get("std", entry.get("bound", 0.0))))
-            if scheme not in ("normal", "uniform", "zeros", "ones") or not (math.isfinite(scale) and scale >= 0):
+            scheme = entry["scheme"]
+            scale = float(str(entry.get("std", entry.get("bound", 0.0))))
+            if scheme not in ("normal", "uniform", "zeros", "ones") or not (
+                math.isfinite(scale) and scale >= 0
+            ):
                 raise ValueError(entry)
             found[str(name)] = Initializer(str(scheme), scale)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ModelError("its metadata 'autopipe.init' is not of the form {name: {scheme: ..., std: ...}}") from error
+        raise ModelError(
+            "its metadata 'autopipe.init' is not of the form {name: {scheme: ..., std: ...}}"
+        ) from error
     return found
 
 
 def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initializer:
     """The usual scheme for what reads `name`, by operator, operand and shape.
 
-    Ones for scales, zeros for offsets; He et al. (2015) for convolutions; Glorot and Bengio (2010) for products,
-    whichever of a matrix's extents is summed over; torch's [-1/√h, 1/√h] for recurrent layers of h hidden units.
+    Ones for scales, zeros for offsets; He et al. (2015) for convolutions; Glorot and Bengio (2010)
+    for products, whichever of a matrix's extents is summed over; torch's [-1/√h, 1/√h] for
+    recurrent layers of h hidden units.
     """
     slots = uses.slots(name)
     operators = {operator for operator, _ in slots}
     if recurrent := [(GATES[operator], slot) for operator, slot in slots if operator in GATES]:
         gates, slot = min(recurrent)
-        if slot > 3 or len(shape) < 2:  # Operands 1 to 3 are weights, recurrence and both biases; then come states.
+        if (
+            slot > 3 or len(shape) < 2
+        ):  # Operands 1 to 3 are weights, recurrence and both biases; then come states.
             return Initializer("zeros")
         hidden = shape[1] // (gates * (2 if slot == 3 else 1))
         return Initializer("uniform", 1.0 / math.sqrt(max(hidden, 1)))
@@ -106,7 +122,9 @@ class Weights:
     """The tensors of one file, and what the user chose of them by name."""
 
     def __init__(self, source: Source, roles: Roles, chosen: Chosen) -> None:
-        self.source, self.roles, self.chosen = source, roles, chosen
+        self.source = source
+        self.roles = roles
+        self.chosen = chosen
         self.stated = stated_initializers(source.metadata)
         self.absent: list[str] = []
         """Names of parameters whose numbers are not there."""
@@ -115,8 +133,9 @@ class Weights:
         self.unknown_detached: tuple[str, ...] = ()
         """Titles of nodes of which the file says that an operand is detached, but not which one."""
         self.layouts: dict[str, Layout] = {}
-        """Layouts of the parameters that the file holds in another layout than the module, by name; `initializers`
-        fills it."""
+        """Layouts of the parameters that the file holds in another layout than the module, by name;
+        `initializers` fills it.
+        """
 
     def initializers(self) -> dict[str, Held]:
         graph = self.source.graph
@@ -128,7 +147,9 @@ class Weights:
                 continue  # It is there for the module's `state_dict` only.
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
-        taken = found.keys() | {name for node in self.source.nodes for name in (*node.input, *node.output)}
+        taken = found.keys() | {
+            name for node in self.source.nodes for name in (*node.input, *node.output)
+        }
         numbers = FoldNumbers(self.source.nodes, found.keys(), len(graph.input))
         unfolding = unfolded(parameters, self.roles, self.source.path, taken, numbers)
         self.layouts.update(unfolding.layouts)
@@ -157,7 +178,11 @@ class Weights:
     def _parameter(self, parameter: Parameter) -> Parameter:
         """The parameter, trained or not; its numbers say nothing."""
         value = parameter.value
-        role = self.roles.role(value, lambda: None) if value.dtype.is_floating else Role(False, "not floating-point")
+        role = (
+            self.roles.role(value, lambda: None)
+            if value.dtype.is_floating
+            else Role(False, "not floating-point")
+        )
         self.found[value.name] = role
         chosen = self._as_chosen(value.name, replace(parameter, trainable=role.trained))
         assert isinstance(chosen, Parameter)
@@ -166,7 +191,9 @@ class Weights:
     def warnings(self) -> tuple[str, ...]:
         if not self.absent:
             return ()
-        first = f"{self.absent[0]!r}" + (f" and {len(self.absent) - 1} more" if len(self.absent) > 1 else "")
+        first = f"{self.absent[0]!r}" + (
+            f" and {len(self.absent) - 1} more" if len(self.absent) > 1 else ""
+        )
         return (f"no numbers are there for parameter {first}: they are drawn at random",)
 
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
@@ -176,21 +203,29 @@ class Weights:
         return held
 
     def is_filled(self, node: onnx.NodeProto) -> bool:
-        """True if a ConstantOfShape node is a weight: floating-point and read where operators take weights."""
+        """True if a ConstantOfShape node is a weight: floating-point and read where operators take
+        weights.
+        """
         number = node.attribute[0].t.data_type if node.attribute else 1
         floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
         return floating and self.roles.fills(node.output[0])
 
-    def _tensor(self, name: str, tensor: onnx.TensorProto, where: str, in_node: bool = False) -> Constant | Parameter:
+    def _tensor(
+        self, name: str, tensor: onnx.TensorProto, where: str, in_node: bool = False
+    ) -> Constant | Parameter:
         dtype = dtype_of(tensor.data_type, where)
         shape = shape_of(tensor.dims, where)
         if any(extent < 0 for extent in shape):
             raise ModelError(f"it has the shape {shape}", where=where)
         value = Value(name, dtype, shape)
         if not dtype.is_floating:
-            apart = tensor.data_location == tensor.EXTERNAL or not (tensor.raw_data or tensor.int32_data)
+            apart = tensor.data_location == tensor.EXTERNAL or not (
+                tensor.raw_data or tensor.int32_data
+            )
             least = LARGE_FLOATS if tensor.data_type in BYTES else LARGE_TABLE
-            if in_node or not (name in self.source.slices or (apart and stored_bytes(dtype, shape) >= least)):
+            if in_node or not (
+                name in self.source.slices or (apart and stored_bytes(dtype, shape) >= least)
+            ):
                 return Constant(value, self._array(name, tensor, where))
             return Parameter(value, self._storage(name, tensor, dtype), trainable=False)
         role = self.roles.role(value, lambda: self._numbers(name, tensor), in_node)
@@ -214,7 +249,9 @@ class Weights:
             known = held.source.value.name
             role = self.found[name]
             # The layout of what has the module's name is known.
-            is_whole = role.trained and not role.refused and known in self.roles.signature.parameters
+            is_whole = (
+                role.trained and not role.refused and known in self.roles.signature.parameters
+            )
             self.found[known] = SIGNED if is_whole else role
             parameter = self._as_chosen(held.source.value.name, held.source, name)
             assert isinstance(parameter, Parameter)
@@ -224,7 +261,9 @@ class Weights:
             trained = self.chosen.trained(other)
         if trained is None or not held.value.dtype.is_floating or self.roles.is_statistic(name):
             return held
-        self.found[name] = Role(trained, "model.trainable says so" if trained else "model.frozen says so")
+        self.found[name] = Role(
+            trained, "model.trainable says so" if trained else "model.frozen says so"
+        )
         if isinstance(held, Parameter):
             return replace(held, trainable=trained)
         place = self.source.slices.get(name)
@@ -243,7 +282,10 @@ class Weights:
         place = self._place(name, tensor)
         if place is None:
             if tensor.data_location == tensor.EXTERNAL:
-                raise ModelError("its numbers are needed to tell shapes, and their file is not there", where=where)
+                raise ModelError(
+                    "its numbers are needed to tell shapes, and their file is not there",
+                    where=where,
+                )
             return array_of(tensor, where)
         path = self.source.path
         if isinstance(place, VarintSlice):
@@ -252,10 +294,13 @@ class Weights:
             with (path.parent / place.file if place.file else path).open("rb") as file:
                 file.seek(place.offset)
                 data = file.read(place.length)
-        return array_of(onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where)
+        return array_of(
+            onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where
+        )
 
     def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
-        shape, where = tuple(tensor.dims), f"initializer {name!r}"
+        shape = tuple(tensor.dims)
+        where = f"initializer {name!r}"
         if not math.prod(shape):
             return Fill(0.0)
         size = stored_bytes(dtype, shape)
@@ -263,7 +308,9 @@ class Weights:
         if place is None:
             if tensor.data_location != tensor.EXTERNAL and has_numbers(tensor):
                 raise ModelError(
-                    "its numbers are stored one by one", hint="save the model again with raw data", where=where
+                    "its numbers are stored one by one",
+                    hint="save the model again with raw data",
+                    where=where,
                 )
             self.absent.append(name)
             return self._initializer(Value(name, dtype, shape))
@@ -271,12 +318,14 @@ class Weights:
             count = listed_numbers(place, self.source.path).size
             if count != math.prod(shape):
                 raise ModelError(
-                    f"it has {count} {plural(count, 'number')}, its shape needs {math.prod(shape)}", where=where
+                    f"it has {count} {plural(count, 'number')}, its shape needs {math.prod(shape)}",
+                    where=where,
                 )
             return place
         if place.length != size:
             raise ModelError(
-                f"it has {place.length} {plural(place.length, 'byte')}, its shape needs {size}", where=where
+                f"it has {place.length} {plural(place.length, 'byte')}, its shape needs {size}",
+                where=where,
             )
         return place
 
@@ -313,8 +362,12 @@ class MissingWeightTypes:
             where=f"{node.op_type} {node.name!r}",
         )
 
-    def _from_reader(self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS) -> Value | None:
-        """The type of operand `slot` of a node, its name meaningless; `steps` operators behind it may be looked at."""
+    def _from_reader(
+        self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS
+    ) -> Value | None:
+        """The type of operand `slot` of a node, its name meaningless; `steps` operators behind it
+        may be looked at.
+        """
         if not steps:
             return None
         result = self.type_of(node.output[0])
@@ -325,7 +378,8 @@ class MissingWeightTypes:
                 if result is not None:
                     return result
                 found = (
-                    self._from_reader(reader, at, steps - 1) for reader, at in self.uses.readers.get(node.output[0], ())
+                    self._from_reader(reader, at, steps - 1)
+                    for reader, at in self.uses.readers.get(node.output[0], ())
                 )
                 return next((type_ for type_ in found if type_ is not None), None)
             case _ if result is None:
@@ -346,13 +400,19 @@ class MissingWeightTypes:
             found = self._from_reader(reader, slot, steps)
             if found is not None:
                 reverse = tuple(reversed(range(len(found.shape))))
-                order = next((tuple(each.ints) for each in node.attribute if each.name == "perm"), reverse)
+                order = next(
+                    (tuple(each.ints) for each in node.attribute if each.name == "perm"), reverse
+                )
                 extents = dict(zip(order, found.shape, strict=False))
-                return Value("", found.dtype, tuple(extents.get(axis, 0) for axis in range(len(found.shape))))
+                return Value(
+                    "", found.dtype, tuple(extents.get(axis, 0) for axis in range(len(found.shape)))
+                )
         return None
 
     def _factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:
-        """The weight of a product or convolution: from what it is multiplied with and what comes out."""
+        """The weight of a product or convolution: from what it is multiplied with and what comes
+        out.
+        """
         stated = dict(attributes_of(node))
         if slot == 2:
             return Value("", result.dtype, (result.shape[1 if node.op_type == "Conv" else -1],))
@@ -369,7 +429,11 @@ class MissingWeightTypes:
         if not isinstance(kernel, tuple):
             return None
         window = tuple(int(extent) for extent in kernel)
-        return Value("", result.dtype, (result.shape[1], other.shape[1] // _integer(stated, "group", 1), *window))
+        return Value(
+            "",
+            result.dtype,
+            (result.shape[1], other.shape[1] // _integer(stated, "group", 1), *window),
+        )
 
     def _table(self, node: onnx.NodeProto, result: Value) -> Value | None:
         indices = self.type_of(node.input[1])
@@ -378,7 +442,9 @@ class MissingWeightTypes:
         for name in self.outputs:
             logits = self.type_of(name)
             if logits is not None and logits.dtype.is_floating and len(logits.shape) >= 2:
-                return Value("", result.dtype, (logits.shape[-1], *result.shape[len(indices.shape) :]))
+                return Value(
+                    "", result.dtype, (logits.shape[-1], *result.shape[len(indices.shape) :])
+                )
         return None
 
 

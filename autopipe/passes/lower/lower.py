@@ -1,5 +1,5 @@
-"""A `Program` from a plan: stages on local shards, messages between them, and each rank's instructions in its
-schedule's order with communication placed around them, rolled up into loops.
+"""A `Program` from a plan: stages on local shards, messages between them, and each rank's
+instructions in its schedule's order with communication placed around them, rolled up into loops.
 """
 
 from __future__ import annotations
@@ -39,9 +39,18 @@ from autopipe.ir.program import (
 )
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.gradients import differentiable_values, message_types, waiting_operands
+from autopipe.passes.analysis.gradients import (
+    differentiable_values,
+    message_types,
+    waiting_operands,
+)
 from autopipe.passes.analysis.input_ranges import input_ranges
-from autopipe.passes.analysis.micro_batches import check_portions, micro_batch_size, stage_graphs, stage_micro_batches
+from autopipe.passes.analysis.micro_batches import (
+    check_portions,
+    micro_batch_size,
+    stage_graphs,
+    stage_micro_batches,
+)
 from autopipe.passes.analysis.operators import low_precision_copies
 from autopipe.passes.analysis.recompute import with_segments
 from autopipe.passes.analysis.resharding import torn_parameters
@@ -73,21 +82,27 @@ class Parts:
     """The values that gradients flow through: none without training."""
 
 
-def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None, precision: str = "fp32") -> Parts:
+def parts_of(
+    graph: Graph, placement: Placement, devices: int, loss: str | None, precision: str = "fp32"
+) -> Parts:
     """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
 
-    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
-    Raises CodegenError for splits and micro-batches that cannot be executed.
+    A parameter that stages would cut differently is held whole by all of them: its gradient is a
+    sum over equal blocks. Raises CodegenError for splits and micro-batches that cannot be executed.
     """
     wanted = wanted_values(graph, loss)
-    ratios, graphs = stage_micro_batches(graph, placement), stage_graphs(graph, placement)
+    ratios = stage_micro_batches(graph, placement)
+    graphs = stage_graphs(graph, placement)
     assigned = assign_nodes(graph, placement, wanted)
-    shares, batch = frozenset(wanted) - graph.consumers().keys(), batch_axes_of(graph)
+    shares = frozenset(wanted) - graph.consumers().keys()
+    batch = batch_axes_of(graph)
 
     def sharded(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
         return tuple(
             shard_stage(own, number, stage, nodes, whole, shares, batch, precision)
-            for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
+            for number, (own, stage, nodes) in enumerate(
+                zip(graphs, placement.stages, assigned, strict=True)
+            )
         )
 
     stages = sharded(frozenset())
@@ -98,20 +113,27 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None,
     finished = []
     for own, stage, ratio in zip(graphs, stages, ratios, strict=True):
         code = replace(stage.code, ratio=ratio)
-        if own is not graph:  # Constants are numbered over all graphs; those of `graph` keep their places in it.
-            constants = [(numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants]
+        if (
+            own is not graph
+        ):  # Constants are numbered over all graphs; those of `graph` keep their places in it.
+            constants = [
+                (numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants
+            ]
             code = replace(code, constants=tuple(sorted(constants, key=lambda each: each[0])))
         if loss is not None:
             code = with_segments(own, code, differentiable, placement.length)
         finished.append(replace(stage, code=code))
     stages = tuple(finished)
-    pieces = transfer_pieces(graph, placement, stages, differentiable, message_types(graph, precision))
+    pieces = transfer_pieces(
+        graph, placement, stages, differentiable, message_types(graph, precision)
+    )
     return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
-    """Results of a program: its loss, with the number of its labels where that is counted, or all of the graph's
-    outputs."""
+    """Results of a program: its loss, with the number of its labels where that is counted, or all
+    of the graph's outputs.
+    """
     if loss is None:
         return tuple(dict.fromkeys(graph.outputs))
     return (loss, COUNTED_LABELS) if graph.has(COUNTED_LABELS) else (loss,)
@@ -133,20 +155,25 @@ def lower(
     precision: str = "fp32",
     loss_division: LossDivision = AVERAGED,
 ) -> Program:
-    """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs. Messages
-    have the types of `precision`.
+    """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's
+    outputs. Messages have the types of `precision`.
 
-    With `shard` ranks that hold the same parameters share out the optimizer's state (`Optimizer.shard`). Unless
-    `proven` is false it is shown that all ranks come to their ends, which takes long where they are many.
+    With `shard` ranks that hold the same parameters share out the optimizer's state
+    (`Optimizer.shard`). Unless `proven` is false it is shown that all ranks come to their ends,
+    which takes long where they are many.
 
-    Raises CodegenError where the placement or the schedule cannot be executed, or the program could not run to its end,
-    InfeasibleError where stages' own micro-batches would change what is computed.
+    Raises CodegenError where the placement or the schedule cannot be executed, or the program could
+    not run to its end, InfeasibleError where stages' own micro-batches would change what is
+    computed.
     """
     if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
         shape = list(graph.type_of(loss).shape)
         raise CodegenError(f"the loss {loss!r} has shape {shape}", hint="it must be one number")
     if loss is not None and graph.producer(loss) is None:
-        raise CodegenError(f"the loss {loss!r} is not computed by the model", hint="name a value that a node writes")
+        raise CodegenError(
+            f"the loss {loss!r} is not computed by the model",
+            hint="name a value that a node writes",
+        )
     if placement.devices > schedule.devices:
         raise CodegenError(
             f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, "
@@ -154,11 +181,20 @@ def lower(
         )
     check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss, precision)
-    codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
-    wired, copies = _wired(graph, parts, schedule.devices), low_precision_copies(graph, precision)
+    codes = tuple(stage.code for stage in parts.stages)
+    batch = batch_axes_of(graph)
+    wired = _wired(graph, parts, schedule.devices)
+    copies = low_precision_copies(graph, precision)
     running = running_calls(graph, codes) if loss is not None else ()
-    casting = (code for code, stage in zip(codes, placement.stages, strict=True) if not stage.holds_copies)
-    again = {index for code in casting if code.recompute and loss is not None for index, _ in code.parameters}
+    casting = (
+        code for code, stage in zip(codes, placement.stages, strict=True) if not stage.holds_copies
+    )
+    again = {
+        index
+        for code in casting
+        if code.recompute and loss is not None
+        for index, _ in code.parameters
+    }
     steps = _steps(wired, schedule, tuple(code.ratio for code in codes))
     program = Program(
         world_size=schedule.devices,
@@ -171,7 +207,8 @@ def lower(
         outputs=tuple(_output(parts, name, batch) for name in wanted_values(graph, loss)),
         stages=_split_backwards(graph, codes, schedule),
         ranks=tuple(
-            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections) for rank, step in enumerate(steps)
+            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections)
+            for rank, step in enumerate(steps)
         ),
         channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
@@ -179,7 +216,9 @@ def lower(
         labels=labels_of(graph) if loss is not None else None,
         running_calls=running,
         low_precision=tuple(
-            index for index, each in enumerate(graph.parameters) if each.value.name in copies and index not in again
+            index
+            for index, each in enumerate(graph.parameters)
+            if each.value.name in copies and index not in again
         ),
     )
     if proven:
@@ -188,7 +227,9 @@ def lower(
 
 
 def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCalls, ...]:
-    """Return the calls of BatchNormalization that move running statistics which several stages of a pipeline hold."""
+    """Return the calls of BatchNormalization that move running statistics which several stages of a
+    pipeline hold.
+    """
     indices = {each.value.name: index for index, each in enumerate(graph.parameters)}
     holders: dict[tuple[int, int], set[int]] = defaultdict(set)
     calls: dict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
@@ -203,7 +244,9 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCall
                 momentum = float(str(np.float32(node.number("momentum", 0.9))))
                 for name in node.inputs[3:5]:
                     if name in indices:
-                        calls[indices[name], code.pipeline].append((each.node, code.stage, momentum))
+                        calls[indices[name], code.pipeline].append(
+                            (each.node, code.stage, momentum)
+                        )
     found = []
     for key, own in sorted(calls.items()):
         if len(holders[key]) > 1:
@@ -213,19 +256,32 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCall
     return tuple(found)
 
 
-def _split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule) -> tuple[StageCode, ...]:
-    """The same stages; where a task computes half a backward, with the nodes whose parameters' gradients can wait."""
-    split = {task.stage for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
+def _split_backwards(
+    graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule
+) -> tuple[StageCode, ...]:
+    """The same stages; where a task computes half a backward, with the nodes whose parameters'
+    gradients can wait.
+    """
+    split = {
+        task.stage
+        for order in schedule.tasks
+        for task in order
+        if task.phase is Phase.INPUT_GRADIENT
+    }
     waiting = waiting_operands(graph)
 
     def deferred(code: StageCode) -> tuple[int, ...]:
         computed = (each.node for each in code.operations if isinstance(each, Compute))
         return tuple(node for node in computed if waiting[node])
 
-    return tuple(replace(code, deferred=deferred(code)) if code.stage in split else code for code in codes)
+    return tuple(
+        replace(code, deferred=deferred(code)) if code.stage in split else code for code in codes
+    )
 
 
-def _steps(wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]) -> list[RankStep]:
+def _steps(
+    wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]
+) -> list[RankStep]:
     orders = SendingOrders(schedule)
 
     @cache  # The ranks of a group mostly do the same.
@@ -233,7 +289,10 @@ def _steps(wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int
         flat = instructions(tasks, peers, orders)
         return RankStep(flat, sections(flat, ratios), HeldMessages(flat))
 
-    return [step(tasks, RankPeers.of(stages)) for stages, tasks in zip(wired, schedule.tasks, strict=True)]
+    return [
+        step(tasks, RankPeers.of(stages))
+        for stages, tasks in zip(wired, schedule.tasks, strict=True)
+    ]
 
 
 def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
@@ -247,7 +306,11 @@ def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
     found: list[list[StageOnRank]] = [[] for _ in range(devices)]
     for number, stage in enumerate(parts.stages):
         for position, rank in enumerate(stage.code.devices):
-            data = (DataInput(name, need.box(position)) for name, need in stage.inputs.items() if name in given)
+            data = (
+                DataInput(name, need.box(position))
+                for name, need in stage.inputs.items()
+                if name in given
+            )
             wires = tuple(receives[number, rank]), tuple(sends[number, rank])
             found[rank].append(StageOnRank(number, tuple(data), *wires))
     return found
@@ -260,8 +323,11 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
             giving.setdefault(stage.code.pipeline, stage)
     places = []
     for _, stage in sorted(giving.items()):
-        layout, devices = stage.outputs[name], stage.code.devices
-        boxes = tuple(OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices))
+        layout = stage.outputs[name]
+        devices = stage.code.devices
+        boxes = tuple(
+            OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices)
+        )
         copies = len(devices) // (layout.parts * degree_of(layout.sums))
         position = [value.name for value in stage.code.outputs].index(name)
         combine = "sum" if layout.is_partial else "concat"
@@ -284,8 +350,12 @@ _TASK_VERBS = {
 """How a task is computed, and how its results leave; the gradients of parameters stay."""
 
 
-def instructions(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> tuple[Instruction, ...]:
-    """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and sends behind."""
+def instructions(
+    tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
+) -> tuple[Instruction, ...]:
+    """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and
+    sends behind.
+    """
     found: list[Instruction] = []
     for task, received in zip(tasks, postings(tasks, peers, orders), strict=True):
         compute, send = _TASK_VERBS[task.phase]
@@ -296,10 +366,14 @@ def instructions(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders)
     return tuple(found)
 
 
-def sections(flat: Sequence[Instruction], ratios: Sequence[int] = ()) -> tuple[Section, Section, Section]:
-    """Warm-up, repetend and cool-down: the loop that covers most, what stands before it and after, rolled up too.
+def sections(
+    flat: Sequence[Instruction], ratios: Sequence[int] = ()
+) -> tuple[Section, Section, Section]:
+    """Warm-up, repetend and cool-down: the loop that covers most, what stands before it and after,
+    rolled up too.
 
-    `ratios` are the micro-batches that each stage makes of one of the program's, where that is not one.
+    `ratios` are the micro-batches that each stage makes of one of the program's, where that is not
+    one.
     """
     units = {stage: math.lcm(*ratios) // each for stage, each in enumerate(ratios)}
     before, loop, after = _parted(flat, units)
@@ -312,15 +386,19 @@ def _rolled(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
 
 
 _LONGEST_BODY = 2048
-"""A group of micro-batches of Chimera or of interleaved 1F1B on 32 devices takes some hundred instructions."""
+"""A group of micro-batches of Chimera or of interleaved 1F1B on 32 devices takes some hundred
+instructions.
+"""
 
 
 def _parted(
     flat: Sequence[Instruction], units: Mapping[int, int]
 ) -> tuple[Sequence[Instruction], tuple[Loop, ...], Sequence[Instruction]]:
-    """The loop that covers most, the shortest body among equals, if there is any; what stands before it and after.
+    """The loop that covers most, the shortest body among equals, if there is any; what stands
+    before it and after.
 
-    `units` are the lengths of stages' micro-batches, so that what moves on together moves by one distance.
+    `units` are the lengths of stages' micro-batches, so that what moves on together moves by one
+    distance.
     """
     kinds: dict[tuple[int, Verb, int | None, int | None], int] = {}
     keys = ((each.stage, each.verb, each.source, each.part) for each in flat)
@@ -333,7 +411,10 @@ def _parted(
             continue  # too few for a loop that covers more
         first, count, moved = _longest_run(same, indices, length)
         if length * count > covered:
-            covered, start, size, distance = length * count, first, length, moved
+            covered = length * count
+            start = first
+            size = length
+            distance = moved
     if not covered:
         return flat, (), ()
     body = tuple(flat[start : start + size])
@@ -343,10 +424,11 @@ def _parted(
 
 
 def _longest_run(same: np.ndarray, indices: np.ndarray, length: int) -> tuple[int, int, int]:
-    """(start, count, distance) of the longest run of bodies of `length`, the first among equals; count 0 for none.
+    """(start, count, distance) of the longest run of bodies of `length`, the first among equals;
+    count 0 for none.
 
-    In a run each instruction is the `same` as the one `length` before it but for its index, which is moved on by one
-    same distance.
+    In a run each instruction is the `same` as the one `length` before it but for its index, which
+    is moved on by one same distance.
     """
     distances = np.where(same, np.maximum(indices[length:] - indices[:-length], 0), 0)
     starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
@@ -363,10 +445,16 @@ def one_device_program(
     loss: str | None,
     loss_division: LossDivision = AVERAGED,
 ) -> Program:
-    """Program of `micro_batches` micro-batches in one stage, one after the other: training with `loss`, forwards
-    without. Raises CodegenError as `lower` does.
+    """Program of `micro_batches` micro-batches in one stage, one after the other: training with
+    `loss`, forwards without. Raises CodegenError as `lower` does.
     """
     stage = Stage(tuple(range(len(graph.nodes))), (0,), micro_batch_size)
     phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)
     order = tuple(Task(0, phase, index) for index in range(micro_batches) for phase in phases)
-    return lower(graph, Placement((stage,)), Schedule(micro_batches, (order,)), loss, loss_division=loss_division)
+    return lower(
+        graph,
+        Placement((stage,)),
+        Schedule(micro_batches, (order,)),
+        loss,
+        loss_division=loss_division,
+    )

@@ -1,8 +1,10 @@
-"""Messages between stages: the blocks that ranks exchange, when receives are posted, and how many are held at once.
+"""Messages between stages: the blocks that ranks exchange, when receives are posted, and how many
+are held at once.
 
-A rank posts its receives from another rank in the order in which that one sends to it, whatever its own order (Lin et
-al., "Tessel", HPCA 2024, section V): NCCL matches what two ranks send each other by order alone. A message is held from
-its receive's posting to the end of the last task that may use it; that many buffers serve all of a step.
+A rank posts its receives from another rank in the order in which that one sends to it, whatever its
+own order (Lin et al., "Tessel", HPCA 2024, section V): NCCL matches what two ranks send each other
+by order alone. A message is held from its receive's posting to the end of the last task that may
+use it; that many buffers serve all of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Channel, Instruction, MessageBlock, Section, StageCode, StageOnRank, Verb
+from autopipe.ir.program import (
+    Channel,
+    Instruction,
+    MessageBlock,
+    Section,
+    StageCode,
+    StageOnRank,
+    Verb,
+)
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task
 from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
 from autopipe.passes.lower.shard import ShardedStage
@@ -30,27 +40,36 @@ def transfer_pieces(
     differentiable: frozenset[str],
     types: Mapping[str, DType],
 ) -> tuple[MessageBlock, ...]:
-    """All pieces that cross between stages, by target stage, source stage, turns of both, value, and target rank: the
-    order in which a task sends them. `types` are those of messages, by value.
+    """All pieces that cross between stages, by target stage, source stage, turns of both, value,
+    and target rank: the order in which a task sends them. `types` are those of messages, by value.
 
-    Raises InfeasibleError for values that cannot be shared out among micro-batches of different sizes.
+    Raises InfeasibleError for values that cannot be shared out among micro-batches of different
+    sizes.
     """
-    producers = {(stage.code.pipeline, name): number for number, stage in enumerate(stages) for name in stage.outputs}
+    producers = {
+        (stage.code.pipeline, name): number
+        for number, stage in enumerate(stages)
+        for name in stage.outputs
+    }
     sizes = [stage.micro_batch_size for stage in placement.stages]
     batch = batch_axes_of(graph) if len(set(sizes)) > 1 else BatchAxes(0, (), {})
     pieces: list[MessageBlock] = []
     for target, stage in enumerate(stages):
         found: list[tuple[int, Shared, str]] = []
         for name in (name for name in stage.inputs if graph.producer(name) is not None):
-            source, need = producers[stage.code.pipeline, name], stage.inputs[name]
+            source = producers[stage.code.pipeline, name]
+            need = stage.inputs[name]
             hold = stages[source].outputs[name]
             if hold.is_partial:
                 raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
             ends = (sizes[source], hold.shape), (sizes[target], need.shape)
             found += ((source, shared, name) for shared in shared_blocks(graph, batch, name, *ends))
-        found.sort(key=lambda each: (each[0], each[1].target_slice.index, each[1].source_slice.index))
+        found.sort(
+            key=lambda each: (each[0], each[1].target_slice.index, each[1].source_slice.index)
+        )
         for source, shared, name in found:
-            hold, senders = stages[source].outputs[name], stages[source].code.devices
+            hold = stages[source].outputs[name]
+            senders = stages[source].code.devices
             for sender, receiver, sent, received in block_transfers(
                 hold, stage.inputs[name], senders, stage.code.devices, shared
             ):
@@ -73,13 +92,18 @@ def transfer_pieces(
     return tuple(pieces)
 
 
-_FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
+_FIRST_USES = {
+    Verb.RECEIVE: (Verb.FORWARD,),
+    Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT),
+}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """All that a stage receives from another one for some of its micro-batches: values, or gradients of its own."""
+    """All that a stage receives from another one for some of its micro-batches: values, or
+    gradients of its own.
+    """
 
     stage: int
     verb: Verb
@@ -91,7 +115,8 @@ class Incoming:
 
     @staticmethod
     def of(piece: MessageBlock, gradient: bool) -> Incoming:
-        source, target = (piece.source_stage, piece.source_slice), (piece.target_stage, piece.target_slice)
+        source = (piece.source_stage, piece.source_slice)
+        target = (piece.target_stage, piece.target_slice)
         if gradient:
             return Incoming(source[0], Verb.RECEIVE_GRADIENT, target[0], source[1], target[1])
         return Incoming(target[0], Verb.RECEIVE, source[0], target[1], source[1])
@@ -109,24 +134,31 @@ _Receive = tuple[int, Verb, int | None, int | None]
 
 
 class HeldMessages:
-    """How long a rank holds messages, from the place of their receive among its instructions to that of their last use:
-    the first task that uses them where they are put together into a tensor, the last where they are used as they came.
+    """How long a rank holds messages, from the place of their receive among its instructions to
+    that of their last use: the first task that uses them where they are put together into a tensor,
+    the last where they are used as they came.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._spans: dict[tuple[_Receive, bool], list[tuple[int, int, int]]] = defaultdict(list)
         self._overlapping = cache(self._counted)
-        places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
+        places = {
+            (each.verb, each.stage, each.micro_batch): place
+            for place, each in enumerate(instructions)
+        }
         for place, each in enumerate(instructions):
             if each.verb in _FIRST_USES:
                 for whole, uses in ((False, _FIRST_USES[each.verb]), (True, _LAST_USES)):
-                    end = max(places.get((use, each.stage, each.micro_batch), place) for use in uses)
+                    end = max(
+                        places.get((use, each.stage, each.micro_batch), place) for use in uses
+                    )
                     receive = each.stage, each.verb, each.source, each.part
                     self._spans[receive, whole].append((each.micro_batch, place, end))
 
     def most(self, incoming: Incoming, whole: bool) -> int:
         """The most held at once of what a stage receives, in whole tensors or blocks."""
-        stage, verb = incoming.stage, incoming.verb
+        stage = incoming.stage
+        verb = incoming.verb
         return max(
             self._overlapping((stage, verb, source, incoming.part), whole, incoming.own)
             for source in (incoming.source, None)
@@ -151,25 +183,35 @@ class RankStep:
 def channels_of(
     wired: Sequence[Sequence[StageOnRank]], stages: Sequence[StageCode], steps: Sequence[RankStep]
 ) -> tuple[Channel, ...]:
-    """The channels between different ranks, from what is sent and received by each and what each does in a step."""
+    """The channels between different ranks, from what is sent and received by each and what each
+    does in a step.
+    """
     found = []
     pieces = {each.channel: each for own in wired for stage in own for each in stage.sends}
     for _, piece in sorted(pieces.items()):
-        source, target = piece.source_rank, piece.target_rank
+        source = piece.source_rank
+        target = piece.target_rank
         if source == target:
             continue
-        buffers = steps[target].held.most(Incoming.of(piece, False), is_whole(stages, piece, gradient=False))
+        buffers = steps[target].held.most(
+            Incoming.of(piece, False), is_whole(stages, piece, gradient=False)
+        )
         gradients = 0
         if piece.needs_gradient:
-            gradients = steps[source].held.most(Incoming.of(piece, True), is_whole(stages, piece, gradient=True))
+            gradients = steps[source].held.most(
+                Incoming.of(piece, True), is_whole(stages, piece, gradient=True)
+            )
         found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
 
 
 def is_whole(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
-    """True if a message is used as it came, neither put together with others into a tensor of their own nor widened."""
+    """True if a message is used as it came, neither put together with others into a tensor of their
+    own nor widened.
+    """
     values = stages[piece.source_stage].outputs if gradient else stages[piece.target_stage].inputs
-    value, box = next(each for each in values if each.name == piece.tensor), piece.sent if gradient else piece.received
+    value = next(each for each in values if each.name == piece.tensor)
+    box = piece.sent if gradient else piece.received
     return box.shape == value.shape and piece.dtype is value.dtype
 
 
@@ -182,11 +224,14 @@ RECEIVED_BY = {
 
 
 class SendingOrders:
-    """The order in which stages send; the devices of a stage run its tasks together, so it has one."""
+    """The order in which stages send; the devices of a stage run its tasks together, so it has
+    one.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self._places: dict[tuple[int, Verb], dict[int, int]] = defaultdict(dict)
-        """By micro-batch, where the task that sends stands in one order of the tasks of all ranks."""
+        """By micro-batch, where the task that sends stands in one order of the tasks of all ranks.
+        """
         for place, task in enumerate(_joint_order(dict.fromkeys(schedule.tasks))):
             if task.phase in RECEIVED_BY:
                 self._places[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
@@ -202,7 +247,9 @@ class SendingOrders:
 
 
 def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
-    """All ranks' tasks in an order that keeps to each rank's own. It ends early where there is none."""
+    """All ranks' tasks in an order that keeps to each rank's own. It ends early where there is
+    none.
+    """
     left = Counter(task for tasks in lists for task in tasks)
     rests = defaultdict[Task, list[Iterator[Task]]](list)
     """By task, the ranks that come to it next."""
@@ -218,13 +265,16 @@ def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
 
 @dataclass(frozen=True, slots=True)
 class RankPeers:
-    """Messages that a rank exchanges with others; values between its own stages are handed over, not sent."""
+    """Messages that a rank exchanges with others; values between its own stages are handed over,
+    not sent.
+    """
 
     sends: frozenset[tuple[int, Verb]]
     """(stage, verb) that send anything."""
     receives: tuple[tuple[Incoming, frozenset[int]], ...]
-    """All that comes from other ranks, in order, and from which. Those ranks are numbered as they appear, so that ranks
-    which do the same are equal."""
+    """All that comes from other ranks, in order, and from which. Those ranks are numbered as they
+    appear, so that ranks which do the same are equal.
+    """
 
     @staticmethod
     def of(wired: Iterable[StageOnRank]) -> RankPeers:
@@ -245,17 +295,22 @@ class RankPeers:
         numbers: dict[int, int] = {}
         found = []
         for incoming in sorted(receives, key=Incoming.key):
-            places = frozenset(numbers.setdefault(rank, len(numbers)) for rank in sorted(receives[incoming]))
+            places = frozenset(
+                numbers.setdefault(rank, len(numbers)) for rank in sorted(receives[incoming])
+            )
             found.append((incoming, places))
         return RankPeers(frozenset(sends), tuple(found))
 
 
-def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> list[list[Instruction]]:
+def postings(
+    tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
+) -> list[list[Instruction]]:
     """For each task the receives that the rank posts before the task computes.
 
-    What a task needs is received one task ahead, so that it travels while the previous task computes; earlier where
-    the same rank sends something before it that is received earlier. A stage receives from all its sources at once
-    where they send in one order and nothing else comes from their ranks.
+    What a task needs is received one task ahead, so that it travels while the previous task
+    computes; earlier where the same rank sends something before it that is received earlier. A
+    stage receives from all its sources at once where they send in one order and nothing else comes
+    from their ranks.
     """
     used = {
         (task.stage, RECEIVED_BY[task.phase], task.micro_batch): position
@@ -267,7 +322,8 @@ def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> 
         for sent, micro_batch in orders.reaching(incoming):
             each = Instruction(incoming.verb, incoming.stage, micro_batch, source, incoming.part)
             due.append((sent, each, ranks))
-    # A task sends to the stages of a rank in the order of their numbers, to each in that of its micro-batches.
+    # A task sends to the stages of a rank in the order of their numbers, to each in that of its
+    # micro-batches.
     due.sort(key=lambda each: (each[0], each[1].stage, each[1].micro_batch))
     found: list[list[Instruction]] = [[] for _ in tasks]
     latest: dict[int, int] = {}
@@ -279,15 +335,26 @@ def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> 
     return [received[::-1] for received in found]
 
 
-def _together(peers: RankPeers, orders: SendingOrders) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
-    """By receive, all that it takes, the stage that it is from and the ranks. It is from all sources of a stage, None,
-    where there is one, or they send in one order and their ranks send nothing else."""
+def _together(
+    peers: RankPeers, orders: SendingOrders
+) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
+    """By receive, all that it takes, the stage that it is from and the ranks. It is from all
+    sources of a stage, None, where there is one, or they send in one order and their ranks send
+    nothing else.
+    """
     senders = Counter(
-        rank for rank, *_ in {(rank, *each.key()[:3]) for each, ranks in peers.receives for rank in ranks}
+        rank
+        for rank, *_ in {
+            (rank, *each.key()[:3]) for each, ranks in peers.receives for rank in ranks
+        }
     )
-    sources: dict[tuple[int, Verb], dict[int, list[tuple[Incoming, frozenset[int]]]]] = defaultdict(dict)
+    sources: dict[tuple[int, Verb], dict[int, list[tuple[Incoming, frozenset[int]]]]] = defaultdict(
+        dict
+    )
     for incoming, ranks in peers.receives:
-        sources[incoming.stage, incoming.verb].setdefault(incoming.source, []).append((incoming, ranks))
+        sources[incoming.stage, incoming.verb].setdefault(incoming.source, []).append(
+            (incoming, ranks)
+        )
     for several in sources.values():
         first = next(iter(several.values()))
         ranks = frozenset[int]().union(*(own for entries in several.values() for _, own in entries))
@@ -297,12 +364,20 @@ def _together(peers: RankPeers, orders: SendingOrders) -> Iterator[tuple[Incomin
         elif orderly and all(senders[rank] == 1 for rank in ranks):
             yield from ((incoming, None, ranks) for incoming, _ in first)
         else:
-            yield from ((incoming, source, own) for source, each in several.items() for incoming, own in each)
+            yield from (
+                (incoming, source, own)
+                for source, each in several.items()
+                for incoming, own in each
+            )
 
 
 def _sequence(
     entries: Iterable[tuple[Incoming, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
     """Micro-batch and part of all that comes, in the order in which it is sent."""
-    every = ((place, each, incoming.part) for incoming, _ in entries for place, each in orders.reaching(incoming))
+    every = (
+        (place, each, incoming.part)
+        for incoming, _ in entries
+        for place, each in orders.reaching(incoming)
+    )
     return tuple((each, part) for _, each, part in sorted(every, key=lambda found: found[:2]))

@@ -1,7 +1,9 @@
-"""A stage's nodes on local shards, with the exchanges that its splits ask for; and the ranks' blocks of parameters.
+"""A stage's nodes on local shards, with the exchanges that its splits ask for; and the ranks'
+blocks of parameters.
 
-The ranks of a group together compute one function, and each rank's gradient of a value it holds is its own share. Then
-the backward of every exchange is its transpose, and a parameter's gradient the sum over the ranks that hold it.
+The ranks of a group together compute one function, and each rank's gradient of a value it holds is
+its own share. Then the backward of every exchange is its transpose, and a parameter's gradient the
+sum over the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from dataclasses import dataclass
 from autopipe.ir.batch import BatchAxes
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph, Node, Value
-from autopipe.ir.layout import Box, Layout, are_blocks, even_degree_hint, holders_by_box, mesh_of, replicated
+from autopipe.ir.layout import (
+    Box,
+    Layout,
+    are_blocks,
+    even_degree_hint,
+    holders_by_box,
+    mesh_of,
+    replicated,
+)
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, spaces_of
 from autopipe.ir.ops.operator import joint_splits
@@ -23,7 +33,13 @@ from autopipe.ir.program import Collective, Compute, Shard, StageCode
 from autopipe.ir.space import AxisKind, Space
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import exchanged_element_bytes
-from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
+from autopipe.passes.analysis.resharding import (
+    Exchange,
+    NodeLayouts,
+    node_layouts,
+    taken_layouts,
+    with_exchanges,
+)
 from autopipe.passes.analysis.stage_nodes import StageNodes
 
 
@@ -49,28 +65,41 @@ def shard_stage(
 ) -> ShardedStage:
     """Return the local forward of `stage`, which computes `nodes` at `precision`.
 
-    `batch` says which axes of values count the samples of the program's micro-batches. The parameters in `whole` are
-    replicated. A partial result is reduced at once, to a replicated or a sharded value, except the scalars in `shares`:
-    no node reads them, and a partial loss is summed when it is reported. Raises CodegenError for splits that cannot be
-    executed.
+    `batch` says which axes of values count the samples of the program's micro-batches. The
+    parameters in `whole` are replicated. A partial result is reduced at once, to a replicated or a
+    sharded value, except the scalars in `shares`: no node reads them, and a partial loss is summed
+    when it is reported. Raises CodegenError for splits that cannot be executed.
     """
     group = len(stage.devices)
-    splits_of = {index: tuple(split for split in splits if split.degree > 1) for index, splits in nodes.nodes}
+    splits_of = {
+        index: tuple(split for split in splits if split.degree > 1) for index, splits in nodes.nodes
+    }
     spaces = spaces_of(graph)
     for index, splits in splits_of.items():
         _check_splits(graph.nodes[index], spaces(index), splits, group)
-    forms = [node_layouts(graph, index, spaces(index), splits, group) for index, splits in splits_of.items()]
+    forms = [
+        node_layouts(graph, index, spaces(index), splits, group)
+        for index, splits in splits_of.items()
+    ]
     taken = taken_layouts(graph, forms, stage, whole)
     for name in nodes.outputs:
         if name not in taken and graph.producer(name) is None:
             taken[name] = replicated(graph.type_of(name).shape)
     steps = tuple(with_exchanges(forms, taken, frozenset(nodes.outputs), shares, group))
-    reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
+    reduced = {
+        step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial
+    }
     held = _LocalValues(graph, taken)
     operations = tuple(
-        _collective(step, held, exchanged_element_bytes(graph, precision, step.value, is_received=step.value in taken))
+        _collective(
+            step,
+            held,
+            exchanged_element_bytes(graph, precision, step.value, is_received=step.value in taken),
+        )
         if isinstance(step, Exchange)
-        else _compute(graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch)
+        else _compute(
+            graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch
+        )
         for step in steps
     )
     indices, constant_indices = _indices(graph)
@@ -97,19 +126,29 @@ def shard_stage(
 
 
 def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:
-    """Raise CodegenError unless the splits leave every device of the group an equal block of the node's work."""
-    wanted, where = " ".join(map(str, splits)), repr(node.name)
-    if group % math.prod(split.degree for split in splits) or len({split.axis for split in splits}) < len(splits):
+    """Raise CodegenError unless the splits leave every device of the group an equal block of the
+    node's work.
+    """
+    wanted = " ".join(map(str, splits))
+    where = repr(node.name)
+    if group % math.prod(split.degree for split in splits) or len(
+        {split.axis for split in splits}
+    ) < len(splits):
         raise CodegenError(
             f"a node split as {wanted} over {group} {plural(group, 'device')} cannot be executed",
-            hint="each axis can be split once, and the product of all degrees must divide the number of devices",
+            hint=(
+                "each axis can be split once, and the product of all degrees must divide the "
+                "number of devices"
+            ),
             where=where,
         )
     for split in splits:
         axis = next((axis for axis in space.axes if axis.name == split.axis), None)
         if axis is None:
             names = " ".join(axis.name for axis in space.axes) or "none"
-            raise CodegenError(f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=where)
+            raise CodegenError(
+                f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=where
+            )
         if axis.kind is AxisKind.WHOLE:
             raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=where)
         if axis.extent % split.degree:
@@ -120,12 +159,14 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
                 where=where,
             )
     if not are_blocks(space, splits):
-        raise CodegenError(f"a share of {wanted} of {node.op} is not one block of its tensors", where=where)
+        raise CodegenError(
+            f"a share of {wanted} of {node.op} is not one block of its tensors", where=where
+        )
 
 
 class _LocalValues:
-    """One device's block of each form of a value that the group holds: the form by which it is known, in `layouts`,
-    goes by the value's own name.
+    """One device's block of each form of a value that the group holds: the form by which it is
+    known, in `layouts`, goes by the value's own name.
     """
 
     def __init__(self, graph: Graph, taken: Mapping[str, Layout]) -> None:
@@ -137,7 +178,9 @@ class _LocalValues:
             self.add(name, layout)
 
     def add(self, name: str, layout: Layout, form: str | None = None) -> Value:
-        """The value in that layout, under its own name; as a `form` of it under one that no value of the model has."""
+        """The value in that layout, under its own name; as a `form` of it under one that no value
+        of the model has.
+        """
         local = name
         if form is None:
             self.layouts[name] = layout
@@ -146,7 +189,9 @@ class _LocalValues:
             while self.graph.has(local) or local in self._derived:
                 local += "\0"
             self._derived.add(local)
-        found = self.values[name, layout] = Value(local, self.graph.type_of(name).dtype, layout.local_shape())
+        found = self.values[name, layout] = Value(
+            local, self.graph.type_of(name).dtype, layout.local_shape()
+        )
         return found
 
 
@@ -168,7 +213,8 @@ def _compute(
     batch: BatchAxes,
 ) -> Compute:
     """A node on its group's blocks; its results that are `reduced` behind it are partial."""
-    node, whole = form.node, signature_of(graph, form.node)
+    node = form.node
+    whole = signature_of(graph, form.node)
     row = OPERATORS[qualified_name(node)]
     operands = tuple(
         None if layout is None else held.values[name, layout]
@@ -181,10 +227,14 @@ def _compute(
     signature = whole.sharded(operands, results)
     degrees = {split.axis: split.degree for split in splits}
     joint: list[tuple[str, ...]] = [(axis,) for axis in joint_splits(space, degrees)]
-    if joint:  # The operator asks its group along each joint axis, and along those that it exchanges statistics over.
+    # The operator asks its group along each joint axis, and along those that it exchanges
+    # statistics over.
+    if joint:
         joint += (each.axes for each in row.statistics(whole, space, degrees))
     samples = batch.of(next(filter(None, node.outputs))) if row.random else None
-    return Compute(form.index, signature, splits, mesh_of(splits, group), tuple(dict.fromkeys(joint)), samples)
+    return Compute(
+        form.index, signature, splits, mesh_of(splits, group), tuple(dict.fromkeys(joint)), samples
+    )
 
 
 @remembered(GRAPHS)
@@ -196,8 +246,11 @@ def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
     )
 
 
-def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...]) -> tuple[tuple[Shard, ...], ...]:
-    """For each rank its blocks of parameters; ranks with the same block of a parameter share its gradient.
+def parameter_shards(
+    graph: Graph, devices: int, stages: tuple[ShardedStage, ...]
+) -> tuple[tuple[Shard, ...], ...]:
+    """For each rank its blocks of parameters; ranks with the same block of a parameter share its
+    gradient.
 
     No parameter may be torn (see `torn_parameters` of passes/analysis).
     """
@@ -211,7 +264,9 @@ def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...
                 holders[indices[name], box].update(devices_of_stage[place] for place in places)
                 users[indices[name], box].add(stage.code.stage)
     shards: list[list[Shard]] = [[] for _ in range(devices)]
-    for (index, box), ranks in sorted(holders.items(), key=lambda item: (item[0][0], sorted(item[1]))):
+    for (index, box), ranks in sorted(
+        holders.items(), key=lambda item: (item[0][0], sorted(item[1]))
+    ):
         home = min(users[index, box])
         is_home = len(users[index, box]) == 1 and ranks == set(stages[home].code.devices)
         shard = Shard(index, box, tuple(sorted(ranks)), home if is_home else None)

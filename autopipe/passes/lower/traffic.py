@@ -1,4 +1,6 @@
-"""The bytes that a step's exchanges move, by kind (`ir/program.py`), from the parts its program is made of."""
+"""The bytes that a step's exchanges move, by kind (`ir/program.py`), from the parts its program is
+made of.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from autopipe.ir.graph import Graph, Parameter
 from autopipe.ir.layout import MeshAxes, lacking
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Block, Collective, Operation, Shard, StageCode, buckets_of, by_kind, transposed
+from autopipe.ir.program import (
+    Block,
+    Collective,
+    Operation,
+    Shard,
+    StageCode,
+    buckets_of,
+    by_kind,
+    transposed,
+)
 from autopipe.passes.analysis.recompute import flowing_values, running_again
 from autopipe.passes.lower.lower import parts_of
 
@@ -19,15 +30,23 @@ def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> I
     """The trained blocks among `shards` that several ranks hold."""
     for shard in shards:
         value = parameters[shard.parameter].value
-        if len(shard.gradient_ranks) > 1 and parameters[shard.parameter].trainable and value.dtype.is_floating:
-            dtype, ranks = value.dtype, shard.gradient_ranks
-            yield Block(shard.parameter, shard.box.elements, dtype.value, dtype.itemsize, ranks, shard.home)
+        if (
+            len(shard.gradient_ranks) > 1
+            and parameters[shard.parameter].trainable
+            and value.dtype.is_floating
+        ):
+            dtype = value.dtype
+            ranks = shard.gradient_ranks
+            yield Block(
+                shard.parameter, shard.box.elements, dtype.value, dtype.itemsize, ranks, shard.home
+            )
 
 
 def exchanged_gradients(
     parameters: Sequence[Parameter], shards: Iterable[Shard], shared: bool
 ) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
-    """Bytes of gradients by the stage whose last backward completes them, if one does, and the ranks that add them up.
+    """Bytes of gradients by the stage whose last backward completes them, if one does, and the
+    ranks that add them up.
 
     What is `shared` out is filled up to equal shares.
     """
@@ -53,12 +72,15 @@ def communication_bytes(
 ) -> dict[str, int]:
     """Bytes by kind of one step of training with `loss`, or of inference, over all of `devices`.
 
-    With `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be executed.
+    With `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be
+    executed.
     """
     parts = parts_of(graph, placement, devices, loss, precision)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
-        times = len(range(stage.code.pipeline, micro_batches * stage.code.ratio, placement.pipelines))
+        times = len(
+            range(stage.code.pipeline, micro_batches * stage.code.ratio, placement.pipelines)
+        )
         again = running_again(stage.code)
         for each in stage_exchanges(own, stage.code, parts.differentiable):
             repeats = 1 + (not each.backward and each.segment in again)
@@ -67,7 +89,13 @@ def communication_bytes(
     for piece in parts.pieces:
         if piece.source_rank != piece.target_rank:
             code = parts.stages[piece.source_stage].code
-            times = len(range(code.pipeline, micro_batches * code.ratio, placement.pipelines * piece.source_slice.of))
+            times = len(
+                range(
+                    code.pipeline,
+                    micro_batches * code.ratio,
+                    placement.pipelines * piece.source_slice.of,
+                )
+            )
             total["send"] += times * (1 + piece.needs_gradient) * piece.bytes
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
         first = (each for each in own_shards if each.gradient_ranks[0] == rank)  # Each group once.
@@ -95,9 +123,12 @@ class StageExchange:
     """Of a stage that recomputes the one that it belongs to."""
 
 
-def stage_exchanges(graph: Graph, code: StageCode, differentiable: frozenset[str]) -> Iterator[StageExchange]:
-    """Yield the collectives inside a stage's group, in the order of its operations. Slicing a replicated value is not
-    one: no byte is sent."""
+def stage_exchanges(
+    graph: Graph, code: StageCode, differentiable: frozenset[str]
+) -> Iterator[StageExchange]:
+    """Yield the collectives inside a stage's group, in the order of its operations. Slicing a
+    replicated value is not one: no byte is sent.
+    """
     if len(code.devices) == 1:
         return
     flowing = flowing_values(code, differentiable)
@@ -129,9 +160,13 @@ def _exchanges(
             degrees = {split.axis: split.degree for split in operation.splits}
             operands = operation.signature.operands
             for told in row.statistics(signature, row.space(signature), degrees):
-                # In backward where a gradient that comes back goes to an operand through which the exchange is made.
+                # In backward where a gradient that comes back goes to an operand through which the
+                # exchange is made.
                 through = (operands[index] for index in told.through if index < len(operands))
                 returns = any(value is not None and value.name in flowing for value in through)
                 if not told.backward or (returns and not flowing.isdisjoint(operation.writes)):
-                    size, over = group * told.times * told.bytes, operation.mesh_of(told.axes)
-                    yield StageExchange(told.kind, size, told.backward, operation.writes[0], over, told.times)
+                    size = group * told.times * told.bytes
+                    over = operation.mesh_of(told.axes)
+                    yield StageExchange(
+                        told.kind, size, told.backward, operation.writes[0], over, told.times
+                    )

@@ -1,7 +1,8 @@
-"""Downsets: sets of blocks that hold, with a block, all that it needs. What is done after some stages is always one.
+"""Downsets: sets of blocks that hold, with a block, all that it needs. What is done after some
+stages is always one.
 
-A deep graph without branches has few of them, so that searches over all are exact, whatever the number of stages; with
-many parallel branches there are exponentially many.
+A deep graph without branches has few of them, so that searches over all are exact, whatever the
+number of stages; with many parallel branches there are exponentially many.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ _CELLS = 2**22
 
 
 def count_downsets(needs: tuple[int, ...]) -> int | None:
-    """The number of downsets, the empty one among them; None where counting takes too long. `needs` are what each block
-    reads from, as bits, in topological order. Blocks that have nothing to do with each other multiply; otherwise the
-    downsets with a block, all that it needs set aside, and those without it, all that needs it set aside, add up."""
+    """The number of downsets, the empty one among them; None where counting takes too long. `needs`
+    are what each block reads from, as bits, in topological order. Blocks that have nothing to do
+    with each other multiply; otherwise the downsets with a block, all that it needs set aside, and
+    those without it, all that needs it set aside, add up.
+    """
     below = closed(needs)
-    above = [sum(1 << other for other, need in enumerate(below) if need >> block & 1) for block in range(len(needs))]
+    above = [
+        sum(1 << other for other, need in enumerate(below) if need >> block & 1)
+        for block in range(len(needs))
+    ]
     linked = [one | other for one, other in zip(below, above, strict=True)]
     known = {0: 1}
 
@@ -83,8 +89,10 @@ def bits(mask: int) -> list[int]:
 
 
 def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[int]] | None:
-    """All downsets as bits, ascending, by the number of their blocks; None where they are more than `most`. `needs` as
-    `count_downsets` takes them. Each downset of a level goes on with one of the blocks that are ready."""
+    """All downsets as bits, ascending, by the number of their blocks; None where they are more than
+    `most`. `needs` as `count_downsets` takes them. Each downset of a level goes on with one of the
+    blocks that are ready.
+    """
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
         for block in bits(need):
@@ -110,7 +118,9 @@ def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[in
 def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
     """Bits of masks in words of 64."""
     words = max(1, -(-blocks // 64))
-    packed = np.frombuffer(b"".join(mask.to_bytes(8 * words, "little") for mask in masks), np.dtype("<u8"))
+    packed = np.frombuffer(
+        b"".join(mask.to_bytes(8 * words, "little") for mask in masks), np.dtype("<u8")
+    )
     return packed.reshape(len(masks), words)
 
 
@@ -136,17 +146,21 @@ class Pairs:
         return Pairs(self.numbers[places], self.inner[places], self.outer[places])
 
     def difference(self, figures: NDArray[np.float64]) -> Figures:
-        """For each pair how much more a figure of downsets is of the outer one than of the inner one."""
+        """For each pair how much more a figure of downsets is of the outer one than of the inner
+        one.
+        """
         found: Figures = figures.take(self.outer)
         found -= figures.take(self.inner)
         return found
 
 
 class Downsets:
-    """All downsets, larger ones first, and every pair of which one holds the other. `holds[d, b]` says whether downset
-    d holds block b: d = 0 holds all, the last one none. Pair p is (`inner[p]`, `outer[p]`), two different downsets:
-    what the outer one has more can be a stage. Pairs go by inner downset. The downsets of one number of blocks are
-    `levels[i]` to `levels[i + 1] - 1`; the pairs with such an inner one are `starts[i]` to `starts[i + 1] - 1`."""
+    """All downsets, larger ones first, and every pair of which one holds the other. `holds[d, b]`
+    says whether downset d holds block b: d = 0 holds all, the last one none. Pair p is (`inner[p]`,
+    `outer[p]`), two different downsets: what the outer one has more can be a stage. Pairs go by
+    inner downset. The downsets of one number of blocks are `levels[i]` to `levels[i + 1] - 1`; the
+    pairs with such an inner one are `starts[i]` to `starts[i + 1] - 1`.
+    """
 
     def __init__(self, needs: tuple[int, ...]) -> None:
         """`needs` are what each block reads from, as bits, in topological order."""
@@ -154,7 +168,8 @@ class Downsets:
         masks = [mask for level in found for mask in level]
         packed = _packed(masks, len(needs))
         self.holds = membership(masks, len(needs))
-        self.levels, self.starts = [0], [0]
+        self.levels = [0]
+        self.starts = [0]
         inner: list[NDArray[np.int64]] = []
         outer: list[NDArray[np.int64]] = []
         for level in found:
@@ -168,7 +183,8 @@ class Downsets:
                 inner.append(inside + begin)
                 outer.append(outside)
             self.starts.append(sum(map(len, inner)))
-        self.inner, self.outer = np.concatenate(inner), np.concatenate(outer)
+        self.inner = np.concatenate(inner)
+        self.outer = np.concatenate(outer)
 
     @property
     def pairs(self) -> Pairs:

@@ -9,7 +9,11 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
+from autopipe.passes.analysis.constraints import (
+    BATCH_AXIS,
+    ResolvedConstraint,
+    resolved_constraints,
+)
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_state, fitted
@@ -26,7 +30,9 @@ class DataParallel:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError unless devices of one kind share a micro-batch equally and can hold the weights."""
+        """Raise InfeasibleError unless devices of one kind share a micro-batch equally and can hold
+        the weights.
+        """
         check_one_kind(problem, self.name)
         check_state(problem, problem.cluster.size, 1)
         check_samples(problem, problem.cluster.size, self.name, "devices")
@@ -34,31 +40,41 @@ class DataParallel:
     def run(self, problem: Problem) -> Placement:
         """One stage.
 
-        Raises InfeasibleError where a node's samples cannot be shared or memory does not hold it, ConfigurationError
-        for a constraint that one stage on all devices does not fulfil.
+        Raises InfeasibleError where a node's samples cannot be shared or memory does not hold it,
+        ConfigurationError for a constraint that one stage on all devices does not fulfil.
         """
-        samples, devices = sample_axes(problem.graph), problem.cluster.size
+        samples = sample_axes(problem.graph)
+        devices = problem.cluster.size
         for each in resolved_constraints(problem):
             reason = ""
             if each.constraint.stage not in (None, 0):
-                reason = f"asks for stage {each.constraint.stage}, and data_parallel has stage 0 alone"
+                reason = (
+                    f"asks for stage {each.constraint.stage}, and data_parallel has stage 0 alone"
+                )
             elif each.devices is not None and set(each.devices) != set(range(devices)):
                 reason = "asks for some of the devices, and data_parallel uses all for every node"
             elif not _is_by_samples(each, samples, devices):
                 reason = f"asks for another split than of the samples by {devices}"
             if reason:
-                raise ConfigurationError(f"{each} {reason}", hint="strategy manual follows any constraint")
-        return fitted(problem, one_stage(problem, samples.splits(range(len(problem.graph.nodes)), devices)))
+                raise ConfigurationError(
+                    f"{each} {reason}", hint="strategy manual follows any constraint"
+                )
+        return fitted(
+            problem, one_stage(problem, samples.splits(range(len(problem.graph.nodes)), devices))
+        )
 
 
 def _is_by_samples(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
-    """True if what a constraint says of splits, if anything, is that all devices share the samples."""
+    """True if what a constraint says of splits, if anything, is that all devices share the
+    samples.
+    """
     split = resolved.constraint.split
     if split is None or size == 1:
         return all(degree == 1 for _, degree in split or ())
     if not split:
         return all(samples.axes[node] is None for node in resolved.nodes)
     return all(
-        degree == size and (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in resolved.nodes))
+        degree == size
+        and (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in resolved.nodes))
         for axis, degree in split
     )

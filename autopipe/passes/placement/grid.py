@@ -1,4 +1,6 @@
-"""The grid of pipeline, data and tensor parallelism: the factorisation and the micro-batches with the shortest step."""
+"""The grid of pipeline, data and tensor parallelism: the factorisation and the micro-batches with
+the shortest step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from operator import itemgetter
 from typing import ClassVar
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, OutOfMemoryError
+from autopipe.ir.errors import (
+    REFUSALS,
+    AutopipeError,
+    ConfigurationError,
+    InfeasibleError,
+    OutOfMemoryError,
+)
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import once_each
 from autopipe.ir.placement import Placement, Stage
@@ -48,10 +56,12 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """`pipeline` groups of devices in a line, each of `data` replicas of `tensor` devices that share every layer.
+    """`pipeline` groups of devices in a line, each of `data` replicas of `tensor` devices that
+    share every layer.
 
-    A replica's devices are neighbours. The replicas of a group are neighbours, too, so that the line goes along the
-    slowest links; or, where `apart`, the groups of one replica are, so that only sums of gradients do.
+    A replica's devices are neighbours. The replicas of a group are neighbours, too, so that the
+    line goes along the slowest links; or, where `apart`, the groups of one replica are, so that
+    only sums of gradients do.
     """
 
     pipeline: int
@@ -68,19 +78,28 @@ class Degrees:
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each group: replica by replica."""
-        between, step = (self.tensor, self.pipeline * self.tensor) if self.apart else (self.width, self.tensor)
-        inside = [replica * step + device for replica in range(self.data) for device in range(self.tensor)]
-        return tuple(tuple(place * between + device for device in inside) for place in range(self.pipeline))
+        between, step = (
+            (self.tensor, self.pipeline * self.tensor) if self.apart else (self.width, self.tensor)
+        )
+        inside = [
+            replica * step + device for replica in range(self.data) for device in range(self.tensor)
+        ]
+        return tuple(
+            tuple(place * between + device for device in inside) for place in range(self.pipeline)
+        )
 
 
 def factorisations(
-    cluster: Cluster, pipeline: int | None = None, data: int | None = None, tensor: int | None = None
+    cluster: Cluster,
+    pipeline: int | None = None,
+    data: int | None = None,
+    tensor: int | None = None,
 ) -> Iterator[Degrees]:
     """Every factorisation with the degrees that are given, replicas neighbours.
 
-    Where `tensor` is open it is at most the devices of a node: what layers exchange, all micro-batches long, is more
-    than other links carry (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", 2021, section 3).
+    Where `tensor` is open it is at most the devices of a node: what layers exchange, all
+    micro-batches long, is more than other links carry (Narayanan et al., "Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 3).
     """
     size = cluster.size
     for shared in [tensor] if tensor else range(1, min(size, cluster.devices_per_node) + 1):
@@ -90,22 +109,30 @@ def factorisations(
                 yield Degrees(count, rest // count, shared)
 
 
-def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool, opposite: bool = False) -> Placement:
+def place(
+    problem: Problem, degrees: Degrees, chunks: int, wave: bool, opposite: bool = False
+) -> Placement:
     """The stages of a factorisation on the problem's micro-batches, recomputing where all are to.
 
-    With `opposite`, a second pipeline has the same stages on the groups in reverse order. Raises InfeasibleError where
-    replicas cannot share the samples, or the operators are too few.
+    With `opposite`, a second pipeline has the same stages on the groups in reverse order. Raises
+    InfeasibleError where replicas cannot share the samples, or the operators are too few.
     """
     check_samples(problem, degrees.data, "grid")
     groups = visited(degrees.groups(), chunks, wave)
-    settled = settled_stages(resolved_constraints(problem), groups, "grid") if problem.constraints else {}
+    settled = (
+        settled_stages(resolved_constraints(problem), groups, "grid") if problem.constraints else {}
+    )
     shared = whole_group_splits(problem.graph, degrees.data, degrees.tensor)
     if not shared and degrees.tensor > 1:
         raise InfeasibleError(
-            f"{degrees.tensor} {plural(degrees.tensor, 'device')} can share no layer", where="strategy.tensor"
+            f"{degrees.tensor} {plural(degrees.tensor, 'device')} can share no layer",
+            where="strategy.tensor",
         )
-    samples, stages = sample_axes(problem.graph), []
-    for nodes, group in zip(cut_into_stages(problem, groups, settled, degrees.data), groups, strict=True):
+    samples = sample_axes(problem.graph)
+    stages = []
+    for nodes, group in zip(
+        cut_into_stages(problem, groups, settled, degrees.data), groups, strict=True
+    ):
         own = {node: shared[node] for node in nodes if node in shared}
         splits = with_samples_split(samples, nodes, degrees.data, own)
         stages.append(Stage(nodes, group, problem.micro_batch_size, splits, problem.recomputes_all))
@@ -116,11 +143,14 @@ def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool, opposite:
 
 
 _TASKS = 2**14
-"""The most stages times micro-batches that are tried first: one sample at a time may mean tens of thousands of
-micro-batches, whose step takes long to tell."""
+"""The most stages times micro-batches that are tried first: one sample at a time may mean tens of
+thousands of micro-batches, whose step takes long to tell.
+"""
 
 _CLOSE = 1.1
-"""By how much longer than the best, as a factor, a step may be predicted to be and is looked into nevertheless."""
+"""By how much longer than the best, as a factor, a step may be predicted to be and is looked into
+nevertheless.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +162,9 @@ class GridTrial:
     placement: Placement
     step_s: float
     memory: tuple[tuple[int, int, int], ...]
-    """Of each device, but equal ones once: bytes whatever the micro-batches, bytes that grow with them, the limit."""
+    """Of each device, but equal ones once: bytes whatever the micro-batches, bytes that grow with
+    them, the limit.
+    """
 
     def fits(self, size: int) -> bool:
         """True if memory should hold the same with micro-batches of `size` samples."""
@@ -140,10 +172,15 @@ class GridTrial:
 
 
 class GridSearch:
-    """One search: the best trial so far, and why others were refused. Each group has `chunks` stages per pipeline."""
+    """One search: the best trial so far, and why others were refused. Each group has `chunks`
+    stages per pipeline.
+    """
 
     def __init__(self, problem: Problem, chunks: int, wave: bool, opposite: bool = False) -> None:
-        self.problem, self.chunks, self.wave, self.opposite = problem, chunks, wave, opposite
+        self.problem = problem
+        self.chunks = chunks
+        self.wave = wave
+        self.opposite = opposite
         self.best: GridTrial | None = None
         self.refused: list[AutopipeError] = []
         self.sized = once_each(partial(resized, problem))
@@ -154,14 +191,17 @@ class GridSearch:
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
         """The best of all factorisations on micro-batches of any of `sizes` samples, which ascend.
 
-        First each with small micro-batches, but for those that memory cannot hold, and those whose estimate, which
-        leaves out what layers exchange, is no shorter than the best step; then other sizes, where they promise most
-        first; then the best with its replicas apart. Raises OutOfMemoryError, with the degrees that need least, if
-        memory refused a candidate and none is left, otherwise the last reason.
+        First each with small micro-batches, but for those that memory cannot hold, and those whose
+        estimate, which leaves out what layers exchange, is no shorter than the best step; then
+        other sizes, where they promise most first; then the best with its replicas apart. Raises
+        OutOfMemoryError, with the degrees that need least, if memory refused a candidate and none
+        is left, otherwise the last reason.
         """
         found = []
         for degrees in every:
-            estimates = {size: self._estimate_s(degrees, size) for size in sizes if size % degrees.data == 0}
+            estimates = {
+                size: self._estimate_s(degrees, size) for size in sizes if size % degrees.data == 0
+            }
             if estimates:
                 found.append((min(estimates.values()), degrees, estimates))
 
@@ -179,10 +219,12 @@ class GridSearch:
             # Memory may hold the smallest where it refuses larger ones.
             first = self._try(degrees, few) or self._try(degrees, own[0])
             if first is not None:
-                # Of the sizes that memory should hold the best, whose step is as much longer than the first as
-                # estimates say.
+                # Of the sizes that memory should hold the best, whose step is as much longer than
+                # the first as estimates say.
                 start = min(filter(first.fits, own), key=estimates.__getitem__, default=first.size)
-                longer = estimates[start] / estimates[first.size] if estimates[first.size] else 1.0  # Nothing to do.
+                longer = (
+                    estimates[start] / estimates[first.size] if estimates[first.size] else 1.0
+                )  # Nothing to do.
                 begun.append((first.step_s * longer, degrees, own, start))
         for promised_s, degrees, own, start in sorted(begun, key=itemgetter(0)):
             if promised_s <= _CLOSE * self._best_s():
@@ -197,7 +239,11 @@ class GridSearch:
                 f"equally among {least} {plural(least, 'replica')}",
                 hint="choose a micro-batch size that the replicas divide, or other degrees",
             )
-        if best.degrees.pipeline > 1 and best.degrees.data > 1 and self.problem.cluster.node_count > 1:
+        if (
+            best.degrees.pipeline > 1
+            and best.degrees.data > 1
+            and self.problem.cluster.node_count > 1
+        ):
             self._try(replace(best.degrees, apart=True), best.size)
         assert self.best is not None
         return self.best.placement
@@ -205,35 +251,48 @@ class GridSearch:
     def _estimate_s(self, degrees: Degrees, size: int) -> float:
         """About what a step takes where stages are even: filled, drained, gradients summed.
 
-        Of p groups in a line each waits for those before it: they take (m + p - 1) / p times what the whole model takes
-        of one of m micro-batches; with v stages a group the p - 1 are v times shorter.
+        Of p groups in a line each waits for those before it: they take (m + p - 1) / p times what
+        the whole model takes of one of m micro-batches; with v stages a group the p - 1 are v times
+        shorter.
         """
         problem = self.problem
-        work = self._seconds.of(problem.cluster.kinds, degrees.width * problem.micro_batch_size // size)
-        rounds = (problem.batch_size / size + (degrees.pipeline - 1) / self.chunks) / degrees.pipeline
+        work = self._seconds.of(
+            problem.cluster.kinds, degrees.width * problem.micro_batch_size // size
+        )
+        rounds = (
+            problem.batch_size / size + (degrees.pipeline - 1) / self.chunks
+        ) / degrees.pipeline
         share = self._state.gradient_bytes / degrees.pipeline / degrees.tensor
         replicas = degrees.groups()[0][:: degrees.tensor]
         return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
 
     def _has_room(self, degrees: Degrees) -> bool:
         """True if parameters and their state, in equal parts, fit the largest memory."""
-        problem, least = self.problem, self._state_bytes(degrees)
+        problem = self.problem
+        least = self._state_bytes(degrees)
         device = max(range(problem.cluster.size), key=problem.memory_of)
         if least <= problem.memory_of(device):
             return True
-        self.refused.append(out_of_memory(problem, [0], degrees.pipeline, device, least, detail=f"with {degrees}"))
+        self.refused.append(
+            out_of_memory(problem, [0], degrees.pipeline, device, least, detail=f"with {degrees}")
+        )
         return False
 
     def _state_bytes(self, degrees: Degrees) -> int:
-        """Bytes of parameters and their state on a device if all hold equally much: the fullest holds no less."""
+        """Bytes of parameters and their state on a device if all hold equally much: the fullest
+        holds no less.
+        """
         copies = degrees.data if self.problem.optimizer.shard else 1
         parts = degrees.pipeline * degrees.tensor // (2 if self.opposite else 1)
-        return (self._state.total - self._state.optimizer_bytes + self._state.optimizer_bytes // copies) // parts
+        return (
+            self._state.total - self._state.optimizer_bytes + self._state.optimizer_bytes // copies
+        ) // parts
 
     def _refusal(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
         """Return why there is no placement: if it is memory, the degrees that exceed it least.
 
-        Peaks are those of 1F1B on the smallest micro-batches, with all stages recomputed if recomputation is open.
+        Peaks are those of 1F1B on the smallest micro-batches, with all stages recomputed if
+        recomputation is open.
         """
         if not any(isinstance(error, OutOfMemoryError) for error in self.refused):
             return self.refused[-1]
@@ -252,8 +311,12 @@ class GridSearch:
                 best = excess, error
         return self.refused[-1] if best is None or best[0] <= 0 else best[1]
 
-    def _excess(self, problem: Problem, degrees: Degrees, every: Sequence[Degrees]) -> tuple[float, OutOfMemoryError]:
-        """Return (excess, error): most bytes by which 1F1B exceeds a device's memory, and the error that says so."""
+    def _excess(
+        self, problem: Problem, degrees: Degrees, every: Sequence[Degrees]
+    ) -> tuple[float, OutOfMemoryError]:
+        """Return (excess, error): most bytes by which 1F1B exceeds a device's memory, and the error
+        that says so.
+        """
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
         placement = place(problem, degrees, self.chunks, self.wave, self.opposite)
@@ -266,11 +329,16 @@ class GridSearch:
         stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
         detail = f"with {degrees}, micro-batch size {problem.micro_batch_size}"
         if len(every) > 1:
-            options = {name: sorted({getattr(each, name) for each in every}) for name in ("pipeline", "data", "tensor")}
+            options = {
+                name: sorted({getattr(each, name) for each in every})
+                for name in ("pipeline", "data", "tensor")
+            }
             texts = (f"{name} {'/'.join(map(str, found))}" for name, found in options.items())
             detail += f", the least of {len(every)} combinations of {', '.join(texts)}"
         need = peaks[worst]
-        return over[worst], out_of_memory(problem, stages, len(placement.stages), worst, need, detail=detail)
+        return over[worst], out_of_memory(
+            problem, stages, len(placement.stages), worst, need, detail=detail
+        )
 
     def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
         """The placement on micro-batches of that size, tried once; None where there is none."""
@@ -289,10 +357,16 @@ class GridSearch:
         placement = fitted(problem, place(problem, degrees, self.chunks, self.wave, self.opposite))
         costs = stage_costs(problem, placement)
         step_s = quick_step_seconds(problem, placement, costs)
-        used, fixed = device_memory(problem, placement, costs), static_memory(problem, placement)
+        used = device_memory(problem, placement, costs)
+        fixed = static_memory(problem, placement)
         limits = (problem.memory_of(device) for device in range(problem.cluster.size))
-        memory = {(held, most - held, limit) for held, most, limit in zip(fixed, used, limits, strict=True)}
-        return GridTrial(degrees, problem.micro_batch_size, placement, step_s, tuple(sorted(memory)))
+        memory = {
+            (held, most - held, limit)
+            for held, most, limit in zip(fixed, used, limits, strict=True)
+        }
+        return GridTrial(
+            degrees, problem.micro_batch_size, placement, step_s, tuple(sorted(memory))
+        )
 
     def _best_s(self) -> float:
         return math.inf if self.best is None else self.best.step_s
@@ -300,12 +374,13 @@ class GridSearch:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Multiplies pipeline, data and tensor parallelism, as experts run large models: the product is all devices.
+    """Multiplies pipeline, data and tensor parallelism, as experts run large models: the product is
+    all devices.
 
-    The operators, in a line, are cut into even stages. Inside a stage, replicas share the samples, and the devices of
-    a replica share heads, columns and vocabulary (Narayanan et al., "Efficient Large-Scale Language Model Training on
-    GPU Clusters Using Megatron-LM", 2021). Degrees that are open, and the size of micro-batches, are those with
-    the shortest simulated step under 1F1B.
+    The operators, in a line, are cut into even stages. Inside a stage, replicas share the samples,
+    and the devices of a replica share heads, columns and vocabulary (Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021). Degrees that are
+    open, and the size of micro-batches, are those with the shortest simulated step under 1F1B.
     """
 
     pipeline: int | None = None
@@ -315,12 +390,15 @@ class Grid:
     tensor: int | None = None
     """Devices that share each layer; those of one node at most where it is open."""
     chunks: int = 1
-    """Stages of each group, which the line passes again and again, as interleaved schedules want it."""
+    """Stages of each group, which the line passes again and again, as interleaved schedules want
+    it.
+    """
     wave: bool = False
     """True if it passes the groups back and forth instead, as V-shaped schedules want it."""
     opposite: bool = False
-    """True if a second pipeline, with copies of the parameters, passes the groups in the opposite direction, and
-    micro-batches take both in turn, as schedules `chimera` and `dualpipe` want it."""
+    """True if a second pipeline, with copies of the parameters, passes the groups in the opposite
+    direction, and micro-batches take both in turn, as schedules `chimera` and `dualpipe` want it.
+    """
 
     name: ClassVar[str] = "grid"
 
@@ -328,23 +406,36 @@ class Grid:
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range or at odds, InfeasibleError for an empty model."""
+        """Raise ConfigurationError for options out of range or at odds, InfeasibleError for an
+        empty model.
+        """
         for option in ("pipeline", "data", "tensor", "chunks"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                raise ConfigurationError(f"{option} is {value}", hint="it must be at least 1", where="strategy")
+                raise ConfigurationError(
+                    f"{option} is {value}", hint="it must be at least 1", where="strategy"
+                )
         if self.wave and self.chunks < 2:
-            raise ConfigurationError("wave is for chunks: 2 or more", hint="set chunks to 2", where="strategy.wave")
+            raise ConfigurationError(
+                "wave is for chunks: 2 or more", hint="set chunks to 2", where="strategy.wave"
+            )
         if self.opposite:
             self._check_opposite(problem)
         devices = problem.cluster.size
-        given = {name: value for name in ("pipeline", "data", "tensor") if (value := getattr(self, name)) is not None}
+        given = {
+            name: value
+            for name in ("pipeline", "data", "tensor")
+            if (value := getattr(self, name)) is not None
+        }
         product = math.prod(given.values())
         if devices % product or (len(given) == 3 and product != devices):
             named = " x ".join(f"{name} {value}" for name, value in given.items())
             wanted = "make" if len(given) == 3 else "divide"
             raise ConfigurationError(
-                f"{named} is {product}, which does not {wanted} the {devices} {plural(devices, 'device')}",
+                (
+                    f"{named} is {product}, which does not {wanted} the {devices} "
+                    f"{plural(devices, 'device')}"
+                ),
                 hint="leave one of pipeline, data and tensor open",
                 where="strategy",
             )
@@ -358,17 +449,21 @@ class Grid:
             )
         if self.pipeline is not None and self.pipeline % 2:
             message = (
-                f"two pipelines in opposite directions need an even number of groups, and pipeline is {self.pipeline}"
+                "two pipelines in opposite directions need an even number of groups, and pipeline "
+                f"is {self.pipeline}"
             )
             raise ConfigurationError(message, where="strategy.pipeline")
         if problem.constraints:
             hint = "strategy manual follows constraints for each of several pipelines"
-            raise ConfigurationError("with opposite, grid follows no constraints", hint, "strategy.opposite")
+            raise ConfigurationError(
+                "with opposite, grid follows no constraints", hint, "strategy.opposite"
+            )
 
     def run(self, problem: Problem) -> Placement:
         """The placement with the shortest step.
 
-        Raises InfeasibleError where memory holds none, ConfigurationError for constraints that it does not fulfil.
+        Raises InfeasibleError where memory holds none, ConfigurationError for constraints that it
+        does not fulfil.
         """
         return best_order(problem, self._placed)
 
@@ -378,12 +473,19 @@ class Grid:
         if self.opposite:
             degrees = tuple(each for each in degrees if each.pipeline % 2 == 0)
             if not degrees:
-                raise InfeasibleError("two pipelines in opposite directions need an even number of groups")
+                raise InfeasibleError(
+                    "two pipelines in opposite directions need an even number of groups"
+                )
         if len(equal_device_runs(problem.cluster)) > 1:
-            degrees = tuple(each for each in degrees if all(may_share(problem, group) for group in each.groups()))
+            degrees = tuple(
+                each
+                for each in degrees
+                if all(may_share(problem, group) for group in each.groups())
+            )
             if not degrees:
                 raise InfeasibleError(
-                    "grid's groups are equal, and with these degrees one would have devices of different kinds: "
+                    "grid's groups are equal, and with these degrees one would have devices of "
+                    "different kinds: "
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
                     hint="set cluster.straddle to true, or take other degrees",
                 )

@@ -13,7 +13,11 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
+from autopipe.passes.analysis.constraints import (
+    ResolvedConstraint,
+    required_splits,
+    resolved_constraints,
+)
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import fitted
@@ -23,14 +27,16 @@ from autopipe.passes.cost.memory_check import fitted
 class Manual:
     """Puts each node into the stage, on the devices and with the split that constraints ask for.
 
-    A node that no constraint gives a stage follows the last of the stages it reads from; one that reads the model's
-    inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage
-    is given devices, stages share the devices equally, in order. A stage on several devices shares out its samples,
-    where they divide, unless a constraint splits a node otherwise: along several axes, if it names several, outer to
-    inner over the stage's devices, and alike on the devices that the degrees leave over. A stage has micro-batches of
-    as many samples as a constraint on any of its nodes asks for, others those of the step.
+    A node that no constraint gives a stage follows the last of the stages it reads from; one that
+    reads the model's inputs starts in stage 0, and one that reads parameters alone joins the first
+    stage that reads it. Where no stage is given devices, stages share the devices equally, in
+    order. A stage on several devices shares out its samples, where they divide, unless a constraint
+    splits a node otherwise: along several axes, if it names several, outer to inner over the
+    stage's devices, and alike on the devices that the degrees leave over. A stage has micro-batches
+    of as many samples as a constraint on any of its nodes asks for, others those of the step.
 
-    Constraints may be for several pipelines, which take micro-batches in turn: each is placed as if it were alone.
+    Constraints may be for several pipelines, which take micro-batches in turn: each is placed as if
+    it were alone.
     """
 
     name: ClassVar[str] = "manual"
@@ -42,18 +48,27 @@ class Manual:
         """Raise ConfigurationError where there is no constraint to follow."""
         if not problem.constraints:
             raise ConfigurationError(
-                "strategy manual follows constraints, and neither the configuration nor the model has any",
+                (
+                    "strategy manual follows constraints, and neither the configuration nor the "
+                    "model has any"
+                ),
                 hint="give at least {match: '*', stage: 0}",
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises ConfigurationError naming constraints that contradict one another or the graph, and
-        InfeasibleError where memory does not hold it."""
+        """The placement. Raises ConfigurationError naming constraints that contradict one another
+        or the graph, and InfeasibleError where memory does not hold it.
+        """
         pipelines = {constraint.pipeline for constraint in problem.constraints}
-        missing = next((pipeline for pipeline in range(max(pipelines)) if pipeline not in pipelines), None)
+        missing = next(
+            (pipeline for pipeline in range(max(pipelines)) if pipeline not in pipelines), None
+        )
         if missing is not None:
             raise ConfigurationError(
-                f"constraints are for pipeline {max(pipelines)}, but none is for pipeline {missing}",
+                (
+                    f"constraints are for pipeline {max(pipelines)}, but none is for pipeline "
+                    f"{missing}"
+                ),
                 hint="number pipelines from 0",
             )
         resolved = resolved_constraints(problem, len(pipelines), own_sizes=True)
@@ -66,17 +81,26 @@ class Manual:
 
 def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
     """The stages that `resolved` ask for."""
-    graph, whole = problem.graph, problem.micro_batch_size
+    graph = problem.graph
+    whole = problem.micro_batch_size
     stage_of = _stages(graph, resolved)
     count = max(stage_of) + 1
-    members = [tuple(node for node, stage in enumerate(stage_of) if stage == index) for index in range(count)]
+    members = [
+        tuple(node for node, stage in enumerate(stage_of) if stage == index)
+        for index in range(count)
+    ]
     if () in members:
-        raise ConfigurationError(f"the constraints leave stage {members.index(())} of {count} without nodes")
+        raise ConfigurationError(
+            f"the constraints leave stage {members.index(())} of {count} without nodes"
+        )
     devices = _devices(problem, resolved, stage_of, count)
-    sizes = _agreed(resolved, stage_of, lambda each: each.constraint.micro_batch_size, "micro-batches of")
+    sizes = _agreed(
+        resolved, stage_of, lambda each: each.constraint.micro_batch_size, "micro-batches of"
+    )
     splits = required_splits(resolved, sample_axes(graph))
     for node, each in splits.items():
-        group, parts = len(devices[stage_of[node]]), math.prod(split.degree for split in each)
+        group = len(devices[stage_of[node]])
+        parts = math.prod(split.degree for split in each)
         if group % parts:
             raise ConfigurationError(
                 f"constraints split this node into {parts} {plural(parts, 'part')} "
@@ -90,29 +114,44 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
         samples = sample_axes(graph if size == whole else rebatched(graph, size))
         own = {node: splits[node] for node in nodes if splits.get(node)}
         _check_extents(samples, own, size)
-        others = [node for node in nodes if node not in splits and samples.divides(node, len(group_of))]
+        others = [
+            node for node in nodes if node not in splits and samples.divides(node, len(group_of))
+        ]
         own |= dict(samples.splits(others, len(group_of)))
         yield Stage(nodes, group_of, size, tuple(sorted(own.items())), problem.recomputes_all)
 
 
 def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
     """The stage of every node: its constraint's, else inherited."""
-    given = {node: each for each in resolved if each.constraint.stage is not None for node in each.nodes}
-    wanted = {node: each.constraint.stage for node, each in given.items() if each.constraint.stage is not None}
+    given = {
+        node: each for each in resolved if each.constraint.stage is not None for node in each.nodes
+    }
+    wanted = {
+        node: each.constraint.stage
+        for node, each in given.items()
+        if each.constraint.stage is not None
+    }
     recomputed = recomputed_nodes(graph)
     first = _first_readers(graph, wanted)
     inputs = {value.name for value in graph.inputs}
     stage_of: list[int] = []
     source_of: list[ResolvedConstraint | None] = []
     for index, node in enumerate(graph.nodes):
-        producers = [producer for name in node.inputs if name and (producer := graph.producer(name)) is not None]
+        producers = [
+            producer
+            for name in node.inputs
+            if name and (producer := graph.producer(name)) is not None
+        ]
         placed = [producer for producer in producers if producer not in recomputed]
         before = max(placed, key=lambda producer: stage_of[producer], default=None)
         alone = first[index] if inputs.isdisjoint(node.inputs) else 0
         stage = wanted.get(index, alone if before is None else stage_of[before])
         if before is not None and stage < stage_of[before]:
             raise ConfigurationError(
-                f"{given[index]} puts this node in stage {stage}, but it reads from stage {stage_of[before]}"
+                (
+                    f"{given[index]} puts this node in stage {stage}, but it reads from stage "
+                    f"{stage_of[before]}"
+                )
                 + (f", where {source_of[before]} puts it" if source_of[before] else ""),
                 hint="a stage may read from earlier stages only",
                 where=repr(node.name),
@@ -123,7 +162,9 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
 
 
 def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
-    """For each node the first of the stages that read it, directly or through nodes without a stage of their own."""
+    """For each node the first of the stages that read it, directly or through nodes without a stage
+    of their own.
+    """
     first = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):
         first[index] = wanted.get(index, first[index])
@@ -142,14 +183,18 @@ def _agreed(
     value_of: Callable[[ResolvedConstraint], Value | None],
     words: str,
 ) -> dict[int, tuple[Value, ResolvedConstraint]]:
-    """By stage the devices or samples that a constraint on any of its nodes asks for, and the first that does."""
+    """By stage the devices or samples that a constraint on any of its nodes asks for, and the first
+    that does.
+    """
     required: dict[int, tuple[Value, ResolvedConstraint]] = {}
     for each in resolved:
         if (value := value_of(each)) is not None:
             for stage in dict.fromkeys(stage_of[node] for node in each.nodes):
                 known, other = required.setdefault(stage, (value, each))
                 if known != value:
-                    raise ConfigurationError(f"{other} and {each} ask for different {words} stage {stage}")
+                    raise ConfigurationError(
+                        f"{other} and {each} ask for different {words} stage {stage}"
+                    )
     return required
 
 
@@ -162,7 +207,10 @@ def _devices(
     if not required:
         if size % count:
             raise ConfigurationError(
-                f"{size} {plural(size, 'device')} cannot be shared equally by {count} {plural(count, 'stage')}",
+                (
+                    f"{size} {plural(size, 'device')} cannot be shared equally by {count} "
+                    f"{plural(count, 'stage')}"
+                ),
                 hint="give each stage its devices",
             )
         each = size // count
@@ -178,7 +226,9 @@ def _devices(
 
 
 def _check_extents(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], size: int) -> None:
-    """Raise ConfigurationError for a node that cannot be split so on micro-batches of `size` samples."""
+    """Raise ConfigurationError for a node that cannot be split so on micro-batches of `size`
+    samples.
+    """
     for node, own in splits.items():
         for split in own:
             extent = samples.uses[node].space.axis(split.axis).extent

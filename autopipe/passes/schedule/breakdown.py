@@ -1,6 +1,7 @@
 """How far a step is from the ideal, and what each second of the distance goes to.
 
-A device's seconds are split into work that one device would do as well, and what comes on top of it.
+A device's seconds are split into work that one device would do as well, and what comes on top of
+it.
 """
 
 from __future__ import annotations
@@ -45,26 +46,36 @@ class StageParts:
 
     forward: TaskParts
     backward: TaskParts
-    """Of a whole backward, or of the first half of a split one, but for `host_s`: of the second all is work, or waits
-    for the host."""
+    """Of a whole backward, or of the first half of a split one, but for `host_s`: of the second all
+    is work, or waits for the host.
+    """
 
 
-def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) -> tuple[StageParts, ...]:
+def stage_parts(
+    problem: Problem, placement: Placement, prediction: Prediction
+) -> tuple[StageParts, ...]:
     works = stage_work(problem, placement)
-    copies: dict[tuple[int, int], float] = defaultdict(float)  # How often each pipeline computes each node.
+    copies: dict[tuple[int, int], float] = defaultdict(
+        float
+    )  # How often each pipeline computes each node.
     for work in works:
         for each in work.nodes:
             copies[work.stage.pipeline, each.index] += len(work.stage.devices) * each.sharing.share
     found = []
     for work, predicted in zip(works, prediction.stages, strict=True):
-        own, stage = work.problem, work.stage
+        own = work.problem
+        stage = work.stage
         there, back = exchange_seconds(work)
-        repeated = np.array([1 - 1 / max(1.0, copies[stage.pipeline, each.index]) for each in work.nodes])
+        repeated = np.array(
+            [1 - 1 / max(1.0, copies[stage.pipeline, each.index]) for each in work.nodes]
+        )
         shares = np.array([each.sharing.share for each in work.nodes])
         nodes = [own.work[each.index] for each in work.nodes]
         kinds = {own.cluster.devices[device] for device in stage.devices}
         seconds = [node_seconds(nodes, kind, own.precision, shares) for kind in kinds]
-        forward, backward = (max(float((each[way] * repeated).sum()) for each in seconds) for way in (0, 1))
+        forward, backward = (
+            max(float((each[way] * repeated).sum()) for each in seconds) for way in (0, 1)
+        )
         waits = predicted.host_wait_s(Phase.FORWARD), predicted.host_wait_s(Phase.BACKWARD)
         again = predicted.forward_s - waits[0] if stage.recompute and own.train else 0.0
         parts = TaskParts(there, 0.0, forward, waits[0]), TaskParts(back, again, backward, waits[1])
@@ -73,17 +84,25 @@ def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) 
 
 
 def _alone(problem: Problem) -> list[tuple[float, float]]:
-    """(step, of that the update) of each device by itself, in seconds, were its memory large enough. At the roofline,
-    where launches, starts of tasks and the host take no time, nothing is lost to how the batch is divided. What was
-    measured of operators stays."""
+    """(step, of that the update) of each device by itself, in seconds, were its memory large
+    enough. At the roofline, where launches, starts of tasks and the host take no time, nothing is
+    lost to how the batch is divided. What was measured of operators stays.
+    """
 
     @cache
     def at_roofline(device: Device) -> Device:
-        tasks = None if device.tasks is None else replace(device.tasks, forward_s=0.0, backward_s=0.0, waiting_s=0.0)
+        tasks = (
+            None
+            if device.tasks is None
+            else replace(device.tasks, forward_s=0.0, backward_s=0.0, waiting_s=0.0)
+        )
         return replace(device, launch_latency_s=0.0, host_launch_s=0.0, tasks=tasks)
 
-    nodes, devices = tuple(range(len(problem.graph.nodes))), problem.cluster.devices
-    launched = replace(problem, cluster=replace(problem.cluster, devices=tuple(map(at_roofline, devices))))
+    nodes = tuple(range(len(problem.graph.nodes)))
+    devices = problem.cluster.devices
+    launched = replace(
+        problem, cluster=replace(problem.cluster, devices=tuple(map(at_roofline, devices)))
+    )
     steps = {}
     for index, device in enumerate(devices):
         if device not in steps:
@@ -95,7 +114,11 @@ def _alone(problem: Problem) -> list[tuple[float, float]]:
 
 
 def breakdown(
-    problem: Problem, placement: Placement, schedule: Schedule, prediction: Prediction, step_s: float
+    problem: Problem,
+    placement: Placement,
+    schedule: Schedule,
+    prediction: Prediction,
+    step_s: float,
 ) -> Breakdown:
     """Return what a step of `step_s` seconds goes to under a schedule."""
     silent_s = step_s
@@ -105,17 +128,25 @@ def breakdown(
     return _breakdown(problem, placement, _scheduled_counts(schedule), prediction, step_s, silent_s)
 
 
-def breakdown_under_1f1b(problem: Problem, placement: Placement, prediction: Prediction, step_s: float) -> Breakdown:
-    """Return what a step of `step_s` seconds goes to under 1F1B, of which no list of tasks is made for a chain."""
+def breakdown_under_1f1b(
+    problem: Problem, placement: Placement, prediction: Prediction, step_s: float
+) -> Breakdown:
+    """Return what a step of `step_s` seconds goes to under 1F1B, of which no list of tasks is made
+    for a chain.
+    """
     stages = StageGraph.of(problem, placement)
     counts: list[TaskCounts] = [Counter() for _ in range(problem.cluster.size)]
     for index, stage in enumerate(placement.stages):
         run = len(stages.micro_batches_of(index, problem.micro_batches))
         for device in stage.devices:
-            counts[device].update({(index, Phase.FORWARD): run, (index, Phase.BACKWARD): run * problem.train})
+            counts[device].update(
+                {(index, Phase.FORWARD): run, (index, Phase.BACKWARD): run * problem.train}
+            )
     silent_s = step_s
     if prediction.messages:
-        silent_s = predicted_step(stages, _without_messages(prediction), problem.micro_batches, problem.train).end
+        silent_s = predicted_step(
+            stages, _without_messages(prediction), problem.micro_batches, problem.train
+        ).end
     return _breakdown(problem, placement, counts, prediction, step_s, silent_s)
 
 
@@ -126,14 +157,17 @@ TaskCounts = Counter[tuple[int, Phase]]
 def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
     # Devices of a group share their list.
     orders = {id(order): order for order in schedule.tasks}
-    counts = {key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()}
+    counts = {
+        key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()
+    }
     return [counts[id(order)] for order in schedule.tasks]
 
 
 def _without_messages(prediction: Prediction) -> Prediction:
     """Return the prediction with messages that take no time."""
     messages = tuple(
-        replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0) for each in prediction.messages
+        replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0)
+        for each in prediction.messages
     )
     return replace(prediction, messages=messages)
 
@@ -146,7 +180,9 @@ def _breakdown(
     step_s: float,
     silent: float,
 ) -> Breakdown:
-    """Return what a step goes to: each device runs `counts`, and the step takes `silent` if messages take no time."""
+    """Return what a step goes to: each device runs `counts`, and the step takes `silent` if
+    messages take no time.
+    """
     own = _own_seconds(placement, counts, prediction, stage_parts(problem, placement, prediction))
     single = _alone(problem)
     rate = sum(1 / step for step, _ in single if step)
@@ -177,7 +213,10 @@ def _breakdown(
 
 
 def _own_seconds(
-    placement: Placement, counts: Sequence[TaskCounts], prediction: Prediction, parts: Sequence[StageParts]
+    placement: Placement,
+    counts: Sequence[TaskCounts],
+    prediction: Prediction,
+    parts: Sequence[StageParts],
 ) -> list[dict[str, float]]:
     """Seconds of a step in which each device does something, by what it does."""
     kinds = "work", "exchange", "recomputation", "repetition", "host", "gradients", "update"
@@ -189,7 +228,9 @@ def _own_seconds(
                 part = TaskParts()
             spent = part.exchange_s, part.recomputation_s, part.repetition_s
             waits_s = prediction.stages[stage].host_wait_s(phase)
-            work = prediction.stages[stage].seconds(phase) - (spent[0] + spent[1] + spent[2]) - waits_s
+            work = (
+                prediction.stages[stage].seconds(phase) - (spent[0] + spent[1] + spent[2]) - waits_s
+            )
             for kind, seconds in zip(kinds, (work, *spent, waits_s), strict=False):
                 own[kind] += count * seconds
     for placed, predicted in zip(placement.stages, prediction.stages, strict=True):

@@ -1,6 +1,8 @@
-"""Limits of a step: the memory there is, the least time it could take, and how long it takes under 1F1B.
+"""Limits of a step: the memory there is, the least time it could take, and how long it takes under
+1F1B.
 
-Searches ask for thousands of steps under 1F1B: those of chains are worked out without a list of tasks.
+Searches ask for thousands of steps under 1F1B: those of chains are worked out without a list of
+tasks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks
 SAME = 1e-9
 """Relative difference of times that are equal but for the rounding of floats."""
 
-_TICK_S = 1e-15  # Seconds of a tick: small enough that rounding down to it is no more than rounding of floats.
+# Seconds of a tick: small enough that rounding down to it is no more than rounding of floats.
+_TICK_S = 1e-15
 
 _Floats = NDArray[np.float64]
 
@@ -45,7 +48,9 @@ class Step:
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
-    """Raise OutOfMemoryError, naming the device that misses its limit by most, its stages and by how much."""
+    """Raise OutOfMemoryError, naming the device that misses its limit by most, its stages and by
+    how much.
+    """
     excess = {
         device: peak - problem.memory_of(device)
         for device, peak in enumerate(timeline.peak_memory)
@@ -56,27 +61,37 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
     device = max(excess, key=lambda each: (excess[each], -each))
     stages = [index for index, stage in enumerate(placement.stages) if device in stage.devices]
     named = f"{plural(len(stages), 'stage')} {', '.join(map(str, stages))}"
-    peak, limit, static = timeline.peak_memory[device], problem.memory_of(device), timeline.static_memory[device]
+    peak = timeline.peak_memory[device]
+    limit = problem.memory_of(device)
+    static = timeline.static_memory[device]
     others = (
-        f", and {len(excess) - 1} more {plural(len(excess) - 1, 'device exceeds', 'devices exceed')} theirs"
+        (
+            f", and {len(excess) - 1} more "
+            f"{plural(len(excess) - 1, 'device exceeds', 'devices exceed')} theirs"
+        )
         if len(excess) > 1
         else ""
     )
     raise OutOfMemoryError(
-        f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: "
+        f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may "
+        "be used: "
         f"{size_text(excess[device])} too much "
         f"({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",
-        hint="use smaller micro-batches, a schedule that keeps fewer of them, more devices or a larger memory limit",
+        hint=(
+            "use smaller micro-batches, a schedule that keeps fewer of them, more devices or a "
+            "larger memory limit"
+        ),
     )
 
 
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
     """Return the seconds that a step takes at least under any schedule of this placement.
 
-    The bound is the maximum of the critical path of one micro-batch and, for each device, its computation between the
-    earliest start and the minimum that follows. If backwards can be split, only their first halves count in what
-    follows, and splitting takes no time. The update comes after that. If there are fewer micro-batches than pipelines,
-    only the pipelines that have one count.
+    The bound is the maximum of the critical path of one micro-batch and, for each device, its
+    computation between the earliest start and the minimum that follows. If backwards can be split,
+    only their first halves count in what follows, and splitting takes no time. The update comes
+    after that. If there are fewer micro-batches than pipelines, only the pipelines that have one
+    count.
     """
     stages = StageGraph.of(problem, placement)
     end_s = least_end(stages, prediction)
@@ -92,26 +107,39 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 def _freely_split(stage: StagePrediction) -> StagePrediction:
     """Return the stage with halves of its backward that take no longer than the whole.
 
-    If the device waits for the host in both halves, they take longer together than a backward that is not split.
+    If the device waits for the host in both halves, they take longer together than a backward that
+    is not split.
     """
     input_gradient_s = min(stage.input_gradient_s, stage.backward_s)
     weight_gradient_s = min(stage.weight_gradient_s, stage.backward_s - input_gradient_s)
-    return replace(stage, input_gradient_s=input_gradient_s, weight_gradient_s=weight_gradient_s, split_s=0.0)
+    return replace(
+        stage, input_gradient_s=input_gradient_s, weight_gradient_s=weight_gradient_s, split_s=0.0
+    )
 
 
-def _first_pipelines(stages: StageGraph, prediction: Prediction, count: int) -> tuple[StageGraph, Prediction]:
-    """Return (graph, prediction): the stages of the first `count` pipelines alone, and what is predicted of them."""
+def _first_pipelines(
+    stages: StageGraph, prediction: Prediction, count: int
+) -> tuple[StageGraph, Prediction]:
+    """Return (graph, prediction): the stages of the first `count` pipelines alone, and what is
+    predicted of them.
+    """
     kept = [stage for stage, pipeline in enumerate(stages.pipelines) if pipeline < count]
     renumbered = {stage: position for position, stage in enumerate(kept)}
     graph = replace(
         stages,
         stage_devices=tuple(stages.stage_devices[stage] for stage in kept),
-        edges=tuple((renumbered[one], renumbered[other]) for one, other in stages.edges if one in renumbered),
+        edges=tuple(
+            (renumbered[one], renumbered[other]) for one, other in stages.edges if one in renumbered
+        ),
         pipelines=tuple(stages.pipelines[stage] for stage in kept),
         ratios=tuple(stages.ratios[stage] for stage in kept) if stages.ratios else (),
     )
     messages = (
-        replace(each, source_stage=renumbered[each.source_stage], target_stage=renumbered[each.target_stage])
+        replace(
+            each,
+            source_stage=renumbered[each.source_stage],
+            target_stage=renumbered[each.target_stage],
+        )
         for each in prediction.messages
         if each.source_stage in renumbered
     )
@@ -128,13 +156,19 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
-    """True if the schedule is proven to be the best for its placement, and the share that lies above what is proven. Of
-    a searched steady state the period counts, of any other schedule the step, against `bound_s`."""
+    """True if the schedule is proven to be the best for its placement, and the share that lies
+    above what is proven. Of a searched steady state the period counts, of any other schedule the
+    step, against `bound_s`.
+    """
     proof = schedule.proof
     if proof is not None and schedule.period is not None:
-        value, bound, optimal = schedule.period, proof.lower_bound, proof.optimal
+        value = schedule.period
+        bound = proof.lower_bound
+        optimal = proof.optimal
     else:
-        value, bound, optimal = step_s, bound_s, proof is not None and proof.optimal
+        value = step_s
+        bound = bound_s
+        optimal = proof is not None and proof.optimal
     gap = max(0.0, (value - bound) / value) if value else 0.0
     optimal = optimal or gap <= SAME
     return optimal, 0.0 if optimal else gap
@@ -145,9 +179,12 @@ def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
     return max(step_seconds(cost, micro_batches) for cost in costs)
 
 
-def quick_step(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline | Step:
+def quick_step(
+    problem: Problem, placement: Placement, costs: Sequence[StageCost]
+) -> Timeline | Step:
     """The step under 1F1B with stages of such costs, whatever memory says."""
-    graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
+    graph = StageGraph.of(problem, placement)
+    prediction = predicted(problem, placement, costs)
     return predicted_step(graph, prediction, problem.micro_batches, problem.train)
 
 
@@ -158,7 +195,9 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
     return step.end
 
 
-def predicted_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Timeline | Step:
+def predicted_step(
+    graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool
+) -> Timeline | Step:
     """The step of kFkB's order with k = 1, which is 1F1B's where micro-batches are equal."""
     if is_chain(graph):
         return chain_step(graph, prediction, micro_batches, train)
@@ -167,7 +206,9 @@ def predicted_step(graph: StageGraph, prediction: Prediction, micro_batches: int
 
 
 def is_chain(graph: StageGraph) -> bool:
-    """True if stages have devices of their own, each sends to the next at least, and all run whole micro-batches."""
+    """True if stages have devices of their own, each sends to the next at least, and all run whole
+    micro-batches.
+    """
     groups = [device for group in graph.stage_devices for device in group]
     return (
         len(set(groups)) == len(groups)
@@ -178,16 +219,19 @@ def is_chain(graph: StageGraph) -> bool:
 
 
 def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Step:
-    """The step that `simulate` gives for kFkB's order with k = 1, to the last bit, where `is_chain`. With tasks of one
-    length, stage s of p runs forward m in slot s + m (warming up) or s + 2m, and its backward in slot 2p - 1 - s + 2m.
-    Whatever the lengths, a task waits only for tasks of earlier slots, so slots are gone through in order, all stages
-    of a slot at once."""
+    """The step that `simulate` gives for kFkB's order with k = 1, to the last bit, where
+    `is_chain`. With tasks of one length, stage s of p runs forward m in slot s + m (warming up) or
+    s + 2m, and its backward in slot 2p - 1 - s + 2m. Whatever the lengths, a task waits only for
+    tasks of earlier slots, so slots are gone through in order, all stages of a slot at once.
+    """
     stages = prediction.stages
     ends = _ends(stages, prediction.messages, micro_batches, train)
     last = max(
-        float(end + stage.gradient_s) + stage.update_s for end, stage in zip(ends, stages, strict=True)
+        float(end + stage.gradient_s) + stage.update_s
+        for end, stage in zip(ends, stages, strict=True)
     )  # In the order in which a simulation adds them.
-    peak, static = [0] * graph.devices, [0] * graph.devices
+    peak = [0] * graph.devices
+    static = [0] * graph.devices
     for index, (stage, group) in enumerate(zip(stages, graph.stage_devices, strict=True)):
         kept = min(len(stages) - index, micro_batches) * stage.kept_bytes if train else 0
         for device in group:
@@ -196,11 +240,13 @@ def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, tr
     return Step(last, tuple(peak), tuple(static))
 
 
-def _ends(stages: Sequence[StagePrediction], messages: Sequence[Message], count: int, train: bool) -> _Floats:
+def _ends(
+    stages: Sequence[StagePrediction], messages: Sequence[Message], count: int, train: bool
+) -> _Floats:
     """When each stage's last task ends."""
     size = len(stages)
-    # Of each pair of stages the slowest messages there and back: a link has one a micro-batch, in order. A message of
-    # no bytes is there at once, whatever the link does.
+    # Of each pair of stages the slowest messages there and back: a link has one a micro-batch, in
+    # order. A message of no bytes is there at once, whatever the link does.
     slowest: dict[tuple[int, int], tuple[float, float]] = {}
     for each in messages:
         there, back = slowest.get((each.source_stage, each.target_stage), (0.0, 0.0))
@@ -218,7 +264,8 @@ def _ends(stages: Sequence[StagePrediction], messages: Sequence[Message], count:
     def run(way: int, runs: NDArray[np.bool_], number: NDArray[np.intp]) -> None:
         """One task of each stage that `runs`, with its messages."""
         done[runs] = np.maximum(done[runs], arrived[way][runs, number[runs]]) + lengths[way][runs]
-        sent, free = runs[ends[way]], link_free[way]
+        sent = runs[ends[way]]
+        free = link_free[way]
         at = ends[way][sent]
         free[sent] = np.maximum(done[at], free[sent]) + seconds[way][sent]
         np.maximum.at(arrived[way], (ends[1 - way][sent], number[at]), free[sent])
@@ -226,7 +273,8 @@ def _ends(stages: Sequence[StagePrediction], messages: Sequence[Message], count:
     every = np.arange(size)
     warm_up = np.minimum(size - every, count) if train else np.full(size, count)
     for slot in range(2 * (size + count) - 1 if train else size + count - 1):
-        early, late = slot - every, (slot - every) // 2
+        early = slot - every
+        late = (slot - every) // 2
         is_early = (early >= 0) & (early < warm_up)
         is_late = ((slot - every) % 2 == 0) & (late >= warm_up) & (late < count)
         run(0, is_early | is_late, np.where(is_early, early, late))

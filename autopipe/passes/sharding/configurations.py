@@ -1,7 +1,9 @@
-"""The configurations of a node: every executable way to share its iteration space among a group (PaSE, section II).
+"""The configurations of a node: every executable way to share its iteration space among a group
+(PaSE, section II).
 
-And the layouts in which they read its operands and leave its results, for all configurations at once: different things
-are told apart by small numbers, and arrays say which of them each configuration has.
+And the layouts in which they read its operands and leave its results, for all configurations at
+once: different things are told apart by small numbers, and arrays say which of them each
+configuration has.
 """
 
 from __future__ import annotations
@@ -16,25 +18,41 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxis, is_one_block, mixed_dimensions, operand_layout, result_layout
+from autopipe.ir.layout import (
+    Layout,
+    MeshAxis,
+    is_one_block,
+    mixed_dimensions,
+    operand_layout,
+    result_layout,
+)
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Axis, AxisKind, Dimension, Space, Windowed
 
 Splits = tuple[Split, ...]
-"""One configuration of a node: splits outer to inner over the group's devices; () where all compute it whole."""
+"""One configuration of a node: splits outer to inner over the group's devices; () where all compute
+it whole.
+"""
 
 
 def configurations(space: Space, group: int, outermost: str | None = None) -> tuple[Splits, ...]:
-    """All splits of `space` that `group` devices can execute, the first of them none. Degrees divide extents, their
-    product divides `group`, and no axis is split that must stay whole. The axis `outermost`, where samples are counted,
-    is split outside of all others, which keep the order of the space: so equal degrees of neighbours fall on the same
-    devices. Of dimensions that several axes make up each device has one block."""
+    """All splits of `space` that `group` devices can execute, the first of them none. Degrees
+    divide extents, their product divides `group`, and no axis is split that must stay whole. The
+    axis `outermost`, where samples are counted, is split outside of all others, which keep the
+    order of the space: so equal degrees of neighbours fall on the same devices. Of dimensions that
+    several axes make up each device has one block.
+    """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
-    found = _splits_of([axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1], group)
-    extents, mixed = space.extents(), mixed_dimensions(space)
+    found = _splits_of(
+        [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1], group
+    )
+    extents = space.extents()
+    mixed = mixed_dimensions(space)
     if mixed:
         degrees = ({split.axis: split.degree for split in splits} for splits in found)
-        blocks = [all(is_one_block(dimension, extents, each) for dimension in mixed) for each in degrees]
+        blocks = [
+            all(is_one_block(dimension, extents, each) for dimension in mixed) for each in degrees
+        ]
         found = [splits for splits, is_block in zip(found, blocks, strict=True) if is_block]
     return tuple(sorted(found, key=len))
 
@@ -49,7 +67,10 @@ def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
         degrees = [degree for degree in divisors if axis.extent % degree == 0]
         known = {
             left: [
-                (*own[degree], *inner) for degree in degrees if left % degree == 0 for inner in known[left // degree]
+                (*own[degree], *inner)
+                for degree in degrees
+                if left % degree == 0
+                for inner in known[left // degree]
             ]
             for left in divisors
         }
@@ -76,10 +97,14 @@ def distinct(codes: Integers) -> tuple[Integers, Integers]:
     return np.flatnonzero(present), numbers[codes]
 
 
-def combined(columns: Sequence[tuple[Sequence[Any], Integers]], rows: int) -> tuple[list[tuple[Any, ...]], Integers]:
-    """The different rows of columns, in order, and which of them each of the `rows` equals. Of a column its items are
-    given, and the number of each row's item."""
-    codes, count = np.zeros(rows, dtype=np.int64), 1
+def combined(
+    columns: Sequence[tuple[Sequence[Any], Integers]], rows: int
+) -> tuple[list[tuple[Any, ...]], Integers]:
+    """The different rows of columns, in order, and which of them each of the `rows` equals. Of a
+    column its items are given, and the number of each row's item.
+    """
+    codes = np.zeros(rows, dtype=np.int64)
+    count = 1
     for items, of in columns:
         known, codes = distinct(codes * len(items) + of)
         count = len(known)
@@ -93,8 +118,9 @@ def combined(columns: Sequence[tuple[Sequence[Any], Integers]], rows: int) -> tu
 
 
 class MeshPositions:
-    """Where axes lie on the mesh of `group` devices, of those that any of the configurations splits, outer to inner
-    (`ir.layout.mesh_of`)."""
+    """Where axes lie on the mesh of `group` devices, of those that any of the configurations
+    splits, outer to inner (`ir.layout.mesh_of`).
+    """
 
     def __init__(self, configurations: Sequence[Splits], group: int) -> None:
         self.configurations = len(configurations)
@@ -107,12 +133,17 @@ class MeshPositions:
                 rows[split.axis].append(row)
                 marks[split.axis].append(split.degree * (group + 1) + stride)
         self._places: dict[str, tuple[list[MeshAxis | None], Integers]] = {}
-        """Of each axis the different places, the first of them nowhere, and which of them each configuration has."""
+        """Of each axis the different places, the first of them nowhere, and which of them each
+        configuration has.
+        """
         for name, where in rows.items():
             of = np.zeros(len(configurations), dtype=np.int64)
             known, numbers = distinct(np.array(marks[name], dtype=np.int64))
             of[where] = numbers + 1
-            self._places[name] = [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of
+            self._places[name] = (
+                [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())],
+                of,
+            )
 
     def degrees(self, axes: Iterable[str]) -> Integers:
         """Into how many parts `axes` are cut together, [configurations]."""
@@ -128,7 +159,9 @@ class MeshPositions:
         return self.degrees(self._places)
 
     def layouts(self, names: Iterable[str], make: Callable[[dict[str, MeshAxis]], Layout]) -> _Part:
-        """The layouts that `make` gives, which depend on where the axes `names` lie; it takes them outer to inner."""
+        """The layouts that `make` gives, which depend on where the axes `names` lie; it takes them
+        outer to inner.
+        """
         own = [name for name in dict.fromkeys(names) if name in self._places]
         rows, of = combined([self._places[name] for name in own], self.configurations)
         found = []
@@ -140,13 +173,17 @@ class MeshPositions:
 
 
 _Part = tuple[list[Layout], Integers]
-"""The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has. How a
-dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts."""
+"""The different layouts of one dimension alone, or of no dimension with shares; and which each
+configuration has. How a dimension is cut does not depend on the others, so that a tensor's layouts
+are put together from few parts.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayouts:
-    """One tensor under each configuration of a node: few different layouts, and which of them each one has."""
+    """One tensor under each configuration of a node: few different layouts, and which of them each
+    one has.
+    """
 
     layouts: tuple[Layout, ...]
     of: Integers
@@ -156,8 +193,10 @@ class TensorLayouts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
-    """The layouts of nodes' tensors on `group` devices. But for windows how a tensor is cut does not depend on its
-    extents: those cut equally are worked out once. Equal configurations are to be the same object."""
+    """The layouts of nodes' tensors on `group` devices. But for windows how a tensor is cut does
+    not depend on its extents: those cut equally are worked out once. Equal configurations are to be
+    the same object.
+    """
 
     group: int
     _positions: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
@@ -166,22 +205,38 @@ class LayoutTable:
 
     def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
         if id(configurations) not in self._positions:
-            self._positions[id(configurations)] = configurations, MeshPositions(configurations, self.group)
+            self._positions[id(configurations)] = (
+                configurations,
+                MeshPositions(configurations, self.group),
+            )
         return self._positions[id(configurations)][1]
 
     def operand(
-        self, space: Space, position: int, shape: tuple[int, ...], configurations: tuple[Splits, ...]
+        self,
+        space: Space,
+        position: int,
+        shape: tuple[int, ...],
+        configurations: tuple[Splits, ...],
     ) -> TensorLayouts:
         """How a node of `space` reads its operand at `position`."""
-        dimensions, windows = space.operands[position] or (), space.windows_of(position)
+        dimensions = space.operands[position] or ()
+        windows = space.windows_of(position)
         cut = id(configurations), dimensions, windows, shape if windows else ()
         positions = self.mesh_positions_of(configurations)
-        return self._layouts(cut, shape, positions, lambda: _parts(positions, dimensions, shape, windows))
+        return self._layouts(
+            cut, shape, positions, lambda: _parts(positions, dimensions, shape, windows)
+        )
 
     def result(
-        self, space: Space, position: int, shape: tuple[int, ...], configurations: tuple[Splits, ...]
+        self,
+        space: Space,
+        position: int,
+        shape: tuple[int, ...],
+        configurations: tuple[Splits, ...],
     ) -> TensorLayouts:
-        """How a node of `space` leaves its result at `position`, shares of sums and means included."""
+        """How a node of `space` leaves its result at `position`, shares of sums and means
+        included.
+        """
         dimensions = space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
         positions = self.mesh_positions_of(configurations)
@@ -195,7 +250,11 @@ class LayoutTable:
         return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
 
     def _layouts(
-        self, cut: Hashable, shape: tuple[int, ...], positions: MeshPositions, parts: Callable[[], list[_Part]]
+        self,
+        cut: Hashable,
+        shape: tuple[int, ...],
+        positions: MeshPositions,
+        parts: Callable[[], list[_Part]],
     ) -> TensorLayouts:
         """The layouts of a tensor of `shape`; tensors with one `cut` are worked out once."""
         key = cut, shape
@@ -204,32 +263,46 @@ class LayoutTable:
                 self._known[cut] = _together(shape, parts(), positions.configurations)
             found = self._known[cut]
             if found.layouts[0].shape != shape:
-                layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in found.layouts)
-                elements = found.elements * math.prod(shape) // max(1, math.prod(found.layouts[0].shape))
+                layouts = (
+                    Layout(shape, each.cuts, each.sums, each.means) for each in found.layouts
+                )
+                elements = (
+                    found.elements * math.prod(shape) // max(1, math.prod(found.layouts[0].shape))
+                )
                 found = TensorLayouts(tuple(layouts), found.of, elements)
             self._known[key] = found
         return self._known[key]
 
 
 def _parts(
-    positions: MeshPositions, dimensions: Sequence[Dimension], shape: Sequence[int], windows: Sequence[Windowed] = ()
+    positions: MeshPositions,
+    dimensions: Sequence[Dimension],
+    shape: Sequence[int],
+    windows: Sequence[Windowed] = (),
 ) -> list[_Part]:
     found = []
     for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
         own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
         names = [*dimension, *(each.axis for each in own)]
-        found.append(positions.layouts(names, partial(operand_layout, (dimension,), (extent,), windows=own)))
+        found.append(
+            positions.layouts(names, partial(operand_layout, (dimension,), (extent,), windows=own))
+        )
     return found
 
 
 def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> TensorLayouts:
-    """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
+    """The layouts of a tensor whose dimensions, and then whose shares if it has any, are
+    `parts`.
+    """
     rows, of = combined(parts, configurations)
     local = {id(each): each.local_elements for known, _ in parts for each in known}
-    elements = np.array([math.prod(local[id(each)] for each in row) for row in rows], dtype=np.int64)
+    elements = np.array(
+        [math.prod(local[id(each)] for each in row) for row in rows], dtype=np.int64
+    )
     layouts = []
     for row in rows:
-        cut, shares = row[: len(shape)], row[len(shape) :]
+        cut = row[: len(shape)]
+        shares = row[len(shape) :]
         cuts = tuple(each.cuts[0] for each in cut)
         windows = tuple(each.windows[0] if each.windows else None for each in cut)
         if any(windows):

@@ -1,12 +1,14 @@
-"""Splits inside stages whose nodes, devices and micro-batches are settled, as a min-sum model (PaSE, equation 1):
+"""Splits inside stages whose nodes, devices and micro-batches are settled, as a min-sum model
+(PaSE, equation 1):
 
     tables = make_tables(problem, nodes, devices)
     answer = solve(tables.model)
     splits = tables.splits(answer.choice)
 
-Variables of the model are the nodes, in order, then one for each value that several nodes read (`SharedValue`). Equal
-nodes and equal pairs share their arrays. Each stage is searched by itself; its memory is counted as lowering will use
-it, and bounds on the bytes that come and go are tightened until the answer fits.
+Variables of the model are the nodes, in order, then one for each value that several nodes read
+(`SharedValue`). Equal nodes and equal pairs share their arrays. Each stage is searched by itself;
+its memory is counted as lowering will use it, and bounds on the bytes that come and go are
+tightened until the answer fits.
 """
 
 from __future__ import annotations
@@ -37,14 +39,21 @@ from autopipe.passes.sharding.node_costs import (
     kept_bytes,
     node_classes,
 )
-from autopipe.passes.sharding.reshard_tables import Floats, SharedValue, shared_parameter, shared_value
+from autopipe.passes.sharding.reshard_tables import (
+    Floats,
+    SharedValue,
+    shared_parameter,
+    shared_value,
+)
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
 from autopipe.passes.solvers.min_sum.model import Once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The model of a stage's nodes on a group of devices; variable i of it is `nodes[i]`, further ones are values."""
+    """The model of a stage's nodes on a group of devices; variable i of it is `nodes[i]`, further
+    ones are values.
+    """
 
     nodes: tuple[int, ...]
     configurations: tuple[tuple[Splits, ...], ...]
@@ -55,13 +64,19 @@ class Tables:
     backwards: tuple[Floats, ...]
     """Of the model's costs, seconds of one micro-batch's backward."""
     passing: tuple[Integers, ...]
-    """For each node the bytes that come and go while it runs backward, which the model's memory leaves out."""
+    """For each node the bytes that come and go while it runs backward, which the model's memory
+    leaves out.
+    """
     kept_again: tuple[Edge, ...]
-    """The bytes that a pair of nodes adds to the model's memory by keeping one value in different blocks."""
+    """The bytes that a pair of nodes adds to the model's memory by keeping one value in different
+    blocks.
+    """
 
     def passing_at_most(self, most: int) -> Tables:
-        """The same without configurations of nodes that need more than `most` bytes while they run, and with what is
-        kept again: where memory does not matter, those edges would only be in the way."""
+        """The same without configurations of nodes that need more than `most` bytes while they run,
+        and with what is kept again: where memory does not matter, those edges would only be in the
+        way.
+        """
         once = Once()
 
         def bounded(costs: Floats, needs: Integers) -> Floats:
@@ -70,12 +85,16 @@ class Tables:
         costs = [once(bounded, *each) for each in zip(self.model.costs, self.passing, strict=False)]
         costs += self.model.costs[len(costs) :]
         edges = (*self.model.edges, *self.kept_again)
-        return replace(self, model=replace(self.model, costs=tuple(costs), edges=edges), kept_again=())
+        return replace(
+            self, model=replace(self.model, costs=tuple(costs), edges=edges), kept_again=()
+        )
 
     def splits(self, choice: Sequence[int]) -> tuple[tuple[int, Splits], ...]:
         """The nodes that a choice splits, with their splits, as `Stage.splits` has them."""
         chosen = (each[number] for each, number in zip(self.configurations, choice, strict=False))
-        return tuple((node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits)
+        return tuple(
+            (node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits
+        )
 
 
 End = tuple[NodeClass, int]
@@ -83,25 +102,35 @@ End = tuple[NodeClass, int]
 
 
 def make_tables(
-    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions = NO_OPTIONS
+    problem: Problem,
+    nodes: Sequence[int],
+    devices: tuple[int, ...],
+    options: StageOptions = NO_OPTIONS,
 ) -> Tables:
-    """The model of `nodes` (ascending, all of them computed) on `devices`. Equal nodes and equal edges have one array.
-    Raises ConfigurationError where a device states no figure for a class of operators."""
+    """The model of `nodes` (ascending, all of them computed) on `devices`. Equal nodes and equal
+    edges have one array. Raises ConfigurationError where a device states no figure for a class of
+    operators.
+    """
     stage = StageContext(problem, nodes, devices, options)
-    graph, kinds = stage.graph, node_classes(stage)
+    graph = stage.graph
+    kinds = node_classes(stage)
     places = {node: place for place, node in enumerate(kinds)}
-    costs_of, passing_of = cache(NodeClass.costs), cache(NodeClass.passing_bytes)
+    costs_of = cache(NodeClass.costs)
+    passing_of = cache(NodeClass.passing_bytes)
     costs = [costs_of(kind) for kind in kinds.values()]
     edges: list[Edge] = []
 
     @cache
     def changes(source: End, reader: End, size: int, given: bool, times: int) -> Floats:
-        left, wanted = source[0].leaves(source[1]), reader[0].reads(reader[1])
+        left = source[0].leaves(source[1])
+        wanted = reader[0].reads(reader[1])
         change = stage.reshard.to_all if given else stage.reshard.to_reader
         return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
 
     @cache
-    def shared(source: End, readers: tuple[End, ...], size: int, given: bool, times: int) -> SharedValue:
+    def shared(
+        source: End, readers: tuple[End, ...], size: int, given: bool, times: int
+    ) -> SharedValue:
         wanted = [kind.reads(position) for kind, position in readers]
         return shared_value(source[0].leaves(source[1]), wanted, size, stage.reshard, given, times)
 
@@ -119,16 +148,24 @@ def make_tables(
         readers = tuple((kinds[node], position) for node, position in uses)
         if graph.parameter(name) is not None and stage.is_shared_parameter(name):
             wanted = [kind.reads(position) for kind, position in readers]
-            value = shared_parameter(wanted, graph.type_of(name).shape, only_whole=name in options.whole)
+            value = shared_parameter(
+                wanted, graph.type_of(name).shape, only_whole=name in options.whole
+            )
             gradient_s, update_s, held = stage.holding(name, value.layouts)
-            costs.append(Costs(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held))
+            costs.append(
+                Costs(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held)
+            )
         elif source is not None and source in kinds:
             left = kinds[source], graph.nodes[source].outputs.index(name)
             times = stage.times_run(name) * problem.micro_batches
             size = graph.type_of(name).elements * stage.widths[name]
             given = name in options.given
             if len(readers) == 1:
-                connect(places[source], places[uses[0][0]], changes(left, readers[0], size, given, times))
+                connect(
+                    places[source],
+                    places[uses[0][0]],
+                    changes(left, readers[0], size, given, times),
+                )
                 continue
             value = shared(left, readers, size, given, times)
             connect(places[source], len(costs), value.from_source)
@@ -137,7 +174,8 @@ def make_tables(
             continue
         for (reader, _), matrix in zip(uses, value.to_readers, strict=True):
             connect(len(costs) - 1, places[reader], matrix)
-    seconds, memory = tuple(each.seconds for each in costs), tuple(each.memory for each in costs)
+    seconds = tuple(each.seconds for each in costs)
+    memory = tuple(each.memory for each in costs)
     return Tables(
         nodes=stage.nodes,
         configurations=tuple(kind.configurations for kind in kinds.values()),
@@ -149,16 +187,22 @@ def make_tables(
     )
 
 
-def _kept_again(stage: StageContext, kinds: dict[int, NodeClass], places: dict[int, int]) -> tuple[Edge, ...]:
-    """By how much the block that a node keeps exceeds that of the first node that keeps the same value."""
+def _kept_again(
+    stage: StageContext, kinds: dict[int, NodeClass], places: dict[int, int]
+) -> tuple[Edge, ...]:
+    """By how much the block that a node keeps exceeds that of the first node that keeps the same
+    value.
+    """
     found: list[Edge] = []
     known: dict[Hashable, Integers] = {}
     zeros: Callable[[tuple[int, ...]], Floats] = cache(np.zeros)
     for first, by_first, node, by_node in stage.kept_again:
-        one, other = kinds[first], kinds[node]
+        one = kinds[first]
+        other = kinds[node]
         key = one, by_first.dimensions, other, by_node.dimensions, by_node.bytes
         if key not in known:
-            own, before = kept_bytes([by_node], other.mesh_positions), kept_bytes([by_first], one.mesh_positions)
+            own = kept_bytes([by_node], other.mesh_positions)
+            before = kept_bytes([by_first], one.mesh_positions)
             known[key] = np.maximum(own[None, :] - before[:, None], 0) * stage.kept_micro_batches
         if known[key].any():
             found.append(Edge(places[first], places[node], zeros(known[key].shape), known[key]))
@@ -178,7 +222,9 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class FittedPlacement:
-    """A placement with the splits of the stage in question, what is proven of them, and what lowering makes of them."""
+    """A placement with the splits of the stage in question, what is proven of them, and what
+    lowering makes of them.
+    """
 
     placement: Placement
     proof: SplitProof
@@ -189,33 +235,61 @@ class FittedPlacement:
 
 
 class SplitProblem:
-    """Nodes and options of each stage of a placement, for the search for its splits; those of `fixed` nodes stay."""
+    """Nodes and options of each stage of a placement, for the search for its splits; those of
+    `fixed` nodes stay.
+    """
 
     def __init__(self, problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> None:
         graph = problem.graph
-        self.problem, self.plans = problem, assign_nodes(graph, placement, problem.wanted)
+        self.problem = problem
+        self.plans = assign_nodes(graph, placement, problem.wanted)
         computed = [{node for node, _ in plan.nodes} for plan in self.plans]
         whole: Splits = ()
-        # What several stages compute for themselves is cheap; splits of one group mean nothing on another.
-        shared = {node: (whole,) for node in recomputed_nodes(graph) if sum(node in each for each in computed) > 1}
-        read = [{n for node in each for n in graph.nodes[node].inputs if graph.parameter(n)} for each in computed]
-        torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
-        allowed: dict[int, tuple[Splits, ...]] = {**shared, **{node: (splits,) for node, splits in fixed.items()}}
+        # What several stages compute for themselves is cheap; splits of one group mean nothing on
+        # another.
+        shared = {
+            node: (whole,)
+            for node in recomputed_nodes(graph)
+            if sum(node in each for each in computed) > 1
+        }
+        read = [
+            {n for node in each for n in graph.nodes[node].inputs if graph.parameter(n)}
+            for each in computed
+        ]
+        torn = frozenset(
+            name for names in read for name in names if sum(name in each for each in read) > 1
+        )
+        allowed: dict[int, tuple[Splits, ...]] = {
+            **shared,
+            **{node: (splits,) for node, splits in fixed.items()},
+        }
         self.options = tuple(
             StageOptions(allowed, frozenset(plan.outputs), torn, kept, stage.recompute)
-            for stage, plan, kept in zip(placement.stages, self.plans, in_flight(problem, placement), strict=True)
+            for stage, plan, kept in zip(
+                placement.stages, self.plans, in_flight(problem, placement), strict=True
+            )
         )
 
     def split(
-        self, placement: Placement, index: int, solver: Solver, overlap: bool = False, own: Problem | None = None
+        self,
+        placement: Placement,
+        index: int,
+        solver: Solver,
+        overlap: bool = False,
+        own: Problem | None = None,
     ) -> FittedPlacement:
-        """`placement` with stage `index` split as `solver` finds it best, or by its samples where that is faster.
-        `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward;
-        `own` is the problem on the stage's micro-batches, where that is known. Raises InfeasibleError, with the least
-        excess, where nothing fits into memory, and what `solver` raises."""
-        stage, options = placement.stages[index], self.options[index]
+        """`placement` with stage `index` split as `solver` finds it best, or by its samples where
+        that is faster. `overlap` says whether `solver` counts the exchange of gradients as hidden
+        by the last micro-batch's backward; `own` is the problem on the stage's micro-batches, where
+        that is known. Raises InfeasibleError, with the least excess, where nothing fits into
+        memory, and what `solver` raises.
+        """
+        stage = placement.stages[index]
+        options = self.options[index]
         own = own or resized(self.problem, stage.micro_batch_size)
-        tables = make_tables(own, [node for node, _ in self.plans[index].nodes], stage.devices, options)
+        tables = make_tables(
+            own, [node for node, _ in self.plans[index].nodes], stage.devices, options
+        )
         count = self.problem.batch_size // stage.micro_batch_size
 
         def seconds(fitted: FittedPlacement) -> float:
@@ -226,24 +300,34 @@ class SplitProblem:
         if not fitting:
             least = min(trials, key=lambda each: each.excess)
             need = self.problem.memory_of(least.worst) + least.excess
-            raise out_of_memory(self.problem, [index], len(placement.stages), least.worst, need, least=True)
+            raise out_of_memory(
+                self.problem, [index], len(placement.stages), least.worst, need, least=True
+            )
         best = min(fitting, key=seconds)
         # Under a bound on what comes and goes an answer is proven for that bound alone.
         bound = trials[0].proof.lower_bound
-        best = replace(best, proof=SplitProof(best.proof.cost, bound, best is trials[0] and best.proof.optimal))
+        best = replace(
+            best, proof=SplitProof(best.proof.cost, bound, best is trials[0] and best.proof.optimal)
+        )
         if any(node in options.allowed for node in stage.nodes):
             return best
-        # The model counts no latency of gradients' exchange and more than one way of some values, so that data
-        # parallelism, which is among its choices, can be better than it says.
+        # The model counts no latency of gradients' exchange and more than one way of some values,
+        # so that data parallelism, which is among its choices, can be better than it says.
         other = self._by_samples(own.graph, best, index)
         if other is None or other.excess > 0 or seconds(other) >= seconds(best):
             return best
-        return replace(other, proof=SplitProof(max(seconds(other), bound), bound, seconds(other) <= bound))
+        return replace(
+            other, proof=SplitProof(max(seconds(other), bound), bound, seconds(other) <= bound)
+        )
 
-    def _trials(self, placement: Placement, index: int, tables: Tables, solver: Solver) -> list[FittedPlacement]:
-        """`placement` with the best splits of stage `index`, and where its devices do not hold those, with others. What
-        comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under each,
-        configurations that need more are forbidden, and what remains is for the sum of what stays."""
+    def _trials(
+        self, placement: Placement, index: int, tables: Tables, solver: Solver
+    ) -> list[FittedPlacement]:
+        """`placement` with the best splits of stage `index`, and where its devices do not hold
+        those, with others. What comes and goes is the most that one node needs while it runs. So
+        several bounds on that are tried: under each, configurations that need more are forbidden,
+        and what remains is for the sum of what stays.
+        """
 
         def measured(answer: Assignment) -> FittedPlacement:
             proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
@@ -257,7 +341,8 @@ class SplitProblem:
             if trials[-1].excess <= 0 and before - most < _APART * room:
                 break
             before = most
-            # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
+            # What the model does not know: values that several nodes keep in different blocks,
+            # buffers of messages.
             unknown = 0
             bounded = tables.passing_at_most(most)
             for _ in range(_ROUNDS):
@@ -271,16 +356,25 @@ class SplitProblem:
                 unknown += trials[-1].excess
         return trials
 
-    def _by_samples(self, graph: Graph, fitted: FittedPlacement, index: int) -> FittedPlacement | None:
-        """A stage with nothing but its samples shared; `graph` is the model on its micro-batches."""
-        stage, samples = fitted.placement.stages[index], sample_axes(graph)
+    def _by_samples(
+        self, graph: Graph, fitted: FittedPlacement, index: int
+    ) -> FittedPlacement | None:
+        """A stage with nothing but its samples shared; `graph` is the model on its
+        micro-batches.
+        """
+        stage = fitted.placement.stages[index]
+        samples = sample_axes(graph)
         if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
             return None
         splits = samples.splits(stage.nodes, len(stage.devices))
         return self._with_splits(fitted.placement, index, splits, fitted.proof)
 
     def _with_splits(
-        self, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], proof: SplitProof
+        self,
+        placement: Placement,
+        index: int,
+        splits: tuple[tuple[int, Splits], ...],
+        proof: SplitProof,
     ) -> FittedPlacement:
         """The placement with these splits of a stage, and what it takes whatever the model said."""
         stages = list(placement.stages)
@@ -288,14 +382,21 @@ class SplitProblem:
         found = replace(placement, stages=tuple(stages))
         costs = stage_costs(self.problem, found)
         used = device_memory(self.problem, found, costs)
-        over = ((used[device] - self.problem.memory_of(device), device) for device in stages[index].devices)
+        over = (
+            (used[device] - self.problem.memory_of(device), device)
+            for device in stages[index].devices
+        )
         return FittedPlacement(found, proof, costs[index], *max(over))
 
 
 def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[int]:
-    """From what an answer needs down to what every choice does: all that some configuration needs, well apart."""
+    """From what an answer needs down to what every choice does: all that some configuration needs,
+    well apart.
+    """
     least = max(int(each.min()) for each in tables.passing)
-    most = max(int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False))
+    most = max(
+        int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False)
+    )
     between = np.unique(np.concatenate(list({id(each): each for each in tables.passing}.values())))
     between = between[(between >= least) & (between <= most)]
     count = min(_BOUNDS, 2 + int((most - least) / (_APART * room)))
@@ -305,27 +406,41 @@ def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[in
 
 
 def split_stages(
-    problem: Problem, placement: Placement, fixed: Mapping[int, Splits], solver: Solver, overlap: bool = False
+    problem: Problem,
+    placement: Placement,
+    fixed: Mapping[int, Splits],
+    solver: Solver,
+    overlap: bool = False,
 ) -> Placement:
-    """`placement` with every stage split so, and what is proven of that: what all stages cost together. Raises
-    InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises."""
+    """`placement` with every stage split so, and what is proven of that: what all stages cost
+    together. Raises InfeasibleError where memory does not hold any placement, with the least
+    excess, and what `solver` raises.
+    """
     inside = SplitProblem(problem, placement, fixed)
     proof = SplitProof(0.0, 0.0, optimal=True)
     for index in range(len(placement.stages)):
         best = inside.split(placement, index, solver, overlap)
-        placement, own = best.placement, best.proof
-        proof = SplitProof(proof.cost + own.cost, proof.lower_bound + own.lower_bound, proof.optimal and own.optimal)
+        placement = best.placement
+        own = best.proof
+        proof = SplitProof(
+            proof.cost + own.cost,
+            proof.lower_bound + own.lower_bound,
+            proof.optimal and own.optimal,
+        )
     return replace(placement, proof=proof)
 
 
 _PATIENCE_S = 2.0
-"""Of work within a memory limit, where there is no time limit: several limits are tried, and for a Llama of 80 layers
-on 64 devices five times the work finds steps shorter by a thousandth."""
+"""Of work within a memory limit, where there is no time limit: several limits are tried, and for a
+Llama of 80 layers on 64 devices five times the work finds steps shorter by a thousandth.
+"""
 
 
 class Exact:
-    """Answers tables by a dual bound, pruning, and elimination of what is left; within memory where that is asked for.
-    Of `time_limit` seconds, counted from now on, a search within memory takes half of what is left: others follow."""
+    """Answers tables by a dual bound, pruning, and elimination of what is left; within memory where
+    that is asked for. Of `time_limit` seconds, counted from now on, a search within memory takes
+    half of what is left: others follow.
+    """
 
     def __init__(self, time_limit: float | None) -> None:
         self._end = None if time_limit is None else time.monotonic() + time_limit

@@ -1,6 +1,7 @@
 """OR-tools' CP-SAT on one worker: what a run found, what it proved, and how long it may take.
 
-An answer's values are claims of the solver. Callers check them against their own problem before using them.
+An answer's values are claims of the solver. Callers check them against their own problem before
+using them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.passes.solvers.milp import Status
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, CpSolver, CpSolverSolutionCallback, CpSolverStatus, IntVar
+    from ortools.sat.python.cp_model import (
+        CpModel,
+        CpSolver,
+        CpSolverSolutionCallback,
+        CpSolverStatus,
+        IntVar,
+    )
 
 __all__ = ["CpResult", "Limit", "OnSolution", "Status", "solve"]
 
@@ -30,13 +37,17 @@ class Limit:
     seconds: float
     """Of the clock: never exceeded by much, so that a slow machine keeps its time."""
     work: float
-    """In the solver's deterministic time: what stops it on a machine fast enough, always at the same answer."""
+    """In the solver's deterministic time: what stops it on a machine fast enough, always at the
+    same answer.
+    """
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CpResult:
-    """Result and bound of a minimisation; optimal, too, are any values where there is no objective."""
+    """Result and bound of a minimisation; optimal, too, are any values where there is no
+    objective.
+    """
 
     status: Status
     values: tuple[int, ...] = ()
@@ -59,9 +70,10 @@ def solve(
 ) -> CpResult:
     """Return the result of CP-SAT with one search worker.
 
-    Equal models and seeds give equal results as long as `limit.work` ends the search. `relax` adds linear relaxations,
-    for models in which sums decide; for orders of blocks the relaxations are weak and take most of the time. Raises
-    AutopipeError for a model that the solver rejects, and KeyboardInterrupt after Ctrl-C.
+    Equal models and seeds give equal results as long as `limit.work` ends the search. `relax` adds
+    linear relaxations, for models in which sums decide; for orders of blocks the relaxations are
+    weak and take most of the time. Raises AutopipeError for a model that the solver rejects, and
+    KeyboardInterrupt after Ctrl-C.
     """
     from ortools.sat.python import cp_model
 
@@ -86,7 +98,9 @@ def solve(
     work = float(solver.response_proto.deterministic_time)
     bound = _whole(solver.best_objective_bound) if model.has_objective() else None
     if status.found:
-        return CpResult(status, tuple(int(solver.value(variable)) for variable in variables), bound, work)
+        return CpResult(
+            status, tuple(int(solver.value(variable)) for variable in variables), bound, work
+        )
     return CpResult(status, (), bound if status is Status.UNKNOWN else None, work)
 
 
@@ -94,12 +108,15 @@ _STOP_S = 0.05
 """Seconds between two requests to stop a search."""
 
 
-def _search(solver: CpSolver, model: CpModel, callback: CpSolverSolutionCallback | None) -> CpSolverStatus:
+def _search(
+    solver: CpSolver, model: CpModel, callback: CpSolverSolutionCallback | None
+) -> CpSolverStatus:
     """Return the status of a search that Ctrl-C ends with KeyboardInterrupt.
 
-    OR-tools' own handler of SIGINT would end the search without an error, and leave SIGINT at its default: the next
-    Ctrl-C would kill the process. Without it, Python's handler stays, which runs only while the main thread runs Python
-    code. The search therefore has a thread of its own, and the caller's thread waits.
+    OR-tools' own handler of SIGINT would end the search without an error, and leave SIGINT at its
+    default: the next Ctrl-C would kill the process. Without it, Python's handler stays, which runs
+    only while the main thread runs Python code. The search therefore has a thread of its own, and
+    the caller's thread waits.
     """
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(max_workers=1) as threads:

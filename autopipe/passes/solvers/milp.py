@@ -1,6 +1,8 @@
-"""Integer linear programs, solved by HiGHS inside scipy or, through PuLP, by the solver that the user names.
+"""Integer linear programs, solved by HiGHS inside scipy or, through PuLP, by the solver that the
+user names.
 
-No solver is trusted: the values of every answer are checked against the program's own rows and bounds.
+No solver is trusted: the values of every answer are checked against the program's own rows and
+bounds.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ _INTEGRAL = 1e-5
 _FEASIBLE = 1e-6
 """How far a row may be missed, of the largest term in it (or of 1)."""
 _WRITTEN = 1e-6
-"""Maximum distance from an integer at which a value read from a solver's text file is rounded to that integer."""
+"""Maximum distance from an integer at which a value read from a solver's text file is rounded to
+that integer.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= matrix x <= row_upper`. `cost`, `lower`,
-    `upper` and `integral` (is x to be a whole number?) have an entry a variable."""
+    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= matrix x <= row_upper`.
+    `cost`, `lower`, `upper` and `integral` (is x to be a whole number?) have an entry a variable.
+    """
 
     cost: NDArray[np.float64]
     lower: NDArray[np.float64]
@@ -52,7 +57,10 @@ class Model:
     def violation(self, x: NDArray[np.float64]) -> str:
         """The first row that `x` violates, in words; "" if none but by rounding errors."""
         if x.shape != (self.variables,) or not np.isfinite(x).all():
-            return f"{self.variables} finite {plural(self.variables, 'number is', 'numbers are')} needed"
+            return (
+                f"{self.variables} finite {plural(self.variables, 'number is', 'numbers are')} "
+                "needed"
+            )
         broken = np.flatnonzero(self.integral & (x != np.rint(x)))
         if len(broken):
             return f"variable {broken[0]} is {x[broken[0]]:g}, not a whole number"
@@ -62,7 +70,8 @@ class Model:
         rows = len(self.row_lower)
         row = np.repeat(np.arange(rows), np.diff(self.matrix.indptr))
         terms = self.matrix.data * x[self.matrix.indices]
-        scale, done = np.ones(rows), np.zeros(rows)
+        scale = np.ones(rows)
+        done = np.zeros(rows)
         np.maximum.at(scale, row, np.abs(terms))
         np.add.at(done, row, terms)
         missed = np.maximum(self.row_lower - done, done - self.row_upper)
@@ -88,8 +97,12 @@ class Builder:
         upper: ArrayLike = 1.0,
         integral: ArrayLike = True,
     ) -> NDArray[np.int64]:
-        """The numbers of `count` new variables; what is said of them is one figure each, or one for all."""
-        self._variables.append(tuple(_filled(each, count) for each in (cost, lower, upper, integral)))
+        """The numbers of `count` new variables; what is said of them is one figure each, or one for
+        all.
+        """
+        self._variables.append(
+            tuple(_filled(each, count) for each in (cost, lower, upper, integral))
+        )
         self._count += count
         return np.arange(self._count - count, self._count)
 
@@ -102,8 +115,9 @@ class Builder:
         upper: ArrayLike = np.inf,
         count: int | None = None,
     ) -> None:
-        """`count` new rows (the largest of `row` and one, if not given): entry i of `row` counts them from 0 on and
-        takes `columns[i]` times `values[i]`. An entry given twice counts twice."""
+        """`count` new rows (the largest of `row` and one, if not given): entry i of `row` counts
+        them from 0 on and takes `columns[i]` times `values[i]`. An entry given twice counts twice.
+        """
         places = np.asarray(row, dtype=np.int64).ravel()
         wide = np.asarray(columns, dtype=np.int64).ravel()
         if count is None:
@@ -121,7 +135,9 @@ class Builder:
         if not ((columns >= 0) & (columns < self._count)).all():
             raise AutopipeError("a row of the integer program names a variable that it has not")
         if not np.isfinite(cost).all() or not np.isfinite(values).all():
-            raise AutopipeError("the integer program has costs or coefficients that are no finite numbers")
+            raise AutopipeError(
+                "the integer program has costs or coefficients that are no finite numbers"
+            )
         places = rows.astype(np.int64), columns.astype(np.int64)
         # One entry for a row and a variable: HiGHS refuses a program that has two.
         matrix = coo_array((values, places), shape=(self._rows, self._count)).tocsr()
@@ -134,7 +150,9 @@ def _filled(figures: ArrayLike, count: int) -> NDArray[np.float64]:
 
 def _joined(parts: Sequence[tuple[NDArray[Any], ...]], width: int) -> list[NDArray[np.float64]]:
     """The parts' arrays, one after the other, by their place in the tuples."""
-    return [np.concatenate([np.zeros(0), *(part[place] for part in parts)]) for place in range(width)]
+    return [
+        np.concatenate([np.zeros(0), *(part[place] for part in parts)]) for place in range(width)
+    ]
 
 
 _LARGEST_COST = 2.0**14
@@ -177,23 +195,36 @@ class MilpResult:
 
     @property
     def gap(self) -> float:
-        """The share of the cost by which it may be above the least; infinite where nothing is known."""
+        """The share of the cost by which it may be above the least; infinite where nothing is
+        known.
+        """
         if not self.found or self.bound == -np.inf:
             return np.inf
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
-_OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
+_OPTIMAL = 0
+_INFEASIBLE = 2
+_UNBOUNDED = 3
+_OTHER = 4
 """Codes of `scipy.optimize.milp`."""
 
 
-def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> MilpResult | None:
-    """The claims of HiGHS, unchecked, on one thread; it takes no values to start from. None where it cannot say what it
-    has found. The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises
-    AutopipeError for a model that HiGHS does not accept, and for costs without a least."""
+def by_highs(
+    model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool
+) -> MilpResult | None:
+    """The claims of HiGHS, unchecked, on one thread; it takes no values to start from. None where
+    it cannot say what it has found. The one inside scipy gets along with OR-tools in one process;
+    the package highspy does not. Raises AutopipeError for a model that HiGHS does not accept, and
+    for costs without a least.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    rows = LinearConstraint(model.matrix, model.row_lower, model.row_upper) if len(model.row_lower) else None
+    rows = (
+        LinearConstraint(model.matrix, model.row_lower, model.row_upper)
+        if len(model.row_lower)
+        else None
+    )
     options = {"time_limit": seconds, "mip_rel_gap": gap, "presolve": presolve}
     found = milp(
         model.cost,
@@ -211,7 +242,11 @@ def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presol
         if "infeasible" not in found.message.lower():
             raise AutopipeError(f"HiGHS does not accept the integer program: {found.message}")
         return MilpResult(Status.INFEASIBLE)
-    bound = found.fun if found.mip_dual_bound is None and found.status == _OPTIMAL else found.mip_dual_bound
+    bound = (
+        found.fun
+        if found.mip_dual_bound is None and found.status == _OPTIMAL
+        else found.mip_dual_bound
+    )
     answer = MilpResult(Status.UNKNOWN, bound=-np.inf if bound is None else float(bound))
     return answer if found.x is None else replace(answer, status=Status.FEASIBLE, values=found.x)
 
@@ -219,12 +254,14 @@ def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presol
 def by_pulp(
     model: Model, solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
 ) -> MilpResult | None:
-    """Return the unchecked answer of `solver` through PuLP, or None if the solver reports neither values nor a proof.
+    """Return the unchecked answer of `solver` through PuLP, or None if the solver reports neither
+    values nor a proof.
 
-    PuLP returns no bound. If the solver states that its values are optimal within `gap`, the bound is their objective
-    less that gap. Executables write values with few digits, so values next to an integer are rounded to it first; the
-    check of `solve` rejects values for which that is wrong. Raises ConfigurationError if the solver is not installed or
-    fails, AutopipeError if the objective has no minimum.
+    PuLP returns no bound. If the solver states that its values are optimal within `gap`, the bound
+    is their objective less that gap. Executables write values with few digits, so values next to an
+    integer are rounded to it first; the check of `solve` rejects values for which that is wrong.
+    Raises ConfigurationError if the solver is not installed or fails, AutopipeError if the
+    objective has no minimum.
     """
     program = {
         "cost": model.cost,
@@ -244,9 +281,12 @@ def by_pulp(
         objective = model.objective(values)
         bound = objective - gap * abs(objective) if answer.is_optimal else -np.inf
         return MilpResult(Status.FEASIBLE, values, bound=bound)
-    falls = ((model.cost < 0) & np.isposinf(model.upper)) | ((model.cost > 0) & np.isneginf(model.lower))
+    falls = ((model.cost < 0) & np.isposinf(model.upper)) | (
+        (model.cost > 0) & np.isneginf(model.lower)
+    )
     if answer.status == "Infeasible" and falls.any():
-        # Some interfaces report an objective without a minimum as infeasible. Without costs only the rows matter.
+        # Some interfaces report an objective without a minimum as infeasible. Without costs only
+        # the rows matter.
         rows = replace(model, cost=np.zeros_like(model.cost))
         without_costs = by_pulp(rows, solver, seconds, gap, nodes, presolve)
         if without_costs is not None and without_costs.found:
@@ -254,7 +294,9 @@ def by_pulp(
     if answer.status == "Infeasible":
         return MilpResult(Status.INFEASIBLE)
     if answer.status == "Unbounded":
-        raise AutopipeError("the objective of the integer program has no minimum: some variable lacks a bound")
+        raise AutopipeError(
+            "the objective of the integer program has no minimum: some variable lacks a bound"
+        )
     return None
 
 
@@ -266,25 +308,32 @@ def solve(
     nodes: int | None = None,
     solver: str = AUTO,
 ) -> MilpResult:
-    """Return the values with the minimum cost, or the best found within `time_limit` seconds and `nodes` search nodes.
+    """Return the values with the minimum cost, or the best found within `time_limit` seconds and
+    `nodes` search nodes.
 
-    A cost counts as minimal if it exceeds its bound by at most the fraction `gap`. The result is never worse than the
-    values `start`, which are the result if the solver finds none. `solver` is `auto` (HiGHS inside scipy) or a name of
-    `pulp_client.SOLVER_NAMES`. Solvers run on one thread, so that equal programs have equal results unless the time
-    limit ends a run. Raises AutopipeError if `start` violates a constraint or the objective has no minimum,
-    ConfigurationError if the named solver is not installed or fails.
+    A cost counts as minimal if it exceeds its bound by at most the fraction `gap`. The result is
+    never worse than the values `start`, which are the result if the solver finds none. `solver` is
+    `auto` (HiGHS inside scipy) or a name of `pulp_client.SOLVER_NAMES`. Solvers run on one thread,
+    so that equal programs have equal results unless the time limit ends a run. Raises AutopipeError
+    if `start` violates a constraint or the objective has no minimum, ConfigurationError if the
+    named solver is not installed or fails.
     """
     best = MilpResult(Status.UNKNOWN)
     if start is not None:
         if broken := model.violation(start):
-            raise AutopipeError(f"the values to start an integer program from do not hold: {broken}")
+            raise AutopipeError(
+                f"the values to start an integer program from do not hold: {broken}"
+            )
         best = MilpResult(Status.FEASIBLE, start, model.objective(start))
     if not model.variables:
-        return _checked(model, MilpResult(Status.FEASIBLE, bound=0.0), gap) or MilpResult(Status.INFEASIBLE)
+        return _checked(model, MilpResult(Status.FEASIBLE, bound=0.0), gap) or MilpResult(
+            Status.INFEASIBLE
+        )
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
-    # Presolve alone cannot always say whether a program has no values or no least cost; and what it says may not hold.
+    # Presolve alone cannot always say whether a program has no values or no least cost; and what it
+    # says may not hold.
     for presolve in (True, False):
         left = end - time.monotonic()
         claim = None

@@ -1,8 +1,9 @@
-"""Integer programs solved through PuLP, by the solver that the user names, in a process of their own.
+"""Integer programs solved through PuLP, by the solver that the user names, in a process of their
+own.
 
-The process (`solvers/pulp_worker.py`) keeps libraries that OR-tools cannot be loaded beside out of this one, and a
-solver that crashes or ignores its time limit ends with it. Nothing that the process returns is trusted: `milp.solve`
-checks the values against every row.
+The process (`solvers/pulp_worker.py`) keeps libraries that OR-tools cannot be loaded beside out of
+this one, and a solver that crashes or ignores its time limit ends with it. Nothing that the process
+returns is trusted: `milp.solve` checks the values against every row.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ from autopipe.ir.output_files import scratch_folder
 from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 AUTO: Final = "auto"
-"""The solver that was fastest in our measurements: HiGHS inside scipy, in this process and without PuLP."""
+"""The solver that was fastest in our measurements: HiGHS inside scipy, in this process and without
+PuLP.
+"""
 SOLVER_NAMES: Final = (AUTO, *SOLVERS)
 _MODULE: Final = "autopipe.passes.solvers.pulp_worker"
 _START_S: Final = 60.0
-"""Seconds that the process may need to start, to build the program and to write the answer, beside the time limit."""
+"""Seconds that the process may need to start, to build the program and to write the answer, beside
+the time limit.
+"""
 _ERROR_LENGTH: Final = 200
 """Characters of a solver's own error that are reported."""
 
 
 @cache
 def installed_solvers() -> dict[str, str | None]:
-    """Return for each solver the PuLP interface that runs it here, None if the solver is not installed.
+    """Return for each solver the PuLP interface that runs it here, None if the solver is not
+    installed.
 
     Raises AutopipeError if PuLP cannot be loaded.
     """
@@ -47,13 +53,19 @@ def installed_solvers() -> dict[str, str | None]:
 
 
 def check_installed(solver: str) -> None:
-    """Raise ConfigurationError unless `solver` is `auto` or an installed solver that PuLP can run."""
+    """Raise ConfigurationError unless `solver` is `auto` or an installed solver that PuLP can
+    run.
+    """
     if solver not in SOLVER_NAMES:
-        raise ConfigurationError(f"solver {solver!r} is unknown", hint=f"choose one of {', '.join(SOLVER_NAMES)}")
+        raise ConfigurationError(
+            f"solver {solver!r} is unknown", hint=f"choose one of {', '.join(SOLVER_NAMES)}"
+        )
     if solver != AUTO and installed_solvers()[solver] is None:
         names = " or ".join(SOLVERS[solver])
         hint = "install the solver, or choose one that `autopipe config solvers` lists as installed"
-        raise ConfigurationError(f"solver {solver!r} is not installed: PuLP finds no {names}", hint=hint)
+        raise ConfigurationError(
+            f"solver {solver!r} is not installed: PuLP finds no {names}", hint=hint
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +73,8 @@ class PulpAnswer:
     """The answer of a solver through PuLP, unchecked."""
 
     status: str
-    """PuLP's name of the status: "Optimal", "Infeasible", "Unbounded", "Not Solved" or "Undefined"."""
+    """PuLP's name of the status: "Optimal", "Infeasible", "Unbounded", "Not Solved" or "Undefined".
+    """
     is_optimal: bool
     """True if the solver states that no values cost less, within the requested gap."""
     values: NDArray[np.float64] | None
@@ -69,12 +82,18 @@ class PulpAnswer:
 
 
 def solve_with_pulp(
-    program: dict[str, Any], solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
+    program: dict[str, Any],
+    solver: str,
+    seconds: float,
+    gap: float,
+    nodes: int | None,
+    presolve: bool,
 ) -> PulpAnswer:
-    """Return the answer of `solver` to a program within `seconds` and, if the solver has such a limit, `nodes` nodes.
+    """Return the answer of `solver` to a program within `seconds` and, if the solver has such a
+    limit, `nodes` nodes.
 
-    `program` has the NumPy arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError if the solver is
-    not installed or fails, for example without a license.
+    `program` has the NumPy arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError
+    if the solver is not installed or fails, for example without a license.
     """
     check_installed(solver)
     request = {
@@ -84,12 +103,15 @@ def solve_with_pulp(
         "nodes": nodes,
         "presolve": presolve,
     }
-    # PuLP leaves its files behind if the solver fails, so it writes them to the folder that is removed here.
+    # PuLP leaves its files behind if the solver fails, so it writes them to the folder that is
+    # removed here.
     with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)
         try:
-            _run_worker(str(folder), seconds + _START_S, {"TMPDIR": str(folder), "TMP": str(folder)})
+            _run_worker(
+                str(folder), seconds + _START_S, {"TMPDIR": str(folder), "TMP": str(folder)}
+            )
         except subprocess.TimeoutExpired:  # The solver ignores its time limit.
             return PulpAnswer("Not Solved", is_optimal=False, values=None)
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
@@ -103,10 +125,12 @@ def solve_with_pulp(
 
 
 def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """Run the worker process to its end, with `environment` added to this process's; return what it printed.
+    """Run the worker process to its end, with `environment` added to this process's; return what it
+    printed.
 
-    The process and the solver that it starts are one process group, which is killed if the time is over or if this
-    process is interrupted. Raises TimeoutExpired after `seconds`, and AutopipeError if the process fails.
+    The process and the solver that it starts are one process group, which is killed if the time is
+    over or if this process is interrupted. Raises TimeoutExpired after `seconds`, and AutopipeError
+    if the process fails.
     """
     packages = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH", ""))))
@@ -128,5 +152,7 @@ def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | 
             process.wait()
     if process.returncode:
         lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-        raise AutopipeError(f"the process of the integer program failed: {lines[-1][:_ERROR_LENGTH]}")
+        raise AutopipeError(
+            f"the process of the integer program failed: {lines[-1][:_ERROR_LENGTH]}"
+        )
     return written

@@ -1,15 +1,19 @@
-"""The process in which PuLP solves one integer program: `python -m autopipe.passes.solvers.pulp_worker FOLDER`.
+"""The process in which PuLP solves one integer program: `python -m
+autopipe.passes.solvers.pulp_worker FOLDER`.
 
-PuLP loads the library `highspy` if it is installed, and `highspy` and OR-tools cannot share a process. So this process
-imports neither OR-tools nor anything that does. FOLDER has the request, written by `solvers/pulp_client.py`:
+PuLP loads the library `highspy` if it is installed, and `highspy` and OR-tools cannot share a
+process. So this process imports neither OR-tools nor anything that does. FOLDER has the request,
+written by `solvers/pulp_client.py`:
 
-- `request.json`: `interface` (a PuLP interface of `SOLVERS` that is installed), `seconds`, `gap`, `nodes` (or null)
+- `request.json`: `interface` (a PuLP interface of `SOLVERS` that is installed), `seconds`, `gap`,
+  `nodes` (or null)
   and `presolve`;
 - `program.npz`: the arrays of `solvers/milp.Model`, its matrix in compressed sparse rows.
 
-The process writes `answer.json` (`status`, `is_optimal`, and `error` if the solver failed) and, if the solver found
-values, `values.npy`, one number per variable. With `--list` instead of FOLDER it prints one JSON object that tells for
-each solver whether it is installed, with the name of the PuLP interface that runs it.
+The process writes `answer.json` (`status`, `is_optimal`, and `error` if the solver failed) and, if
+the solver found values, `values.npy`, one number per variable. With `--list` instead of FOLDER it
+prints one JSON object that tells for each solver whether it is installed, with the name of the PuLP
+interface that runs it.
 """
 
 from __future__ import annotations
@@ -78,7 +82,8 @@ def _accepted(interface: str, options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
-    """Return (problem, variables): PuLP's form of the program, and its variables in the order of `cost`.
+    """Return (problem, variables): PuLP's form of the program, and its variables in the order of
+    `cost`.
 
     A row with two different finite bounds becomes two constraints.
     """
@@ -100,9 +105,13 @@ def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
     starts = arrays["indptr"].tolist()
     columns = arrays["indices"].tolist()
     values = arrays["data"].tolist()
-    for row, (lower, upper) in enumerate(zip(arrays["row_lower"], arrays["row_upper"], strict=True)):
+    for row, (lower, upper) in enumerate(
+        zip(arrays["row_lower"], arrays["row_upper"], strict=True)
+    ):
         entries = range(starts[row], starts[row + 1])
-        expression = pulp.LpAffineExpression([(variables[columns[place]], values[place]) for place in entries])
+        expression = pulp.LpAffineExpression(
+            [(variables[columns[place]], values[place]) for place in entries]
+        )
         if lower == upper:
             problem += expression == float(lower), f"r{row}"
             continue
@@ -114,7 +123,9 @@ def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
 
 
 def solve(folder: Path) -> dict[str, Any]:
-    """Solve the request in `folder`; return the content of `answer.json`. Writes `values.npy` if values were found."""
+    """Solve the request in `folder`; return the content of `answer.json`. Writes `values.npy` if
+    values were found.
+    """
     import pulp
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
@@ -137,17 +148,30 @@ def solve(folder: Path) -> dict[str, Any]:
         reason = f"its command ended with exit code {error.returncode}"
         return {"status": "failed", "is_optimal": False, "error": reason}
     except Exception as error:  # noqa: BLE001 - each interface raises classes of its own
-        return {"status": "failed", "is_optimal": False, "error": f"{type(error).__name__}: {error}"}
+        return {
+            "status": "failed",
+            "is_optimal": False,
+            "error": f"{type(error).__name__}: {error}",
+        }
     status = pulp.LpStatus[problem.status]
     if problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        # A variable that no row and no cost names is not handed on by PuLP: its lower bound is as good as any value.
-        found = [each.lowBound or 0.0 if each.varValue is None else each.varValue for each in variables]
+        # A variable that no row and no cost names is not handed on by PuLP: its lower bound is as
+        # good as any value.
+        found = [
+            each.lowBound or 0.0 if each.varValue is None else each.varValue for each in variables
+        ]
         np.save(folder / "values.npy", np.array(found, dtype=np.float64), allow_pickle=False)
-    return {"status": status, "is_optimal": problem.sol_status == pulp.LpSolutionOptimal, "error": ""}
+    return {
+        "status": status,
+        "is_optimal": problem.sol_status == pulp.LpSolutionOptimal,
+        "error": "",
+    }
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process group, the solver included, once process `parent` is no longer the parent of this one."""
+    """Kill this process group, the solver included, once process `parent` is no longer the parent
+    of this one.
+    """
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""The agent on top of torch elastic's agent, whose private methods differ between versions of torch."""
+"""The agent on top of torch elastic's agent, whose private methods differ between versions of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from autopipe.backends.torch.rendezvous import Handler, Place
 
 
 def _agent(logs: Path) -> Agent:
-    spec = WorkerSpec(role="rank", local_world_size=1, entrypoint="true", rdzv_handler=Handler(Place()))
+    spec = WorkerSpec(
+        role="rank", local_world_size=1, entrypoint="true", rdzv_handler=Handler(Place())
+    )
     return Agent(spec, logs, {}, None, lambda line: None, lambda: None, {})
 
 
-def test_shutdown_of_a_torch_that_accepts_the_signal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_of_a_torch_that_accepts_the_signal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch 2.11 calls `_shutdown` with a signal or without arguments."""
     signals: list[signal.Signals] = []
 
@@ -32,11 +38,15 @@ def test_shutdown_of_a_torch_that_accepts_the_signal_only(tmp_path: Path, monkey
     assert signals == [signal.SIGTERM, signal.SIGINT]
 
 
-def test_shutdown_of_a_torch_that_accepts_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_of_a_torch_that_accepts_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch 2.13 passes the time limit by name."""
     calls: list[tuple[signal.Signals, int]] = []
 
-    def of_torch_2_13(agent: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def of_torch_2_13(
+        agent: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
+    ) -> None:
         calls.append((death_sig, timeout))
 
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", of_torch_2_13)

@@ -1,4 +1,6 @@
-"""Processes that a fork server starts differ from those of a new interpreter only in what they have imported."""
+"""Processes that a fork server starts differ from those of a new interpreter only in what they have
+imported.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from typing import Any
 import pytest
 
 from autopipe.backends.torch.child import PARENT
-from autopipe.backends.torch.fork_server import SWITCH, ForkedProcess, ForkServer, fork_server, start_early
+from autopipe.backends.torch.fork_server import (
+    SWITCH,
+    ForkedProcess,
+    ForkServer,
+    fork_server,
+    start_early,
+)
 from tests.distributed.support.launching import descendants, runs
 
 PATIENCE_S = 240
@@ -53,8 +61,12 @@ def server() -> Iterator[ForkServer]:
         os.environ.pop("OF_THE_SERVER", None)
 
 
-def start(server: ForkServer, folder: Path, text: str, **variables: str) -> ForkedProcess | subprocess.Popen[bytes]:
-    """Start `text` as a program of Python whose output goes to `output` and `errors` in the folder."""
+def start(
+    server: ForkServer, folder: Path, text: str, **variables: str
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Start `text` as a program of Python whose output goes to `output` and `errors` in the
+    folder.
+    """
     program = folder / "program.py"
     program.write_text(text, encoding="utf-8")
     changes = {PARENT: str(os.getpid())} | variables
@@ -63,7 +75,9 @@ def start(server: ForkServer, folder: Path, text: str, **variables: str) -> Fork
         (folder / "output").open("w") as output,
         (folder / "errors").open("w") as errors,
     ):
-        return server.start([str(program), "a", "b c"], os.environ | changes, (nothing, output, errors))
+        return server.start(
+            [str(program), "a", "b c"], os.environ | changes, (nothing, output, errors)
+        )
 
 
 def report(server: ForkServer, folder: Path) -> dict[str, Any]:
@@ -77,7 +91,8 @@ def test_a_fork_is_as_a_new_interpreter_but_for_its_imports(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    forked, interpreted = report(server, tmp_path), report(ForkServer(), tmp_path)
+    forked = report(server, tmp_path)
+    interpreted = report(ForkServer(), tmp_path)
     assert forked.pop("torch") is True
     assert interpreted.pop("torch") is False
     assert forked == interpreted
@@ -102,18 +117,26 @@ def test_a_fork_is_as_a_new_interpreter_but_for_its_imports(
         ("import sys; sys.exit(3)", 3, ""),
         ("raise ValueError('of the rank')", 1, "ValueError: of the rank\n"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
-        ("import sys; sys.excepthook = lambda *_: print('hook', file=sys.stderr); 1 / 0", 1, "hook\n"),
+        (
+            "import sys; sys.excepthook = lambda *_: print('hook', file=sys.stderr); 1 / 0",
+            1,
+            "hook\n",
+        ),
     ],
     ids=["exit code", "exception", "signal", "hook of exceptions"],
 )
-def test_a_process_that_fails_says_how(server: ForkServer, tmp_path: Path, text: str, code: int, errors: str) -> None:
+def test_a_process_that_fails_says_how(
+    server: ForkServer, tmp_path: Path, text: str, code: int, errors: str
+) -> None:
     process = start(server, tmp_path, text)
     assert process.wait(PATIENCE_S) == code
     assert process.poll() == code
     assert (tmp_path / "errors").read_text().endswith(errors)
 
 
-def test_a_process_that_runs_can_be_waited_for_and_killed(server: ForkServer, tmp_path: Path) -> None:
+def test_a_process_that_runs_can_be_waited_for_and_killed(
+    server: ForkServer, tmp_path: Path
+) -> None:
     process = start(server, tmp_path, "import time; time.sleep(10**6)")
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -127,7 +150,10 @@ def test_a_process_that_runs_can_be_waited_for_and_killed(server: ForkServer, tm
 def test_forks_draw_different_numbers(server: ForkServer, tmp_path: Path) -> None:
     drawn = set()
     for _ in range(2):
-        text = "import random, uuid\nimport numpy\nprint(random.random(), numpy.random.random(), uuid.uuid4())"
+        text = (
+            "import random, uuid\nimport numpy\nprint(random.random(), numpy.random.random(), "
+            "uuid.uuid4())"
+        )
         assert start(server, tmp_path, text).wait(PATIENCE_S) == 0
         drawn |= set((tmp_path / "output").read_text().split())
     assert len(drawn) == 6
@@ -170,7 +196,9 @@ def test_a_command_that_fails_leaves_no_early_server(tmp_path: Path) -> None:
 
 
 def children_named_by(parent: int) -> list[str]:
-    """Return the running processes whose environment names `parent` as the process that they end with."""
+    """Return the running processes whose environment names `parent` as the process that they end
+    with.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -188,7 +216,9 @@ def test_without_a_server_that_works_an_interpreter_starts(tmp_path: Path) -> No
         assert report(server, tmp_path)["torch"] is False
 
 
-def test_a_variable_switches_the_server_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_switches_the_server_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SWITCH, "0")
     before = set(descendants(os.getpid()))
     with fork_server() as server:
@@ -199,7 +229,9 @@ def test_a_variable_switches_the_server_off(tmp_path: Path, monkeypatch: pytest.
 def test_orphans_of_a_process_are_not_adopted_later(server: ForkServer, tmp_path: Path) -> None:
     """Only while a rank starts does the launcher become the parent of orphans."""
     orphan = "import os, time\nparent = os.getpid()\nif os.fork() == 0:\n"
-    orphan += "    while os.getppid() == parent:\n        time.sleep(0.05)\n    print(os.getppid())\n"
+    orphan += (
+        "    while os.getppid() == parent:\n        time.sleep(0.05)\n    print(os.getppid())\n"
+    )
     process = start(server, tmp_path, orphan)
     assert process.wait(PATIENCE_S) == 0
     end = time.monotonic() + PATIENCE_S

@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 
-from autopipe.backends.torch.metrics import JsonLines, LogSettings, MetricsLog, TensorBoard, WeightsAndBiases
+from autopipe.backends.torch.metrics import (
+    JsonLines,
+    LogSettings,
+    MetricsLog,
+    TensorBoard,
+    WeightsAndBiases,
+)
 from autopipe.ir.errors import ConfigurationError
 from tests.full_disk import small_files
 
 
 def record(step: int, **figures: Any) -> dict[str, Any]:
-    found = {"loss": 4.0 - step, "step_time_s": 0.5, "samples_per_s": 8.0, "peak_memory_bytes": [5, 7]}
+    found = {
+        "loss": 4.0 - step,
+        "step_time_s": 0.5,
+        "samples_per_s": 8.0,
+        "peak_memory_bytes": [5, 7],
+    }
     return {"step": step, **found, "communication_bytes": {"send": 64}, **figures}
 
 
@@ -33,15 +44,24 @@ def test_a_step_that_comes_again_replaces_it_and_later_ones(tmp_path: Path) -> N
     again = JsonLines(path)
     for step in (2, 3):
         again.write(record(step, loss=9.0))
-    assert [(each["step"], each["loss"]) for each in lines(path)] == [(0, 4.0), (1, 3.0), (2, 9.0), (3, 9.0)]
+    assert [(each["step"], each["loss"]) for each in lines(path)] == [
+        (0, 4.0),
+        (1, 3.0),
+        (2, 9.0),
+        (3, 9.0),
+    ]
 
 
-def test_every_second_step_is_logged_with_the_mean_of_times_and_the_last_one(tmp_path: Path) -> None:
+def test_every_second_step_is_logged_with_the_mean_of_times_and_the_last_one(
+    tmp_path: Path,
+) -> None:
     warned: list[str] = []
     with MetricsLog([JsonLines(tmp_path / "metrics.jsonl")], 2, warned.append) as log:
         log.add({"note": "of no step"})
         for step, seconds in enumerate((9.0, 0.5, 1.5, 1.0)):
-            log.add(record(step, step_time_s=seconds, samples_per_s=8 / seconds, grad_norm=float("inf")))
+            log.add(
+                record(step, step_time_s=seconds, samples_per_s=8 / seconds, grad_norm=float("inf"))
+            )
     found = lines(tmp_path / "metrics.jsonl")
     assert [each["step"] for each in found] == [0, 2, 3]
     assert found[1]["loss"] == 2.0 and found[1]["step_time_s"] == 1.0
@@ -56,14 +76,20 @@ def test_a_writer_that_fails_is_left_out_with_a_warning(tmp_path: Path) -> None:
             raise OSError("no space left on device")
 
     warned: list[str] = []
-    with MetricsLog([Full(tmp_path / "full"), JsonLines(tmp_path / "metrics.jsonl")], 1, warned.append) as log:
+    with MetricsLog(
+        [Full(tmp_path / "full"), JsonLines(tmp_path / "metrics.jsonl")], 1, warned.append
+    ) as log:
         log.add(record(0))
         log.add(record(1))
-    assert warned == [f"Full writes no more to {tmp_path / 'full'}: OSError: no space left on device"]
+    assert warned == [
+        f"Full writes no more to {tmp_path / 'full'}: OSError: no space left on device"
+    ]
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_a_full_disk_is_told_once_in_one_line_with_the_files_name_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_in_one_line_with_the_files_name_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     warned: list[str] = []
     with small_files(400), MetricsLog([JsonLines(path)], 1, warned.append) as log:
@@ -72,7 +98,9 @@ def test_a_full_disk_is_told_once_in_one_line_with_the_files_name_and_the_run_go
     assert warned == [f"JsonLines writes no more to {path}: File too large"]
     assert path.stat().st_size <= 400
     JsonLines(path).write(record(1))
-    assert [each["step"] for each in lines(path)] == [0, 1], "a resumed run goes on behind the last whole line"
+    assert [each["step"] for each in lines(path)] == [0, 1], (
+        "a resumed run goes on behind the last whole line"
+    )
 
 
 def test_a_disk_that_is_full_when_a_run_resumes_is_told_before_ranks_start(tmp_path: Path) -> None:
@@ -80,7 +108,9 @@ def test_a_disk_that_is_full_when_a_run_resumes_is_told_before_ranks_start(tmp_p
     path.write_text('{"step": 0}')
     with (
         small_files(11),
-        pytest.raises(ConfigurationError, match="the log cannot be written: File too large") as caught,
+        pytest.raises(
+            ConfigurationError, match="the log cannot be written: File too large"
+        ) as caught,
     ):
         LogSettings(tmp_path).open({}, print)
     assert caught.value.where == str(path)
@@ -106,7 +136,11 @@ def test_tensorboard_reads_what_was_written_and_not_what_a_restart_replaced(tmp_
         "train/loss", "eval/loss", "perf/step_time_s", "perf/samples_per_s", "memory/peak_bytes",
         "communication_bytes/send",
     }  # fmt: skip
-    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [(0, 4.0), (1, 2.5), (2, 1.5)]
+    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [
+        (0, 4.0),
+        (1, 2.5),
+        (2, 1.5),
+    ]
     assert events.Scalars("memory/peak_bytes")[0].value == 7
 
 

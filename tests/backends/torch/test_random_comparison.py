@@ -61,11 +61,17 @@ print("equal")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton comes with CUDA builds of torch")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton comes with CUDA builds of torch"
+)
 def test_the_kernel_draws_the_words_of_torch_operators() -> None:
     """By Triton's interpreter, which needs no GPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(
-        [sys.executable, "-c", _BY_KERNEL], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _BY_KERNEL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.stdout == "equal\n", ran.stderr

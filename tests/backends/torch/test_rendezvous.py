@@ -19,7 +19,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from autopipe.backends.torch import rendezvous
-from autopipe.backends.torch.rendezvous import Handler, Node, Place, StateHolder, check_nodes, missing_nodes
+from autopipe.backends.torch.rendezvous import (
+    Handler,
+    Node,
+    Place,
+    StateHolder,
+    check_nodes,
+    missing_nodes,
+)
 from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import ConfigurationError, LaunchError
@@ -46,7 +53,8 @@ def joined(holder: StateHolder, number: int) -> bool | None:
 
 def test_what_one_node_writes_another_reads() -> None:
     store = HashStore()
-    one, two = node(store), node(store)
+    one = node(store)
+    two = node(store)
     one.state.wait_list.add(_NodeDesc("10.0.0.2", 8, 0))
     one.state.redundancy_list.add(_NodeDesc("fd00::3", 9, 0))
     one.state.deadline = datetime.now(UTC)
@@ -59,7 +67,8 @@ def test_what_one_node_writes_another_reads() -> None:
 
 def test_who_writes_after_another_has_takes_what_that_one_wrote() -> None:
     store = HashStore()
-    one, two = node(store), node(store)
+    one = node(store)
+    two = node(store)
     assert joined(one, 0)
     assert not joined(two, 1)
     assert list(two.state.participants.values()) == [0]
@@ -166,7 +175,9 @@ def test_no_thread_is_left_where_nobody_listens() -> None:
     assert "autopipe rendezvous" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_no_thread_is_left_where_a_listener_closes_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_left_where_a_listener_closes_each_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rendezvous, "_NEIGHBOUR_S", 1.0)
     with socket.create_server((LOOPBACK, 0)) as closing:
         port = closing.getsockname()[1]
@@ -212,7 +223,10 @@ def test_nodes_that_fit_come_in_the_order_of_their_numbers() -> None:
 def test_missing_nodes_are_named_as_far_as_they_are_known() -> None:
     place = Place(3, hosts=("a", "b", "c"))
     assert missing_nodes(place, [of(1, "b")]) == "node 0 (a), 2 (c) of 3 never came; there are: b"
-    assert missing_nodes(Place(3), [of(1, "b"), of(0, "a")]) == "node 2 of 3 never came; there are: a, b"
+    assert (
+        missing_nodes(Place(3), [of(1, "b"), of(0, "a")])
+        == "node 2 of 3 never came; there are: a, b"
+    )
     assert missing_nodes(Place(3), [of(None, "b")]) == "1 of 3 nodes came: b"
 
 

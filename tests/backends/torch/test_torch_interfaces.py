@@ -1,4 +1,6 @@
-"""Torch's private interfaces as autopipe uses them: each name, signature and member, with the installed torch."""
+"""Torch's private interfaces as autopipe uses them: each name, signature and member, with the
+installed torch.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_an_import_takes_no_heavy_module_of_torch_along() -> None:
         "import sys, torch, torch.distributed; before = set(sys.modules); "
         "import autopipe.backends.torch.torch_interfaces; print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert [name for name in done.stdout.split() if name.startswith("torch")] == []
 
 
@@ -70,7 +74,11 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if re.match(r"torch\b.*\._", each.name))
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "torch":
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module is not None
+            and node.module.split(".")[0] == "torch"
+        ):
             names = [f"{node.module}.{each.name}" for each in node.names]
             yield from (name for name in names if "._" in name)
         elif isinstance(node, ast.Attribute):
@@ -114,7 +122,9 @@ MEMBERS = [(*place, name) for place, names in torch_interfaces.MEMBERS.items() f
 def test_each_member_exists(module: str, kind: str, name: str, tmp_path: Path) -> None:
     owner = getattr(import_module(module), kind)
     objects: dict[type, Any] = {
-        LocalElasticAgent: lambda: LocalElasticAgent(_spec(), DefaultLogsSpecs(log_dir=str(tmp_path))),
+        LocalElasticAgent: lambda: LocalElasticAgent(
+            _spec(), DefaultLogsSpecs(log_dir=str(tmp_path))
+        ),
         torch_interfaces.BackendRendezvousStateHolder: _holder,
         SubprocessHandler: lambda: _handler(tmp_path),
         torch.nn.Module: lambda: torch.nn.Linear(1, 1),
@@ -128,7 +138,9 @@ def test_each_member_exists(module: str, kind: str, name: str, tmp_path: Path) -
 def test_private_methods_that_are_overridden_are_listed(kind: type) -> None:
     listed = {name for names in torch_interfaces.MEMBERS.values() for name in names}
     bases = [base for base in kind.__mro__[1:] if base is not object]
-    own = {name for name in vars(kind) if name.startswith("_") and not name.startswith(("__", "_abc"))}
+    own = {
+        name for name in vars(kind) if name.startswith("_") and not name.startswith(("__", "_abc"))
+    }
     assert {name for name in own if any(name in vars(base) for base in bases)} <= listed
 
 
@@ -144,12 +156,18 @@ def test_elastic_starts_processes_by_a_function_and_afterwards_as_usual(tmp_path
 
     def start(command: tuple[str, ...], variables: dict[str, str], output: Any, errors: Any) -> Any:
         started.append(command)
-        return subprocess.Popen(command, env=variables, stdout=output, stderr=errors, start_new_session=True)
+        return subprocess.Popen(
+            command, env=variables, stdout=output, stderr=errors, start_new_session=True
+        )
 
     def run(name: str) -> str:
         (tmp_path / name).mkdir()
         logs = DefaultLogsSpecs(log_dir=str(tmp_path / name), redirects=Std.ALL)
-        command = (sys.executable, {0: ("-c", "import os; print(os.environ['OWN'])")}, {0: {"OWN": name}})
+        command = (
+            sys.executable,
+            {0: ("-c", "import os; print(os.environ['OWN'])")},
+            {0: {"OWN": name}},
+        )
         processes = start_processes("rank", *command, logs)
         result = processes.wait()
         assert result is not None
@@ -189,7 +207,11 @@ def test_settings_take_their_fields_in_this_order() -> None:
 def test_a_state_of_nodes_has_these_fields() -> None:
     """The fields that `rendezvous` writes as JSON; a further one would be lost between nodes."""
     state = torch_interfaces.RendezvousState()
-    fields = {name: value for name in dir(state) if name[0] != "_" and not callable(value := getattr(state, name))}
+    fields = {
+        name: value
+        for name in dir(state)
+        if name[0] != "_" and not callable(value := getattr(state, name))
+    }
     assert fields == {
         "round": 0,
         "complete": False,
@@ -205,11 +227,20 @@ def test_a_state_of_nodes_has_these_fields() -> None:
 def test_a_node_is_an_address_a_process_and_a_number() -> None:
     node = torch_interfaces.NodeDescGenerator().generate("here")
     assert node == torch_interfaces.NodeDesc("here", node.pid, 0)
-    assert list(inspect.signature(torch_interfaces.NodeDesc).parameters) == ["addr", "pid", "local_id"]
+    assert list(inspect.signature(torch_interfaces.NodeDesc).parameters) == [
+        "addr",
+        "pid",
+        "local_id",
+    ]
 
 
 def test_a_rendezvous_says_these_four_things() -> None:
-    assert list(inspect.signature(RendezvousInfo).parameters) == ["store", "rank", "world_size", "bootstrap_store_info"]
+    assert list(inspect.signature(RendezvousInfo).parameters) == [
+        "store",
+        "rank",
+        "world_size",
+        "bootstrap_store_info",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +259,9 @@ def test_a_rendezvous_says_these_four_things() -> None:
         (torch_interfaces.BackendRendezvousStateHolder._sanitize, ()),
     ],
 )
-def test_methods_of_elastic_accept_these_arguments(method: Any, arguments: tuple[object, ...]) -> None:
+def test_methods_of_elastic_accept_these_arguments(
+    method: Any, arguments: tuple[object, ...]
+) -> None:
     inspect.signature(method).bind("self", *arguments)
 
 
@@ -248,7 +281,9 @@ def test_overrides_accept_all_that_elastic_passes(ours: Any, theirs: Any) -> Non
     """Torch passes arguments by the names and places of its own method."""
     parameters = inspect.signature(theirs).parameters
     inspect.signature(ours).bind(*parameters)
-    required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
+    required = [
+        name for name, each in parameters.items() if each.default is inspect.Parameter.empty
+    ]
     optional = {name: None for name in parameters if name not in required}
     inspect.signature(ours).bind(*required, **optional)
 
@@ -266,9 +301,15 @@ def test_a_store_listens_at_a_socket_that_is_open() -> None:
     listener.listen()
     port = listener.getsockname()[1]
     made = torch_interfaces.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
-    other = torch_interfaces.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+    other = torch_interfaces.TCPStore(
+        "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10)
+    )
     other.set("key", "value")
     assert torch_interfaces.PrefixStore("", made).underlying_store is not None
     assert made.get("key") == b"value"
@@ -290,9 +331,17 @@ def test_users_of_a_storage() -> None:
 def test_operators_on_lists() -> None:
     first = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     other = [torch.tensor([3.0, 4.0]), torch.tensor([5.0])]
-    assert [each.tolist() for each in torch_interfaces.foreach_lerp(first, other, 0.5)] == [[2.0, 3.0], [4.0]]
-    assert [each.tolist() for each in torch_interfaces.foreach_mul(first, [2.0, 3.0])] == [[2.0, 4.0], [9.0]]
-    assert [each.item() for each in torch_interfaces.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
+    assert [each.tolist() for each in torch_interfaces.foreach_lerp(first, other, 0.5)] == [
+        [2.0, 3.0],
+        [4.0],
+    ]
+    assert [each.tolist() for each in torch_interfaces.foreach_mul(first, [2.0, 3.0])] == [
+        [2.0, 4.0],
+        [9.0],
+    ]
+    assert [each.item() for each in torch_interfaces.foreach_norm([torch.tensor([3.0, 4.0])])] == [
+        5.0
+    ]
     torch_interfaces.foreach_mul_(first, 2.0)
     torch_interfaces.foreach_add_(first, other, alpha=-1.0)
     assert [each.tolist() for each in first] == [[-1.0, 0.0], [1.0]]
@@ -308,7 +357,9 @@ def test_operators_of_loss_scaling() -> None:
     torch_interfaces.unscale_and_find_overflow_(gradients, overflow, scale.reciprocal())
     assert gradients[0].tolist() == [1.0, 2.0]
     assert overflow.item() == 0.0
-    torch_interfaces.unscale_and_find_overflow_([torch.tensor([float("inf")])], overflow, scale.reciprocal())
+    torch_interfaces.unscale_and_find_overflow_(
+        [torch.tensor([float("inf")])], overflow, scale.reciprocal()
+    )
     assert overflow.item() == 1.0
     torch_interfaces.update_loss_scale_(scale, good_steps, overflow, 2.0, 0.5, 2000)
     assert (scale.item(), good_steps.item()) == (4.0, 0)
@@ -325,7 +376,9 @@ def test_kernels_of_attention_have_these_arguments() -> None:
     query, key, value = torch.empty(3, 2, 4, 8, 16, device="meta", dtype=torch.bfloat16).unbind()
     flash = torch_interfaces.flash_attention(query, key, value, 0.0, True, False, scale=0.5)
     assert flash[0].shape == query.shape
-    efficient = torch_interfaces.efficient_attention(query, key, value, None, True, 0.0, True, scale=0.5)
+    efficient = torch_interfaces.efficient_attention(
+        query, key, value, None, True, 0.0, True, scale=0.5
+    )
     assert efficient[0].shape == query.shape
 
 
@@ -336,7 +389,11 @@ def test_collectives_whose_results_are_one_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("operator", "count"),
-    [(torch.ops.aten.add.Tensor, 1), (torch.ops.aten.max.dim, 2), (torch.ops.aten.native_layer_norm.default, 3)],
+    [
+        (torch.ops.aten.add.Tensor, 1),
+        (torch.ops.aten.max.dim, 2),
+        (torch.ops.aten.native_layer_norm.default, 3),
+    ],
 )
 def test_number_of_results(operator: Any, count: int) -> None:
     assert torch_interfaces.result_count(operator) == count
@@ -356,7 +413,10 @@ def test_operators_of_batch_norm() -> None:
     results = torch_interfaces.batch_norm(x, one, None, torch.zeros(1), one, True, 0.5, 0.0)
     assert results[0].flatten().tolist() == [-1.0, 1.0]
     assert results[3].item() == 0.5
-    assert torch_interfaces.batch_norm_without_statistics(x, one, None, True, 0.5, 0.0)[0][1].item() == 1.0
+    assert (
+        torch_interfaces.batch_norm_without_statistics(x, one, None, True, 0.5, 0.0)[0][1].item()
+        == 1.0
+    )
 
 
 def test_exchanges_of_fake_ranks_end_at_once() -> None:
@@ -378,7 +438,9 @@ with Done():
     dist.all_to_all_single(torch.empty(4), torch.ones(4))
 print("ended")
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.stdout == "ended\n", done.stderr
 
 
@@ -392,7 +454,9 @@ known = known and "enable_autograd_cache" in graphs.get_config_copy()
 configure_compiler()
 print(known, kernels.fx_graph_cache, graphs.enable_autograd_cache, kernels.compile_threads)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["True", "False", "False", "1"]
 
 
@@ -405,7 +469,9 @@ import_modules_that_look_for_cuda()
 stop_device_initialisation()
 print(fake_tensor.FakeTensorMode().avoid_device_init, fake_tensor.init_gpu_context("cuda"))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["True", "True", "True", "None"]
 
 
@@ -434,7 +500,8 @@ def test_gradients_are_those_of_autograd() -> None:
 
 
 def test_gradients_of_another_shape_or_path_are_rejected() -> None:
-    x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    x = torch.randn(3, requires_grad=True)
+    other = torch.randn(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="shape"):
         torch_interfaces.accumulate_gradients([x * 2], [torch.ones(4)])
     with pytest.raises(RuntimeError, match="not have been used"):

@@ -1,4 +1,6 @@
-"""A traced program after the changes for ONNX: smoothed losses in full, and gradients that stay stopped."""
+"""A traced program after the changes for ONNX: smoothed losses in full, and gradients that stay
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CLASSES = 5
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(4,), (3, 2)])
-def test_a_smoothed_cross_entropy_is_torchs(weighted: bool, reduction: str, shape: tuple[int, ...]) -> None:
+def test_a_smoothed_cross_entropy_is_torchs(
+    weighted: bool, reduction: str, shape: tuple[int, ...]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(shape[0], CLASSES, *shape[1:], generator=generator, requires_grad=True)
     labels = torch.randint(CLASSES, shape, generator=generator)
@@ -75,16 +79,21 @@ def test_a_prepared_program_has_the_gradients_of_the_module(
     targets = [node.target for node in program.graph.nodes]
     assert torch.ops.aten.detach.default in targets
     traced = program.module()
-    found, expected = traced(example), original(example)
+    found = traced(example)
+    expected = original(example)
     torch.testing.assert_close(found, expected)
     gradients = torch.autograd.grad(found, list(traced.parameters()))
-    for gradient, known in zip(gradients, torch.autograd.grad(expected, list(original.parameters())), strict=True):
+    for gradient, known in zip(
+        gradients, torch.autograd.grad(expected, list(original.parameters())), strict=True
+    ):
         torch.testing.assert_close(gradient, known)
 
 
 class Attentive(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        first = F.scaled_dot_product_attention(x, x[:, :1], x[:, :1], mask, 1e-9, scale=0.3, enable_gqa=True)
+        first = F.scaled_dot_product_attention(
+            x, x[:, :1], x[:, :1], mask, 1e-9, scale=0.3, enable_gqa=True
+        )
         second = F.scaled_dot_product_attention(first, x, x, bias, 1e-9)
         return F.scaled_dot_product_attention(second, x, x, dropout_p=1e-9, is_causal=True)
 

@@ -14,7 +14,13 @@ from hypothesis.extra import numpy as arrays
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.records import record_file
-from autopipe.backends.torch.verification import Difference, difference, limit_of, read_outputs, tensor_differences
+from autopipe.backends.torch.verification import (
+    Difference,
+    difference,
+    limit_of,
+    read_outputs,
+    tensor_differences,
+)
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.placement import Placement, Split, Stage
@@ -28,10 +34,14 @@ SPECIAL = [math.nan, math.inf, -math.inf]
 
 @given(NUMBERS, NUMBERS)
 def test_differences_are_relative_norms(ours: np.ndarray, reference: np.ndarray) -> None:
-    distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(ours.tolist(), reference.tolist(), strict=True)))
+    distance = math.sqrt(
+        sum((a - b) ** 2 for a, b in zip(ours.tolist(), reference.tolist(), strict=True))
+    )
     norm = math.sqrt(sum(b**2 for b in reference.tolist()))
     expected = distance / norm if norm else distance
-    assert difference("x", ours, reference).relative == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    assert difference("x", ours, reference).relative == pytest.approx(
+        expected, rel=1e-9, abs=1e-300
+    )
 
 
 @given(NUMBERS)
@@ -55,20 +65,27 @@ def test_shapes_and_whole_numbers() -> None:
     assert difference("x", np.array([1, 2]), np.array([1, 2])).relative == 0.0
     assert difference("x", np.array([1, 2]), np.array([1, 3])).relative == math.inf
     assert difference("x", np.array([True]), np.array([False])).relative == math.inf
-    assert difference("x", np.array([1j]), np.array([1.0 + 0j])).relative == pytest.approx(math.sqrt(2))
+    assert difference("x", np.array([1j]), np.array([1.0 + 0j])).relative == pytest.approx(
+        math.sqrt(2)
+    )
 
 
 def test_single_precision_is_compared_in_double() -> None:
     reference = np.full(4, 1e30, np.float32)
-    assert difference("x", reference * np.float32(1.5), reference).relative == pytest.approx(0.5, rel=1e-6)
+    assert difference("x", reference * np.float32(1.5), reference).relative == pytest.approx(
+        0.5, rel=1e-6
+    )
 
 
 def test_what_is_zero_but_for_rounding_is_compared_in_units_of_the_rest() -> None:
-    tiny, other = np.array([1e-9]), np.array([3e-9])
+    tiny = np.array([1e-9])
+    other = np.array([3e-9])
     assert difference("x", other, tiny).relative == pytest.approx(2.0)
     assert difference("x", other, tiny, scale=1.0).relative == pytest.approx(2e-9)
     assert difference("x", np.array([0.5]), tiny, scale=1.0).relative == pytest.approx(0.5)
-    assert difference("x", np.array([2e-3]), np.array([1e-3]), scale=1.0).relative == pytest.approx(1.0)
+    assert difference("x", np.array([2e-3]), np.array([1e-3]), scale=1.0).relative == pytest.approx(
+        1.0
+    )
 
 
 @pytest.fixture
@@ -92,7 +109,11 @@ WHOLE = {"0": np.arange(1.0, 17.0).reshape(4, 4), "1": np.ones((4, 4))}
 
 
 def parts() -> list[dict[str, np.ndarray]]:
-    return [{"0": WHOLE["0"][:, :2].copy()}, {"0": WHOLE["0"][:, 2:].copy()}, {"1": WHOLE["1"].copy()}]
+    return [
+        {"0": WHOLE["0"][:, :2].copy()},
+        {"0": WHOLE["0"][:, 2:].copy()},
+        {"1": WHOLE["1"].copy()},
+    ]
 
 
 def test_blocks_are_compared_with_their_part_of_the_whole(ranks: Manifest, tmp_path: Path) -> None:
@@ -118,7 +139,9 @@ def test_gradients_that_are_missing(ranks: Manifest, tmp_path: Path) -> None:
         list(tensor_differences(ranks, record(tmp_path / "less", without), expected))
     with pytest.raises(VerificationError, match="gradients were not recorded"):
         list(tensor_differences(ranks, record(tmp_path / "fewer", parts()[:2]), expected))
-    held = Manifest(**{name: getattr(ranks, name) for name in ranks.__slots__} | {"shards": ranks.shards[:2]})
+    held = Manifest(
+        **{name: getattr(ranks, name) for name in ranks.__slots__} | {"shards": ranks.shards[:2]}
+    )
     with pytest.raises(VerificationError, match="no rank holds 'w1'"):
         list(tensor_differences(held, record(tmp_path / "parts", parts()), expected))
 
@@ -128,13 +151,31 @@ def test_outputs_by_name(ranks: Manifest, tmp_path: Path) -> None:
     outputs = tuple(Output(Value(name, DType.FLOAT32, ()), None, ()) for name in names)
     manifest = replace(ranks, outputs=outputs)
     assert manifest.output_keys == ("b/0", "a", "output_2", "output_3")
-    np.savez(tmp_path / "outputs.npz", **{key: np.ones(each) for each, key in enumerate(manifest.output_keys)})
+    np.savez(
+        tmp_path / "outputs.npz",
+        **{key: np.ones(each) for each, key in enumerate(manifest.output_keys)},
+    )
     found = read_outputs(tmp_path / "outputs.npz", manifest)
-    assert [(name, array.shape) for name, array in found.items()] == [(name, (i,)) for i, name in enumerate(names)]
+    assert [(name, array.shape) for name, array in found.items()] == [
+        (name, (i,)) for i, name in enumerate(names)
+    ]
 
 
-def test_outputs_whose_names_are_no_files_have_keys_of_their_own(ranks: Manifest, tmp_path: Path) -> None:
-    names = ("output_1", "../../x", "/etc/x", "output_2", "output_2_", "a.npy", "a", "A", "..", "x" * 250)
+def test_outputs_whose_names_are_no_files_have_keys_of_their_own(
+    ranks: Manifest, tmp_path: Path
+) -> None:
+    names = (
+        "output_1",
+        "../../x",
+        "/etc/x",
+        "output_2",
+        "output_2_",
+        "a.npy",
+        "a",
+        "A",
+        "..",
+        "x" * 250,
+    )
     outputs = tuple(Output(Value(name, DType.FLOAT32, ()), None, ()) for name in names)
     manifest = replace(ranks, outputs=outputs)
     keys = (

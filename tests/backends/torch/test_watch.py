@@ -9,7 +9,13 @@ from pathlib import Path
 import click
 import pytest
 
-from autopipe.backends.torch.elastic_agent import HungRank, Watchdog, find_hung_rank, run_agent, waits_of
+from autopipe.backends.torch.elastic_agent import (
+    HungRank,
+    Watchdog,
+    find_hung_rank,
+    run_agent,
+    waits_of,
+)
 from autopipe.backends.torch.rendezvous import Place
 from autopipe.backends.torch.runtime.heartbeat import (
     DEFAULTS,
@@ -37,16 +43,36 @@ CASES: dict[str, tuple[dict[int, HeartbeatRecord | None], int, HungRank | None]]
     "others may wait for long": ({0: waits(1), 1: works(91)}, 1, None),
     "an endless loop": ({0: waits(1), 1: works(89), 2: waits(3)}, 1, HungRank(1, "1F2", 11)),
     "stopped while it waits": ({0: waits(1), 1: waits(80, at=85)}, 1, HungRank(1, "1F2", 15)),
-    "the one that hangs longest": ({0: works(60), 1: waits(50, at=50), 2: works(70)}, 1, HungRank(1, "1F2", 50)),
+    "the one that hangs longest": (
+        {0: works(60), 1: waits(50, at=50), 2: works(70)},
+        1,
+        HungRank(1, "1F2", 50),
+    ),
     "a checkpoint may take longer": ({0: works(60, "checkpoint"), 1: works(80, "start")}, 1, None),
-    "a checkpoint that hangs": ({0: works(45, "restore"), 1: waits(30)}, 1, HungRank(0, "restore", 55)),
-    "a start that hangs": ({0: works(75, "start"), 1: waits(30, "start")}, 1, HungRank(0, "start", 25)),
+    "a checkpoint that hangs": (
+        {0: works(45, "restore"), 1: waits(30)},
+        1,
+        HungRank(0, "restore", 55),
+    ),
+    "a start that hangs": (
+        {0: works(75, "start"), 1: waits(30, "start")},
+        1,
+        HungRank(0, "start", 25),
+    ),
     "one that never began": ({0: waits(1, "start"), 1: None}, 1, HungRank(1, "", 70)),
     "one that has ended": ({0: works(1, ENDED, at=1), 1: works(95)}, 1, None),
-    "all for one another": ({0: waits(70), 1: waits(65, "1B0"), 2: waits(80)}, 1, HungRank(1, "1B0", 35, waits=True)),
+    "all for one another": (
+        {0: waits(70), 1: waits(65, "1B0"), 2: waits(80)},
+        1,
+        HungRank(1, "1B0", 35, waits=True),
+    ),
     "all but one not yet for long": ({0: waits(70), 1: waits(92)}, 1, None),
     "for ranks of another node": ({0: waits(85), 1: waits(85)}, 2, None),
-    "for ranks of another node too long": ({0: waits(75), 1: waits(79)}, 2, HungRank(0, "1F2", 25, waits=True)),
+    "for ranks of another node too long": (
+        {0: waits(75), 1: waits(79)},
+        2,
+        HungRank(0, "1F2", 25, waits=True),
+    ),
 }
 
 
@@ -60,7 +86,10 @@ def test_messages() -> None:
     assert HungRank(2, "3F1", 31.2).message() == "rank 2 hangs in task 3F1 for 31 s"
     assert HungRank(2, "checkpoint", 31.2).message() == "rank 2 hangs in its checkpoint for 31 s"
     assert HungRank(2, "", 31.2).message() == "rank 2 hangs in its start for 31 s"
-    assert HungRank(2, "3F1", 31.2, True).message() == "rank 2 waits in task 3F1 for 31 s, and so do all others"
+    assert (
+        HungRank(2, "3F1", 31.2, True).message()
+        == "rank 2 waits in task 3F1 for 31 s, and so do all others"
+    )
 
 
 def test_for_whom_each_waits() -> None:
@@ -70,7 +99,8 @@ def test_for_whom_each_waits() -> None:
     circle = {0: on(1, "0B1", 3), 1: on(0, "1F2", 2)}
     hang = find_hung_rank(circle, 30.0, 100.0, SHORT, 1)
     assert hang is not None and hang.message() == (
-        "rank 0 waits in task 0B1 for 40 s, and so do all others: for rank 1 (channel 3), which waits in task 1F2 "
+        "rank 0 waits in task 0B1 for 40 s, and so do all others: for rank 1 (channel 3), which "
+        "waits in task 1F2 "
         "for rank 0 (channel 2), which waits in task 0B1"
     )
     assert waits_of({0: on(1, "0B1"), 1: on(4, "1B1")}, 0) == (
@@ -95,7 +125,9 @@ def test_a_heartbeat_says_for_whom_its_rank_waits(tmp_path: Path) -> None:
     assert awaited() == heartbeat.awaited == (-1, -1)
     with pytest.raises(RuntimeError), heartbeat.waiting(4, 17):
         raise RuntimeError
-    assert awaited() == (-1, -1) and heartbeat.awaited == (4, 17), "an error is told with what it ended"
+    assert awaited() == (-1, -1) and heartbeat.awaited == (4, 17), (
+        "an error is told with what it ended"
+    )
     with heartbeat.waiting():
         assert awaited() == heartbeat.awaited == (-1, -1)
 
@@ -116,7 +148,11 @@ def test_a_pulse_says_what_its_rank_does(tmp_path: Path) -> None:
         inside = read_heartbeat(file)
     after = read_heartbeat(file)
     assert inside is not None and (inside.task, inside.waits) == ("12W345", True)
-    assert after is not None and (after.task, after.waits) == ("12W345", False) and after.since >= inside.since
+    assert (
+        after is not None
+        and (after.task, after.waits) == ("12W345", False)
+        and after.since >= inside.since
+    )
     heartbeat.sign_of_life()
     last = read_heartbeat(file)
     assert last is not None and last.at > after.at and last.since == after.since
@@ -136,7 +172,9 @@ def test_a_watcher_that_was_stopped_blames_nobody_for_that_time(
 
 
 def test_the_launch_has_the_defaults_of_a_rank() -> None:
-    given = {option.name: option.default for option in launch.params if isinstance(option, click.Option)}
+    given = {
+        option.name: option.default for option in launch.params if isinstance(option, click.Option)
+    }
     phases = ("start", "step", "checkpoint")
     assert {each: given[f"{each}_timeout"] for each in phases} == {
         each: getattr(DEFAULTS, f"{each}_s") for each in phases
@@ -172,4 +210,6 @@ def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -
     assert error.message.startswith("rank 1 hangs in its start for ")
     assert "--start-timeout" in error.hint
     (note,) = notes
-    assert "rank 1 hangs in its start" in note and "starting all ranks again, 0 restarts left" in note
+    assert (
+        "rank 1 hangs in its start" in note and "starting all ranks again, 0 restarts left" in note
+    )

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="neither chromium nor google-chrome is installed"
+)
 
 _SEEN = """
 seen.title = document.title;
@@ -27,7 +31,13 @@ def seen_by(page: str, script: str, folder: Path, width: int = 1000) -> dict[str
     (folder / "page.html").write_text(
         page.replace("</body>", f"<script>const seen = {{}};{script}{_SEEN}</script></body>")
     )
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--window-size={width},900",
+    ]
     done = subprocess.run(
         [BROWSER, *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", f"file://{folder / 'page.html'}"],
         capture_output=True, text=True, timeout=120, check=True,

@@ -40,7 +40,10 @@ def test_a_step_ends_where_its_length_says():
 def test_no_line_is_too_wide_and_memory_has_one_height():
     steps = pictures((4, 6), (40, 3))
     for width in (60, 120):
-        drawn = [*draw_timelines(steps, width, colour=False), *draw_memories(steps, width, colour=False)]
+        drawn = [
+            *draw_timelines(steps, width, colour=False),
+            *draw_memories(steps, width, colour=False),
+        ]
         assert max(len(line.plain) for line in drawn) <= width + 1
         assert any(line.plain.endswith(" 8 more") for line in drawn)
     memory = [line.plain for line in draw_memories(steps, 100, colour=False)]
@@ -66,7 +69,9 @@ def test_of_devices_with_the_same_tasks_one_is_drawn():
         if not (replica == 9 and bar.name == "1B3")
     ]
     transfers = tuple(
-        dataclasses.replace(each, source=2 * replica + each.source, target=2 * replica + each.target)
+        dataclasses.replace(
+            each, source=2 * replica + each.source, target=2 * replica + each.target
+        )
         for replica in range(10)
         for each in one.transfers
     )
@@ -75,7 +80,9 @@ def test_of_devices_with_the_same_tasks_one_is_drawn():
     )
     few = one_of_each(many)
     assert (few.devices, len(few.memory), few.transfers) == ((0, 1, 19), 3, one.transfers)
-    assert [[bar.name for bar in row] for row in few.rows][:2] == [[bar.name for bar in row] for row in one.rows]
+    assert [[bar.name for bar in row] for row in few.rows][:2] == [
+        [bar.name for bar in row] for row in one.rows
+    ]
     assert one_of_each(one) is one
     lines = [line.plain for line in draw_timelines([("p", few)], 60, colour=False)]
     assert [line[:3] for line in lines[2:5]] == [" 0 ", " 1 ", "19 "]
@@ -88,8 +95,12 @@ def comparison(first, second):
     for name, stages, micro_batches in ((first, 2, 4), (second, 3, 8)):
         plan, timeline = chain_plan(stages, micro_batches, model=name)
         parts = Breakdown(timeline.end / 2, bubble_s=timeline.end / 2)
-        found.append(ComparisonPlan(Path(name), dataclasses.replace(plan, breakdown=parts), timeline))
-    return report_page(compare_report(found, [PlanDiff(True, True, False), PlanDiff(False, False, True)]))
+        found.append(
+            ComparisonPlan(Path(name), dataclasses.replace(plan, breakdown=parts), timeline)
+        )
+    return report_page(
+        compare_report(found, [PlanDiff(True, True, False), PlanDiff(False, False, True)])
+    )
 
 
 def test_the_page_takes_no_text_for_markup():
@@ -102,7 +113,9 @@ def test_the_page_takes_no_text_for_markup():
 
 def test_the_page_of_two_plans_has_the_legend_of_both():
     page = comparison("a", "b")
-    legend = page[page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))]
+    legend = page[
+        page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))
+    ]
     for entry in ("F forward", "B backward", "stage 0", "stage 1", "stage 2"):
         assert f"</i>{entry}</span>" in legend
     assert "stage 3" not in legend
@@ -117,7 +130,9 @@ def test_long_names_of_plans_fit_a_page_of_1440_pixels_and_a_phone(tmp_path):
 
 @needs_browser
 def test_steps_share_an_axis_in_the_browser(tmp_path):
-    """Below the second heading are the second plan's devices, and past the end of the first one it has no lane."""
+    """Below the second heading are the second plan's devices, and past the end of the first one it
+    has no lane.
+    """
     script = (
         HANDS
         + """
@@ -132,6 +147,12 @@ def test_steps_share_an_axis_in_the_browser(tmp_path):
     seen = seen_by(comparison("a", "b"), script, tmp_path)
     _, later = chain_plan(3, 8)
     assert seen["start"] == [0.0, later.end]
-    assert seen["first"].split("\n")[:2] == ["0F0", "forward, stage 0, micro-batch 0, device 0 of a"]
-    assert seen["second"].split("\n")[:2] == ["0F0", "forward, stage 0, micro-batch 0, device 0 of b"]
+    assert seen["first"].split("\n")[:2] == [
+        "0F0",
+        "forward, stage 0, micro-batch 0, device 0 of a",
+    ]
+    assert seen["second"].split("\n")[:2] == [
+        "0F0",
+        "forward, stage 0, micro-batch 0, device 0 of b",
+    ]
     assert (seen["heading"], seen["hidden"]) == (True, True)

@@ -1,4 +1,6 @@
-"""Schedules of blocks as pictures: what a block's name says, and memory that counts from its start."""
+"""Schedules of blocks as pictures: what a block's name says, and memory that counts from its
+start.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_names_tell_stages_and_phases():
 def test_every_shape_has_one_colour_for_a_forward_and_its_backward():
     for name in SHAPES:
         kinds = block_kinds(shape(name, 4, train=True).blocks)
-        phases = {stage: {phase for other, phase, _ in kinds if other == stage} for stage, _, _ in kinds}
+        phases = {
+            stage: {phase for other, phase, _ in kinds if other == stage} for stage, _, _ in kinds
+        }
         assert all(each == {Phase.FORWARD, Phase.BACKWARD} for each in phases.values())
 
 
@@ -31,4 +35,7 @@ def test_memory_curves_reach_the_peaks_of_the_schedule():
     picture = block_picture(schedule, "")
     assert picture.peaks == schedule.peak_memory == (3, 1)
     assert [curve[-1][1] for curve in picture.memory] == [0, 0]
-    assert all(sorted({time for time, _ in curve}) == [time for time, _ in curve] for curve in picture.memory)
+    assert all(
+        sorted({time for time, _ in curve}) == [time for time, _ in curve]
+        for curve in picture.memory
+    )

@@ -14,11 +14,19 @@ from tests.cli.drawing.examples import chain_plan
 
 
 def times(step: int = 3, began: float = 100.0) -> dict[int, list[dict[str, Any]]]:
-    """Rank 1 waits 4 s for its first task, of those 3 for a message of rank 0, and 2 s at the end."""
+    """Rank 1 waits 4 s for its first task, of those 3 for a message of rank 0, and 2 s at the
+    end.
+    """
     first = {"step": step, "began": began, "seconds": 10.0, "waits": []}
-    first["spans"] = [{"task": "0F0", "start": 0.0, "end": 4.0}, {"task": "0B0", "start": 4.0, "end": 10.0}]
+    first["spans"] = [
+        {"task": "0F0", "start": 0.0, "end": 4.0},
+        {"task": "0B0", "start": 4.0, "end": 10.0},
+    ]
     second = {"step": step, "began": began + 1, "seconds": 9.0}
-    second["spans"] = [{"task": "1F0", "start": 4.0, "end": 6.0}, {"task": "1B0", "start": 6.0, "end": 7.0}]
+    second["spans"] = [
+        {"task": "1F0", "start": 4.0, "end": 6.0},
+        {"task": "1B0", "start": 6.0, "end": 7.0},
+    ]
     second["waits"] = [{"task": "1F0", "peer": 0, "channel": 5, "start": 0.5, "end": 3.5}]
     return {0: [first], 1: [second]}
 
@@ -45,7 +53,9 @@ def test_predicted_bubbles_and_tasks_fill_the_step() -> None:
     assert found[1, "1F0"] > 0
 
 
-def test_the_trace_holds_both_timelines_and_each_late_message_within_its_bubble(tmp_path: Any) -> None:
+def test_the_trace_holds_both_timelines_and_each_late_message_within_its_bubble(
+    tmp_path: Any,
+) -> None:
     found = measured_steps(times())
     path = tmp_path / "timeline.json"
     path.write_text(chrome_trace(plan_picture(*chain_plan(2, 1)), found.tasks, found.bubbles))
@@ -54,6 +64,12 @@ def test_the_trace_holds_both_timelines_and_each_late_message_within_its_bubble(
     (late,) = (each for each in events if each["cat"] == "late message")
     (bubble,) = (each for each in events if each["name"] == "bubble before 1F0")
     assert bubble["ts"] <= late["ts"] and late["ts"] + late["dur"] <= bubble["ts"] + bubble["dur"]
-    assert late["args"] == {"task": "1F0", "step": 3, "peer": 0, "channel": 5, "seconds": pytest.approx(3.0)}
+    assert late["args"] == {
+        "task": "1F0",
+        "step": 3,
+        "peer": 0,
+        "channel": 5,
+        "seconds": pytest.approx(3.0),
+    }
     assert min(each["ts"] for each in events if each["pid"] == PREDICTED) == pytest.approx(0.0)
     assert read_measured(path) == found.tasks, "bubbles and the prediction are no measured tasks"

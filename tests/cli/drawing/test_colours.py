@@ -18,7 +18,13 @@ VISION = {
     ),
 }  # fmt: skip
 """Linear RGB as it is seen: Machado, Oliveira and Fernandes 2009, severity 1."""
-XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]])
+XYZ = np.array(
+    [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.072175],
+        [0.0193339, 0.119192, 0.9503041],
+    ]
+)
 WHITE = np.array([0.95047, 1.0, 1.08883])
 STAGES = 10
 
@@ -37,7 +43,9 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 def difference(one: str, other: str, vision: str) -> float:
     """Delta E (CIE 1976) of two colours as somebody sees them; 2 to 3 is just noticed."""
-    return float(np.linalg.norm(lab(VISION[vision] @ linear(one)) - lab(VISION[vision] @ linear(other))))
+    return float(
+        np.linalg.norm(lab(VISION[vision] @ linear(one)) - lab(VISION[vision] @ linear(other)))
+    )
 
 
 @pytest.mark.parametrize("vision", VISION)
@@ -59,5 +67,8 @@ def test_the_phases_of_a_stage_are_told_apart(vision: str, phases: str) -> None:
 @pytest.mark.parametrize("phase", Phase)
 def test_labels_can_be_read(phase: Phase) -> None:
     for stage in range(STAGES):
-        low, high = sorted(float(XYZ[1] @ linear(each)) for each in (stage_colour(stage, phase), text_colour(phase)))
+        low, high = sorted(
+            float(XYZ[1] @ linear(each))
+            for each in (stage_colour(stage, phase), text_colour(phase))
+        )
         assert (high + 0.05) / (low + 0.05) > 3, stage

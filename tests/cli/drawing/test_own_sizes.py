@@ -19,7 +19,11 @@ def test_every_picture_has_every_micro_batch_of_every_stage():
     assert rows == [list(range(16)), list(range(8)), list(range(4))]
     rank = [line.split(",") for line in orders_csv(picture).splitlines()]
     assert [cells[-1] for cells in rank] == ["0B15", "1B7", "2B3"]
-    tasks = [event for event in json.loads(chrome_trace(picture))["traceEvents"] if event.get("cat") == "forward"]
+    tasks = [
+        event
+        for event in json.loads(chrome_trace(picture))["traceEvents"]
+        if event.get("cat") == "forward"
+    ]
     assert len(tasks) == 16 + 8 + 4
     shown = "\n".join(map(str, draw_timeline(picture, 200, colour=False)))
     assert "F0" in shown

@@ -1,4 +1,6 @@
-"""The page: nothing is loaded, no text becomes markup, and it draws, zooms and explains in a real browser."""
+"""The page: nothing is loaded, no text becomes markup, and it draws, zooms and explains in a real
+browser.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def elements(page):
 def test_the_page_loads_nothing_and_takes_no_text_for_markup(page):
     hostile = page(HOSTILE)
     assert [tag for tag, _ in elements(hostile)] == [tag for tag, _ in elements(page())]
-    assert not [tag for tag, given in elements(hostile) if {"src", "href", "onerror", "onload"} & given.keys()]
+    assert not [
+        tag
+        for tag, given in elements(hostile)
+        if {"src", "href", "onerror", "onload"} & given.keys()
+    ]
     assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org)", hostile)
 
 
@@ -73,23 +79,34 @@ def test_rivals_stand_in_order_with_the_chosen_one_marked():
 
 def test_colours_and_letters_are_explained_and_so_is_the_step():
     plan, timeline = chain_plan(4, 6)
-    chosen, other = (
-        Alternative(Choice("piper", schedule="1f1b"), 1.0, 0.9, 6),
-        Alternative(Choice("mcmc"), refused="no"),
+    chosen = Alternative(Choice("piper", schedule="1f1b"), 1.0, 0.9, 6)
+    other = Alternative(Choice("mcmc"), refused="no")
+    plan = dataclasses.replace(
+        plan, breakdown=Breakdown(0.5, bubble_s=0.25), alternatives=(other, chosen)
     )
-    plan = dataclasses.replace(plan, breakdown=Breakdown(0.5, bubble_s=0.25), alternatives=(other, chosen))
     page = report_page(plan_report(plan, timeline, ()))
-    legend = page[page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))]
+    legend = page[
+        page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))
+    ]
     for stage in range(4):
-        assert f'<i style="background:{stage_colour(stage, Phase.FORWARD)}"></i>stage {stage}<' in legend
+        assert (
+            f'<i style="background:{stage_colour(stage, Phase.FORWARD)}"></i>stage {stage}<'
+            in legend
+        )
     assert "F forward" in legend and "B backward" in legend and "its micro-batch" in legend
     assert "W gradients" not in legend, "a phase that the step does not have"
     parts = page[page.index("Where the step goes") :]
     assert (
-        parts.index("<td>ideal</td>") < parts.index("<td>bubble</td>") < parts.index("33.3%") < parts.index("</table>")
+        parts.index("<td>ideal</td>")
+        < parts.index("<td>bubble</td>")
+        < parts.index("33.3%")
+        < parts.index("</table>")
     )
     rows = page[page.index("Candidates, the best of each strategy") :]
-    assert '<tr class="chosen"><td>piper</td>' in rows and '<td class="why" colspan="6">no</td>' in rows
+    assert (
+        '<tr class="chosen"><td>piper</td>' in rows
+        and '<td class="why" colspan="6">no</td>' in rows
+    )
     tables = page.count("<table>")
     assert page.count('<div class="wide"><table>') == tables, "each scrolls on a phone"
 
@@ -173,7 +190,9 @@ def ending_page(**options):
 
 def test_gradient_sums_and_updates_have_their_place_in_the_legend():
     page = ending_page()
-    legend = page[page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))]
+    legend = page[
+        page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))
+    ]
     for kind, letter in ((EndKind.GRADIENT_SUM, "G"), (EndKind.UPDATE, "U")):
         assert f'<i style="background:{END_STYLES[kind].fill}"></i>{letter} {kind.value}<' in legend
     assert "G gradient sum<" not in plan_page()
@@ -190,7 +209,10 @@ def test_gradient_sums_and_updates_are_painted_and_explained(tmp_path):
     """
     seen = seen_by(ending_page(), HANDS + script, tmp_path)
     for style in END_STYLES.values():
-        assert ",".join(str(int(style.fill[place : place + 2], 16)) for place in (1, 3, 5)) in seen["colours"]
+        assert (
+            ",".join(str(int(style.fill[place : place + 2], 16)) for place in (1, 3, 5))
+            in seen["colours"]
+        )
     assert seen["update"].split("\n") == [
         "update", "parameters of all stages, device 0", "27.2 s to 30.2 s: 3 s",
     ]  # fmt: skip
@@ -218,15 +240,23 @@ def test_tables_fit_a_page_of_1440_pixels_and_scroll_on_a_phone(tmp_path):
     plan, timeline = chain_plan(gradient_s=0.2, update_s=3.0)
     host = TaskSeconds(0.5, 1.0)
     stage = dataclasses.replace(
-        plan.prediction.stages[0], input_gradient_s=1.0, weight_gradient_s=1.0, on_host=host, on_device=host
+        plan.prediction.stages[0],
+        input_gradient_s=1.0,
+        weight_gradient_s=1.0,
+        on_host=host,
+        on_device=host,
     )
-    halves = tuple(dataclasses.replace(task, phase=Phase.INPUT_GRADIENT) for task in plan.schedule.tasks[0])
+    halves = tuple(
+        dataclasses.replace(task, phase=Phase.INPUT_GRADIENT) for task in plan.schedule.tasks[0]
+    )
     split = dataclasses.replace(
         plan,
         prediction=dataclasses.replace(plan.prediction, stages=(stage,) * 4),
         schedule=dataclasses.replace(plan.schedule, tasks=(halves, *plan.schedule.tasks[1:])),
     )
-    seen = seen_by(report_page(plan_report(split, timeline, rivals("x" * 60))), WIDTHS, tmp_path, width=1440)
+    seen = seen_by(
+        report_page(plan_report(split, timeline, rivals("x" * 60))), WIDTHS, tmp_path, width=1440
+    )
     assert seen["page"] == {"cut": 0, "scroll": True, "beyond": 0}
     assert seen["phone"]["scroll"] and seen["phone"]["beyond"] == 0
     assert seen["phone"]["cut"] > 0, "tables too wide for a phone are what scrolls"
@@ -234,11 +264,18 @@ def test_tables_fit_a_page_of_1440_pixels_and_scroll_on_a_phone(tmp_path):
 
 @needs_browser
 def test_many_devices_and_micro_batches_are_drawn_as_shares_of_time(tmp_path):
-    script = "seen.all = colours(); press('r'); note('repetend'); point('pointermove', 300, 50); seen.tip = tip();"
+    script = (
+        "seen.all = colours(); press('r'); note('repetend'); point('pointermove', 300, 50); "
+        "seen.tip = tip();"
+    )
     seen = seen_by(plan_page(stages=32, micro_batches=512), HANDS + script, tmp_path)
-    assert {rgb(stage, phase) for stage in range(10) for phase in (Phase.FORWARD, Phase.BACKWARD)} <= set(seen["all"])
+    assert {
+        rgb(stage, phase) for stage in range(10) for phase in (Phase.FORWARD, Phase.BACKWARD)
+    } <= set(seen["all"])
     assert seen["repetend"] == [96.0, 1536.0]
-    assert re.match(r"0[FB]\d+\n(forward|backward), stage 0, micro-batch \d+, device 0\n", seen["tip"])
+    assert re.match(
+        r"0[FB]\d+\n(forward|backward), stage 0, micro-batch \d+, device 0\n", seen["tip"]
+    )
 
 
 @needs_browser

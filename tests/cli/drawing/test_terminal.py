@@ -17,7 +17,10 @@ from tests.cli.drawing.examples import chain_plan, split_embedding
 
 
 def drawn(picture, width):
-    lines = (*draw_timeline(picture, width, colour=False), *draw_memory(picture, width, colour=False))
+    lines = (
+        *draw_timeline(picture, width, colour=False),
+        *draw_memory(picture, width, colour=False),
+    )
     return "\n".join(line.plain for line in lines) + "\n"
 
 
@@ -29,7 +32,10 @@ def test_a_plan_as_text(golden, width, micro_batches):
 
 @pytest.mark.parametrize(("width", "units"), [(130, 8), (80, 64)])
 def test_blocks_as_text(golden, width, units):
-    golden(drawn(block_picture(split_embedding(units), "blocks"), width), f"show/blocks_{units}_in_{width}.txt")
+    golden(
+        drawn(block_picture(split_embedding(units), "blocks"), width),
+        f"show/blocks_{units}_in_{width}.txt",
+    )
 
 
 @pytest.mark.parametrize("width", [24, 40, 79, 200])
@@ -38,22 +44,34 @@ def test_no_line_is_wider_than_the_terminal(width):
         picture = plan_picture(*chain_plan(12, micro_batches))
         limited = dataclasses.replace(picture, limits=(2**25,) * 12)
         ending = plan_picture(*chain_plan(12, micro_batches, gradient_s=0.01, update_s=5.0))
-        for each in (picture, limited, ending, block_picture(split_embedding(micro_batches), "blocks")):
+        for each in (
+            picture,
+            limited,
+            ending,
+            block_picture(split_embedding(micro_batches), "blocks"),
+        ):
             for line in (*draw_timeline(each, width, True), *draw_memory(each, width, True)):
                 assert line.cell_len <= width
 
 
 def test_every_task_is_where_it_is_in_time():
     plan, timeline = chain_plan(micro_batches=3)
-    rows = [line.plain[2:] for line in draw_timeline(plan_picture(plan, timeline), 2 + 180, colour=False)][:4]
+    rows = [
+        line.plain[2:]
+        for line in draw_timeline(plan_picture(plan, timeline), 2 + 180, colour=False)
+    ][:4]
     for span in timeline.spans:
-        cells = rows[span.device][round(span.start / timeline.end * 180) : round(span.end / timeline.end * 180)]
+        cells = rows[span.device][
+            round(span.start / timeline.end * 180) : round(span.end / timeline.end * 180)
+        ]
         assert cells.startswith(f"{span.task.phase.value}{span.task.micro_batch}")
         assert " " not in cells
 
 
 def test_a_block_on_several_devices_stands_on_each_row():
-    first, second = [line.plain[2:] for line in draw_timeline(block_picture(split_embedding(1), ""), 150, False)][:2]
+    first, second = [
+        line.plain[2:] for line in draw_timeline(block_picture(split_embedding(1), ""), 150, False)
+    ][:2]
     for start in (0, 17):
         place = slice(round(start / 18 * 148), round((start + 1) / 18 * 148))
         assert first[place] == second[place]
@@ -64,19 +82,34 @@ def test_a_block_on_several_devices_stands_on_each_row():
 def test_names_of_neighbours_do_not_run_into_one_another(width):
     tasks = [Task(stage, phase, unit) for stage in (0, 1) for phase in Phase for unit in range(12)]
     bars = tuple(
-        Bar(0, place, place + 1, str(task), task.stage, task.phase, task.micro_batch, task.phase.value)
+        Bar(
+            0,
+            place,
+            place + 1,
+            str(task),
+            task.stage,
+            task.phase,
+            task.micro_batch,
+            task.phase.value,
+        )
         for place, task in enumerate(tasks)
     )
     picture = Picture("", bars[:16], (((0, 0),),), (None,), 16, False)
     row = next(draw_timeline(picture, width, False)).plain[2:]
-    names = {str(task) for task in tasks} | {bar.label for bar in bars} | {phase.value for phase in Phase}
+    names = (
+        {str(task) for task in tasks}
+        | {bar.label for bar in bars}
+        | {phase.value for phase in Phase}
+    )
     for shown in re.findall(r"\d*[FBIW]\d*", row):
         assert shown in names
 
 
 def test_names_that_are_no_letters_of_one_column_break_no_row():
     picture = block_picture(split_embedding(1, first_name="\x1b[31m名\r\n\ud800"), "")
-    several = dataclasses.replace(picture, bars=tuple(dataclasses.replace(bar, letter="F") for bar in picture.bars))
+    several = dataclasses.replace(
+        picture, bars=tuple(dataclasses.replace(bar, letter="F") for bar in picture.bars)
+    )
     row = next(draw_timeline(several, 400, False))
     assert row.cell_len == 400
     assert row.plain.startswith("0 ?[31m????·0--")
@@ -84,7 +117,10 @@ def test_names_that_are_no_letters_of_one_column_break_no_row():
 
 def test_memory_is_told_against_its_limit():
     within, over = (
-        [line.plain for line in draw_memory(block_picture(split_embedding(memory=memory), ""), 60, False)]
+        [
+            line.plain
+            for line in draw_memory(block_picture(split_embedding(memory=memory), ""), 60, False)
+        ]
         for memory in (3, 2)
     )
     assert within[0] == "memory (a full bar is 3, the limit)"
@@ -97,17 +133,33 @@ def test_colours_stand_for_stages_unless_none_are_wanted(monkeypatch, setting):
     monkeypatch.setenv("NO_COLOR", setting)
     picture = plan_picture(*chain_plan())
     output = Output(stdout=Console(file=io.StringIO(), force_terminal=True, width=100))
-    lines = (*draw_timeline(picture, output.width, output.coloured), *draw_memory(picture, 100, output.coloured))
-    assert len({str(span.style) for line in lines for span in line.spans} - {"cyan"}) == (0 if setting else 8)
+    lines = (
+        *draw_timeline(picture, output.width, output.coloured),
+        *draw_memory(picture, 100, output.coloured),
+    )
+    assert len({str(span.style) for line in lines for span in line.spans} - {"cyan"}) == (
+        0 if setting else 8
+    )
     assert not Output(stdout=Console(file=io.StringIO())).coloured
 
 
 @pytest.mark.parametrize("colour", [False, True])
 def test_stages_of_one_device_are_told_apart(colour):
-    """Two stages a device, in 80 columns: stages by number, or by letter and colour; a key says so."""
+    """Two stages a device, in 80 columns: stages by number, or by letter and colour; a key says
+    so.
+    """
     phases = ((Phase.FORWARD, "F"), (Phase.BACKWARD, "B"))
     bars = [
-        Bar(device, 10.0 * turn + device, 10.0 * turn + device + 5, f"{stage}{letter}0", stage, phase, 0, letter)
+        Bar(
+            device,
+            10.0 * turn + device,
+            10.0 * turn + device + 5,
+            f"{stage}{letter}0",
+            stage,
+            phase,
+            0,
+            letter,
+        )
         for device in range(2)
         for turn, (stage, (phase, letter)) in enumerate(
             (stage, each) for each in phases for stage in (device, device + 2)
@@ -127,7 +179,9 @@ def test_stages_of_one_device_are_told_apart(colour):
 
 
 def test_gradient_sums_and_updates_take_a_column_at_least():
-    """27 s of tasks, then 0.1 s and 0.001 s: both stand at the end of the row, the last task gives up columns."""
+    """27 s of tasks, then 0.1 s and 0.001 s: both stand at the end of the row, the last task gives
+    up columns.
+    """
     picture = plan_picture(*chain_plan(gradient_s=0.1, update_s=0.001))
     lines = [line.plain for line in draw_timeline(picture, 80, colour=False)]
     assert lines[0].endswith("=GU")
@@ -146,7 +200,9 @@ def test_long_gradient_sums_and_updates_are_as_long_as_they_take():
 def test_timelines_on_one_scale_have_a_key():
     one = plan_picture(*chain_plan(gradient_s=0.1))
     other = plan_picture(*chain_plan(2, update_s=0.1))
-    lines = [line.plain for line in draw_timelines([("one", one), ("other", other)], 80, colour=False)]
+    lines = [
+        line.plain for line in draw_timelines([("one", one), ("other", other)], 80, colour=False)
+    ]
     assert lines[-1] == "  F- forward, B= backward, G: gradient sum, U# update"
     assert lines[2].endswith("G") and lines[7].rstrip().endswith("U")
 
@@ -155,5 +211,8 @@ def test_the_key_of_many_stages_is_wrapped():
     picture = plan_picture(*chain_plan(30, update_s=0.1))
     lines = [line.plain for line in draw_timeline(picture, 80, colour=True)]
     first = next(place for place, line in enumerate(lines) if line.strip().startswith("stages"))
-    assert [word for line in lines[first : first + 2] for word in line.split()] == ["stages", *map(str, range(30))]
+    assert [word for line in lines[first : first + 2] for word in line.split()] == [
+        "stages",
+        *map(str, range(30)),
+    ]
     assert max(map(len, lines)) <= 80

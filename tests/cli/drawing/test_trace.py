@@ -21,7 +21,9 @@ def events_of(*arguments):
 
 
 def check_format(events):
-    """Each kind of event with what it must have; slices of one thread one after the other, each thread with a name."""
+    """Each kind of event with what it must have; slices of one thread one after the other, each
+    thread with a name.
+    """
     needs = {"X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "M": {"args"}}
     named = {(each["pid"], each["tid"]) for each in events if each["name"] == "thread_name"}
     threads = defaultdict(list)
@@ -50,7 +52,9 @@ def test_messages_of_one_rank_to_two_others_have_a_thread_each():
 
 def test_blocks_and_measured_tasks_keep_the_format():
     check_format(events_of(block_picture(split_embedding(), "")))
-    measured = [MeasuredTask(rank, step, "0F0", 100.0 * step, 50.0) for step in (3, 4) for rank in (0, 1)]
+    measured = [
+        MeasuredTask(rank, step, "0F0", 100.0 * step, 50.0) for step in (3, 4) for rank in (0, 1)
+    ]
     events = events_of(plan_picture(*chain_plan(2, 2)), measured)
     check_format(events)
     predicted = [each["ts"] for each in events if each["pid"] == 1 and "ts" in each]

@@ -10,12 +10,24 @@ from autopipe.cli.plan_text import candidates_screen, distance_lines
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 
 CHOSEN = Alternative(
-    Choice("grid", (("chunks", "2"), ("wave", "true")), "zb_v", shard=True), 1.0, 0.9, 8, 4, 0.1, 2**20
+    Choice("grid", (("chunks", "2"), ("wave", "true")), "zb_v", shard=True),
+    1.0,
+    0.9,
+    8,
+    4,
+    0.1,
+    2**20,
 )
-SLOWER = Alternative(Choice("pase", schedule="kfkb", recompute="auto"), 1.25, 1.25, 1, 1, 0.0, 2**30)
+SLOWER = Alternative(
+    Choice("pase", schedule="kfkb", recompute="auto"), 1.25, 1.25, 1, 1, 0.0, 2**30
+)
 SAME = Alternative(Choice("tepdist", schedule="kfkb"), 1.25, 1.25, 1, 1, 0.0, 2**30, same_as="pase")
-BOUNDED = Alternative(Choice("expert"), None, 2.0, 4, 1, refused="left out: no schedule of it takes less than 2 s")
-TOO_LARGE = Alternative(Choice("piper"), refused="stage 0 on device 0 would need 9.00 GiB where 8.00 GiB may be used")
+BOUNDED = Alternative(
+    Choice("expert"), None, 2.0, 4, 1, refused="left out: no schedule of it takes less than 2 s"
+)
+TOO_LARGE = Alternative(
+    Choice("piper"), refused="stage 0 on device 0 would need 9.00 GiB where 8.00 GiB may be used"
+)
 ALL = (SLOWER, BOUNDED, TOO_LARGE, SAME, CHOSEN)
 
 
@@ -32,13 +44,23 @@ def test_each_strategy_has_a_row_that_says_by_what_it_lost() -> None:
     assert lines[0] == "5 candidates, 3 of them simulated; the best of each strategy:"
     rows = {line.split()[0]: line for line in lines}
     assert all(
-        word in rows["grid"] for word in ("(chunks=2 wave, zero-1)", "zb_v", "1.00 s", "same", "900 ms", "1.00 MiB")
+        word in rows["grid"]
+        for word in ("(chunks=2 wave, zero-1)", "zb_v", "1.00 s", "same", "900 ms", "1.00 MiB")
     )
-    assert all(word in rows["pase"] for word in ("(recompute)", "kfkb", "1.25 s", "+25.0%", "1.00 GiB"))
+    assert all(
+        word in rows["pase"] for word in ("(recompute)", "kfkb", "1.25 s", "+25.0%", "1.00 GiB")
+    )
     assert "kfkb, as pase" in rows["tepdist"]
     assert "≥ 2.00 s" in rows["expert"] and "≥ +100.0%" in rows["expert"]
     assert "9.00 GiB where 8.00 GiB may be used" in rows["piper"]
-    assert [line.split()[0] for line in lines[3:]] == ["grid", "pase", "tepdist", "expert", "no", "piper"]
+    assert [line.split()[0] for line in lines[3:]] == [
+        "grid",
+        "pase",
+        "tepdist",
+        "expert",
+        "no",
+        "piper",
+    ]
 
 
 def test_nothing_is_lost_in_a_narrow_terminal() -> None:
@@ -69,11 +91,17 @@ def test_the_next_best_plan_is_not_the_chosen_one() -> None:
 
 
 def test_the_distance_to_the_ideal_is_told_by_its_parts() -> None:
-    parts = Breakdown(0.5, bubble_s=0.2, messages_s=0.1, gradients_s=0.15, launches_s=0.0498, update_s=0.0002)
+    parts = Breakdown(
+        0.5, bubble_s=0.2, messages_s=0.1, gradients_s=0.15, launches_s=0.0498, update_s=0.0002
+    )
     first, second = distance_lines(parts, 4)
-    assert first == "ideal 500 ms (one device's work at the roofline / 4), the step of 1.00 s takes 2.00 times that"
+    assert first == (
+        "ideal 500 ms (one device's work at the roofline / 4), the step of 1.00 s takes 2.00 "
+        "times that"
+    )
     assert second == (
-        "of the step: ideal 50.0%, communication 25.0% (gradients 15.0%, messages 10.0%), bubble 20.0%, launches 5.0%"
+        "of the step: ideal 50.0%, communication 25.0% (gradients 15.0%, messages 10.0%), "
+        "bubble 20.0%, launches 5.0%"
     )
 
 

@@ -1,4 +1,6 @@
-"""`explain --degrees` and `--why-not`: each row's command gives its step, and each row without a step has a reason."""
+"""`explain --degrees` and `--why-not`: each row's command gives its step, and each row without a
+step has a reason.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from autopipe.configs.zoo import build, configure
 from autopipe.passes.schedule.breakdown import breakdown, breakdown_under_1f1b
 from tests.cli.command_line import CommandLine
 
-GPT = {"layers": "4", "hidden": "32", "heads": "4", "sequence": "8", "vocabulary": "64", "loss": "true"}
+GPT = {
+    "layers": "4",
+    "hidden": "32",
+    "heads": "4",
+    "sequence": "8",
+    "vocabulary": "64",
+    "loss": "true",
+}
 
 
 @pytest.fixture
@@ -33,7 +42,9 @@ def rows_of(here: CommandLine, *words: object) -> list[dict]:
 def check_commands(here: CommandLine, rows: Iterable[dict]) -> None:
     """Plan each row by its command and compare steps and memory."""
     for row in rows:
-        found = json.loads(here.done(*shlex.split(row["command"])[1:], "--json", "-q").out)["summary"]
+        found = json.loads(here.done(*shlex.split(row["command"])[1:], "--json", "-q").out)[
+            "summary"
+        ]
         assert found["step_time_s"] == pytest.approx(row["step_time_s"]), row["command"]
         assert max(found["peak_memory_bytes"]) == row["peak_memory_bytes"]
         assert found["schedule"] == row["schedule"]
@@ -63,7 +74,9 @@ def test_why_not_names_degrees(planned: CommandLine) -> None:
     check_commands(planned, [row])
     (row,) = rows_of(planned, "--why-not", "PP=4,TP=2,DP=8")
     assert row["step_time_s"] is None
-    assert row["reason"] == "pipeline 4 x data 8 x tensor 2 is 64, which does not make the 4 devices"
+    assert (
+        row["reason"] == "pipeline 4 x data 8 x tensor 2 is 64, which does not make the 4 devices"
+    )
     screen = planned.done("explain", "p", "--why-not", "pp=4,tp=2,dp=8").out
     assert "which does not make the 4 devices" in " ".join(screen.split())
 
@@ -79,7 +92,18 @@ def test_why_not_names_schedules_and_their_placements(planned: CommandLine) -> N
 
 def test_memory_is_a_reason(planned: CommandLine) -> None:
     limit = max(open_plan(planned.folder / "p").plan.summary.peak_memory_bytes)
-    planned.done("plan", "m.onnx", "--config", "p/config.yaml", "--memory-limit", limit, "-o", "p", "--force", "-q")
+    planned.done(
+        "plan",
+        "m.onnx",
+        "--config",
+        "p/config.yaml",
+        "--memory-limit",
+        limit,
+        "-o",
+        "p",
+        "--force",
+        "-q",
+    )
     rows = rows_of(planned, "--degrees")
     refused = [row for row in rows if row["step_time_s"] is None]
     assert refused and all("over the limit of" in row["reason"] for row in refused)

@@ -1,4 +1,6 @@
-"""What one rank of a program really allocates: a dry run of it, each allocation of torch's counted."""
+"""What one rank of a program really allocates: a dry run of it, each allocation of torch's
+counted.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,16 @@ def peak_of_rank(folder: Path, rank: int) -> int:
 
 
 def _read_bytes(folder: Path, rank: int) -> int:
-    """Parameters are numpy's, whom torch does not ask for memory; but for those that move into rows of shares, and in
-    inference those that are held in 16 bits."""
+    """Parameters are numpy's, whom torch does not ask for memory; but for those that move into rows
+    of shares, and in inference those that are held in 16 bits.
+    """
     manifest = read_manifest(folder)
     total = 0
     moved = set() if manifest.train else set(manifest.low_precision)
     if manifest.optimizer["shard"]:
-        moved.update(block.parameter for bucket in buckets_of_rank(manifest, rank) for block in bucket.blocks)
+        moved.update(
+            block.parameter for bucket in buckets_of_rank(manifest, rank) for block in bucket.blocks
+        )
     for shard in manifest.shards[rank]:
         if shard.parameter in moved:
             continue

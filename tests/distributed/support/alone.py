@@ -25,7 +25,9 @@ def dry_run(folder: Path, number: int, *flags: object) -> Rank:
 
 @contextmanager
 def as_rank(folder: Path, number: int, *flags: object) -> Iterator[None]:
-    """The command line, environment and modules of the rank's process; nothing of them is left behind."""
+    """The command line, environment and modules of the rank's process; nothing of them is left
+    behind.
+    """
     saved = dict(os.environ), list(sys.argv), sys.excepthook
     size = str(read_manifest(folder).world_size)
     world = {"RANK": str(number), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
@@ -36,7 +38,8 @@ def as_rank(folder: Path, number: int, *flags: object) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(folder))
-        sys.argv, sys.excepthook = saved[1], saved[2]
+        sys.argv = saved[1]
+        sys.excepthook = saved[2]
         for name in world:
             os.environ.pop(name)
         os.environ.update(saved[0])

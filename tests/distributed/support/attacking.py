@@ -35,7 +35,9 @@ def doors(pids: list[int]) -> set[Door]:
                 links.append(str(entry.readlink()))
     found = set()
     for table, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
-        for line in Path(f"/proc/{pids[0]}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+        for line in (
+            Path(f"/proc/{pids[0]}/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        ):
             _, local, _, at, *rest = line.split()
             if at == state and f"socket:[{rest[5]}]" in links:
                 digits, port = local.split(":")
@@ -72,7 +74,9 @@ def attack_store(door: Door, target: Path) -> None:
 
 if __name__ == "__main__":
     goal = Path(sys.argv[1])
-    tried, stores = ([(address, port) for address, port in json.loads(each)] for each in sys.argv[2:])
+    tried, stores = (
+        [(address, port) for address, port in json.loads(each)] for each in sys.argv[2:]
+    )
     sys.stdout.write(json.dumps([attack(each, goal) for each in tried]))
     for each in stores:
         attack_store(each, goal)

@@ -1,4 +1,6 @@
-"""Models with branches on clusters where pipelines are worth it: their problems, schedules, and steps on ranks."""
+"""Models with branches on clusters where pipelines are worth it: their problems, schedules, and
+steps on ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.registry import Scheduler
-from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
+from autopipe.passes.schedule.published.one_f_one_b import (
+    KForwardsKBackwards,
+    OneForwardOneBackward,
+)
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.trained import Trained, check
@@ -34,7 +39,10 @@ def cluster_of(devices: int, latency: float) -> Cluster:
     Without any, small stages share out their samples; the more, the more stages there are.
     """
     inside = min(devices, 4)
-    levels = (Level("node", inside, Link(0.0, 1e9)), Level("cluster", -(-devices // inside), Link(0.0, 2.5e8)))
+    levels = (
+        Level("node", inside, Link(0.0, 1e9)),
+        Level("cluster", -(-devices // inside), Link(0.0, 2.5e8)),
+    )
     return Cluster("toy", (device(memory=10**11, latency=latency),) * devices, levels)
 
 
@@ -56,17 +64,25 @@ def side_by_side(problem: Problem, placement: Placement) -> bool:
 
 
 def with_own_sizes(random: Random, problem: Problem, placement: Placement) -> Placement:
-    """The stages with micro-batches of their own, drawn: the largest is the problem's, and replicas share each."""
+    """The stages with micro-batches of their own, drawn: the largest is the problem's, and replicas
+    share each.
+    """
     largest = problem.micro_batch_size
     sizes = [
         random.choice(
-            [size for size in range(1, largest + 1) if largest % size == 0 and size % len(stage.devices) == 0]
+            [
+                size
+                for size in range(1, largest + 1)
+                if largest % size == 0 and size % len(stage.devices) == 0
+            ]
         )
         for stage in placement.stages
     ]
     sizes[random.randrange(len(sizes))] = largest
     pairs = zip(placement.stages, sizes, strict=True)
-    return replace(placement, stages=tuple(replace(stage, micro_batch_size=size) for stage, size in pairs))
+    return replace(
+        placement, stages=tuple(replace(stage, micro_batch_size=size) for stage, size in pairs)
+    )
 
 
 def schedules_of(placement: Placement) -> tuple[str, ...]:
@@ -76,7 +92,12 @@ def schedules_of(placement: Placement) -> tuple[str, ...]:
 
 
 def check_step(
-    pools: Pools, model: Trained, problem: Problem, placement: Placement, schedule: str, folder: Path
+    pools: Pools,
+    model: Trained,
+    problem: Problem,
+    placement: Placement,
+    schedule: str,
+    folder: Path,
 ) -> float:
     """Run a step on ranks under the schedule of that name; how far it is from one device's."""
     scheduler = SCHEDULERS[schedule]

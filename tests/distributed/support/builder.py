@@ -19,17 +19,28 @@ OPSET = 21
 def _padded(node: Node, x: Tensor, fill: float) -> Tensor:
     pads = node.integers("pads")
     rank = len(pads) // 2
-    return F.pad(x, [pads[axis + side * rank] for axis in reversed(range(rank)) for side in (0, 1)], value=fill)
+    return F.pad(
+        x,
+        [pads[axis + side * rank] for axis in reversed(range(rank)) for side in (0, 1)],
+        value=fill,
+    )
 
 
 def _conv(node: Node, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
     settings = node.integers("strides"), 0, node.integers("dilations"), node.integer("group", 1)
-    found: Tensor = getattr(F, f"conv{x.dim() - 2}d")(_padded(node, x, 0.0), weight, *(bias or [None]), *settings)
+    found: Tensor = getattr(F, f"conv{x.dim() - 2}d")(
+        _padded(node, x, 0.0), weight, *(bias or [None]), *settings
+    )
     return found
 
 
 def _max_pool(node: Node, x: Tensor) -> Tensor:
-    settings = node.integers("kernel_shape"), node.integers("strides"), 0, node.integers("dilations")
+    settings = (
+        node.integers("kernel_shape"),
+        node.integers("strides"),
+        0,
+        node.integers("dilations"),
+    )
     found: Tensor = getattr(F, f"max_pool{x.dim() - 2}d")(_padded(node, x, -torch.inf), *settings)
     return found
 
@@ -60,13 +71,21 @@ _MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Softmax": lambda node, x: torch.softmax(x, node.integer("axis", -1)),
     "Transpose": lambda node, x: x.permute(node.integers("perm")),
     "Reshape": lambda node, x, shape: x.reshape(shape.tolist()),
-    "ReduceSum": lambda node, x, axes: x.sum(axes.tolist(), keepdim=bool(node.integer("keepdims", 1))),
-    "ReduceMean": lambda node, x, axes: x.mean(axes.tolist(), keepdim=bool(node.integer("keepdims", 1))),
-    "ReduceMax": lambda node, x, axes: x.amax(axes.tolist(), keepdim=bool(node.integer("keepdims", 1))),
+    "ReduceSum": lambda node, x, axes: x.sum(
+        axes.tolist(), keepdim=bool(node.integer("keepdims", 1))
+    ),
+    "ReduceMean": lambda node, x, axes: x.mean(
+        axes.tolist(), keepdim=bool(node.integer("keepdims", 1))
+    ),
+    "ReduceMax": lambda node, x, axes: x.amax(
+        axes.tolist(), keepdim=bool(node.integer("keepdims", 1))
+    ),
     "Concat": lambda node, *xs: torch.cat(xs, node.integer("axis")),
     "Split": lambda node, x: torch.chunk(x, node.integer("num_outputs"), node.integer("axis")),
     "Gather": lambda node, x, index: x[index],
-    "ArgMax": lambda node, x: x.argmax(node.integer("axis"), keepdim=bool(node.integer("keepdims", 1))),
+    "ArgMax": lambda node, x: x.argmax(
+        node.integer("axis"), keepdim=bool(node.integer("keepdims", 1))
+    ),
     "Greater": lambda node, x, y: x > y,
     "Where": lambda node, c, x, y: torch.where(c, x, y),
     "Cast": lambda node, x: x.to(
@@ -107,7 +126,9 @@ class Builder:
     rename: Callable[[str], str] = str
     """Makes the names that the graph has of `in0`, `w0`, `v0` and the like."""
 
-    def input(self, shape: tuple[int, ...], dtype: DType | None = None, batch_axis: int | None = 0) -> str:
+    def input(
+        self, shape: tuple[int, ...], dtype: DType | None = None, batch_axis: int | None = 0
+    ) -> str:
         """A graph input of one micro-batch."""
         dtype = dtype or self.dtype
         name = self.rename(f"in{len(self.inputs)}")
@@ -120,7 +141,9 @@ class Builder:
     def parameter(self, shape: tuple[int, ...], trainable: bool = True) -> str:
         """A parameter drawn from a normal distribution."""
         name = self.rename(f"w{len(self.parameters)}")
-        self.parameters.append(Parameter(Value(name, self.dtype, shape), Initializer("normal", 0.6), trainable))
+        self.parameters.append(
+            Parameter(Value(name, self.dtype, shape), Initializer("normal", 0.6), trainable)
+        )
         self.sample[name] = torch.zeros(shape, dtype=getattr(torch, self.dtype.value))
         return name
 
@@ -135,12 +158,16 @@ class Builder:
     def node(self, op: str, *inputs: str, outputs: int = 1, **attributes: Attribute) -> str:
         """Name of the first result of a new node; the others' follow in `values`."""
         names = tuple(self.rename(f"v{len(self.values) + index}") for index in range(outputs))
-        node = Node(self.rename(f"n{len(self.nodes)}"), op, inputs, names, tuple(sorted(attributes.items())))
+        node = Node(
+            self.rename(f"n{len(self.nodes)}"), op, inputs, names, tuple(sorted(attributes.items()))
+        )
         _apply(node, self.sample)
         self.nodes.append(node)
         for name in names:
             found = self.sample[name]
-            self.values.append(Value(name, DType(str(found.dtype).removeprefix("torch.")), tuple(found.shape)))
+            self.values.append(
+                Value(name, DType(str(found.dtype).removeprefix("torch.")), tuple(found.shape))
+            )
         return names[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -169,12 +196,18 @@ class Builder:
         return found
 
 
-def mlp(layers: int, width: int = 4, batch: int = 4, rename: Callable[[str], str] = str) -> tuple[Graph, str]:
-    """A chain of `layers` products with tanh, two nodes each, then a loss of three more; and the loss's name."""
+def mlp(
+    layers: int, width: int = 4, batch: int = 4, rename: Callable[[str], str] = str
+) -> tuple[Graph, str]:
+    """A chain of `layers` products with tanh, two nodes each, then a loss of three more; and the
+    loss's name.
+    """
     builder = Builder(rename=rename)
     value = builder.input((batch, width))
     for _ in range(layers):
-        value = builder.node("Tanh", builder.node("MatMul", value, builder.parameter((width, width))))
+        value = builder.node(
+            "Tanh", builder.node("MatMul", value, builder.parameter((width, width)))
+        )
     loss = builder.mean_square(value)
     return builder.graph(loss), loss
 

@@ -23,7 +23,8 @@ from tests.distributed.support.running import stage_graph
 
 BATCH = 4
 WIDTH = 4
-CHANNELS, IMAGE = 2, (8, 6)
+CHANNELS = 2
+IMAGE = (8, 6)
 ROWS = 6
 """Rows of embedding tables; whole numbers in batches stay below it."""
 
@@ -42,28 +43,46 @@ class Case:
 
     def __repr__(self) -> str:
         nodes = "\n".join(
-            f"  {index} {node.op} {' '.join(node.inputs)} -> {' '.join(node.outputs)} {node.attributes}"
+            (
+                f"  {index} {node.op} {' '.join(node.inputs)} -> {' '.join(node.outputs)} "
+                f"{node.attributes}"
+            )
             for index, node in enumerate(self.graph.nodes)
         )
         stages = "\n".join(f"  {stage}" for stage in self.placement.stages)
-        return f"loss {self.loss}, outputs {self.graph.outputs}\n{nodes}\n{stages}\n{self.schedule.grid()}"
+        return (
+            f"loss {self.loss}, outputs "
+            f"{self.graph.outputs}\n{nodes}\n{stages}\n{self.schedule.grid()}"
+        )
 
 
 @st.composite
-def windows(draw: st.DrawFn, extents: tuple[int, ...], small_pads: bool = False) -> dict[str, tuple[int, ...]]:
-    """A window with strides, dilations and pads at each end as it may be, of which at least one fits in `extents`.
+def windows(
+    draw: st.DrawFn, extents: tuple[int, ...], small_pads: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """A window with strides, dilations and pads at each end as it may be, of which at least one
+    fits in `extents`.
 
     With `small_pads` no window lies in pads alone, as those of a pooling may not.
     """
-    found: dict[str, list[int]] = {"kernel_shape": [], "strides": [], "dilations": [], "begin": [], "end": []}
+    found: dict[str, list[int]] = {
+        "kernel_shape": [],
+        "strides": [],
+        "dilations": [],
+        "begin": [],
+        "end": [],
+    }
     for extent in extents:
         dilation = draw(st.sampled_from([1, 1, 2])) if not small_pads else 1
         kernel = draw(st.sampled_from([1, 2, 3, 3]))
         reach = dilation * (kernel - 1) + 1
         pads = [draw(st.integers(0, min(reach - 1, 2))) for _ in range(2)]
         if extent + sum(pads) < reach:
-            kernel, pads = 1, [0, 0]
-        for name, number in zip(found, (kernel, draw(st.sampled_from([1, 1, 2])), dilation, *pads), strict=True):
+            kernel = 1
+            pads = [0, 0]
+        for name, number in zip(
+            found, (kernel, draw(st.sampled_from([1, 1, 2])), dilation, *pads), strict=True
+        ):
             found[name].append(number)
     pads = found.pop("begin") + found.pop("end")
     return {name: tuple(numbers) for name, numbers in found.items()} | {"pads": tuple(pads)}
@@ -78,7 +97,10 @@ class _Growing:
         self.floats = [self.builder.input((BATCH, WIDTH)), self.builder.input((BATCH, 2, WIDTH))]
         self.ids = [self.builder.input((BATCH, 2), DType.INT64)]
         self.images: list[str] = []
-        self.weights = [self.builder.parameter((WIDTH, WIDTH)), self.builder.parameter((ROWS, WIDTH))]
+        self.weights = [
+            self.builder.parameter((WIDTH, WIDTH)),
+            self.builder.parameter((ROWS, WIDTH)),
+        ]
 
     def some(self, rank: int | None = None, width: int | None = None) -> str:
         """A float value, the youngest ones most often."""
@@ -113,8 +135,12 @@ class _Growing:
     def binary(self) -> None:
         first = self.some()
         shape = self.builder.shape(first)
-        second = self.draw(st.sampled_from([name for name in self.floats if self.builder.shape(name) == shape]))
-        self.floats.append(self.builder.node(self.draw(st.sampled_from(["Add", "Sub", "Mul"])), first, second))
+        second = self.draw(
+            st.sampled_from([name for name in self.floats if self.builder.shape(name) == shape])
+        )
+        self.floats.append(
+            self.builder.node(self.draw(st.sampled_from(["Add", "Sub", "Mul"])), first, second)
+        )
 
     def product(self) -> None:
         value = self.some(width=WIDTH)
@@ -123,7 +149,9 @@ class _Growing:
 
     def bias(self) -> None:
         value = self.some()
-        self.floats.append(self.builder.node("Add", value, self.weight(self.builder.shape(value)[-1:])))
+        self.floats.append(
+            self.builder.node("Add", value, self.weight(self.builder.shape(value)[-1:]))
+        )
 
     def embedding(self) -> None:
         ids = self.draw(st.sampled_from(self.ids))
@@ -159,7 +187,9 @@ class _Growing:
     def joined(self) -> None:
         first = self.some()
         shape = self.builder.shape(first)
-        second = self.draw(st.sampled_from([name for name in self.floats if self.builder.shape(name) == shape]))
+        second = self.draw(
+            st.sampled_from([name for name in self.floats if self.builder.shape(name) == shape])
+        )
         if shape[-1] <= 8:
             self.floats.append(self.builder.node("Concat", first, second, axis=len(shape) - 1))
 
@@ -169,7 +199,11 @@ class _Growing:
         mask = self.builder.node("Cast", self.builder.node("Greater", self.ids[0], limit), to=11)
         narrow = [name for name in self.floats if self.builder.shape(name) == (BATCH, 2)]
         if not narrow:
-            narrow = [self.builder.node("ReduceMean", self.floats[1], self.builder.constant([2]), keepdims=0)]
+            narrow = [
+                self.builder.node(
+                    "ReduceMean", self.floats[1], self.builder.constant([2]), keepdims=0
+                )
+            ]
         self.floats.append(self.builder.node("Mul", narrow[-1], mask))
 
     def image(self) -> str:
@@ -201,7 +235,9 @@ class _Growing:
         else:
             del window["dilations"]
             counted = self.draw(st.integers(0, 1))
-            self.image_made(self.builder.node("AveragePool", value, count_include_pad=counted, **window))
+            self.image_made(
+                self.builder.node("AveragePool", value, count_include_pad=counted, **window)
+            )
 
     def rectified(self) -> None:
         self.image_made(self.builder.node("Relu", self.image()))
@@ -209,11 +245,14 @@ class _Growing:
     def flat_image(self) -> None:
         value = self.image()
         batch, *rest = self.builder.shape(value)
-        self.floats.append(self.builder.node("Reshape", value, self.builder.constant((batch, math.prod(rest)))))
+        self.floats.append(
+            self.builder.node("Reshape", value, self.builder.constant((batch, math.prod(rest))))
+        )
 
     def normalised(self) -> None:
         value = self.some(width=WIDTH)
-        scale, bias = self.weight((WIDTH,)), self.weight((WIDTH,))
+        scale = self.weight((WIDTH,))
+        bias = self.weight((WIDTH,))
         self.floats.append(self.builder.node("LayerNormalization", value, scale, bias, axis=-1))
 
 
@@ -228,7 +267,9 @@ def graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
     made = [name for name in growing.floats if name not in {value.name for value in builder.inputs}]
     if not train:
         given = [*growing.floats[:2], growing.ids[0], *growing.weights]
-        names = draw(st.lists(st.sampled_from(made + growing.ids[1:]), min_size=1, max_size=3, unique=True))
+        names = draw(
+            st.lists(st.sampled_from(made + growing.ids[1:]), min_size=1, max_size=3, unique=True)
+        )
         names += draw(st.lists(st.sampled_from(given), max_size=1))
         return builder.graph(*names), None
     ends = draw(st.lists(st.sampled_from(made[-4:]), min_size=1, max_size=2, unique=True))
@@ -247,10 +288,16 @@ def graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
 
 @st.composite
 def image_graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
-    """Convolutions and poolings one behind another, with its loss, or with the last two values as outputs."""
+    """Convolutions and poolings one behind another, with its loss, or with the last two values as
+    outputs.
+    """
     growing = _Growing(draw)
     for _ in range(draw(st.integers(2, 5))):
-        draw(st.sampled_from([growing.convolved, growing.convolved, growing.pooled, growing.rectified]))()
+        draw(
+            st.sampled_from(
+                [growing.convolved, growing.convolved, growing.pooled, growing.rectified]
+            )
+        )()
     if not train:
         return growing.builder.graph(*growing.images[-2:]), None
     loss = growing.builder.mean_square(growing.images[-1])
@@ -267,7 +314,11 @@ def _assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
         least = max((stage_of[each] for each in producers if each is not None), default=0)
         if contiguous:
             least = max([least, *stage_of.values()])
-        step = draw(st.sampled_from([0, 0, 1])) if contiguous else draw(st.integers(0, stages - 1 - least))
+        step = (
+            draw(st.sampled_from([0, 0, 1]))
+            if contiguous
+            else draw(st.integers(0, stages - 1 - least))
+        )
         stage_of[index] = min(least + step, stages - 1)
     nodes: list[list[int]] = [[] for _ in range(stages)]
     for index, stage in stage_of.items():
@@ -275,7 +326,9 @@ def _assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
     return [each for each in nodes if each]
 
 
-def _splits(draw: st.DrawFn, graph: Graph, nodes: list[int], group: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+def _splits(
+    draw: st.DrawFn, graph: Graph, nodes: list[int], group: int
+) -> tuple[tuple[int, tuple[Split, ...]], ...]:
     """Nothing, the batch, or any axes of each node."""
     kind = draw(st.sampled_from(["whole", "batch", "any", "any"]))
     if group == 1 or kind == "whole":
@@ -307,7 +360,8 @@ def _any_splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
 
 @st.composite
 def placements(draw: st.DrawFn, graph: Graph) -> Placement:
-    """Stages on groups of 1, 2 or 4 of at most four devices, in any order of devices, several on one or on all.
+    """Stages on groups of 1, 2 or 4 of at most four devices, in any order of devices, several on
+    one or on all.
 
     Now and then two or three pipelines, each cut and placed in its own way.
     """
@@ -318,15 +372,29 @@ def placements(draw: st.DrawFn, graph: Graph) -> Placement:
             degree = draw(st.sampled_from([each for each in (1, 1, 2, 4) if each <= devices]))
             group = tuple(draw(st.permutations(range(devices)))[:degree])
             splits = _splits(draw, graph, nodes, degree)
-            read = tuple(sorted({name for node in nodes for name in graph.nodes[node].inputs if name}))
+            read = tuple(
+                sorted({name for node in nodes for name in graph.nodes[node].inputs if name})
+            )
             gathers = read if draw(st.booleans()) else ()
-            stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0, pipeline, gathers))
+            stages.append(
+                Stage(
+                    tuple(nodes),
+                    group,
+                    BATCH,
+                    splits,
+                    draw(st.integers(0, 3)) == 0,
+                    pipeline,
+                    gathers,
+                )
+            )
     return Placement(tuple(stages))
 
 
 @st.composite
 def schedules(draw: st.DrawFn, graph: Graph, placement: Placement, train: bool) -> Schedule:
-    """1F1B, GPipe, or any order that can run: micro-batches in any order on each stage, backwards whole or halved."""
+    """1F1B, GPipe, or any order that can run: micro-batches in any order on each stage, backwards
+    whole or halved.
+    """
     stages = stage_graph(graph, placement)
     micro_batches = draw(st.integers(1, 4))
     kind = draw(st.sampled_from(["1f1b", "gpipe", "any"]))
@@ -350,11 +418,15 @@ def _any_order(draw: st.DrawFn, graph: StageGraph, micro_batches: int, train: bo
             elif train:
                 phases.append(Phase.BACKWARD)
             tasks.update(Task(stage, phase, index) for phase in phases)
-    rest = sorted(tasks, key=lambda task: (task.micro_batch, task.phase is not Phase.FORWARD, task.stage))
+    rest = sorted(
+        tasks, key=lambda task: (task.micro_batch, task.phase is not Phase.FORWARD, task.stage)
+    )
     done: set[Task] = set()
     rows: list[list[Task]] = [[] for _ in range(graph.devices)]
     while rest:
-        task = draw(st.sampled_from([each for each in rest if _needs(each, graph.edges) & tasks <= done]))
+        task = draw(
+            st.sampled_from([each for each in rest if _needs(each, graph.edges) & tasks <= done])
+        )
         rest.remove(task)
         done.add(task)
         for device in graph.stage_devices[task.stage]:
@@ -365,7 +437,11 @@ def _any_order(draw: st.DrawFn, graph: StageGraph, micro_batches: int, train: bo
 def _needs(task: Task, edges: tuple[tuple[int, int], ...]) -> set[Task]:
     """What a task waits for; of a whole and a split backward, those that there are."""
     if task.phase is Phase.FORWARD:
-        return {Task(source, Phase.FORWARD, task.micro_batch) for source, target in edges if target == task.stage}
+        return {
+            Task(source, Phase.FORWARD, task.micro_batch)
+            for source, target in edges
+            if target == task.stage
+        }
     if task.phase is Phase.WEIGHT_GRADIENT:
         return {Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)}
     later = [target for source, target in edges if source == task.stage]

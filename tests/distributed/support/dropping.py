@@ -1,5 +1,6 @@
-"""Models of the zoo as an exporter writes them in training mode: with Dropout at the usual places, with batch
-statistics."""
+"""Models of the zoo as an exporter writes them in training mode: with Dropout at the usual places,
+with batch statistics.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ GPT = {
     "layers": "2", "hidden": "24", "heads": "6", "vocabulary": "48", "sequence": "12"
 }  # fmt: skip
 DROPPED = frozenset({"Softmax", "Add", "Gather"})
-"""What Dropout stands behind: attention's weights, products with a bias, and embeddings, that of positions too."""
+"""What Dropout stands behind: attention's weights, products with a bias, and embeddings, that of
+positions too.
+"""
 
 
 def save_with_dropout(path: Path, ratio: float = 0.1, weights: str = "none") -> None:
@@ -42,8 +45,12 @@ def save_with_dropout(path: Path, ratio: float = 0.1, weights: str = "none") -> 
 
 
 def save_with_batch_statistics(path: Path, weights: str = "none") -> None:
-    """Write a small ResNet with its loss and BatchNormalization in training mode, as torch's exporter does."""
-    build(configure("wide-resnet", {**SIZES["wide-resnet"], "loss": "true", "weights": weights})).save(path)
+    """Write a small ResNet with its loss and BatchNormalization in training mode, as torch's
+    exporter does.
+    """
+    build(
+        configure("wide-resnet", {**SIZES["wide-resnet"], "loss": "true", "weights": weights})
+    ).save(path)
     model = onnx.load(str(path), load_external_data=False)
     for node in model.graph.node:
         if node.op_type == "BatchNormalization":

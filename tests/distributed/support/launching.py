@@ -37,7 +37,9 @@ def write_chain(
     plan: str = "plan",
     train: bool = True,
 ) -> Path:
-    """A program of products with tanh, in as many stages as groups; a group of several ranks is data-parallel."""
+    """A program of products with tanh, in as many stages as groups; a group of several ranks is
+    data-parallel.
+    """
     graph, loss = mlp(len(groups) * 2, batch=BATCH)
     batch = batch_axes_of(graph)
     count = len(graph.nodes)
@@ -51,7 +53,9 @@ def write_chain(
     schedule = schedule_of(graph, placement, MICRO_BATCHES, "1f1b", train)
     program = lower(graph, placement, schedule, loss if train else None)
     titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
-    provenance = Provenance("model.onnx", "digest", plan, optimizer or Optimizer(), "fp32", 7, 0.1, 0.2)
+    provenance = Provenance(
+        "model.onnx", "digest", plan, optimizer or Optimizer(), "fp32", 7, 0.1, 0.2
+    )
     write_program([ProgramFiles("", program, *titles)], provenance, folder)
     return folder
 
@@ -59,7 +63,8 @@ def write_chain(
 def spell_data(folder: Path, body: str = "pass") -> str:
     """A module with a function of batches in `folder`, and its name for --data.
 
-    `body` runs before batch `step` is given; it sees `step`, `rank`, `here` (the folder) and the whole of `os`.
+    `body` runs before batch `step` is given; it sees `step`, `rank`, `here` (the folder) and the
+    whole of `os`.
     """
     text = f"""
 import os, signal, time
@@ -115,7 +120,12 @@ def start(
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (*path, ROOT)))
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.Popen(
-        command, cwd=cwd or program.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=cwd or program.parent,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -151,7 +161,10 @@ def write_key(folder: Path) -> Path:
 def runs(pid: int) -> bool:
     """Whether a process is there and has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -177,7 +190,9 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 def rank_pids(launcher: int) -> dict[int, int]:
     """Return the process number of each rank that a launcher runs, by rank."""
     found = {}
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii").split():
+    for child in (
+        Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii").split()
+    ):
         name = Path(f"/proc/{child}/comm").read_text(encoding="ascii").strip()
         if name.startswith("rank "):
             found[int(name.removeprefix("rank "))] = int(child)

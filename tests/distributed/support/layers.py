@@ -17,10 +17,14 @@ def _batch_norm(node: Node, x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     kept = node.number("momentum", 0.9)
     y = F.batch_norm(x, None, None, scale, bias, training=True)
     own = x.detach().mean(others), x.detach().var(others, correction=0)
-    return y, *(kept * old + (1 - kept) * new for old, new in zip((mean, variance), own, strict=True))
+    return y, *(
+        kept * old + (1 - kept) * new for old, new in zip((mean, variance), own, strict=True)
+    )
 
 
-def _lstm(node: Node, x: Tensor, weight: Tensor, recurrence: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+def _lstm(
+    node: Node, x: Tensor, weight: Tensor, recurrence: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
     """Gates in ONNX's order: input, output, forget, cell."""
     hidden = cell = x.new_zeros(x.shape[1], recurrence.shape[2])
     found = []
@@ -52,20 +56,31 @@ def _rms_norm(node: Node, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _attention(node: Node, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    heads = [each.unflatten(2, (node.integer("q_num_heads"), -1)).transpose(1, 2) for each in (query, key, value)]
+    heads = [
+        each.unflatten(2, (node.integer("q_num_heads"), -1)).transpose(1, 2)
+        for each in (query, key, value)
+    ]
     return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
 
 
 def _loss(node: Node, scores: Tensor, labels: Tensor, *weight: Tensor) -> Tensor:
     ignored = node.integer("ignore_index", -100)
-    return F.cross_entropy(scores, labels, *(each.detach() for each in weight), ignore_index=ignored)
+    return F.cross_entropy(
+        scores, labels, *(each.detach() for each in weight), ignore_index=ignored
+    )
 
 
 LAYERS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "BatchNormalization": _batch_norm,
-    "InstanceNormalization": lambda node, x, scale, bias: F.instance_norm(x, weight=scale, bias=bias),
-    "GroupNormalization": lambda node, x, scale, bias: F.group_norm(x, node.integer("num_groups"), scale, bias),
-    "LayerNormalization": lambda node, x, scale, bias: F.layer_norm(x, scale.shape, scale, bias, 1e-5),
+    "InstanceNormalization": lambda node, x, scale, bias: F.instance_norm(
+        x, weight=scale, bias=bias
+    ),
+    "GroupNormalization": lambda node, x, scale, bias: F.group_norm(
+        x, node.integer("num_groups"), scale, bias
+    ),
+    "LayerNormalization": lambda node, x, scale, bias: F.layer_norm(
+        x, scale.shape, scale, bias, 1e-5
+    ),
     "RMSNormalization": _rms_norm,
     "LpNormalization": lambda node, x: x / x.square().sum(-1, keepdim=True).sqrt(),
     "Gemm": lambda node, x, weight, bias: x @ weight + bias,

@@ -1,4 +1,6 @@
-"""Machines and job managers: network namespaces, and processes started with the variables of srun or a PyTorchJob."""
+"""Machines and job managers: network namespaces, and processes started with the variables of srun
+or a PyTorchJob.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +18,58 @@ import pytest
 
 from tests.distributed.support.launching import ROOT, Ended, finish
 
-SLURM = ("SLURM", "PMI", "RANK", "LOCAL", "WORLD", "MASTER", "PET_", "TORCHELASTIC", "GLOO", "NCCL", "AUTOPIPE")
-"""Beginnings of variables that say where a process runs; those of the tests' own process are not handed on."""
+SLURM = (
+    "SLURM",
+    "PMI",
+    "RANK",
+    "LOCAL",
+    "WORLD",
+    "MASTER",
+    "PET_",
+    "TORCHELASTIC",
+    "GLOO",
+    "NCCL",
+    "AUTOPIPE",
+)
+"""Beginnings of variables that say where a process runs; those of the tests' own process are not
+handed on.
+"""
 
 
 @contextlib.contextmanager
 def machines() -> Iterator[dict[str, tuple[str, ...]]]:
-    """Three machines as namespaces: nodes a and b share 10.77.0.0/24; c has a link to another interface of each, and
-    sends what is for their addresses in 10.77.0.0/24 there, too. The command that runs another one on each."""
+    """Three machines as namespaces: nodes a and b share 10.77.0.0/24; c has a link to another
+    interface of each, and sends what is for their addresses in 10.77.0.0/24 there, too. The command
+    that runs another one on each.
+    """
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need iproute2's ip")
     names = {each: f"autopipe{os.getpid()}{each}" for each in "abc"}
     commands = [f"netns add {name}" for name in names.values()]
     for number, (one, two) in enumerate(("ab", "ac", "bc")):
-        commands.append(f"link add {one}{two} netns {names[one]} type veth peer name {two}{one} netns {names[two]}")
+        commands.append(
+            f"link add {one}{two} netns {names[one]} type veth peer name {two}{one} netns "
+            f"{names[two]}"
+        )
         for this, other in ((one, two), (two, one)):
             address = f"10.77.{number}.{'abc'.index(this) + 1}/24"
             commands.append(f"-n {names[this]} addr add {address} dev {this}{other}")
             commands.append(f"-n {names[this]} link set {this}{other} up")
     commands += [f"-n {name} link set lo up" for name in names.values()]
-    commands += [f"-n {names['c']} route add 10.77.0.{number} via 10.77.{number}.{number}" for number in (1, 2)]
+    commands += [
+        f"-n {names['c']} route add 10.77.0.{number} via 10.77.{number}.{number}"
+        for number in (1, 2)
+    ]
     commands.append(f"netns exec {names['a']} true")
     try:
         for each in commands:
-            done = subprocess.run(["ip", *each.split()], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["ip", *each.split()], capture_output=True, text=True, check=False
+            )
             if done.returncode:
-                pytest.skip(f"network namespaces cannot be made here: ip {each}: {done.stderr.strip()}")
+                pytest.skip(
+                    f"network namespaces cannot be made here: ip {each}: {done.stderr.strip()}"
+                )
         yield {each: ("ip", "netns", "exec", name) for each, name in names.items()}
     finally:
         for name in names.values():
@@ -54,7 +82,9 @@ def start_on(
     variables: Mapping[str, object] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """Start Python with `words` on a machine of `machines` ((): this one), with `variables` alone of a job manager."""
+    """Start Python with `words` on a machine of `machines` ((): this one), with `variables` alone
+    of a job manager.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(SLURM)}
     given = {name: str(value) for name, value in (variables or {}).items()}
     environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | given
@@ -63,12 +93,18 @@ def start_on(
     return subprocess.Popen(command, cwd=cwd, env=environment, text=True, **pipes)
 
 
-STARTED = {"autopipe": ("-m", "autopipe"), "torchrun": ("-m", "torch.distributed.run"), "python": ()}
+STARTED = {
+    "autopipe": ("-m", "autopipe"),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "python": (),
+}
 """Words for Python by the command that stands for them."""
 
 
 def documented(start: str, program: Path) -> list[str]:
-    """Words of the command in docs/running.md that starts so, for a program beside its key, on the CPU."""
+    """Words of the command in docs/running.md that starts so, for a program beside its key, on the
+    CPU.
+    """
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith(start)]
     meant = {
@@ -82,11 +118,17 @@ def documented(start: str, program: Path) -> list[str]:
     return shlex.split(line)
 
 
-def srun(words: Sequence[str], nodes: Sequence[Sequence[str]], hosts: str, more: Sequence[object] = ()) -> list[Ended]:
-    """Run a command of srun, `words`, and `more` behind it, on machines: as many tasks on each as it says, or that many
-    by node as in `--ntasks-per-node=3,1`, all with Slurm's variables. How each ended."""
+def srun(
+    words: Sequence[str], nodes: Sequence[Sequence[str]], hosts: str, more: Sequence[object] = ()
+) -> list[Ended]:
+    """Run a command of srun, `words`, and `more` behind it, on machines: as many tasks on each as
+    it says, or that many by node as in `--ntasks-per-node=3,1`, all with Slurm's variables. How
+    each ended.
+    """
     assert words[0] == "srun"
-    options = dict(word.removeprefix("--").split("=") for word in words if re.match("--n[a-z-]*=", word))
+    options = dict(
+        word.removeprefix("--").split("=") for word in words if re.match("--n[a-z-]*=", word)
+    )
     assert len(nodes) == int(options["nodes"])
     command = [word for word in words[1:] if not re.match("--[a-z-]*=", word)]
     per_node = [int(count) for count in options["ntasks-per-node"].split(",")]
@@ -105,5 +147,7 @@ def srun(words: Sequence[str], nodes: Sequence[Sequence[str]], hosts: str, more:
     for node, within in enumerate(nodes):
         for local in range(tasks[node]):
             place = {"SLURM_PROCID": len(started), "SLURM_LOCALID": local, "SLURM_NODEID": node}
-            started.append(start_on(within, (*STARTED[command[0]], *command[1:], *more), step | place))
+            started.append(
+                start_on(within, (*STARTED[command[0]], *command[1:], *more), step | place)
+            )
     return [finish(each) for each in started]

@@ -1,4 +1,6 @@
-"""Processes that run the ranks of generated programs one after the other, so that torch and gloo start only once."""
+"""Processes that run the ranks of generated programs one after the other, so that torch and gloo
+start only once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import LaunchError
 
 TIMEOUT_S = 300.0
-"""A program of a test takes well under a second; one that takes this long waits for something that never comes."""
+"""A program of a test takes well under a second; one that takes this long waits for something that
+never comes.
+"""
 
 
 START_TIMEOUT_S = 240.0
@@ -46,16 +50,20 @@ class Pool:
     _folder: str = field(default="", repr=False)
 
     def run(self, folder: Path, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[str]:
-        """Run every rank's file in `folder` with these command-line arguments; what each printed, by rank.
+        """Run every rank's file in `folder` with these command-line arguments; what each printed,
+        by rank.
 
-        Raises RankFailure with the first failing rank's traceback, or with the ranks that did not finish in time.
+        Raises RankFailure with the first failing rank's traceback, or with the ranks that did not
+        finish in time.
         """
         try:
             if not self._processes:
                 self._start()
                 self._replies(START_TIMEOUT_S)
             for connection in self._connections:
-                connection.send((str(folder), os.getcwd(), [str(argument) for argument in arguments]))
+                connection.send(
+                    (str(folder), os.getcwd(), [str(argument) for argument in arguments])
+                )
             return self._replies(timeout_s)
         except RankFailure:
             self.stop()
@@ -68,7 +76,9 @@ class Pool:
         while waiting:
             ready = wait(list(waiting.values()), deadline - time.monotonic())
             if not ready:
-                raise RankFailure(f"ranks {sorted(waiting)} of {self.size} did not finish within {timeout_s:g} s")
+                raise RankFailure(
+                    f"ranks {sorted(waiting)} of {self.size} did not finish within {timeout_s:g} s"
+                )
             for rank in [rank for rank, connection in waiting.items() if connection in ready]:
                 try:
                     error, text = waiting.pop(rank).recv()
@@ -81,7 +91,8 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Imported once by the server; its children find them there. Optimizers import torch._dynamo: a second each.
+        # Imported once by the server; its children find them there. Optimizers import
+        # torch._dynamo: a second each.
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "torch._dynamo", "autopipe.backends.torch.runtime"]
         )
@@ -128,7 +139,9 @@ class Pools:
 
 @contextlib.contextmanager
 def ranks_in(pools: Pools) -> Iterator[None]:
-    """Commands run programs in processes that are kept: to import torch in ten new ones takes longer than a journey."""
+    """Commands run programs in processes that are kept: to import torch in ten new ones takes
+    longer than a journey.
+    """
 
     def run(size: int, folder: Path, arguments: list[str]) -> None:
         try:
@@ -169,13 +182,24 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+        }
+    )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     sys.dont_write_bytecode = True
     if size > 1:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT_S),
         )
     gc.freeze()  # To look through torch after every program would take longer than a program.
     connection.send(("", ""))
@@ -192,7 +216,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
         except BaseException:  # noqa: BLE001 - whatever ends a rank is the test's to see
             error = traceback.format_exc()
         connection.send((error, printed.getvalue()))
-        # Groups end their threads where nothing refers to them any more; each polls a hundred times a second.
+        # Groups end their threads where nothing refers to them any more; each polls a hundred times
+        # a second.
         gc.collect()
 
 
@@ -201,13 +226,15 @@ def _as_main(folder: str, cwd: str, arguments: list[str]) -> Iterator[None]:
     """The working folder, module path and command line that a process of its own would have."""
     os.chdir(cwd)
     sys.argv = ["rank", *arguments]
-    path, modules = list(sys.path), set(sys.modules)
+    path = list(sys.path)
+    modules = set(sys.modules)
     sys.path.insert(0, folder)
     try:
         yield
     finally:
         sys.path[:] = path
-        # Those of the next program, and of its data, may have the same names; ours and installed ones are kept.
+        # Those of the next program, and of its data, may have the same names; ours and installed
+        # ones are kept.
         for name in set(sys.modules) - modules:
             file = getattr(sys.modules[name], "__file__", None) or ""
             kept = name.split(".")[0] in ("autopipe", "tests") or file.startswith(sys.prefix)

@@ -1,4 +1,6 @@
-"""Schedules of stages whose micro-batches are of different sizes: any order that works, or all forwards first."""
+"""Schedules of stages whose micro-batches are of different sizes: any order that works, or all
+forwards first.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def samples_of(stages: StageGraph, task: Task) -> Samples:
 
 
 def needs_of(stages: StageGraph, task: Task, micro_batches: int) -> Iterator[Task]:
-    """The tasks that must be done before a task: those of neighbours that have samples of its own, one by one."""
+    """The tasks that must be done before a task: those of neighbours that have samples of its own,
+    one by one.
+    """
     backward = task.phase is not Phase.FORWARD
     if backward:
         yield Task(task.stage, Phase.FORWARD, task.micro_batch)
@@ -34,11 +38,18 @@ def needs_of(stages: StageGraph, task: Task, micro_batches: int) -> Iterator[Tas
                 yield need
 
 
-def random_order(random: Random, stages: StageGraph, micro_batches: int, train: bool = True) -> Schedule:
-    """Task after task, each any of those whose needs are met: every stage takes its micro-batches in order."""
+def random_order(
+    random: Random, stages: StageGraph, micro_batches: int, train: bool = True
+) -> Schedule:
+    """Task after task, each any of those whose needs are met: every stage takes its micro-batches
+    in order.
+    """
     phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
     waiting = {
-        (stage, phase): [Task(stage, phase, each) for each in reversed(stages.micro_batches_of(stage, micro_batches))]
+        (stage, phase): [
+            Task(stage, phase, each)
+            for each in reversed(stages.micro_batches_of(stage, micro_batches))
+        ]
         for stage in range(len(stages.stage_devices))
         for phase in phases
     }
@@ -46,7 +57,9 @@ def random_order(random: Random, stages: StageGraph, micro_batches: int, train: 
     done: set[Task] = set()
     while any(waiting.values()):
         heads = [tasks[-1] for tasks in waiting.values() if tasks]
-        task = random.choice([each for each in heads if done.issuperset(needs_of(stages, each, micro_batches))])
+        task = random.choice(
+            [each for each in heads if done.issuperset(needs_of(stages, each, micro_batches))]
+        )
         waiting[task.stage, task.phase].pop()
         done.add(task)
         for device in stages.stage_devices[task.stage]:

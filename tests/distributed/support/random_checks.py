@@ -11,7 +11,9 @@ from tests.distributed.support.trained import Checked, Trained, check
 
 
 def micro_batches_of(seed: int) -> int:
-    """Two for every fourth strategy of a sweep, one for the others: what is exchanged decides how long they take."""
+    """Two for every fourth strategy of a sweep, one for the others: what is exchanged decides how
+    long they take.
+    """
     return 1 if seed % 4 else 2
 
 

@@ -1,7 +1,7 @@
 """What ranks ask NCCL for, recorded while gloo does it, so that no GPU is needed.
 
-Messages have no tags: as over NCCL, those of a communicator meet in the order in which both ends post them, and in any
-other order ranks compute wrong numbers or wait for ever.
+Messages have no tags: as over NCCL, those of a communicator meet in the order in which both ends
+post them, and in any other order ranks compute wrong numbers or wait for ever.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Messages (or one collective, of no messages) over the communicator that was made as number `communicator`."""
+    """Messages (or one collective, of no messages) over the communicator that was made as number
+    `communicator`.
+    """
 
     communicator: int
     messages: int = 0
@@ -45,7 +47,9 @@ class Use:
 
 @dataclass(slots=True)
 class Record:
-    """Of one rank: communicators in the order of their making, uses before the barrier and after."""
+    """Of one rank: communicators in the order of their making, uses before the barrier and
+    after.
+    """
 
     made: list[Communicator] = field(default_factory=list)
     warm_up: list[Use] = field(default_factory=list)
@@ -54,13 +58,16 @@ class Record:
 
 
 class _Works:
-    """A batch under way. Gloo must be waited for once, and those who wait are the batch's messages."""
+    """A batch under way. Gloo must be waited for once, and those who wait are the batch's
+    messages.
+    """
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        works, self._works = self._works, []
+        works = self._works
+        self._works = []
         for work in works:
             work.wait()
 
@@ -74,30 +81,42 @@ def recording() -> Iterator[Record]:
     record = Record()
     numbers: dict[dist.ProcessGroup, int] = {}
     gloo = SimpleNamespace(
-        **{name: getattr(dist, name) for name in ("new_group", "get_backend", "all_reduce", "barrier")}
+        **{
+            name: getattr(dist, name)
+            for name in ("new_group", "get_backend", "all_reduce", "barrier")
+        }
     )
 
     def options(is_high_priority_stream: bool) -> Any:
-        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
+        return SimpleNamespace(
+            is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None)
+        )
 
-    def new_group(ranks: Any = None, timeout: timedelta | None = None, backend: str | None = None, **more: Any) -> Any:
+    def new_group(
+        ranks: Any = None, timeout: timedelta | None = None, backend: str | None = None, **more: Any
+    ) -> Any:
         if backend != "nccl":
             return gloo.new_group(ranks, timeout=timeout, backend=backend, **more)
         assert record.barriers == 0, "a communicator is made after ranks have begun"
         assert timeout is not None
-        made, given = gloo.new_group(ranks, timeout=timeout), more.pop("pg_options")
+        made = gloo.new_group(ranks, timeout=timeout)
+        given = more.pop("pg_options")
         settings = ()
         if given is not None:
             assert given._timeout == timeout, "torch would warn of it"
             settings = given.config.blocking, given.is_high_priority_stream, given.config.max_ctas
             numbers[made] = len(record.made)
-        record.made.append(Communicator(ranks, timeout.total_seconds(), str(more.pop("device_id")), *settings))
+        record.made.append(
+            Communicator(ranks, timeout.total_seconds(), str(more.pop("device_id")), *settings)
+        )
         assert not more
         return made
 
     def use(group: Any, messages: int = 0) -> None:
         if group in numbers:
-            (record.step if record.barriers else record.warm_up).append(Use(numbers[group], messages))
+            (record.step if record.barriers else record.warm_up).append(
+                Use(numbers[group], messages)
+            )
 
     def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
         (group,) = {each.group for each in operations}
@@ -115,7 +134,11 @@ def recording() -> Iterator[Record]:
         record.barriers += 1
         gloo.barrier()
 
-    stand_ins = {"new_group": new_group, "batch_isend_irecv": batch_isend_irecv, "all_reduce": all_reduce}
+    stand_ins = {
+        "new_group": new_group,
+        "batch_isend_irecv": batch_isend_irecv,
+        "all_reduce": all_reduce,
+    }
     stand_ins |= {"get_backend": get_backend, "barrier": barrier}
     stand_ins["ProcessGroupNCCL"] = SimpleNamespace(Options=options)  # type: ignore[assignment]
     patches = (

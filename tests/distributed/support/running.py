@@ -33,7 +33,8 @@ from tests.distributed.support.pool import Pools
 
 SEED = 5
 PLAIN = Optimizer()
-CONSTANT, UNCHANGED = LRScheduler(), Training()
+CONSTANT = LRScheduler()
+UNCHANGED = Training()
 
 
 def write(
@@ -71,11 +72,15 @@ def stage_graph(graph: Graph, placement: Placement) -> StageGraph:
     groups = tuple(stage.devices for stage in placement.stages)
     samples = next(graph.type_of(name).shape[axis] for name, axis in graph.batch_axes)
     turns = micro_batch_ratios(placement, samples)
-    return StageGraph(placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement), turns)
+    return StageGraph(
+        placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement), turns
+    )
 
 
 def forwards_first(graph: Graph, placement: Placement, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards, micro-batch by micro-batch, for a placement of several pipelines."""
+    """All forwards, then all backwards, micro-batch by micro-batch, for a placement of several
+    pipelines.
+    """
     stages = stage_graph(graph, placement)
     rows: list[list[Task]] = [[] for _ in range(stages.devices)]
     for phase, step in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1)):
@@ -89,14 +94,20 @@ def forwards_first(graph: Graph, placement: Placement, micro_batches: int) -> Sc
     return schedule
 
 
-def one_device(graph: Graph, micro_batches: int, train: bool, size: int) -> tuple[Placement, Schedule]:
+def one_device(
+    graph: Graph, micro_batches: int, train: bool, size: int
+) -> tuple[Placement, Schedule]:
     """All nodes in one stage on one device."""
     phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
     order = tuple(Task(0, phase, index) for index in range(micro_batches) for phase in phases)
-    return Placement((Stage(tuple(range(len(graph.nodes))), (0,), size),)), Schedule(micro_batches, (order,))
+    return Placement((Stage(tuple(range(len(graph.nodes))), (0,), size),)), Schedule(
+        micro_batches, (order,)
+    )
 
 
-def batch_of(graph: Graph, micro_batches: int, seed: int = 0, below: int = 6) -> dict[str, np.ndarray]:
+def batch_of(
+    graph: Graph, micro_batches: int, seed: int = 0, below: int = 6
+) -> dict[str, np.ndarray]:
     """A whole step's inputs: normal numbers, whole numbers below `below`."""
     generator = np.random.default_rng(seed)
     axes = dict(graph.batch_axes)
@@ -105,17 +116,25 @@ def batch_of(graph: Graph, micro_batches: int, seed: int = 0, below: int = 6) ->
         shape = list(value.shape)
         if value.name in axes:
             shape[axes[value.name]] *= micro_batches
-        drawn = generator.normal(size=shape) if value.dtype.is_floating else generator.integers(0, below, shape)
+        drawn = (
+            generator.normal(size=shape)
+            if value.dtype.is_floating
+            else generator.integers(0, below, shape)
+        )
         found[value.name] = drawn.astype(value.dtype.value)
     return found
 
 
-def micro_batches_of(graph: Graph, batch: Mapping[str, np.ndarray], count: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches_of(
+    graph: Graph, batch: Mapping[str, np.ndarray], count: int
+) -> list[dict[str, torch.Tensor]]:
     """The inputs of every micro-batch."""
     axes = dict(graph.batch_axes)
     return [
         {
-            name: torch.from_numpy(np.split(array, count, axes[name])[index] if name in axes else array)
+            name: torch.from_numpy(
+                np.split(array, count, axes[name])[index] if name in axes else array
+            )
             for name, array in batch.items()
         }
         for index in range(count)
@@ -140,14 +159,19 @@ class Step:
     moved: dict[str, int] | None = None
 
 
-def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.ndarray], count: int) -> Step:
-    """The step as torch computes it without the product: the mean loss over the micro-batches and its gradients."""
+def expected_step(
+    graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.ndarray], count: int
+) -> Step:
+    """The step as torch computes it without the product: the mean loss over the micro-batches and
+    its gradients.
+    """
     parameters = drawn_parameters(graph, folder)
     trained = {each.value.name for each in graph.parameters if each.trainable}
     for name, tensor in parameters.items():
         tensor.requires_grad_(name in trained)
     losses = [
-        evaluate(graph, parameters | inputs)[loss].reshape(()) for inputs in micro_batches_of(graph, batch, count)
+        evaluate(graph, parameters | inputs)[loss].reshape(())
+        for inputs in micro_batches_of(graph, batch, count)
     ]
     total = torch.stack(losses).mean()
     if total.requires_grad:
@@ -160,7 +184,9 @@ def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.
     return Step(total.item(), gradients)
 
 
-def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None, *options: str) -> Step:
+def run_step(
+    pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None, *options: str
+) -> Step:
     """One training step on the pool, of random data where `batch` is None.
 
     Fails where ranks disagree on a block that several hold.
@@ -190,18 +216,26 @@ def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None,
                 np.testing.assert_allclose(known[region][there], block[there], rtol=1e-12)
                 known[region] = block
     (line,) = report_lines(report)
-    return Step(read_losses(report)[0], gradients, cast(dict[str, int], line["communication_bytes"]))
+    return Step(
+        read_losses(report)[0], gradients, cast(dict[str, int], line["communication_bytes"])
+    )
 
 
 def assert_equal_steps(found: Step, expected: Step, tolerance: float) -> None:
-    """Loss and every gradient equal, in units of the gradient's norm (of all gradients' where it is all but zero)."""
+    """Loss and every gradient equal, in units of the gradient's norm (of all gradients' where it is
+    all but zero).
+    """
     worst = largest_difference(found, expected)
     assert worst.relative <= tolerance, f"{worst.tensor} is off by {worst.relative:.2e}"
 
 
 def largest_difference(found: Step, expected: Step) -> Difference:
-    """Of the loss and all gradients the one that is furthest off; infinitely where no rank holds what is not zero."""
-    differences = [Difference("the loss", abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12))]
+    """Of the loss and all gradients the one that is furthest off; infinitely where no rank holds
+    what is not zero.
+    """
+    differences = [
+        Difference("the loss", abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12))
+    ]
     scale = float(np.sqrt(sum(float((each**2).sum()) for each in expected.gradients.values())))
     for index, gradient in expected.gradients.items():
         name = f"the gradient of parameter {index}"
@@ -212,12 +246,17 @@ def largest_difference(found: Step, expected: Step) -> Difference:
     return max(differences, key=lambda each: each.relative)
 
 
-def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: object) -> dict[str, np.ndarray]:
+def run_forward(
+    pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: object
+) -> dict[str, np.ndarray]:
     """The outputs of one step of inference on the pool."""
-    data, outputs = folder.with_name("batch.npz"), folder.with_name("outputs.npz")
+    data = folder.with_name("batch.npz")
+    outputs = folder.with_name("outputs.npz")
     np.savez(data, **{f"{name}": array for name, array in batch.items()})
     manifest = read_manifest(folder)
-    pools.of(manifest.world_size).run(folder, "--device", "cpu", "--data", data, "--outputs", outputs, *options)
+    pools.of(manifest.world_size).run(
+        folder, "--device", "cpu", "--data", data, "--outputs", outputs, *options
+    )
     return read_outputs(outputs, manifest)
 
 

@@ -1,4 +1,6 @@
-"""A chain placed in every shape that a scheduler asks for: two waves, opposite pipelines, a V, loops, shared ends."""
+"""A chain placed in every shape that a scheduler asks for: two waves, opposite pipelines, a V,
+loops, shared ends.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _ENDS = 5
 
 
 def tied_chain(layers: int) -> tuple[Graph, str]:
-    """An embedding, layers of two nodes, the embedding's table once more as the head, and the loss."""
+    """An embedding, layers of two nodes, the embedding's table once more as the head, and the
+    loss.
+    """
     builder = Builder()
     table = builder.parameter((6, 4))
     value = builder.node("Gather", table, builder.input((SAMPLES, 3), DType.INT64))
@@ -35,7 +39,10 @@ def line(graph: Graph, devices: tuple[int, ...], pipeline: int = 0) -> tuple[Sta
     each = (len(graph.nodes) - _ENDS) // len(devices)
     starts = [0, *(1 + each * stage for stage in range(1, len(devices))), len(graph.nodes)]
     cuts = zip(starts, starts[1:], devices, strict=False)
-    return tuple(Stage(tuple(range(low, high)), (device,), SAMPLES, (), False, pipeline) for low, high, device in cuts)
+    return tuple(
+        Stage(tuple(range(low, high)), (device,), SAMPLES, (), False, pipeline)
+        for low, high, device in cuts
+    )
 
 
 def shared_ends(graph: Graph, ranks: int) -> tuple[Stage, ...]:
@@ -43,16 +50,21 @@ def shared_ends(graph: Graph, ranks: int) -> tuple[Stage, ...]:
     axes = sample_axes(graph)
     there = tuple(range(ranks))
     between = len(graph.nodes) - _ENDS
-    first, last = (0,), tuple(range(1 + between, len(graph.nodes)))
+    first = (0,)
+    last = tuple(range(1 + between, len(graph.nodes)))
     stages = [Stage(first, there, SAMPLES, axes.splits(first, ranks))]
     each = between // ranks
-    stages += (Stage(tuple(range(1 + each * rank, 1 + each * (rank + 1))), (rank,), SAMPLES) for rank in there)
+    stages += (
+        Stage(tuple(range(1 + each * rank, 1 + each * (rank + 1))), (rank,), SAMPLES)
+        for rank in there
+    )
     return (*stages, Stage(last, there, SAMPLES, axes.splits(last, ranks)))
 
 
 def placements(graph: Graph, ranks: int) -> tuple[Placement, ...]:
     """Two waves, two opposite pipelines, a V, two loops, a chain between shared ends, a chain."""
-    there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
+    there = tuple(range(ranks))
+    back = tuple(reversed(range(ranks)))
     stages = (
         line(graph, (there + back) * 2),
         line(graph, there) + line(graph, back, 1),
@@ -66,11 +78,15 @@ def placements(graph: Graph, ranks: int) -> tuple[Placement, ...]:
 
 def problem_of(graph: Graph, loss: str, micro_batches: int, ranks: int) -> Problem:
     batch = SAMPLES * micro_batches
-    return Problem(graph, annotate(graph, "fp32"), cluster(ranks), batch, micro_batches, Mode.TRAIN, loss)
+    return Problem(
+        graph, annotate(graph, "fp32"), cluster(ranks), batch, micro_batches, Mode.TRAIN, loss
+    )
 
 
 def scheduled(name: str, problem: Problem) -> tuple[Placement, Schedule] | None:
-    """The first placement that the scheduler takes, with what it makes of it; None where it takes none."""
+    """The first placement that the scheduler takes, with what it makes of it; None where it takes
+    none.
+    """
     scheduler = scheduler_class(name)()
     for placement in placements(problem.graph, problem.cluster.size):
         try:

@@ -1,4 +1,6 @@
-"""Random executable strategies: any legal splits of every node, on any order of devices, in one stage or in several."""
+"""Random executable strategies: any legal splits of every node, on any order of devices, in one
+stage or in several.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.distributed.support.running import schedule_of
 MOST = 0.9
 """The share of nodes that are split if they can be, where most are."""
 SHARES = (0.2, 0.5, MOST)
-"""Such shares of a strategy: where few are split, what is split meets copies, and less is exchanged."""
+"""Such shares of a strategy: where few are split, what is split meets copies, and less is
+exchanged.
+"""
 
 
 def random_placement(random: Random, graph: Graph, devices: int, samples: int) -> Placement:
@@ -36,19 +40,30 @@ def random_placement(random: Random, graph: Graph, devices: int, samples: int) -
     parts = [range(cut), range(cut, len(graph.nodes))][: len(groups)]
     share = random.choice(SHARES)
     pairs = zip(parts, groups, strict=True)
-    return Placement(tuple(random_stage(random, graph, nodes, group, samples, share) for nodes, group in pairs))
+    return Placement(
+        tuple(random_stage(random, graph, nodes, group, samples, share) for nodes, group in pairs)
+    )
 
 
-def random_schedule(random: Random, graph: Graph, placement: Placement, micro_batches: int) -> Schedule:
+def random_schedule(
+    random: Random, graph: Graph, placement: Placement, micro_batches: int
+) -> Schedule:
     """1F1B or GPipe, backwards whole or in halves."""
     schedule = schedule_of(graph, placement, micro_batches, random.choice(("1f1b", "gpipe")))
     return halved(schedule, random.randrange(3)) if random.random() < 0.5 else schedule
 
 
 def random_stage(
-    random: Random, graph: Graph, nodes: Sequence[int], group: Sequence[int], samples: int, share: float = MOST
+    random: Random,
+    graph: Graph,
+    nodes: Sequence[int],
+    group: Sequence[int],
+    samples: int,
+    share: float = MOST,
 ) -> Stage:
-    """A stage of `nodes` on the devices of `group`, about `share` of them split at random; some are recomputed."""
+    """A stage of `nodes` on the devices of `group`, about `share` of them split at random; some are
+    recomputed.
+    """
     uses = uses_of(graph)
     chosen = [node for node in nodes if random.random() < share]
     splits = ((node, random_splits(random, uses[node].space, len(group))) for node in chosen)

@@ -1,4 +1,6 @@
-"""Models whose training step is known from one device, and the check that a placement computes the same."""
+"""Models whose training step is known from one device, and the check that a placement computes the
+same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.support.pool import Pools
-from tests.distributed.support.running import Step, largest_difference, one_device, run_step, schedule_of, write
+from tests.distributed.support.running import (
+    Step,
+    largest_difference,
+    one_device,
+    run_step,
+    schedule_of,
+    write,
+)
 from tests.passes.cost.graphs import device
 
 Batch = Mapping[str, np.ndarray]
@@ -28,15 +37,19 @@ TOLERANCE = 1e-5
 DOUBLE_TOLERANCE = 1e-9
 MICRO_BATCHES = 2
 DRAWN = ("--seed", "6")
-"""Parameters and data with which rounding decides nowhere, or in few places, which side of zero a unit is on."""
+"""Parameters and data with which rounding decides nowhere, or in few places, which side of zero a
+unit is on.
+"""
 _TURNING = frozenset({"Relu", "MaxPool"})
-"""Operators whose gradient jumps: where rounding decides on which side a unit is, gradients differ, whoever computes
-them. Double precision, where units are never so near, tells that from a mistake."""
+"""Operators whose gradient jumps: where rounding decides on which side a unit is, gradients differ,
+whoever computes them. Double precision, where units are never so near, tells that from a mistake.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """Training of a model: the graph of one micro-batch, its loss, and what one device computes in a step.
+    """Training of a model: the graph of one micro-batch, its loss, and what one device computes in
+    a step.
 
     Parameters are drawn, but for those that `file` stores; so is the data where `batch` is None.
     """
@@ -86,13 +99,25 @@ def trained(
 def problem_of(model: Trained, devices: int) -> Problem:
     """Its training on a cluster of so many devices, four in a node.
 
-    Nothing has a latency there: with one, splits of so small a model in more than one way are never worth it.
+    Nothing has a latency there: with one, splits of so small a model in more than one way are never
+    worth it.
     """
     inside = min(devices, 4)
-    levels = (Level("node", inside, Link(0.0, 1e10)), Level("cluster", -(-devices // inside), Link(0.0, 1e9)))
+    levels = (
+        Level("node", inside, Link(0.0, 1e10)),
+        Level("cluster", -(-devices // inside), Link(0.0, 1e9)),
+    )
     links = Cluster("toy", (device(memory=10**11, latency=0.0),) * devices, levels)
     count = model.micro_batches
-    return Problem(model.graph, annotate(model.graph), links, model.samples * count, count, Mode.TRAIN, model.loss)
+    return Problem(
+        model.graph,
+        annotate(model.graph),
+        links,
+        model.samples * count,
+        count,
+        Mode.TRAIN,
+        model.loss,
+    )
 
 
 def check(
@@ -103,7 +128,8 @@ def check(
     schedule: Schedule | None = None,
     shard: bool = False,
 ) -> Checked:
-    """Run a step of the placement, by 1F1B where no schedule is given; with the optimizer's state in shares or not.
+    """Run a step of the placement, by 1F1B where no schedule is given; with the optimizer's state
+    in shares or not.
 
     Loss and gradients are one device's, and the bytes exchanged those predicted.
     """
@@ -111,31 +137,54 @@ def check(
     schedule = schedule or schedule_of(model.graph, placement, model.micro_batches)
     folder.mkdir(exist_ok=True)
     optimizer = Optimizer(shard=shard)
-    write(model.graph, placement, schedule, model.loss, folder / "program", optimizer=optimizer, model=model.file)
+    write(
+        model.graph,
+        placement,
+        schedule,
+        model.loss,
+        folder / "program",
+        optimizer=optimizer,
+        model=model.file,
+    )
     found = run_step(pools, folder / "program", model.batch, *DRAWN)
     assert found.moved is not None
-    count, devices = model.micro_batches, schedule.devices
-    assert found.moved == communication_bytes(model.graph, placement, count, devices, model.loss, shard=shard)
+    count = model.micro_batches
+    devices = schedule.devices
+    assert found.moved == communication_bytes(
+        model.graph, placement, count, devices, model.loss, shard=shard
+    )
     worst = largest_difference(found, model.step)
     if worst.relative <= TOLERANCE:
         return Checked(worst.relative, found.moved)
-    assert not _TURNING.isdisjoint(node.op for node in model.graph.nodes), f"{worst.tensor}: {worst.relative:.2e}"
-    return Checked(worst.relative, found.moved, _checked_in_double(pools, model, placement, folder, schedule))
+    assert not _TURNING.isdisjoint(node.op for node in model.graph.nodes), (
+        f"{worst.tensor}: {worst.relative:.2e}"
+    )
+    return Checked(
+        worst.relative, found.moved, _checked_in_double(pools, model, placement, folder, schedule)
+    )
 
 
-def _checked_in_double(pools: Pools, model: Trained, placement: Placement, folder: Path, schedule: Schedule) -> float:
-    """The difference of the same placement of the same model in double precision, on numbers that are drawn."""
+def _checked_in_double(
+    pools: Pools, model: Trained, placement: Placement, folder: Path, schedule: Schedule
+) -> float:
+    """The difference of the same placement of the same model in double precision, on numbers that
+    are drawn.
+    """
     wide = _doubled(pools, model)
     write(wide.graph, placement, schedule, wide.loss, folder / "double")
     worst = largest_difference(run_step(pools, folder / "double", None, *DRAWN), wide.step)
-    assert worst.relative <= DOUBLE_TOLERANCE, f"in double, {worst.tensor} is off by {worst.relative:.2e}"
+    assert worst.relative <= DOUBLE_TOLERANCE, (
+        f"in double, {worst.tensor} is off by {worst.relative:.2e}"
+    )
     return worst.relative
 
 
 @lru_cache(maxsize=2)
 def _doubled(pools: Pools, model: Trained) -> Trained:
     """The model in double precision, with what one device computes."""
-    return trained(pools, model.name, in_double(model.graph), model.loss, micro_batches=model.micro_batches)
+    return trained(
+        pools, model.name, in_double(model.graph), model.loss, micro_batches=model.micro_batches
+    )
 
 
 def in_double(graph: Graph) -> Graph:
@@ -144,9 +193,16 @@ def in_double(graph: Graph) -> Graph:
         graph,
         inputs=tuple(map(_wide, graph.inputs)),
         values=tuple(map(_wide, graph.values)),
-        parameters=tuple(replace(each, value=_wide(each.value), storage=_drawn(each)) for each in graph.parameters),
+        parameters=tuple(
+            replace(each, value=_wide(each.value), storage=_drawn(each))
+            for each in graph.parameters
+        ),
         constants=tuple(
-            replace(each, value=_wide(each.value), array=each.array.astype(_wide(each.value).dtype.value))
+            replace(
+                each,
+                value=_wide(each.value),
+                array=each.array.astype(_wide(each.value).dtype.value),
+            )
             for each in graph.constants
         ),
     )
@@ -161,4 +217,8 @@ def _drawn(parameter: Parameter) -> Storage:
     if not isinstance(parameter.storage, FileSlice):
         return parameter.storage
     shape = parameter.value.shape
-    return Initializer("normal", math.prod(shape[1:]) ** -0.5) if len(shape) > 1 else Initializer("ones")
+    return (
+        Initializer("normal", math.prod(shape[1:]) ** -0.5)
+        if len(shape) > 1
+        else Initializer("ones")
+    )

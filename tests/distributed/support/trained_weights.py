@@ -18,17 +18,54 @@ RATE = 0.05
 
 
 def by_ranks(
-    path: Path, data: Mapping[str, Tensor], steps: int, pools: Pools, folder: Path, *settings: object, gpus: int = 1
+    path: Path,
+    data: Mapping[str, Tensor],
+    steps: int,
+    pools: Pools,
+    folder: Path,
+    *settings: object,
+    gpus: int = 1,
 ) -> dict[str, np.ndarray]:
-    """What `checkpoint export` writes as safetensors after `steps` steps of SGD over `data`, a micro-batch each."""
+    """What `checkpoint export` writes as safetensors after `steps` steps of SGD over `data`, a
+    micro-batch each.
+    """
     size = len(next(iter(data.values()))) // steps
-    plan = ["plan", path, "--gpus", gpus, "--cluster", "cpu-local", "--strategy", "pipedream", "-q", "--mode", "train"]
-    plan += ["--batch-size", size, "--micro-batches", 1, "--set", f"optimizer={{name: sgd, lr: {RATE}}}", *settings]
+    plan = [
+        "plan",
+        path,
+        "--gpus",
+        gpus,
+        "--cluster",
+        "cpu-local",
+        "--strategy",
+        "pipedream",
+        "-q",
+        "--mode",
+        "train",
+    ]
+    plan += [
+        "--batch-size",
+        size,
+        "--micro-batches",
+        1,
+        "--set",
+        f"optimizer={{name: sgd, lr: {RATE}}}",
+        *settings,
+    ]
     assert main([*map(str, plan), "-o", str(folder / "plan")]) == 0
     assert main(["codegen", str(folder / "plan"), "-q"]) == 0
     np.savez(folder / "data.npz", **{name: tensor.numpy() for name, tensor in data.items()})
     manifest = read_manifest(folder / "plan" / "program")
-    flags = ["--device", "cpu", "--steps", steps, "--data", folder / "data.npz", "--checkpoint", folder / "saved"]
+    flags = [
+        "--device",
+        "cpu",
+        "--steps",
+        steps,
+        "--data",
+        folder / "data.npz",
+        "--checkpoint",
+        folder / "saved",
+    ]
     pools.of(manifest.world_size).run(manifest.folder, *flags)
     target = folder / "trained.safetensors"
     assert main(["checkpoint", "export", str(folder / "saved"), "-o", str(target), "-q"]) == 0

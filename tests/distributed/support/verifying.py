@@ -21,12 +21,17 @@ levels:
   - {name: node, size: 4, latency: 0us, bandwidth: 10GB/s}
   - {name: cluster, latency: 0us, bandwidth: 1GB/s}
 """
-"""Without latencies: with them, splits of so small a model in more than one way are never worth it."""
+"""Without latencies: with them, splits of so small a model in more than one way are never worth it.
+"""
 
 
 def generated(name: str, folder: Path, *flags: str) -> Path:
-    """The program of training a small model of the zoo on four devices, two micro-batches of twelve samples a step."""
-    model, cluster, plan = folder / "model.onnx", folder / "toy.yaml", folder / "plan"
+    """The program of training a small model of the zoo on four devices, two micro-batches of twelve
+    samples a step.
+    """
+    model = folder / "model.onnx"
+    cluster = folder / "toy.yaml"
+    plan = folder / "plan"
     build(configure(name, {**SIZES[name], "loss": "true", "weights": "none"})).save(model)
     cluster.write_text(CLUSTER)
     sizes = ("--gpus", "4", "--batch-size", "24", "--micro-batches", "2", "--cluster", str(cluster))
@@ -35,7 +40,9 @@ def generated(name: str, folder: Path, *flags: str) -> Path:
     return plan / "program"
 
 
-def verified(program: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
+def verified(
+    program: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[int, dict[str, dict[str, Any]]]:
     """Exit code, and the checks by what was compared."""
     capsys.readouterr()
     code = main(["verify", str(program), "--device", "cpu", "--json", "-q", *flags])

@@ -36,7 +36,9 @@ class SmallModels:
 
 @lru_cache
 def small_graph(name: str, samples: int = SAMPLES) -> tuple[Graph, str]:
-    """The graph of training a small model on a micro-batch, parameters to be drawn, and its loss."""
+    """The graph of training a small model on a micro-batch, parameters to be drawn, and its
+    loss.
+    """
     settings = {**SIZES[name], "loss": "true", "weights": "none"}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"

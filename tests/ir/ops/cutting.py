@@ -29,7 +29,8 @@ class Cut:
     @property
     def places(self) -> dict[str, int]:
         """Which part of each split axis the rank has."""
-        rest, found = self.position, {}
+        rest = self.position
+        found = {}
         for split in reversed(self.splits):
             found[split.axis] = rest % split.degree
             rest //= split.degree
@@ -38,11 +39,15 @@ class Cut:
     def signature(
         self, signature: Signature, tensors: dict[str, torch.Tensor]
     ) -> tuple[Signature, dict[str, torch.Tensor]]:
-        """Local types, and the operands' shards, named by position: one value may be cut in two ways."""
+        """Local types, and the operands' shards, named by position: one value may be cut in two
+        ways.
+        """
         shards = {}
         operands: list[Value | None] = []
         constants: list[np.ndarray | None] = []
-        for index, (value, words) in enumerate(zip(signature.operands, self.space.operands, strict=True)):
+        for index, (value, words) in enumerate(
+            zip(signature.operands, self.space.operands, strict=True)
+        ):
             array = signature.constants[index]
             if value is None or words is None:
                 operands.append(None)
@@ -56,14 +61,20 @@ class Cut:
             constants.append(None if array is None else shard.numpy())
             shards[f"operand {index}"] = shard
         results = tuple(
-            None if value is None or words is None else replace(value, shape=self._local(value.shape, words))
+            None
+            if value is None or words is None
+            else replace(value, shape=self._local(value.shape, words))
             for value, words in zip(signature.results, self.space.results, strict=True)
         )
-        local = replace(signature, operands=tuple(operands), constants=tuple(constants), results=results)
+        local = replace(
+            signature, operands=tuple(operands), constants=tuple(constants), results=results
+        )
         return local, shards
 
     def _seen(self, tensor: torch.Tensor, window: Windowed) -> torch.Tensor:
-        """The part of a tensor that this rank's windows see; what they see outside of it is the fill."""
+        """The part of a tensor that this rank's windows see; what they see outside of it is the
+        fill.
+        """
         if window.axis not in self.places:
             return tensor
         count = window.count // self._degree([window.axis])
@@ -73,14 +84,23 @@ class Cut:
         shape = list(tensor.shape)
         shape[window.dimension] = 1
         lowest = torch.finfo if tensor.is_floating_point() else torch.iinfo
-        border = tensor.new_full(shape, window.fill if window.fill == 0 else lowest(tensor.dtype).min)
-        rows = [tensor.narrow(window.dimension, row, 1) if 0 <= row < extent else border for row in range(first, last)]
+        border = tensor.new_full(
+            shape, window.fill if window.fill == 0 else lowest(tensor.dtype).min
+        )
+        rows = [
+            tensor.narrow(window.dimension, row, 1) if 0 <= row < extent else border
+            for row in range(first, last)
+        ]
         return torch.cat(rows, window.dimension)
 
     def shard(self, tensor: torch.Tensor, words: Words) -> torch.Tensor:
         """This rank's part of a tensor."""
         opened = tensor.reshape(self._axes(tensor.shape, words))
-        return opened[self._slices(words)].reshape(self._local(tuple(tensor.shape), words)).contiguous()
+        return (
+            opened[self._slices(words)]
+            .reshape(self._local(tuple(tensor.shape), words))
+            .contiguous()
+        )
 
     def put(self, part: torch.Tensor, words: Words, whole: torch.Tensor) -> None:
         """Add what this rank's part of a result is to the whole."""
@@ -94,15 +114,22 @@ class Cut:
             place.copy_(part)
 
     def shown(self, whole: torch.Tensor, words: Words) -> torch.Tensor | None:
-        """What this rank's part of a result must be; None where it is a share that others have their own idea of."""
+        """What this rank's part of a result must be; None where it is a share that others have
+        their own idea of.
+        """
         return None if self._summed(words) else self.shard(whole, words)
 
     def weight(self, words: Words) -> float:
-        """What this rank's gradient of a result counts, if the whole's is one: copies have shares that differ."""
+        """What this rank's gradient of a result counts, if the whole's is one: copies have shares
+        that differ.
+        """
         found = 1.0
         for split in self._absent(words):
-            kind, place = self._kind(split), self.places[split.axis]
-            assert kind.is_joint or kind in (AxisKind.SUM, AxisKind.MEAN), f"{split} indexes but some results"
+            kind = self._kind(split)
+            place = self.places[split.axis]
+            assert kind.is_joint or kind in (AxisKind.SUM, AxisKind.MEAN), (
+                f"{split} indexes but some results"
+            )
             if kind is AxisKind.MEAN:
                 found /= split.degree
             elif kind is AxisKind.AGREED:
@@ -113,7 +140,11 @@ class Cut:
         return self.space.axis(split.axis).kind
 
     def _absent(self, words: Words) -> list[Split]:
-        return [split for split in self.splits if not any(split.axis in dimension for dimension in words)]
+        return [
+            split
+            for split in self.splits
+            if not any(split.axis in dimension for dimension in words)
+        ]
 
     def _summed(self, words: Words) -> list[Split]:
         return [split for split in self._absent(words) if self._kind(split) is not AxisKind.AGREED]
@@ -122,7 +153,9 @@ class Cut:
         return math.prod(split.degree for split in self.splits if split.axis in names)
 
     def _local(self, shape: tuple[int, ...], words: Words) -> tuple[int, ...]:
-        return tuple(extent // self._degree(names) for extent, names in zip(shape, words, strict=True))
+        return tuple(
+            extent // self._degree(names) for extent, names in zip(shape, words, strict=True)
+        )
 
     def _axes(self, shape: Iterable[int], words: Words) -> tuple[int, ...]:
         """The shape with a dimension for each axis."""
@@ -133,10 +166,12 @@ class Cut:
         return tuple(found)
 
     def _slices(self, words: Words) -> tuple[slice, ...]:
-        extents, found = self.space.extents(), []
+        extents = self.space.extents()
+        found = []
         for names in words:
             for name in names or ("",):
                 degree = self._degree([name])
-                size, place = extents.get(name, 0) // degree, self.places.get(name, 0)
+                size = extents.get(name, 0) // degree
+                place = self.places.get(name, 0)
                 found.append(slice(place * size, (place + 1) * size) if degree > 1 else slice(None))
         return tuple(found)

@@ -1,4 +1,6 @@
-"""The parts of a node that a group computes together, each in a thread that waits for the others to exchange."""
+"""The parts of a node that a group computes together, each in a thread that waits for the others to
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,19 @@ class Member:
         return len(self.ranks)
 
     def along(self, *axes: tuple[int, int]) -> Member:
-        """The members that differ from this one along axes (degree, stride) of the group alone, in their order."""
+        """The members that differ from this one along axes (degree, stride) of the group alone, in
+        their order.
+        """
         position = self.position
         found = [position - sum(position // stride % degree * stride for degree, stride in axes)]
         for degree, stride in axes:
             found = [each + place * stride for each in found for place in range(degree)]
-        return Member(self.meetings, tuple(self.ranks[each] for each in found), found.index(position), self.log)
+        return Member(
+            self.meetings,
+            tuple(self.ranks[each] for each in found),
+            found.index(position),
+            self.log,
+        )
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the group."""
@@ -95,7 +104,9 @@ class Member:
         return self._exchanged("all_reduce", tensor).amax(0)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the group, which every member goes on with: what comes back to all of them is added up too."""
+        """The sum over the group, which every member goes on with: what comes back to all of them
+        is added up too.
+        """
         found: Tensor = _AllReduce.apply(tensor, self)  # type: ignore[no-untyped-call]
         return found
 
@@ -124,7 +135,8 @@ class _AllReduce(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, member: Member, dimension: int) -> Tensor:
-        context.member, context.dimension = member, dimension
+        context.member = member
+        context.dimension = dimension
         return torch.cat(list(member._exchanged("all_gather", tensor)), dimension)
 
     @staticmethod

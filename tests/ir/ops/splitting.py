@@ -1,4 +1,6 @@
-"""Whether a row's notation is true: a node computed in parts, along each of its axes, gives what the whole gives."""
+"""Whether a row's notation is true: a node computed in parts, along each of its axes, gives what
+the whole gives.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,11 @@ def computed(
     ]
     constants = list({each.value.name: each for each in constants}.values())
     known = {each.value.name for each in constants}
-    inputs = {value.name: value for value in signature.operands if value is not None and value.name not in known}
+    inputs = {
+        value.name: value
+        for value in signature.operands
+        if value is not None and value.name not in known
+    }
     outputs = tuple(value for value in signature.results if value is not None)
     group = math.prod(split.degree for split in splits)
     stage = StageCode(
@@ -93,16 +99,25 @@ def computed(
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
     random = Random(torch.device("cpu"), 0 if member is None else member.position)
     place = SimpleNamespace(
-        device=torch.device("cpu"), group=member, random=random, training=True, running=RunningStatistics(), **held
+        device=torch.device("cpu"),
+        group=member,
+        random=random,
+        training=True,
+        running=RunningStatistics(),
+        **held,
     )
-    results: Tensors = forward_of(emit_forward(stage).text)(place, *(tensors[name] for name in inputs))
+    results: Tensors = forward_of(emit_forward(stage).text)(
+        place, *(tensors[name] for name in inputs)
+    )
     for value, result in zip(outputs, results, strict=True):
         assert tuple(result.shape) == value.shape
     return results
 
 
 def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
-    """Assert that every split that the notation allows is true; returns the number of axes checked."""
+    """Assert that every split that the notation allows is true; returns the number of axes
+    checked.
+    """
     axes = list(divisible_axes(use.space))
     for axis in axes:
         check_splits(use, (Split(axis.name, smallest_factor(axis.extent)),), rtol, atol)
@@ -110,22 +125,34 @@ def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
 
 
 def check_pairs(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
-    """Assert that splits along any two axes at once are true; returns the number of pairs checked."""
+    """Assert that splits along any two axes at once are true; returns the number of pairs
+    checked.
+    """
     pairs = list(itertools.permutations(divisible_axes(use.space), 2))
     for axes in pairs:
-        check_splits(use, tuple(Split(axis.name, smallest_factor(axis.extent)) for axis in axes), rtol, atol)
+        check_splits(
+            use, tuple(Split(axis.name, smallest_factor(axis.extent)) for axis in axes), rtol, atol
+        )
     return len(pairs)
 
 
-def check_splits(use: Use, splits: tuple[Split, ...], rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Assert that parts make up the whole, their gradients too, and that they tell one another what the row says.
+def check_splits(
+    use: Use, splits: tuple[Split, ...], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Assert that parts make up the whole, their gradients too, and that they tell one another what
+    the row says.
 
     The parts' gradients of an operand add up to the gradient of the whole, as those of ranks do.
     """
-    signature, space, row = signature_of(use.graph, use.node), use.space, OPERATORS[qualified_name(use.node)]
+    signature = signature_of(use.graph, use.node)
+    space = use.space
+    row = OPERATORS[qualified_name(use.node)]
     tensors = {name: to_tensor(array) for name, array in use.arrays.items()}
     whole = _run(signature, tensors, Cut(space, (), 0), None, row.differentiable)
-    cuts = [Cut(space, splits, position) for position in range(math.prod(split.degree for split in splits))]
+    cuts = [
+        Cut(space, splits, position)
+        for position in range(math.prod(split.degree for split in splits))
+    ]
     parts = together(
         [
             lambda member, cut=cut: _run(signature, tensors, cut, member, row.differentiable)  # type: ignore[misc]
@@ -136,9 +163,15 @@ def check_splits(use: Use, splits: tuple[Split, ...], rtol: float = 1e-5, atol: 
 
     def compare(found: torch.Tensor, expected: torch.Tensor, what: str, more: float = 0.0) -> None:
         if expected.is_floating_point() and not _flows(expected):
-            found, expected = found.float(), expected.float()
+            found = found.float()
+            expected = expected.float()
         torch.testing.assert_close(
-            found, expected, rtol=rtol, atol=atol + more, equal_nan=True, msg=lambda text: f"{what}, {where}: {text}"
+            found,
+            expected,
+            rtol=rtol,
+            atol=atol + more,
+            equal_nan=True,
+            msg=lambda text: f"{what}, {where}: {text}",
         )
 
     words = [each for each in space.results if each is not None]
@@ -151,12 +184,19 @@ def check_splits(use: Use, splits: tuple[Split, ...], rtol: float = 1e-5, atol: 
                 compare(part.results[index], shown, f"rank {cut.position}'s result {index}")
         compare(joined, whole.results[index], f"result {index}")
     for name, gradient in whole.gradients.items():
-        # Elements of a gradient are sums that may cancel: they are held against the whole tensor's size.
-        size = float(gradient.double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()) if gradient.numel() else 0.0
+        # Elements of a gradient are sums that may cancel: they are held against the whole tensor's
+        # size.
+        size = (
+            float(gradient.double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+            if gradient.numel()
+            else 0.0
+        )
         total = torch.stack([part.gradients[name] for part in parts]).sum(0)
         compare(total, gradient, f"gradient of {name}", rtol * size)
     said = row.statistics(signature, space, {split.axis: split.degree for split in splits})
-    wanted = Counter(Told(each.kind, each.bytes, each.backward) for each in said for _ in range(each.times))
+    wanted = Counter(
+        Told(each.kind, each.bytes, each.backward) for each in said for _ in range(each.times)
+    )
     for part in parts:
         assert part.told == wanted, where
 
@@ -176,11 +216,17 @@ class _Ran:
 
 
 def _run(
-    signature: Signature, tensors: dict[str, torch.Tensor], cut: Cut, member: Member | None, differentiable: bool
+    signature: Signature,
+    tensors: dict[str, torch.Tensor],
+    cut: Cut,
+    member: Member | None,
+    differentiable: bool,
 ) -> _Ran:
     """Run a part of the node, and take the derivative of a weighted sum of its results."""
     fixed = {
-        signature.node.inputs[place] for place in _FIXED.get(signature.node.op, ()) if place < len(signature.operands)
+        signature.node.inputs[place]
+        for place in _FIXED.get(signature.node.op, ())
+        if place < len(signature.operands)
     }
     leaves = {
         name: tensor.clone().requires_grad_(differentiable and _flows(tensor) and name not in fixed)
@@ -198,7 +244,9 @@ def _run(
     wanted = [name for name, leaf in leaves.items() if leaf.requires_grad]
     gradients: dict[str, torch.Tensor] = {}
     if losses and wanted:
-        found = torch.autograd.grad(sum(losses), [leaves[name] for name in wanted], materialize_grads=True)  # type: ignore[arg-type]
+        found = torch.autograd.grad(
+            sum(losses), [leaves[name] for name in wanted], materialize_grads=True
+        )  # type: ignore[arg-type]
         gradients = dict(zip(wanted, found, strict=True))
     told = Counter(() if member is None else member.log)
     return _Ran(tuple(result.detach() for result in results), gradients, told)

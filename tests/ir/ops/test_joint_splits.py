@@ -1,4 +1,6 @@
-"""Operators that devices compute together, each with a part of an axis or of two: results, gradients, what is told."""
+"""Operators that devices compute together, each with a part of an axis or of two: results,
+gradients, what is told.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,32 @@ def joint_axes(use: Use) -> set[str]:
 
 NORMS: list[tuple[str, list[np.ndarray], dict[str, Any], set[str]]] = [
     ("LayerNormalization", [normal(0, 4, 3, 6), normal(1, 6), normal(2, 6)], {}, {"d2"}),
-    ("LayerNormalization", [normal(0, 4, 3, 6), normal(1, 3, 1)], {"axis": 1, "results": 3}, {"d1", "d2"}),
+    (
+        "LayerNormalization",
+        [normal(0, 4, 3, 6), normal(1, 3, 1)],
+        {"axis": 1, "results": 3},
+        {"d1", "d2"},
+    ),
     ("RMSNormalization", [normal(0, 4, 3, 6), normal(1, 6)], {"epsilon": 0.1}, {"d2"}),
     ("RMSNormalization", [normal(0, 4, 3, 6), normal(1, 1)], {"axis": 1}, {"d1", "d2"}),
-    ("GroupNormalization", [normal(0, 2, 6, 4, 2), normal(1, 6), normal(2, 6)], {"num_groups": 3}, {"c", "i0", "i1"}),
-    ("InstanceNormalization", [normal(0, 2, 3, 4, 6), normal(1, 3), normal(2, 3)], {}, {"i0", "i1"}),
-    ("MeanVarianceNormalization", [normal(0, 2, 3, 4, 6).astype(np.float32)], {}, {"d0", "d2", "d3"}),
+    (
+        "GroupNormalization",
+        [normal(0, 2, 6, 4, 2), normal(1, 6), normal(2, 6)],
+        {"num_groups": 3},
+        {"c", "i0", "i1"},
+    ),
+    (
+        "InstanceNormalization",
+        [normal(0, 2, 3, 4, 6), normal(1, 3), normal(2, 3)],
+        {},
+        {"i0", "i1"},
+    ),
+    (
+        "MeanVarianceNormalization",
+        [normal(0, 2, 3, 4, 6).astype(np.float32)],
+        {},
+        {"d0", "d2", "d3"},
+    ),
     ("LpNormalization", [normal(0, 3, 4)], {"p": 2}, {"d1"}),
     ("LpNormalization", [normal(0, 3, 4)], {"p": 1, "axis": 0}, {"d0"}),
 ]
@@ -52,7 +74,9 @@ def test_statistics_are_taken_together(
 
 def test_statistics_of_a_batch_count_the_samples_of_all() -> None:
     arrays = [normal(0, 4, 6, 3, 2), *(np.abs(normal(place, 6)) + 0.1 for place in range(1, 5))]
-    use = use_of("BatchNormalization", arrays, results=3, training_mode=1, momentum=0.8, epsilon=1e-3)
+    use = use_of(
+        "BatchNormalization", arrays, results=3, training_mode=1, momentum=0.8, epsilon=1e-3
+    )
     assert joint_axes(use) == {"n", "i0", "i1"}
     assert check(use) == 4
     assert check_pairs(use) == 12
@@ -65,11 +89,15 @@ Norm = Callable[[Tensor, Member], Tensor]
     ("part", "whole"),
     [
         (
-            lambda x, member: operators.layer_norm_part(x, (1,), torch.ones(1), None, 1e-5, member)[0],
+            lambda x, member: operators.layer_norm_part(x, (1,), torch.ones(1), None, 1e-5, member)[
+                0
+            ],
             lambda x: F.layer_norm(x, x.shape[1:]),
         ),
         (
-            lambda x, member: operators.instance_norm_part(x[None], torch.ones(64), torch.zeros(64), 1e-5, member)[0],
+            lambda x, member: operators.instance_norm_part(
+                x[None], torch.ones(64), torch.zeros(64), 1e-5, member
+            )[0],
             lambda x: F.instance_norm(x[None])[0],
         ),
     ],
@@ -78,7 +106,9 @@ Norm = Callable[[Tensor, Member], Tensor]
 def test_a_mean_far_from_zero_costs_no_more_digits_than_on_one_device(
     far: float, part: Norm, whole: Callable[[Tensor], Tensor]
 ) -> None:
-    """Moments about zero in single precision would leave nothing of a variance of 1 beside a mean of 10^4."""
+    """Moments about zero in single precision would leave nothing of a variance of 1 beside a mean
+    of 10^4.
+    """
     # Whole multiples of 1/64, so that single precision holds the numbers themselves.
     noise = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = far + (noise * 64).round() / 64
@@ -86,7 +116,9 @@ def test_a_mean_far_from_zero_costs_no_more_digits_than_on_one_device(
 
     def run(member: Member) -> tuple[Tensor, Tensor]:
         return ran(
-            lambda x: part(x, member), exact.float().chunk(3, 1)[member.position], weights.chunk(3, 1)[member.position]
+            lambda x: part(x, member),
+            exact.float().chunk(3, 1)[member.position],
+            weights.chunk(3, 1)[member.position],
         )
 
     def ran(norm: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +129,9 @@ def test_a_mean_far_from_zero_costs_no_more_digits_than_on_one_device(
     parts = together([run] * 3)
     for index, expected in enumerate(ran(whole, exact, weights)):
         size = torch.linalg.vector_norm(expected)
-        alone = torch.linalg.vector_norm(ran(whole, exact.float(), weights)[index] - expected) / size
+        alone = (
+            torch.linalg.vector_norm(ran(whole, exact.float(), weights)[index] - expected) / size
+        )
         joined = torch.cat([each[index] for each in parts], 1)
         assert torch.linalg.vector_norm(joined - expected) / size < max(1e-6, 2 * alone)
 
@@ -122,7 +156,9 @@ def test_half_precision_is_normalised_in_single() -> None:
 
     joined = torch.cat(together([run] * 2), 1)
     assert joined.dtype is torch.float16
-    torch.testing.assert_close(joined, F.layer_norm(whole.float(), (8,)).half(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        joined, F.layer_norm(whole.float(), (8,)).half(), rtol=2e-3, atol=2e-3
+    )
 
 
 REDUCTIONS = ("ReduceL2", "ReduceMax", "ReduceMin", "ReduceLogSum", "ReduceLogSumExp")
@@ -163,7 +199,9 @@ def test_rows_without_a_norm(values: np.ndarray) -> None:
         assert check(use_of("ReduceL2", [values, np.array([1])])) == 2
 
     def run(member: Member) -> Tensor:
-        return operators.log_sum_exp_part(torch.tensor(values).chunk(2, 1)[member.position], (1,), False, member)
+        return operators.log_sum_exp_part(
+            torch.tensor(values).chunk(2, 1)[member.position], (1,), False, member
+        )
 
     for found in together([run] * 2):
         torch.testing.assert_close(found, torch.logsumexp(torch.tensor(values), 1))

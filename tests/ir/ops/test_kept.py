@@ -31,11 +31,23 @@ def kept(use: Use) -> tuple[str, ...]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = computed(signature_of(use.graph, use.node), tensors)
-    owners = {tensors[name].untyped_storage().data_ptr(): str(i) for i, name in enumerate(use.node.inputs) if name}
-    owners |= {result.untyped_storage().data_ptr(): f">{index}" for index, result in enumerate(results)}
+    owners = {
+        tensors[name].untyped_storage().data_ptr(): str(i)
+        for i, name in enumerate(use.node.inputs)
+        if name
+    }
+    owners |= {
+        result.untyped_storage().data_ptr(): f">{index}" for index, result in enumerate(results)
+    }
     largest = max(result.untyped_storage().nbytes() for result in results)
     return tuple(
-        sorted({owners.get(place, "+") for place, size in saved.items() if place in owners or size > largest // 4})
+        sorted(
+            {
+                owners.get(place, "+")
+                for place, size in saved.items()
+                if place in owners or size > largest // 4
+            }
+        )
     )
 
 

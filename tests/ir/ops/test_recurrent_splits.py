@@ -14,11 +14,16 @@ from tests.ir.ops.splitting import check, check_pairs, divisible_axes
 from tests.ir.ops.uses import use_of
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-STEPS, BATCH, WIDTH, UNITS = 3, 2, 3, 4
+STEPS = 3
+BATCH = 2
+WIDTH = 3
+UNITS = 4
 BOOLEANS = st.booleans()
 
 
-def operands(op: str, directions: int, first: bool, given: dict[str, bool]) -> list[np.ndarray | None]:
+def operands(
+    op: str, directions: int, first: bool, given: dict[str, bool]
+) -> list[np.ndarray | None]:
     draw = np.random.default_rng(sum(given.values()))
     rows = GATES[op] * UNITS
     state = (BATCH, directions, UNITS) if first else (directions, BATCH, UNITS)
@@ -29,7 +34,9 @@ def operands(op: str, directions: int, first: bool, given: dict[str, bool]) -> l
         "cell": state,
         "peepholes": (directions, 3 * UNITS),
     }
-    arrays: list[np.ndarray | None] = [draw.standard_normal((BATCH, STEPS, WIDTH) if first else (STEPS, BATCH, WIDTH))]
+    arrays: list[np.ndarray | None] = [
+        draw.standard_normal((BATCH, STEPS, WIDTH) if first else (STEPS, BATCH, WIDTH))
+    ]
     arrays += [draw.standard_normal((directions, rows, extent)) for extent in (WIDTH, UNITS)]
     for name in list(shapes)[: 5 if op == "LSTM" else 3]:
         array = draw.integers(1, STEPS + 1, BATCH).astype(np.int32) if name == "lengths" else None
@@ -45,13 +52,19 @@ def operands(op: str, directions: int, first: bool, given: dict[str, bool]) -> l
     st.sampled_from(("forward", "reverse", "bidirectional")),
     BOOLEANS,
     BOOLEANS,
-    st.fixed_dictionaries(dict.fromkeys(("bias", "lengths", "hidden", "cell", "peepholes"), BOOLEANS)),
+    st.fixed_dictionaries(
+        dict.fromkeys(("bias", "lengths", "hidden", "cell", "peepholes"), BOOLEANS)
+    ),
 )
 @settings(max_examples=40, deadline=None)
 def test_by_sample_and_by_hidden_unit(
     op: str, direction: str, first: bool, flag: bool, optional: dict[str, bool]
 ) -> None:
-    attributes: dict[str, Any] = {"direction": direction, "hidden_size": UNITS, "layout": int(first)}
+    attributes: dict[str, Any] = {
+        "direction": direction,
+        "hidden_size": UNITS,
+        "layout": int(first),
+    }
     if op == "GRU":
         attributes["linear_before_reset"] = int(flag)
     if op == "LSTM":
@@ -74,6 +87,7 @@ def test_a_single_step_tells_nothing() -> None:
     x, *weights = operands("LSTM", 1, False, optional)
     assert x is not None
     use = use_of("LSTM", [x[:1], *weights], hidden_size=UNITS)
-    row, signature = OPERATORS["LSTM"], signature_of(use.graph, use.node)
+    row = OPERATORS["LSTM"]
+    signature = signature_of(use.graph, use.node)
     assert {told.times for told in row.statistics(signature, use.space, {"h": 2})} == {0}
     assert check(use) == 2

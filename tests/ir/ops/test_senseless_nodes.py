@@ -1,4 +1,6 @@
-"""Nodes whose attributes make no sense, as an untrusted file may state them, end in one clear error."""
+"""Nodes whose attributes make no sense, as an untrusted file may state them, end in one clear
+error.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,16 @@ from autopipe.ir.ops.operator import Signature
         ("GRU", [(4, 2, 3), (1, 6, 3), (1, 6, 2)], {"direction": "sideways"}),
     ],
 )
-def test_one_clear_error(op: str, shapes: list[tuple[int, ...]], attributes: dict[str, Attribute]) -> None:
+def test_one_clear_error(
+    op: str, shapes: list[tuple[int, ...]], attributes: dict[str, Attribute]
+) -> None:
     values = tuple(Value(f"i{index}", DType.FLOAT32, shape) for index, shape in enumerate(shapes))
-    node = Node("node", op, tuple(value.name for value in values), ("o",), tuple(sorted(attributes.items())))
-    signature = Signature(node, values, (Value("o", DType.FLOAT32, shapes[0]),), (None,) * len(values), 23)
+    node = Node(
+        "node", op, tuple(value.name for value in values), ("o",), tuple(sorted(attributes.items()))
+    )
+    signature = Signature(
+        node, values, (Value("o", DType.FLOAT32, shapes[0]),), (None,) * len(values), 23
+    )
     with pytest.raises(ModelError, match=op):
         OPERATORS[op].space(signature)
 
@@ -41,6 +49,8 @@ def test_tensors_that_do_not_fit_an_operator_are_the_models_fault() -> None:
     values = (Value("a", DType.FLOAT32, (2, 3)), Value("b", DType.FLOAT32, (4, 5)))
     node = Node("/mlp/up", "MatMul", ("a", "b"), ("o",))
     signature = Signature(node, values, (Value("o", DType.FLOAT32, (2, 5)),), (None, None), 23)
-    with pytest.raises(ModelError, match=r"MatMul does not fit its tensors: axis .* is both 3 and 4") as caught:
+    with pytest.raises(
+        ModelError, match=r"MatMul does not fit its tensors: axis .* is both 3 and 4"
+    ) as caught:
         OPERATORS["MatMul"].space(signature)
     assert caught.value.where == "'/mlp/up'"

@@ -59,14 +59,19 @@ def test_broadcasting(shapes: tuple[tuple[int, ...], tuple[int, ...]], seed: int
 def test_reshape_splits_along_every_factor_of_the_common_refinement(
     shape: tuple[int, ...], seed: int, data: st.DataObject
 ) -> None:
-    factors = [prime for extent in shape for prime in ((2, 2) if extent == 4 else (2, 3) if extent == 6 else (extent,))]
+    factors = [
+        prime
+        for extent in shape
+        for prime in ((2, 2) if extent == 4 else (2, 3) if extent == 6 else (extent,))
+    ]
     target = []
     while factors:
         taken = data.draw(st.integers(1, len(factors)))
         target.append(math.prod(factors[:taken]))
         factors = factors[taken:]
     use = use_of("Reshape", [normal(seed, *shape), integers(target)])
-    # Both shapes group one list of factors, so they have a common refinement: it has an axis for each product > 1.
+    # Both shapes group one list of factors, so they have a common refinement: it has an axis for
+    # each product > 1.
     assert math.prod(axis.extent for axis in use.space.axes) == math.prod(shape)
     assert parallel_axes(use) == {axis.name for axis in use.space.axes}
     check(use)
@@ -96,7 +101,10 @@ def test_movement(shape: tuple[int, ...], seed: int, data: st.DataObject) -> Non
         use_of("Flatten", [array], axis=axis),
         use_of("Concat", [array, array], axis=axis),
         use_of("Slice", [array, integers([0]), integers([stop]), integers([axis])]),
-        use_of("Slice", [array, integers([-1]), integers([-1 - shape[axis]]), integers([axis]), integers([-1])]),
+        use_of(
+            "Slice",
+            [array, integers([-1]), integers([-1 - shape[axis]]), integers([axis]), integers([-1])],
+        ),
         use_of("Pad", [array, integers(pads)]),
         use_of("Pad", [array, integers(pads)], mode="edge"),
         use_of("Tile", [array, integers(repeats)]),
@@ -109,7 +117,9 @@ def test_movement(shape: tuple[int, ...], seed: int, data: st.DataObject) -> Non
 
 @given(SHAPES, SEEDS, st.data())
 @settings(max_examples=30, deadline=None)
-def test_splitting_a_dimension_leaves_the_others_free(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+def test_splitting_a_dimension_leaves_the_others_free(
+    shape: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
     axis = data.draw(st.integers(0, len(shape) - 1))
     sizes = [shape[axis], 2 * shape[axis]]
     array = normal(seed, *shape[:axis], sum(sizes), *shape[axis + 1 :])
@@ -126,13 +136,21 @@ def test_indexing(shape: tuple[int, ...], seed: int, data: st.DataObject) -> Non
     rows = draw.integers(-shape[axis] if len(shape) != 2 or axis else 0, shape[axis], (3, 2))
     places = draw.integers(-shape[axis], shape[axis], shape)
     tuples = np.stack([draw.integers(0, extent, (4, 2)) for extent in shape[: axis + 1]], axis=-1)
-    unique = np.broadcast_to(np.arange(shape[axis]).reshape([-1] + [1] * (len(shape) - axis - 1)), shape).copy()
+    unique = np.broadcast_to(
+        np.arange(shape[axis]).reshape([-1] + [1] * (len(shape) - axis - 1)), shape
+    ).copy()
     free = sum(extent > 1 for place, extent in enumerate(shape) if place != axis)
     assert check(use_of("Gather", [array, rows], axis=axis)) == free + 2 + (shape[axis] > 1)
-    assert check(use_of("GatherElements", [array, places], axis=axis)) == free + 2 * (shape[axis] > 1)
+    assert check(use_of("GatherElements", [array, places], axis=axis)) == free + 2 * (
+        shape[axis] > 1
+    )
     assert check(use_of("ScatterElements", [array, unique, array + 1], axis=axis)) == free
     check(use_of("GatherND", [array, tuples]))
-    check(use_of("ScatterND", [array, tuples, normal(seed, 4, 2, *shape[axis + 1 :])], reduction="add"))
+    check(
+        use_of(
+            "ScatterND", [array, tuples, normal(seed, 4, 2, *shape[axis + 1 :])], reduction="add"
+        )
+    )
     classes = use_of("OneHot", [places, integers([6]), np.array([0.0, 1.0])], axis=axis)
     assert check(classes) == sum(extent > 1 for extent in shape) + 1
 
@@ -142,13 +160,25 @@ def test_indexing(shape: tuple[int, ...], seed: int, data: st.DataObject) -> Non
     SEEDS,
     st.data(),
     st.sampled_from(
-        ("ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare", "ReduceMax", "ReduceL2", "ReduceLogSumExp")
+        (
+            "ReduceSum",
+            "ReduceMean",
+            "ReduceL1",
+            "ReduceSumSquare",
+            "ReduceMax",
+            "ReduceL2",
+            "ReduceLogSumExp",
+        )
     ),
 )
 @settings(max_examples=60, deadline=None)
-def test_reductions_add_up_or_average(shape: tuple[int, ...], seed: int, data: st.DataObject, op: str) -> None:
+def test_reductions_add_up_or_average(
+    shape: tuple[int, ...], seed: int, data: st.DataObject, op: str
+) -> None:
     axes = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1).map(sorted))
-    use = use_of(op, [normal(seed, *shape), integers(axes)], keepdims=data.draw(st.sampled_from((0, 1))))
+    use = use_of(
+        op, [normal(seed, *shape), integers(axes)], keepdims=data.draw(st.sampled_from((0, 1)))
+    )
     kinds = {use.space.operands[0][axis][0]: shape[axis] for axis in axes}
     wanted = {
         "ReduceMean": AxisKind.MEAN,
@@ -162,7 +192,9 @@ def test_reductions_add_up_or_average(shape: tuple[int, ...], seed: int, data: s
 
 @given(SHAPES, SEEDS, st.data())
 @settings(max_examples=30, deadline=None)
-def test_orders_and_running_sums_keep_their_axis_whole(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+def test_orders_and_running_sums_keep_their_axis_whole(
+    shape: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
     array = normal(seed, *shape)
     axis = data.draw(st.integers(0, len(shape) - 1))
     free = sum(extent > 1 for place, extent in enumerate(shape) if place != axis)
@@ -171,13 +203,19 @@ def test_orders_and_running_sums_keep_their_axis_whole(shape: tuple[int, ...], s
         use_of("TopK", [array, integers([1])], axis=axis, results=2),
     ):
         assert check(use) == free
-    for op in ("Softmax", "LogSoftmax", "ArgMax"):  # The parts tell one another their largest scores.
+    for op in (
+        "Softmax",
+        "LogSoftmax",
+        "ArgMax",
+    ):  # The parts tell one another their largest scores.
         assert check(use_of(op, [array], axis=axis)) == free + (shape[axis] > 1)
 
 
 @given(st.lists(EXTENTS, min_size=0, max_size=2), EXTENTS, EXTENTS, EXTENTS, SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_products_add_up_over_what_they_sum(lead: list[int], rows: int, inner: int, columns: int, seed: int) -> None:
+def test_products_add_up_over_what_they_sum(
+    lead: list[int], rows: int, inner: int, columns: int, seed: int
+) -> None:
     use = use_of("MatMul", [normal(seed, *lead, rows, inner), normal(seed + 1, inner, columns)])
     assert [axis.name for axis in use.space.axes if axis.kind is AxisKind.SUM] == ["k"]
     assert check(use) == sum(extent > 1 for extent in (*lead, rows, inner, columns))
@@ -187,7 +225,9 @@ def test_products_add_up_over_what_they_sum(lead: list[int], rows: int, inner: i
 @settings(max_examples=20, deadline=None)
 def test_convolution(batch: int, channels: int, filters: int, seed: int) -> None:
     use = use_of(
-        "Conv", [normal(seed, batch, channels, 7, 6), normal(seed + 1, filters, channels, 3, 2)], pads=(1, 1, 1, 1)
+        "Conv",
+        [normal(seed, batch, channels, 7, 6), normal(seed + 1, filters, channels, 3, 2)],
+        pads=(1, 1, 1, 1),
     )
     assert check(use) >= 2 + (batch > 1)
 
@@ -195,8 +235,12 @@ def test_convolution(batch: int, channels: int, filters: int, seed: int) -> None
 @given(EXTENTS, SEEDS, st.sampled_from(("DCR", "CRD")))
 @settings(max_examples=20, deadline=None)
 def test_blocks_of_space(batch: int, seed: int, mode: str) -> None:
-    assert check(use_of("DepthToSpace", [normal(seed, batch, 12, 2, 3)], blocksize=2, mode=mode)) == 3 + (batch > 1)
-    assert check(use_of("SpaceToDepth", [normal(seed, batch, 3, 4, 6)], blocksize=2)) == 3 + (batch > 1)
+    assert check(
+        use_of("DepthToSpace", [normal(seed, batch, 12, 2, 3)], blocksize=2, mode=mode)
+    ) == 3 + (batch > 1)
+    assert check(use_of("SpaceToDepth", [normal(seed, batch, 3, 4, 6)], blocksize=2)) == 3 + (
+        batch > 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,12 +252,24 @@ def test_blocks_of_space(batch: int, seed: int, mode: str) -> None:
         ("Gather", [normal(0, 9, 4), integers([[1, 2]])], {}, "d0& d1, i0 i1 -> i0 i1 d1"),
         ("ReduceSum", [normal(0, 2, 3), integers([1])], {}, "d0 d1+, 1 -> d0 1"),
         ("ReduceMean", [normal(0, 2, 3), integers([0])], {"keepdims": 0}, "d0~ d1, 1 -> d1"),
-        ("Where", [np.ones((3, 1), bool), normal(0, 4), normal(0, 3, 4)], {}, "x0 1, x1, x0 x1 -> x0 x1"),
-        ("Slice", [normal(0, 4, 4), integers([1]), integers([3]), integers([1])], {}, "d0 1, 1, 1, 1 -> d0 1"),
+        (
+            "Where",
+            [np.ones((3, 1), bool), normal(0, 4), normal(0, 3, 4)],
+            {},
+            "x0 1, x1, x0 x1 -> x0 x1",
+        ),
+        (
+            "Slice",
+            [normal(0, 4, 4), integers([1]), integers([3]), integers([1])],
+            {},
+            "d0 1, 1, 1, 1 -> d0 1",
+        ),
         ("Shape", [normal(0, 4, 4)], {}, "1 1 -> 1"),
     ],
 )
-def test_lines_of_notation(op: str, arrays: list[np.ndarray], attributes: dict[str, object], line: str) -> None:
+def test_lines_of_notation(
+    op: str, arrays: list[np.ndarray], attributes: dict[str, object], line: str
+) -> None:
     assert str(use_of(op, arrays, **attributes).space) == line
 
 

@@ -1,4 +1,6 @@
-"""Convolution and pooling in parts along their spatial axes: each part from what its windows read, without pads."""
+"""Convolution and pooling in parts along their spatial axes: each part from what its windows read,
+without pads.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def geometries(draw: st.DrawFn, pooling: bool = False) -> Geometry:
     def some(least: int, most: int) -> tuple[int, ...]:
         return tuple(draw(st.integers(least, most)) for _ in range(rank))
 
-    kernel, dilations = some(1, 3), some(1, 2)
+    kernel = some(1, 3)
+    dilations = some(1, 2)
     reach = [dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True)]
     attributes: dict[str, Any] = {"strides": some(1, 3), "dilations": dilations}
     policy = draw(st.sampled_from(["NOTSET", "NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"]))
@@ -72,17 +75,36 @@ def check_spatial(use: Use) -> set[str]:
 @settings(max_examples=40, deadline=None)
 def test_convolution(geometry: Geometry, groups: int, biased: bool) -> None:
     arrays = [normal(1, 2 * groups, *geometry.extents), normal(groups, 2, *geometry.kernel)]
-    use = use_of("Conv", [*arrays, *([normal(groups)] if biased else [])], group=groups, **geometry.attributes)
-    assert check_spatial(use) == {axis.name for axis in use.space.axes if axis.name[0] == "o" and axis.extent > 1}
+    use = use_of(
+        "Conv",
+        [*arrays, *([normal(groups)] if biased else [])],
+        group=groups,
+        **geometry.attributes,
+    )
+    assert check_spatial(use) == {
+        axis.name for axis in use.space.axes if axis.name[0] == "o" and axis.extent > 1
+    }
 
 
-@given(geometries(pooling=True), st.sampled_from(["MaxPool", "AveragePool", "LpPool"]), st.integers(0, 1))
+@given(
+    geometries(pooling=True),
+    st.sampled_from(["MaxPool", "AveragePool", "LpPool"]),
+    st.integers(0, 1),
+)
 @settings(max_examples=60, deadline=None)
 def test_pooling(geometry: Geometry, op: str, counted: int) -> None:
     extra = {"count_include_pad": counted} if op == "AveragePool" else {}
-    use = use_of(op, [normal(1, 2, *geometry.extents)], kernel_shape=geometry.kernel, **extra, **geometry.attributes)
+    use = use_of(
+        op,
+        [normal(1, 2, *geometry.extents)],
+        kernel_shape=geometry.kernel,
+        **extra,
+        **geometry.attributes,
+    )
     assume(0 not in use.graph.values[0].shape)
-    whole = {axis.name for axis in use.space.axes if axis.kind is AxisKind.WHOLE and axis.name[0] == "o"}
+    whole = {
+        axis.name for axis in use.space.axes if axis.kind is AxisKind.WHOLE and axis.name[0] == "o"
+    }
     assert not whole or op == "AveragePool"
     check_spatial(use)
 
@@ -97,9 +119,17 @@ def test_whole_numbers_have_a_least(dtype: type) -> None:
 
 def test_means_whose_divisor_changes_stay_whole() -> None:
     pads = {"kernel_shape": (3, 3), "pads": (1, 0, 1, 0)}
-    kinds = {axis.name: axis.kind for axis in use_of("AveragePool", [normal(1, 1, 8, 8)], **pads).space.axes}
+    kinds = {
+        axis.name: axis.kind
+        for axis in use_of("AveragePool", [normal(1, 1, 8, 8)], **pads).space.axes
+    }
     assert (kinds["o0"], kinds["o1"]) == (AxisKind.WHOLE, AxisKind.PARALLEL)
     rounded = use_of(
-        "AveragePool", [normal(1, 1, 7)], kernel_shape=(2,), strides=(2,), ceil_mode=1, count_include_pad=1
+        "AveragePool",
+        [normal(1, 1, 7)],
+        kernel_shape=(2,),
+        strides=(2,),
+        ceil_mode=1,
+        count_include_pad=1,
     )
     assert rounded.space.axis("o0").kind is AxisKind.WHOLE

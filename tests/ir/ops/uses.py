@@ -27,12 +27,21 @@ def use_of(
     known: Collection[int] = (),
     **attributes: Attribute,
 ) -> Use:
-    """One node reading `arrays`; those at static positions and at `known` are constants. Types are ONNX's own."""
+    """One node reading `arrays`; those at static positions and at `known` are constants. Types are
+    ONNX's own.
+    """
     names = ["" if array is None else f"i{index}" for index, array in enumerate(arrays)]
     outputs = [f"o{index}" for index in range(results)]
     proto = onnx.helper.make_node(op, names, outputs, **attributes)
-    typed = [None if array is None else _value(name, array) for name, array in zip(names, arrays, strict=True)]
-    fixed = {names[index] for index in {*OPERATORS[op].static, *known} if index < len(names) and names[index]}
+    typed = [
+        None if array is None else _value(name, array)
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    fixed = {
+        names[index]
+        for index in {*OPERATORS[op].static, *known}
+        if index < len(names) and names[index]
+    }
     operands = tuple(
         (value, array if value is not None and value.name in fixed else None)
         for value, array in zip(typed, arrays, strict=True)
@@ -41,14 +50,18 @@ def use_of(
     types = Inference((("", opset),)).types(proto, operands)
     if None in types:
         found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, given)
-        types = tuple(_value(name, np.asarray(each)) for name, each in zip(outputs, found, strict=True))
+        types = tuple(
+            _value(name, np.asarray(each)) for name, each in zip(outputs, found, strict=True)
+        )
     node = Node(op, op, tuple(names), tuple(outputs), attributes_of(proto))
     graph = Graph(
         name=op,
         opset=opset,
         inputs=tuple(value for value in typed if value is not None and value.name not in fixed),
         parameters=(),
-        constants=tuple(Constant(value, given[value.name]) for value in typed if value and value.name in fixed),
+        constants=tuple(
+            Constant(value, given[value.name]) for value in typed if value and value.name in fixed
+        ),
         nodes=(node,),
         outputs=tuple(outputs),
         values=tuple(
@@ -61,7 +74,9 @@ def use_of(
 
 
 def _value(name: str, array: np.ndarray) -> Value:
-    return Value(name, dtype_of(onnx.helper.np_dtype_to_tensor_dtype(array.dtype), name), array.shape)
+    return Value(
+        name, dtype_of(onnx.helper.np_dtype_to_tensor_dtype(array.dtype), name), array.shape
+    )
 
 
 def expected(use: Use) -> list[np.ndarray]:

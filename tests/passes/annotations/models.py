@@ -10,7 +10,9 @@ from tests.passes.frontend.building import floats, model, node, saved
 
 
 def feed_forward(folder: Path, samples: int | str = 8) -> Path:
-    """A Gelu spelled out, a Dropout and an Identity that vanish, equal nodes, nodes without names, tied operands."""
+    """A Gelu spelled out, a Dropout and an Identity that vanish, equal nodes, nodes without names,
+    tied operands.
+    """
     nodes = [
         node("MatMul", "x w", "up"),
         node("Dropout", "up", "dropped"),
@@ -33,5 +35,10 @@ def feed_forward(folder: Path, samples: int | str = 8) -> Path:
         each.name = ""
     numbers = {"root": 2**0.5, "one": 1.0, "half": 0.5}
     held = {name: np.array(number, dtype=np.float32) for name, number in numbers.items()}
-    held |= {"w": floats(16, 32), "bias": floats(32), "v": floats(32, 16), "axes": np.array([2], dtype=np.int64)}
+    held |= {
+        "w": floats(16, 32),
+        "bias": floats(32),
+        "v": floats(32, 16),
+        "axes": np.array([2], dtype=np.int64),
+    }
     return saved(model(nodes, {"x": [samples, 4, 16]}, "y mean", held), folder)

@@ -33,12 +33,19 @@ def configuration(name: str, devices: int, *annotations: Annotation) -> Configur
 
 def blocks(tensor: str, *cuts: tuple[int, int], inner: int = 1, count: int = 4) -> Sharding:
     """A tensor cut so over devices 0, 1, …, outer to inner, each block on `inner` neighbours."""
-    return Sharding(tensor, cuts, tuple(tuple(range(at, at + inner)) for at in range(0, count, inner)))
+    return Sharding(
+        tensor, cuts, tuple(tuple(range(at, at + inner)) for at in range(0, count, inner))
+    )
 
 
 def annotated(folder: Path, *configurations: Configuration) -> Model:
     """x [8, 4] · w [4, 6] + bias [6], and its Relu, with annotations."""
-    nodes = [node("MatMul", "x w", "h"), node("Add", "h bias", "s"), node("Identity", "s", "t"), node("Relu", "t", "y")]
+    nodes = [
+        node("MatMul", "x w", "h"),
+        node("Add", "h bias", "s"),
+        node("Identity", "s", "t"),
+        node("Relu", "t", "y"),
+    ]
     held = {"w": floats(4, 6), "bias": floats(6)}
     proto = model(nodes, {"x": [8, 4]}, "y", held)
     for each in configurations:
@@ -49,7 +56,9 @@ def annotated(folder: Path, *configurations: Configuration) -> Model:
     return read_model(saved(proto, folder))
 
 
-def asked(folder: Path, *shardings: Sharding, stage: int | None = None, at: int = 0) -> tuple[Constraint, ...]:
+def asked(
+    folder: Path, *shardings: Sharding, stage: int | None = None, at: int = 0
+) -> tuple[Constraint, ...]:
     given = configuration("mine", 4, Annotation(at, stage, shardings))
     return annotated_constraints(annotated(folder, given), 4)
 
@@ -61,7 +70,8 @@ def test_a_model_without_annotations_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_one_annotation_is_a_place_and_a_split(tmp_path: Path) -> None:
     found = asked(tmp_path, blocks("w", (1, 2), inner=2), stage=3)
-    source, name = "the model's annotation of stage 0", ("matmul_h",)
+    source = "the model's annotation of stage 0"
+    name = ("matmul_h",)
     assert found == (
         Constraint(source, 0, (0, 1, 2, 3), nodes=name),
         Constraint(source, split=(("n", 2),), nodes=name),
@@ -80,7 +90,9 @@ def test_splits_are_outer_to_inner_and_b_counts_samples(tmp_path: Path) -> None:
 
 
 def test_a_stage_alone_leaves_devices_and_splits_open(tmp_path: Path) -> None:
-    assert asked(tmp_path, stage=0) == (Constraint("the model's annotation of stage 0", 0, nodes=("matmul_h",)),)
+    assert asked(tmp_path, stage=0) == (
+        Constraint("the model's annotation of stage 0", 0, nodes=("matmul_h",)),
+    )
 
 
 def test_an_annotated_name_of_a_value_stands_for_it(tmp_path: Path) -> None:
@@ -117,7 +129,9 @@ def test_a_strategy_follows_annotations_and_constraints_together(tmp_path: Path)
         (Constraint("matmul_h", split=()), "ask for different splits"),
     ],
 )
-def test_constraints_that_contradict_annotations_are_refused(own: Constraint, message: str, tmp_path: Path) -> None:
+def test_constraints_that_contradict_annotations_are_refused(
+    own: Constraint, message: str, tmp_path: Path
+) -> None:
     given = configuration("mine", 2, Annotation(0, 0, (blocks("h", (1, 2), count=2),)))
     read = annotated(tmp_path, given)
     resolved = annotated_constraints(read, 2)
@@ -127,15 +141,26 @@ def test_constraints_that_contradict_annotations_are_refused(own: Constraint, me
 
 def test_the_configuration_is_chosen_by_the_number_of_devices(tmp_path: Path) -> None:
     node = Annotation(0, 0, ())
-    read = annotated(tmp_path, configuration("a", 2, node), configuration("b", 4, node), configuration("c", 4, node))
+    read = annotated(
+        tmp_path,
+        configuration("a", 2, node),
+        configuration("b", 4, node),
+        configuration("c", 4, node),
+    )
     assert len(annotated_constraints(read, 2)) == 1
-    with pytest.raises(ConfigurationError, match="configurations 'b' and 'c' are all for 4 devices"):
+    with pytest.raises(
+        ConfigurationError, match="configurations 'b' and 'c' are all for 4 devices"
+    ):
         annotated_constraints(read, 4)
-    with pytest.raises(ConfigurationError, match="not for 3 devices: 'a' for 2, 'b' for 4, 'c' for 4"):
+    with pytest.raises(
+        ConfigurationError, match="not for 3 devices: 'a' for 2, 'b' for 4, 'c' for 4"
+    ):
         annotated_constraints(read, 3)
 
 
-X, W, H = "tensor 'x'", "tensor 'w'", "tensor 'h'"
+X = "tensor 'x'"
+W = "tensor 'w'"
+H = "tensor 'h'"
 
 
 @pytest.mark.parametrize(
@@ -147,19 +172,29 @@ X, W, H = "tensor 'x'", "tensor 'w'", "tensor 'h'"
         ((blocks("h", (1, 4)),), f"{H}, dimension 1: 4 shards do not divide its extent 6"),
         (
             (blocks("x", (1, 2), inner=2), blocks("w", (0, 4))),
-            "of its tensors 'x' and 'w' contradict each other: they cut its axis 'k' into 2 and 4 parts",
+            (
+                "of its tensors 'x' and 'w' contradict each other: they cut its axis 'k' into 2 "
+                "and "
+                "4 parts"
+            ),
         ),
         (
             (blocks("x", (0, 2), inner=2), Sharding("h", ((0, 2),), ((2, 3), (0, 1)))),
             "its tensors 'x' and 'h' contradict each other",
         ),
         ((Sharding("x", *WHOLE), blocks("h", (0, 2), inner=2)), "its axis 'm' into 1 and 2 parts"),
-        ((blocks("x", (0, 2), inner=2), blocks("w", count=2, inner=2)), "'x' and 'w' are annotated for different dev"),
+        (
+            (blocks("x", (0, 2), inner=2), blocks("w", count=2, inner=2)),
+            "'x' and 'w' are annotated for different dev",
+        ),
         (
             (Sharding("x", *ROWS), Sharding("w", ((1, 2),), ((0, 1), (2, 3)))),
             "that no splits over",
         ),
-        ((Sharding("x", ((0, 2),), ((0,), (1, 2, 3))),), "that no splits over devices 0, 1, 2, 3 make"),
+        (
+            (Sharding("x", ((0, 2),), ((0,), (1, 2, 3))),),
+            "that no splits over devices 0, 1, 2, 3 make",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_the_node_are_refused(
@@ -175,7 +210,8 @@ def test_layouts_that_do_not_fit_the_node_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("extent", "message"), [(1, "2 shards do not divide its extent 1"), (0, "has no axis there that 2 shards")]
+    ("extent", "message"),
+    [(1, "2 shards do not divide its extent 1"), (0, "has no axis there that 2 shards")],
 )
 def test_an_extent_of_one_or_none_has_no_blocks(extent: int, message: str, tmp_path: Path) -> None:
     proto = model([node("Add", "x one", "y")], {"x": [extent, 6]}, "y", {"one": floats(extent, 6)})
@@ -187,14 +223,22 @@ def test_an_extent_of_one_or_none_has_no_blocks(extent: int, message: str, tmp_p
 
 
 def test_nodes_of_a_stage_are_on_the_same_devices(tmp_path: Path) -> None:
-    first, second = Sharding("h", (), ((0, 1),)), Sharding("y", (), ((2, 3),))
-    read = annotated(tmp_path, configuration("mine", 4, Annotation(0, 0, (first,)), Annotation(3, 0, (second,))))
-    with pytest.raises(ModelError, match=r"'relu_y': it is annotated for devices 2, 3, but 'matmul_h' .* for 0, 1"):
+    first = Sharding("h", (), ((0, 1),))
+    second = Sharding("y", (), ((2, 3),))
+    read = annotated(
+        tmp_path, configuration("mine", 4, Annotation(0, 0, (first,)), Annotation(3, 0, (second,)))
+    )
+    with pytest.raises(
+        ModelError, match=r"'relu_y': it is annotated for devices 2, 3, but 'matmul_h' .* for 0, 1"
+    ):
         annotated_constraints(read, 4)
 
 
 def test_two_names_of_one_value_agree(tmp_path: Path) -> None:
     both = (Sharding("s", *ROWS), Sharding("t", *WHOLE))
     read = annotated(tmp_path, configuration("mine", 4, Annotation(2, 0, both)))
-    with pytest.raises(ModelError, match="Identity 'identity_t': its annotations of 's' and 't', which are one value"):
+    with pytest.raises(
+        ModelError,
+        match="Identity 'identity_t': its annotations of 's' and 't', which are one value",
+    ):
         annotated_constraints(read, 4)

@@ -19,7 +19,11 @@ def cuts_by(splits: tuple[Split, ...], devices: tuple[int, ...]) -> Cuts:
     """Who holds which part under `splits` over `devices` in this order."""
     mesh = mesh_of(splits, len(devices))
     return tuple(
-        AxisSplit(split.axis, split.degree, tuple(axis.place(devices.index(device)) for device in sorted(devices)))
+        AxisSplit(
+            split.axis,
+            split.degree,
+            tuple(axis.place(devices.index(device)) for device in sorted(devices)),
+        )
         for split, axis in zip(splits, mesh, strict=True)
     )
 
@@ -36,17 +40,27 @@ def test_splits_are_found_again(degrees: list[int], copies: int, random: object)
 
 def test_parts_that_no_splits_make() -> None:
     assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 1, 1, 0)),)) is None, "not in order"
-    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 1, 0, 1)),)) is None, "the copies would be outermost"
-    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 0, 0, 1)),)) is None, "unequal numbers of copies"
-    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 4, (0, 1, 2, 3)), AxisSplit("b", 2, (0, 1, 0, 1)))) is None, (
-        "too many parts"
+    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 1, 0, 1)),)) is None, (
+        "the copies would be outermost"
     )
-    assert splits_over((0, 1, 2), (AxisSplit("a", 2, (0, 0, 1)),)) is None, "two do not divide three"
+    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 0, 0, 1)),)) is None, (
+        "unequal numbers of copies"
+    )
+    assert (
+        splits_over(
+            (0, 1, 2, 3), (AxisSplit("a", 4, (0, 1, 2, 3)), AxisSplit("b", 2, (0, 1, 0, 1)))
+        )
+        is None
+    ), "too many parts"
+    assert splits_over((0, 1, 2), (AxisSplit("a", 2, (0, 0, 1)),)) is None, (
+        "two do not divide three"
+    )
 
 
 def test_an_order_does_for_all_nodes_of_a_stage() -> None:
     listed = Sharding("t", ((0, 4),), ((3,), (1,), (2,), (0,)))
-    by_four, by_two = AxisSplit("a", 4, (3, 1, 2, 0)), AxisSplit("b", 2, (1, 0, 1, 0))
+    by_four = AxisSplit("a", 4, (3, 1, 2, 0))
+    by_two = AxisSplit("b", 2, (1, 0, 1, 0))
     assert order_of([listed], [(by_four,), (by_two,)]) == (3, 1, 2, 0)
     assert order_of([listed], [(by_four,), (AxisSplit("b", 2, (0, 0, 1, 1)),)]) is None
 

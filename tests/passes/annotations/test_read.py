@@ -11,7 +11,12 @@ import pytest
 
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.device_annotations import Annotation, Configuration, Sharding, configurations_of
+from autopipe.passes.frontend.device_annotations import (
+    Annotation,
+    Configuration,
+    Sharding,
+    configurations_of,
+)
 from tests.passes.frontend.building import floats, model, node, saved
 
 
@@ -19,7 +24,9 @@ def linear() -> onnx.ModelProto:
     """A product whose result is annotated as cut into two columns, each on two of four devices."""
     proto = model([node("MatMul", "x w", "y")], {"x": [8, 4]}, "y", {"w": floats(4, 6)})
     proto.configuration.add(name="four", num_devices=4, device=["a", "b", "c", "d"])
-    stated = proto.graph.node[0].device_configurations.add(configuration_id="four", pipeline_stage=1)
+    stated = proto.graph.node[0].device_configurations.add(
+        configuration_id="four", pipeline_stage=1
+    )
     spec = stated.sharding_spec.add(tensor_name="y", device=[-1, -2])
     spec.index_to_device_group_map.add(key=-1, value=[0, 1])
     spec.index_to_device_group_map.add(key=-2, value=[2, 3])
@@ -55,15 +62,21 @@ def test_devices_listed_one_by_one_hold_copies() -> None:
 
 
 def test_what_onnx_ir_writes_is_read(tmp_path: Path) -> None:
-    built = ir.serde.deserialize_model(model([node("MatMul", "x w", "y")], {"x": [8, 4]}, "y", {"w": floats(4, 6)}))
+    built = ir.serde.deserialize_model(
+        model([node("MatMul", "x w", "y")], {"x": [8, 4]}, "y", {"w": floats(4, 6)})
+    )
     built.ir_version = 11
     product = built.graph[0]
     halves = built.add_device_configuration("halves", device_names=("CPU", "CUDA:0"))
-    product.shard(product.outputs[0], configuration=halves, axis=-1, num_shards=2, device_indices=(1, 0))
+    product.shard(
+        product.outputs[0], configuration=halves, axis=-1, num_shards=2, device_indices=(1, 0)
+    )
     read = read_model(saved(ir.serde.serialize_model(built), tmp_path))
     (configuration,) = read.configurations
     assert (configuration.name, configuration.device_names) == ("halves", ("CPU", "CUDA:0"))
-    assert configuration.annotations == (Annotation(0, None, (Sharding("y", ((-1, 2),), ((1,), (0,))),)),)
+    assert configuration.annotations == (
+        Annotation(0, None, (Sharding("y", ((-1, 2),), ((1,), (0,))),)),
+    )
 
 
 def renamed(proto: onnx.ModelProto) -> None:
@@ -157,7 +170,14 @@ NODE = "MatMul 'matmul_y': "
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (renamed, NODE + "its annotation is for 'five', which is no device configuration of the model (there are"),
+        (
+            renamed,
+            NODE
+            + (
+                "its annotation is for 'five', which is no device configuration of the model "
+                "(there are"
+            ),
+        ),
         (twice, NODE + "it is annotated twice for configuration 'four'"),
         (of_another_node, NODE + "it annotates tensor 'z', which it does not read or write"),
         (tensor_twice, NODE + "it annotates tensor 'y' twice"),
@@ -167,9 +187,15 @@ NODE = "MatMul 'matmul_y': "
         (device_twice, NODE + "tensor 'y': device 1 is listed twice"),
         (empty_group, NODE + "tensor 'y': device group -1 is empty"),
         (group_twice, NODE + "tensor 'y': two device groups have one number"),
-        (too_many_shards, NODE + "tensor 'y': it is cut into 3 blocks, but 2 devices or groups are listed"),
+        (
+            too_many_shards,
+            NODE + "tensor 'y': it is cut into 3 blocks, but 2 devices or groups are listed",
+        ),
         (astronomic_shards, NODE + "tensor 'y': it is cut into over 1048576 blocks, but 2 devices"),
-        (no_shards, NODE + "tensor 'y', dimension 1: it does not say into how many shards it is cut"),
+        (
+            no_shards,
+            NODE + "tensor 'y', dimension 1: it does not say into how many shards it is cut",
+        ),
         (unsaid_shards, NODE + "tensor 'y', dimension 1: it does not say into how many"),
         (no_axis, NODE + "tensor 'y': a sharded dimension has no axis"),
         (axis_twice, NODE + "tensor 'y': its dimension 1 is sharded twice"),
@@ -200,12 +226,21 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_annotations_in_functions_are_left_out_with_a_warning(tmp_path: Path) -> None:
-    proto = model([onnx.helper.make_node("Twice", ["x"], ["y"], domain="own")], {"x": [2]}, "y", domains=["own"])
+    proto = model(
+        [onnx.helper.make_node("Twice", ["x"], ["y"], domain="own")],
+        {"x": [2]},
+        "y",
+        domains=["own"],
+    )
     inside = node("Add", "a a", "b")
     inside.device_configurations.add(configuration_id="unknown")
     proto.functions.append(
-        onnx.helper.make_function("own", "Twice", ["a"], ["b"], [inside], [onnx.helper.make_opsetid("", 20)])
+        onnx.helper.make_function(
+            "own", "Twice", ["a"], ["b"], [inside], [onnx.helper.make_opsetid("", 20)]
+        )
     )
     proto.graph.node[0].device_configurations.add(configuration_id="unknown")
     read = read_model(saved(proto, tmp_path))
-    assert read.warnings == ("multi-device annotations of and inside the file's functions are ignored",)
+    assert read.warnings == (
+        "multi-device annotations of and inside the file's functions are ignored",
+    )

@@ -38,7 +38,9 @@ def read() -> Model:
 
 @st.composite
 def splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
-    """Some of the node's axes in any order, in parts that the node and the group can be cut into."""
+    """Some of the node's axes in any order, in parts that the node and the group can be cut
+    into.
+    """
     axes = [axis for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
     found: list[Split] = []
     for axis in draw(st.permutations(axes)):
@@ -52,14 +54,18 @@ def splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
 @st.composite
 def placements(draw: st.DrawFn, graph: Graph, in_order: bool) -> Placement:
     """One stage or two on some of eight devices."""
-    nodes, uses = len(graph.nodes), uses_of(graph)
+    nodes = len(graph.nodes)
+    uses = uses_of(graph)
     cut = draw(st.integers(1, nodes))
     devices = list(range(8)) if in_order else draw(st.permutations(range(8)))
     stages = []
     for members in (range(cut), range(cut, nodes)):
         size = draw(st.sampled_from([1, 2, 3, 4]))
-        group, devices = tuple(devices[:size]), devices[size:]
-        own = tuple((node, split) for node in members if (split := draw(splits(uses[node].space, size))))
+        group = tuple(devices[:size])
+        devices = devices[size:]
+        own = tuple(
+            (node, split) for node in members if (split := draw(splits(uses[node].space, size)))
+        )
         if members:
             stages.append(Stage(tuple(members), group, 8, own))
     return Placement(tuple(stages))
@@ -87,7 +93,9 @@ def parts(placement: Placement) -> dict[tuple[int, int], set[tuple[str, int, int
             mesh = mesh_of(own, len(stage.devices))
             for position, device in enumerate(stage.devices):
                 places = [axis.place(position) for axis in mesh]
-                found[node, device] = {(cut.axis, cut.degree, at) for cut, at in zip(own, places, strict=True)}
+                found[node, device] = {
+                    (cut.axis, cut.degree, at) for cut, at in zip(own, places, strict=True)
+                }
     return found
 
 
@@ -107,13 +115,18 @@ def test_each_device_does_the_same_whatever_their_order(data: st.DataObject) -> 
 
 def test_others_take_the_file_too() -> None:
     graph = read().graph
-    stages = (Stage((0, 1), (2, 3), 8, ((0, (Split("n", 2),)),)), Stage(tuple(range(2, len(graph.nodes))), (0, 1), 8))
+    stages = (
+        Stage((0, 1), (2, 3), 8, ((0, (Split("n", 2),)),)),
+        Stage(tuple(range(2, len(graph.nodes))), (0, 1), 8),
+    )
     again(Placement(stages))
     target = folder() / "annotated.onnx"
     onnx.checker.check_model(target, full_check=True)
     proto = onnx.load(target)
     assert proto.ir_version == 11
-    assert [(each.name, each.num_devices, len(each.device)) for each in proto.configuration] == [("autopipe-8", 8, 8)]
+    assert [(each.name, each.num_devices, len(each.device)) for each in proto.configuration] == [
+        ("autopipe-8", 8, 8)
+    ]
     (stated,) = proto.graph.node[0].device_configurations
     assert {spec.tensor_name for spec in stated.sharding_spec} == {"x", "w", "up"}
     assert all(len(node.device_configurations) == 1 for node in proto.graph.node)

@@ -15,7 +15,9 @@ from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.device_annotations import Annotation, Configuration, Sharding
 from tests.passes.frontend.building import floats, model, node, saved
 
-MINE = Configuration("mine", 2, ("a", "b"), (Annotation(0, 1, (Sharding("h", ((1, 2),), ((0,), (1,))),)),))
+MINE = Configuration(
+    "mine", 2, ("a", "b"), (Annotation(0, 1, (Sharding("h", ((1, 2),), ((0,), (1,))),)),)
+)
 
 
 def product(**more: object) -> onnx.ModelProto:
@@ -64,8 +66,14 @@ def test_annotated_copies_have_the_digest_of_the_model(tmp_path: Path) -> None:
     path = saved(product(), tmp_path)
     digest = read_model(path).digest
     write_annotated(path, tmp_path / "a.onnx", MINE)
-    write_annotated(tmp_path / "a.onnx", tmp_path / "b.onnx", Configuration("four", 4, (), (Annotation(1, 0, ()),)))
-    assert read_model(tmp_path / "a.onnx").digest == read_model(tmp_path / "b.onnx").digest == digest
+    write_annotated(
+        tmp_path / "a.onnx",
+        tmp_path / "b.onnx",
+        Configuration("four", 4, (), (Annotation(1, 0, ()),)),
+    )
+    assert (
+        read_model(tmp_path / "a.onnx").digest == read_model(tmp_path / "b.onnx").digest == digest
+    )
     other = product()
     other.graph.node[1].op_type = "Tanh"
     assert read_model(saved(other, tmp_path)).digest != digest
@@ -73,25 +81,40 @@ def test_annotated_copies_have_the_digest_of_the_model(tmp_path: Path) -> None:
 
 def test_weights_in_files_stay_there(tmp_path: Path) -> None:
     proto = onnx.load(saved(product(), tmp_path))
-    onnx.save(proto, tmp_path / "model.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    onnx.save(
+        proto,
+        tmp_path / "model.onnx",
+        save_as_external_data=True,
+        location="w.bin",
+        size_threshold=0,
+    )
     size = (tmp_path / "model.onnx").stat().st_size
     write_annotated(tmp_path / "model.onnx", tmp_path / "out.onnx", MINE)
     assert (tmp_path / "out.onnx").stat().st_size < size + 100
     onnx.checker.check_model(tmp_path / "out.onnx")
     feeds = {"x": floats(8, 64)}
     results = [
-        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(
+            None, feeds
+        )[0]
         for name in ("model.onnx", "out.onnx")
     ]
     assert np.array_equal(*results)
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(ConfigurationError, match="not in the folder of the model, whose weights lie in files"):
+    with pytest.raises(
+        ConfigurationError, match="not in the folder of the model, whose weights lie in files"
+    ):
         write_annotated(tmp_path / "model.onnx", tmp_path / "elsewhere/out.onnx", MINE)
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_functions_are_inlined(tmp_path: Path) -> None:
-    proto = model([onnx.helper.make_node("Twice", ["x"], ["y"], domain="own")], {"x": [2]}, "y", domains=["own"])
+    proto = model(
+        [onnx.helper.make_node("Twice", ["x"], ["y"], domain="own")],
+        {"x": [2]},
+        "y",
+        domains=["own"],
+    )
     body = [node("Add", "a a", "b"), node("Neg", "b", "c")]
     imports = [onnx.helper.make_opsetid("", 20)]
     proto.functions.append(onnx.helper.make_function("own", "Twice", ["a"], ["c"], body, imports))

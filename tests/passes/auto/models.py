@@ -8,11 +8,19 @@ from autopipe.configs.configuration import load_configuration, resolve_cluster
 
 
 def layers(path, count=3, width=64):
-    """As many products and rectifiers after one another, the mean of squares as the loss; the batch is open."""
-    nodes, weights, value = [], [], "x"
+    """As many products and rectifiers after one another, the mean of squares as the loss; the batch
+    is open.
+    """
+    nodes = []
+    weights = []
+    value = "x"
     for number in range(count):
-        weights.append(numpy_helper.from_array(np.full((width, width), 0.01, np.float32), f"w{number}"))
-        nodes.append(helper.make_node("MatMul", [value, f"w{number}"], [f"h{number}"], f"product{number}"))
+        weights.append(
+            numpy_helper.from_array(np.full((width, width), 0.01, np.float32), f"w{number}")
+        )
+        nodes.append(
+            helper.make_node("MatMul", [value, f"w{number}"], [f"h{number}"], f"product{number}")
+        )
         nodes.append(helper.make_node("Relu", [f"h{number}"], [f"r{number}"], f"relu{number}"))
         value = f"r{number}"
     nodes.append(helper.make_node("Mul", [value, value], ["square"], "square"))

@@ -1,4 +1,6 @@
-"""Work in other processes: its answers, what becomes of it when it fails, and that none is left behind."""
+"""Work in other processes: its answers, what becomes of it when it fails, and that none is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from autopipe.passes.auto.workers import SpeculativePool
 def test_answers_are_those_of_the_work_in_whatever_order_they_are_asked_for():
     with SpeculativePool(2) as ahead:
         for number in range(7):
-            ahead.expect({number: lambda number=number: {"square": number**2, "filling": "x" * 200_000}})
+            ahead.expect(
+                {number: lambda number=number: {"square": number**2, "filling": "x" * 200_000}}
+            )
         found = [ahead.answer(number) for number in (3, 0, 6, 5, 4, 2, 1)]
     assert [each["square"] for each in found if each] == [9, 0, 36, 25, 16, 4, 1]
 
@@ -52,7 +56,11 @@ def test_work_of_one_process_is_answered_piece_by_piece(capfd):
 
     with SpeculativePool(2) as ahead:
         ahead.expect(
-            {"first": lambda: {"process": os.getpid()}, "second": lambda: {"process": os.getpid()}, "last": last}
+            {
+                "first": lambda: {"process": os.getpid()},
+                "second": lambda: {"process": os.getpid()},
+                "last": last,
+            }
         )
         found = [ahead.answer(key) for key in ("second", "first")]
         assert found[0] == found[1]
@@ -62,7 +70,9 @@ def test_work_of_one_process_is_answered_piece_by_piece(capfd):
 
 def test_what_follows_a_failure_in_a_process_has_no_answer(capfd):
     with SpeculativePool(2) as ahead:
-        ahead.expect({"fine": lambda: {"x": 1}, "end": lambda: os._exit(3), "never": lambda: {"x": 2}})
+        ahead.expect(
+            {"fine": lambda: {"x": 1}, "end": lambda: os._exit(3), "never": lambda: {"x": 2}}
+        )
         assert [ahead.answer(key) for key in ("fine", "end", "never")] == [{"x": 1}, None, None]
     assert capfd.readouterr() == ("", "")
 

@@ -14,7 +14,8 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Mcmc
 from autopipe.passes.placement.piper.strategy import Piper
 
-CHUNKS, WAVE = Grid(chunks=2), Grid(chunks=2, wave=True)
+CHUNKS = Grid(chunks=2)
+WAVE = Grid(chunks=2, wave=True)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,8 @@ def test_what_is_left_out_follows_from_the_size_alone(strategy, operators, devic
 
 def searched(best: Candidate, stages: int, refused: LeftOutError | None = None) -> SimpleNamespace:
     placed = SimpleNamespace(
-        placement=SimpleNamespace(stages=(None,) * stages), problem=SimpleNamespace(micro_batches=24)
+        placement=SimpleNamespace(stages=(None,) * stages),
+        problem=SimpleNamespace(micro_batches=24),
     )
     first = SimpleNamespace(candidate=best, placed=placed, refused=None)
     others = [CandidateTrial(Candidate(form), refused=refused) for form in (CHUNKS, WAVE, Piper())]
@@ -53,5 +55,7 @@ def test_finer_forms_of_the_best_grid_are_looked_into():
         Candidate(Grid(pipeline=8, chunks=2, wave=True), 24, "auto", True),
     ]
     assert not list(refine(searched(best, 8))), "all of them were looked into"
-    assert not list(refine(searched(best, 1, LeftOutError("too large")))), "one stage needs no line to pass it"
+    assert not list(refine(searched(best, 1, LeftOutError("too large")))), (
+        "one stage needs no line to pass it"
+    )
     assert not list(refine(searched(Candidate(Piper()), 8, LeftOutError("too large"))))

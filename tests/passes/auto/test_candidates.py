@@ -34,7 +34,9 @@ def test_no_two_candidates_are_the_same():
 
 
 def test_recomputation_is_weighed_at_once_where_memory_may_be_short():
-    found = {each.strategy.name for each in candidates(REQUEST, short=True) if each.recompute == "auto"}
+    found = {
+        each.strategy.name for each in candidates(REQUEST, short=True) if each.recompute == "auto"
+    }
     assert found == {"tepdist"}
     assert all(each.recompute == "none" for each in candidates(REQUEST))
 
@@ -42,20 +44,33 @@ def test_recomputation_is_weighed_at_once_where_memory_may_be_short():
 def test_a_candidate_settles_what_the_request_leaves_open():
     candidate = Candidate(TesselShapes("m"), micro_batches=8, recompute="auto", shard=True)
     settled = candidate.settled(REQUEST)
-    assert (settled.strategy, settled.micro_batches, settled.recompute) == (TesselShapes("m"), 8, "auto")
+    assert (settled.strategy, settled.micro_batches, settled.recompute) == (
+        TesselShapes("m"),
+        8,
+        "auto",
+    )
     assert settled.optimizer == Optimizer(shard=True)
 
 
 def test_what_the_request_says_stands():
-    asked = dataclasses.replace(REQUEST, recompute="full", micro_batches=4, optimizer=Optimizer(shard=True))
+    asked = dataclasses.replace(
+        REQUEST, recompute="full", micro_batches=4, optimizer=Optimizer(shard=True)
+    )
     settled = Candidate(TesselShapes()).settled(asked)
     assert (settled.recompute, settled.micro_batches, settled.optimizer.shard) == ("full", 4, True)
 
 
 def test_a_choice_says_what_to_name():
-    choice = Candidate(TesselShapes("v", chunks=2, wave=True), 8, shard=True).choice(REQUEST, "zb_v")
+    choice = Candidate(TesselShapes("v", chunks=2, wave=True), 8, shard=True).choice(
+        REQUEST, "zb_v"
+    )
     assert choice.options == (("shape", "v"), ("chunks", "2"), ("wave", "true"))
-    assert (choice.schedule, choice.micro_batches, choice.recompute, choice.shard) == ("zb_v", 8, "none", True)
+    assert (choice.schedule, choice.micro_batches, choice.recompute, choice.shard) == (
+        "zb_v",
+        8,
+        "none",
+        True,
+    )
 
 
 def test_strategies_are_told_by_name_without_their_candidates():
@@ -74,18 +89,27 @@ def test_strategies_are_told_by_name_without_their_candidates():
 def test_a_named_schedule_leaves_the_forms_that_it_runs(scheduler, forms):
     found = candidates(dataclasses.replace(REQUEST, scheduler=scheduler))
     told = {
-        (name, getattr(each, "shape", None), getattr(each, "chunks", 1), getattr(each, "wave", False))
+        (
+            name,
+            getattr(each, "shape", None),
+            getattr(each, "chunks", 1),
+            getattr(each, "wave", False),
+        )
         for each, name in ((each.strategy, each.strategy.name) for each in found)
     }
     assert told == forms
 
 
 def test_a_chain_schedule_leaves_out_several_stages_per_device():
-    found = [each.strategy for each in candidates(dataclasses.replace(REQUEST, scheduler=ZeroBubbleH1()))]
+    found = [
+        each.strategy for each in candidates(dataclasses.replace(REQUEST, scheduler=ZeroBubbleH1()))
+    ]
     assert {each.name for each in found} == set(strategy_names()) - {"given", "manual"}
     assert all(getattr(each, "chunks", 1) == 1 for each in found)
 
 
 def test_inference_runs_forwards_on_any_form():
     request = dataclasses.replace(REQUEST, scheduler=DualPipe(), mode=Mode.INFER)
-    assert list(candidates(request)) == list(candidates(dataclasses.replace(REQUEST, mode=Mode.INFER)))
+    assert list(candidates(request)) == list(
+        candidates(dataclasses.replace(REQUEST, mode=Mode.INFER))
+    )

@@ -71,17 +71,28 @@ def test_fewer_samples_than_devices(small):
 
 
 def test_constraints_are_obeyed(small):
-    found = choose(asked(small, 2, constraints=(Constraint("product0", stage=0), Constraint("product1", stage=1))))
-    names = [{found.problem.graph.nodes[node].name for node in stage.nodes} for stage in found.plan.placement.stages]
+    found = choose(
+        asked(
+            small, 2, constraints=(Constraint("product0", stage=0), Constraint("product1", stage=1))
+        )
+    )
+    names = [
+        {found.problem.graph.nodes[node].name for node in stage.nodes}
+        for stage in found.plan.placement.stages
+    ]
     first = next(index for index, each in enumerate(names) if "product0" in each)
     assert "product1" not in names[first]
 
 
 def test_state_is_shared_where_one_device_cannot_hold_it(wide):
     parameters = 2 * WIDE * WIDE * 4
-    request = asked(wide, 2, optimizer=Optimizer("adamw"), memory_limit=7 * parameters // 2, batch_size=8)
+    request = asked(
+        wide, 2, optimizer=Optimizer("adamw"), memory_limit=7 * parameters // 2, batch_size=8
+    )
     with pytest.raises(OutOfMemoryError):
-        make_plan(dataclasses.replace(request, strategy=DataParallel(), scheduler=OneForwardOneBackward()))
+        make_plan(
+            dataclasses.replace(request, strategy=DataParallel(), scheduler=OneForwardOneBackward())
+        )
     found = choose(request)
     tried = [each for each in found.plan.alternatives if each.choice.strategy == "data_parallel"]
     assert [each.choice.shard for each in tried if each.step_time_s] == [True]

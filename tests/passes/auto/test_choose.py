@@ -28,12 +28,16 @@ def model(tmp_path_factory):
 
 
 def request_of(model, **given):
-    return Request(model, **{"cluster": cluster(2), "strategy": None, "scheduler": None, "batch_size": 8, **given})
+    return Request(
+        model,
+        **{"cluster": cluster(2), "strategy": None, "scheduler": None, "batch_size": 8, **given},
+    )
 
 
 class Recorder(Observer):
     def __init__(self):
-        self.names, self.steps = [], []
+        self.names = []
+        self.steps = []
 
     def started(self, name):
         self.names.append(name)
@@ -44,7 +48,8 @@ class Recorder(Observer):
 
 @pytest.fixture(scope="module")
 def fresh(model, tmp_path_factory):
-    store, heard = Store(tmp_path_factory.mktemp("answers")), Recorder()
+    store = Store(tmp_path_factory.mktemp("answers"))
+    heard = Recorder()
     return choose(request_of(model), heard, store), store, heard
 
 
@@ -63,7 +68,9 @@ def test_a_kept_answer_is_the_one_that_was_found(fresh, model):
     assert "pase" not in heard.names, "nothing is searched"
     assert again.digest == found.digest == plan_digest(again.plan)
     assert again.request == found.request
-    summaries = [dataclasses.replace(each.plan.summary, search_time_s=()) for each in (again, found)]
+    summaries = [
+        dataclasses.replace(each.plan.summary, search_time_s=()) for each in (again, found)
+    ]
     assert summaries[0] == summaries[1]
     assert dataclasses.replace(again.plan, summary=found.plan.summary) == found.plan
     assert again.timeline == found.timeline
@@ -92,7 +99,10 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
     (tmp_path / path.name).write_text(json.dumps(document))
     monkeypatch.setattr("autopipe.passes.auto.choose._searched", lambda *_: found)
     assert choose(request_of(model), None, Store(tmp_path)) is found
-    assert json.loads((tmp_path / path.name).read_text())["step_time_s"] == found.plan.summary.step_time_s
+    assert (
+        json.loads((tmp_path / path.name).read_text())["step_time_s"]
+        == found.plan.summary.step_time_s
+    )
 
 
 def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
@@ -118,9 +128,12 @@ def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
 @pytest.mark.parametrize("cores", [1, 3])
 def test_other_processes_come_to_the_same_plan(fresh, model, monkeypatch, cores):
     monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: cores)
-    found, other = choose(request_of(model)).plan, fresh[0].plan
+    found = choose(request_of(model)).plan
+    other = fresh[0].plan
     times = {"search_time_s": ()}
-    assert dataclasses.replace(found.summary, **times) == dataclasses.replace(other.summary, **times)
+    assert dataclasses.replace(found.summary, **times) == dataclasses.replace(
+        other.summary, **times
+    )
     assert dataclasses.replace(found, summary=other.summary) == other
 
 
@@ -146,9 +159,12 @@ def test_time_ends_the_search_with_the_best_so_far(model):
 def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
     monkeypatch.setattr(budget, "_MOST_SIZE", {"pase": 1, "tepdist": 1})
     found = choose(request_of(model))
-    refused = {each.choice.strategy: each.refused for each in found.plan.alternatives if each.refused}
-    assert (
-        refused["pase"] == "left out: pase would search long for 10 operators on 2 devices; name it to have it searched"
+    refused = {
+        each.choice.strategy: each.refused for each in found.plan.alternatives if each.refused
+    }
+    assert refused["pase"] == (
+        "left out: pase would search long for 10 operators on 2 devices; name it to have it "
+        "searched"
     )
 
 
@@ -156,10 +172,16 @@ def test_large_placements_are_simulated_only_where_they_can_win(model, monkeypat
     monkeypatch.setattr(budget, "_MOST_TASKS", 0)
     found = choose(request_of(model))
     assert found.digest == fresh[0].digest
-    left = [each for each in found.plan.alternatives if (each.refused or "").startswith("left out: no schedule")]
+    left = [
+        each
+        for each in found.plan.alternatives
+        if (each.refused or "").startswith("left out: no schedule")
+    ]
     assert left
     assert all(each.lower_bound_s >= found.plan.summary.step_time_s * (1 - 1e-9) for each in left)
-    assert all(math.isfinite(each.lower_bound_s) for each in left), "one placement of several has one bound"
+    assert all(math.isfinite(each.lower_bound_s) for each in left), (
+        "one placement of several has one bound"
+    )
 
 
 class Failing(Recorder):
@@ -175,14 +197,17 @@ class Failing(Recorder):
 
 @pytest.mark.parametrize("pieces", ["a strategy", "a scheduler"])
 def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monkeypatch, pieces):
-    """The plan is that of the others; it is searched again, where the mistake may have been mended."""
+    """The plan is that of the others; it is searched again, where the mistake may have been
+    mended.
+    """
 
     def fail(*_):
         raise ZeroDivisionError("no such luck")
 
     monkeypatch.setattr(*((Piper, "run") if pieces == "a strategy" else (GPipe, "run")), fail)
     monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: 1)
-    store, heard = Store(tmp_path), Failing()
+    store = Store(tmp_path)
+    heard = Failing()
     found = choose(request_of(model), heard, store)
     told = {str(error).partition(",")[0] for error in heard.failures}
     name = "piper" if pieces == "a strategy" else "gpipe"
@@ -199,14 +224,19 @@ def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monke
 
 
 def test_a_mistake_of_ours_is_told_by_other_processes_too():
-    told = refused_of(JsonRecord(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper"))
+    told = refused_of(
+        JsonRecord(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper")
+    )
     assert type(told) is InternalError
     assert (told.message, told.hint, told.where) == ("internal error: x", "rerun", "pass piper")
 
 
 def test_a_named_schedule_is_refused_for_its_own_reason(model):
-    # Two micro-batches are too few for DualPipe on two devices; no strategy that places one pipeline is tried.
+    # Two micro-batches are too few for DualPipe on two devices; no strategy that places one
+    # pipeline is tried.
     heard = Recorder()
-    with pytest.raises(InfeasibleError, match="runs an even number of micro-batches, 4 or more, but there are 2"):
+    with pytest.raises(
+        InfeasibleError, match="runs an even number of micro-batches, 4 or more, but there are 2"
+    ):
         choose(request_of(model, scheduler=DualPipe(), micro_batches=2), heard)
     assert not {"data_parallel", "pipedream", "tepdist"} & set(heard.names)

@@ -22,7 +22,8 @@ def first(devices, gigabytes, batch, **given):
 def test_stages_are_as_few_as_memory_allows():
     node = cluster(64).devices_per_node
     assert first(64, 1, 256) == Candidate(Grid(1, 64 // node, node), 16, "auto")
-    # 30 GB thrice and once more for momentum are 120 GB: in 8 GiB parts 14 of them, on nodes of `node` devices.
+    # 30 GB thrice and once more for momentum are 120 GB: in 8 GiB parts 14 of them, on nodes of
+    # `node` devices.
     stages = {4: 4, 8: 2, 16: 1}[node]
     found = first(64, 30, 256, optimizer=Optimizer(momentum=0.9))
     assert found is not None

@@ -1,4 +1,6 @@
-"""Documents that outlive a run: read as written, forgotten when not used, and no trouble when they are damaged."""
+"""Documents that outlive a run: read as written, forgotten when not used, and no trouble when they
+are damaged.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_what_is_written_is_read(tmp_path):
     assert store.read("a", "autopipe.other/1") is None, "another format"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 3}', '{"format": "autopipe.test/0"}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 3}', '{"format": "autopipe.test/0"}', "\x00\xff"]
+)
 def test_a_damaged_document_is_none(tmp_path, text):
     store = Store(tmp_path)
     store.write("a", document(1))
@@ -75,7 +79,9 @@ def test_runs_share_a_folder(tmp_path):
         each.join()
     assert len(seen) == 120
     assert set(seen) <= {None, 0, 1, 2, 3}
-    assert not [path for path in tmp_path.iterdir() if path.suffix != ".json"], "nothing half-written stays"
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".json"], (
+        "nothing half-written stays"
+    )
 
 
 def test_where_documents_are_kept(monkeypatch, tmp_path):

@@ -34,12 +34,16 @@ class Named:
         return self.wanted
 
 
-GIVEN, CHOOSING, FEW = Named("given counts"), Named("choosing", Division.OWN), Named("few", Division.FEW)
+GIVEN = Named("given counts")
+CHOOSING = Named("choosing", Division.OWN)
+FEW = Named("few", Division.FEW)
 
 
 @dataclass
 class Made:
-    """A search that answers by a function: (micro-batches, bound, step) of a candidate, None where it is refused."""
+    """A search that answers by a function: (micro-batches, bound, step) of a candidate, None where
+    it is refused.
+    """
 
     answer: object
     request: Request
@@ -66,7 +70,9 @@ class Made:
             return CandidateTrial(candidate, refused=OutOfMemoryError("too large"))
         count, bound, step = answer
         placed = SimpleNamespace(problem=SimpleNamespace(micro_batches=count), placement=object())
-        run = ScheduleOutcome(SimpleNamespace(name="kfkb"), SimpleNamespace(timeline=SimpleNamespace(end=step)))
+        run = ScheduleOutcome(
+            SimpleNamespace(name="kfkb"), SimpleNamespace(timeline=SimpleNamespace(end=step))
+        )
         return CandidateTrial(candidate, placed, bound, runs=[run])
 
 
@@ -75,7 +81,9 @@ def try_variations(monkeypatch):
     def tried(answer, *strategies, short=False, copies=False, train=True, **asked):
         monkeypatch.setattr(varied, "_has_copies", lambda each: copies)
         search = Made(answer, Request(Path("m.onnx"), cluster(4), None, None, **asked))
-        search.try_all(each if isinstance(each, Candidate) else Candidate(each) for each in strategies)
+        search.try_all(
+            each if isinstance(each, Candidate) else Candidate(each) for each in strategies
+        )
         problem = SimpleNamespace(
             graph=None,
             train=train,
@@ -104,7 +112,9 @@ def by_count(least):
     return answer
 
 
-@pytest.mark.parametrize(("least", "counts"), [(4, [32, 8, 4, 2]), (64, [32, 64, 8]), (16, [32, 8])])
+@pytest.mark.parametrize(
+    ("least", "counts"), [(4, [32, 8, 4, 2]), (64, [32, 64, 8]), (16, [32, 8])]
+)
 def test_counts_go_on_as_long_as_bounds_fall(try_variations, least, counts):
     found = try_variations(by_count(least), GIVEN)
     assert [each.micro_batches for each in found] == counts
@@ -129,7 +139,11 @@ def test_counts_grow_until_memory_takes_them(try_variations):
 
 def test_what_cannot_come_near_the_best_plan_is_left_alone(try_variations):
     def answer(candidate):
-        return (16, 1.0, 1.0) if candidate.strategy == CHOOSING else (candidate.micro_batches or 16, 2.0, 3.0)
+        return (
+            (16, 1.0, 1.0)
+            if candidate.strategy == CHOOSING
+            else (candidate.micro_batches or 16, 2.0, 3.0)
+        )
 
     assert try_variations(answer, GIVEN, CHOOSING) == []
 
@@ -164,10 +178,13 @@ def test_recomputation_is_not_tried_where_it_was_weighed_or_changes_nothing(try_
 
 
 def test_what_will_be_asked_for_is_known_before():
-    tepdist, other = Candidate(Named("tepdist"), recompute="auto"), Candidate(CHOOSING)
+    tepdist = Candidate(Named("tepdist"), recompute="auto")
+    other = Candidate(CHOOSING)
     request = Request(Path("m.onnx"), cluster(4), None, None)
     problem = SimpleNamespace(train=True, cluster=request.cluster)
-    assert list(varied.foreseeable([tepdist, other], problem, request)) == [replace(tepdist, shard=True)]
+    assert list(varied.foreseeable([tepdist, other], problem, request)) == [
+        replace(tepdist, shard=True)
+    ]
     assert list(varied.foreseeable([tepdist], problem, replace(request, shard_open=False))) == []
 
 
@@ -190,7 +207,10 @@ def test_schedules_that_memory_refuses_lead_to_recomputation_too(try_variations,
 def _without_schedules(self, candidate):
     placed = SimpleNamespace(problem=SimpleNamespace(micro_batches=4), placement=object())
     return CandidateTrial(
-        candidate, placed, 1.0, runs=[ScheduleOutcome(SimpleNamespace(name="1f1b"), refused=OutOfMemoryError("full"))]
+        candidate,
+        placed,
+        1.0,
+        runs=[ScheduleOutcome(SimpleNamespace(name="1f1b"), refused=OutOfMemoryError("full"))],
     )
 
 

@@ -31,19 +31,27 @@ class Builder:
         self.shapes[name] = shape
         return name
 
-    def node(self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...], **attributes: Any) -> str:
+    def node(
+        self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...], **attributes: Any
+    ) -> str:
         name = f"{op.lower()}{len(self.nodes)}"
-        self.nodes.append(Node(name, op, inputs, (f"{name}_out",), tuple(sorted(attributes.items()))))
+        self.nodes.append(
+            Node(name, op, inputs, (f"{name}_out",), tuple(sorted(attributes.items())))
+        )
         self.values.append(Value(f"{name}_out", F32, shape))
         self.shapes[f"{name}_out"] = shape
         return f"{name}_out"
 
     def linear(self, data: str, width: int, trainable: bool = True) -> str:
-        weight = self.parameter(f"w{len(self.parameters)}", (self.shapes[data][-1], width), trainable)
+        weight = self.parameter(
+            f"w{len(self.parameters)}", (self.shapes[data][-1], width), trainable
+        )
         return self.matmul(data, weight)
 
     def matmul(self, data: str, weight: str) -> str:
-        return self.node("MatMul", (data, weight), (*self.shapes[data][:-1], self.shapes[weight][-1]))
+        return self.node(
+            "MatMul", (data, weight), (*self.shapes[data][:-1], self.shapes[weight][-1])
+        )
 
     def relu(self, data: str) -> str:
         return self.node("Relu", (data,), self.shapes[data])
@@ -52,7 +60,9 @@ class Builder:
         return self.node("Add", (left, right), self.shapes[left])
 
     def finish(self, *outputs: str) -> Graph:
-        parameters, nodes, values = tuple(self.parameters), tuple(self.nodes), tuple(self.values)
+        parameters = tuple(self.parameters)
+        nodes = tuple(self.nodes)
+        values = tuple(self.values)
         graph = Graph("test", 20, self.inputs, parameters, (), nodes, outputs, values, (("x", 0),))
         graph.verify()
         return graph
@@ -68,29 +78,48 @@ def perceptron(widths: list[int], batch: int = 8) -> Graph:
 
 
 HOST_LAUNCHES = (0.0, 3e-7, 2e-6, 1e-5)
-"""Seconds of a host for an operator: free; less than a launch of `device`; about as long; much longer."""
+"""Seconds of a host for an operator: free; less than a launch of `device`; about as long; much
+longer.
+"""
 
 
 def device(
-    memory: int = 10**9, flops: float = 1e12, bandwidth: float = 1e11, latency: float = 1e-6, host_launch: float = 0.0
+    memory: int = 10**9,
+    flops: float = 1e12,
+    bandwidth: float = 1e11,
+    latency: float = 1e-6,
+    host_launch: float = 0.0,
 ) -> Device:
     efficiency = tuple((field.name, 0.5) for field in fields(Efficiencies))
-    return Device("toy", memory, (("fp32", flops),), bandwidth, latency, efficiency, host_launch_s=host_launch)
+    return Device(
+        "toy", memory, (("fp32", flops),), bandwidth, latency, efficiency, host_launch_s=host_launch
+    )
 
 
-def cluster(count: int, per_node: int | None = None, memory: int = 10**9, **figures: float) -> Cluster:
-    """`count` devices; 1e10 bytes/s and 1e-6 s within a node, 1e9 bytes/s and 1e-5 s between nodes."""
+def cluster(
+    count: int, per_node: int | None = None, memory: int = 10**9, **figures: float
+) -> Cluster:
+    """`count` devices; 1e10 bytes/s and 1e-6 s within a node, 1e9 bytes/s and 1e-5 s between
+    nodes.
+    """
     inside = per_node or count
-    levels = (Level("node", inside, Link(1e-6, 1e10)), Level("cluster", -(-count // inside), Link(1e-5, 1e9)))
+    levels = (
+        Level("node", inside, Link(1e-6, 1e10)),
+        Level("cluster", -(-count // inside), Link(1e-5, 1e9)),
+    )
     return Cluster("toy", (device(memory, **figures),) * count, levels)
 
 
 def hosted(devices: Cluster, launch_s: float) -> Cluster:
     """Return the cluster with hosts that take `launch_s` seconds per operator."""
-    return replace(devices, devices=tuple(replace(each, host_launch_s=launch_s) for each in devices.devices))
+    return replace(
+        devices, devices=tuple(replace(each, host_launch_s=launch_s) for each in devices.devices)
+    )
 
 
-def problem(graph: Graph, devices: Cluster, micro_batches: int = 4, mode: Mode = Mode.TRAIN, **more: Any) -> Problem:
+def problem(
+    graph: Graph, devices: Cluster, micro_batches: int = 4, mode: Mode = Mode.TRAIN, **more: Any
+) -> Problem:
     """One whose batch is `micro_batches` times the graph's own."""
     size = graph.inputs[0].shape[0] * micro_batches
     work = annotate(graph, more.get("precision", "fp32"))
@@ -98,7 +127,9 @@ def problem(graph: Graph, devices: Cluster, micro_batches: int = 4, mode: Mode =
 
 
 def edge_bytes(given: Problem, placement: Placement) -> dict[tuple[int, int], int]:
-    """Bytes of whole values that one forward sends from one stage to another; backward returns as many."""
+    """Bytes of whole values that one forward sends from one stage to another; backward returns as
+    many.
+    """
     found: Counter[tuple[int, int]] = Counter()
     for name, source, target in crossing_values(given.graph, placement):
         found[source, target] += given.graph.type_of(name).bytes

@@ -18,11 +18,16 @@ def kind(speed: float, memory: int = 10**9, name: str | None = None) -> Device:
 
 
 def mixed_cluster(parts: Sequence[tuple[int, Device]], per_node: int | None = None) -> Cluster:
-    """So many devices of each kind, a group of nodes each; links within a node and outside as `cluster` has them."""
+    """So many devices of each kind, a group of nodes each; links within a node and outside as
+    `cluster` has them.
+    """
     groups = []
     for index, (count, _) in enumerate(parts):
         inside = min(count, per_node or count)
-        levels = (Level("node", inside, Link(1e-6, 1e10)), Level("rack", -(-count // inside), OUTER))
+        levels = (
+            Level("node", inside, Link(1e-6, 1e10)),
+            Level("rack", -(-count // inside), OUTER),
+        )
         groups.append(Group(f"g{index}", count, levels))
     devices = tuple(each for count, own in parts for each in (own,) * count)
     return Cluster("mixed", devices, (Level("site", len(groups), OUTER),), tuple(groups))

@@ -8,7 +8,8 @@ from autopipe.passes.cost import communication
 from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
 from tests.passes.cost.graphs import cluster
 
-FAST, SLOW = 1e10, 1e9
+FAST = 1e10
+SLOW = 1e9
 COLLECTIVES = (all_reduce, all_gather, reduce_scatter)
 
 
@@ -35,7 +36,9 @@ def test_a_group_over_nodes_reduces_inside_them_first() -> None:
 
 def test_a_lopsided_group_goes_by_its_slowest_link() -> None:
     toy = cluster(8, 4)
-    assert all_reduce(toy, (0, 1, 2, 4)).seconds(1e9) == pytest.approx(2 * 3 / 4 * 1e9 / SLOW, rel=1e-3)
+    assert all_reduce(toy, (0, 1, 2, 4)).seconds(1e9) == pytest.approx(
+        2 * 3 / 4 * 1e9 / SLOW, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -45,7 +48,12 @@ def test_one_device_and_no_bytes_are_free(collective: type[communication.Cost]) 
     assert collective(toy, (3, 4)).seconds(0) == 0
 
 
-@given(st.sampled_from(COLLECTIVES), st.sets(st.integers(0, 15), min_size=2), st.floats(1, 1e9), st.floats(1.01, 10))
+@given(
+    st.sampled_from(COLLECTIVES),
+    st.sets(st.integers(0, 15), min_size=2),
+    st.floats(1, 1e9),
+    st.floats(1.01, 10),
+)
 def test_collectives_never_beat_the_bytes_that_must_move(collective, group, size, more) -> None:  # type: ignore[no-untyped-def]
     toy = cluster(16, 4)
     count = len(group)

@@ -42,14 +42,23 @@ def test_equal_stages_cost_the_same(
     own = problem(graph, cluster(degrees.pipeline * degrees.width), optimizer=Optimizer("adamw"))
     own = replace(own, mode=own.mode if train else type(own.mode).INFER)
     placement = place(resized(own, 8), degrees, chunks, wave=False)
-    stages = tuple(replace(each, recompute=recompute and place % 2 == 0) for place, each in enumerate(placement.stages))
+    stages = tuple(
+        replace(each, recompute=recompute and place % 2 == 0)
+        for place, each in enumerate(placement.stages)
+    )
     assert stage_costs(own, Placement(stages)) == each_for_itself(own, Placement(stages))
 
 
 @pytest.mark.parametrize("name", ["gpt", "mt5", "llama", "moe"])
 def test_layers_of_models_cost_the_same(name: str) -> None:
     graph, loss = small_graph(name, 4)
-    own = replace(problem(perceptron([8, 8]), cluster(4)), graph=graph, work=annotate(graph), loss=loss, batch_size=16)
+    own = replace(
+        problem(perceptron([8, 8]), cluster(4)),
+        graph=graph,
+        work=annotate(graph),
+        loss=loss,
+        batch_size=16,
+    )
     placement = place(resized(own, 4), Degrees(2, 1, 2), 2, wave=False)
     assert stage_costs(own, placement) == each_for_itself(own, placement)
 
@@ -57,6 +66,10 @@ def test_layers_of_models_cost_the_same(name: str) -> None:
 def test_layers_are_costed_once() -> None:
     own = problem(perceptron([16] * 9), cluster(8))
     placement = place(resized(own, 8), Degrees(8, 1, 1), 1, wave=False)
-    with mock.patch("autopipe.passes.cost.stages.exchange_seconds", return_value=(0.0, 0.0)) as asked:
+    with mock.patch(
+        "autopipe.passes.cost.stages.exchange_seconds", return_value=(0.0, 0.0)
+    ) as asked:
         stage_costs(own, placement)
-    assert asked.call_count == 3, "the first, which receives nothing, the last, which sends nothing, and all between"
+    assert asked.call_count == 3, (
+        "the first, which receives nothing, the last, which sends nothing, and all between"
+    )

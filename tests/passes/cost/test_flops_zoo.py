@@ -1,4 +1,6 @@
-"""Operations of the zoo's models, forward and backward, against what torch counts while the emitted code runs."""
+"""Operations of the zoo's models, forward and backward, against what torch counts while the emitted
+code runs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ KERNELS = {
 
 
 TOLERANCES = {
-    # The CPU's kernel for attention with a trained bias keeps the scores; others, and the row, compute them again.
+    # The CPU's kernel for attention with a trained bias keeps the scores; others, and the row,
+    # compute them again.
     "mt5": 0.01,
     # The first step's state is zero and gets no gradient.
     "rnnlm": 0.02,
@@ -48,7 +51,9 @@ TOLERANCES = {
 
 
 def sums(use: OpInstance) -> bool:
-    """Whether torch counts a use: a product that adds up nothing runs as a multiplication, which it does not count."""
+    """Whether torch counts a use: a product that adds up nothing runs as a multiplication, which it
+    does not count.
+    """
     plain = any(axis.kind is AxisKind.SUM for axis in use.space.axes)
     return use.row.kind in PRODUCT_KINDS and (plain or use.row.name != "Einsum")
 
@@ -71,11 +76,18 @@ def counted(graph: Graph) -> tuple[int, int]:
     inputs = []
     for entry in input_ranges(graph):
         dtype = getattr(torch, entry.value.dtype.value)
-        number = torch.rand(entry.value.shape) if entry.below is None else torch.rand(entry.value.shape) * entry.below
+        number = (
+            torch.rand(entry.value.shape)
+            if entry.below is None
+            else torch.rand(entry.value.shape) * entry.below
+        )
         inputs.append(number.to(dtype))
     held = SimpleNamespace(
         device=torch.device("cpu"),
-        **{f"w{index}": parameter(each.value, each.trainable) for index, each in enumerate(graph.parameters)},
+        **{
+            f"w{index}": parameter(each.value, each.trainable)
+            for index, each in enumerate(graph.parameters)
+        },
         **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
     )
     forward = forward_of(emit_forward(stage_of(graph)).text)
@@ -94,4 +106,6 @@ def test_totals_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
     forward, backward = counted(graph)
     assert forward > 0
     assert sum(each.forward_flops for each in work) == forward
-    assert sum(each.backward_flops for each in work) == pytest.approx(backward, rel=TOLERANCES.get(name, 0.0))
+    assert sum(each.backward_flops for each in work) == pytest.approx(
+        backward, rel=TOLERANCES.get(name, 0.0)
+    )

@@ -18,13 +18,15 @@ BYTES = 8 * 16 * 8.0
 
 def test_a_chain_is_one_pass_over_memory() -> None:
     builder = Builder()
-    x, y = builder.parameter(SHAPE), builder.input(SHAPE)
+    x = builder.parameter(SHAPE)
+    y = builder.input(SHAPE)
     graph = builder.graph(builder.node("Mul", builder.node("Sigmoid", builder.node("Tanh", x)), y))
     assert fused_groups(graph) == ((0, 1, 2),)
     apart = annotate(graph)
     together = fused(graph, "fp32", apart)
     assert sum(each.forward_bytes for each in apart) == 7 * BYTES
-    # Reads x and y, writes the result; backward reads x, y and the result's gradient, and writes that of x.
+    # Reads x and y, writes the result; backward reads x, y and the result's gradient, and writes
+    # that of x.
     assert sum(each.forward_bytes for each in together) == pytest.approx(3 * BYTES)
     assert sum(each.backward_bytes for each in together) == pytest.approx(4 * BYTES)
     toy = device(bandwidth=1e30, flops=1e30, latency=1e-6)
@@ -37,11 +39,13 @@ def test_a_chain_is_one_pass_over_memory() -> None:
 def test_what_others_read_is_written() -> None:
     builder = Builder()
     inner = builder.node("Tanh", builder.input(SHAPE))
-    graph = builder.graph(builder.node("MatMul", inner, builder.parameter((16, 4))), builder.node("Neg", inner))
-    assert fused_groups(graph) == ((0, 2),)
-    assert sum(fused(graph, "fp32", annotate(graph))[index].forward_bytes for index in (0, 2)) == pytest.approx(
-        3 * BYTES
+    graph = builder.graph(
+        builder.node("MatMul", inner, builder.parameter((16, 4))), builder.node("Neg", inner)
     )
+    assert fused_groups(graph) == ((0, 2),)
+    assert sum(
+        fused(graph, "fp32", annotate(graph))[index].forward_bytes for index in (0, 2)
+    ) == pytest.approx(3 * BYTES)
 
 
 def around_a_product(builder: Builder, x: str) -> str:

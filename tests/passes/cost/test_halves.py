@@ -14,29 +14,44 @@ from tests.passes.cost.test_stages import cut, tied
 
 
 def test_halves_of_a_product() -> None:
-    """Of the first product all of its backward waits, since nothing flows to the data; of the second a half."""
+    """Of the first product all of its backward waits, since nothing flows to the data; of the
+    second a half.
+    """
     graph = perceptron([16, 32, 4])
     given = problem(graph, cluster(1))
     (cost,) = stage_costs(given, cut(graph, [0], [(0,)]))
     _, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
     added = 3 / 4 * accumulate_seconds(given.cluster.devices[0], cost.gradient_bytes)
     assert cost.weight_gradient_s == pytest.approx(backward[0] + backward[2] / 2 + added)
-    assert cost.weight_kept_bytes == 4 * 8 * (32 + 32 + 4), "an operand that is no data, two results' gradients"
+    assert cost.weight_kept_bytes == 4 * 8 * (32 + 32 + 4), (
+        "an operand that is no data, two results' gradients"
+    )
 
 
 def test_halves_make_up_the_backward() -> None:
     graph = perceptron([16, 32, 32, 4])
     (stage,) = predict(problem(graph, cluster(1)), cut(graph, [0], [(0,)])).stages
     assert 0 < stage.weight_gradient_s < stage.backward_s
-    assert stage.input_gradient_s + stage.weight_gradient_s == pytest.approx(stage.backward_s, rel=1e-12)
-    (inferring,) = predict(problem(graph, cluster(1), mode=Mode.INFER), cut(graph, [0], [(0,)])).stages
-    assert inferring.weight_gradient_s == inferring.input_gradient_s == inferring.weight_kept_bytes == 0
+    assert stage.input_gradient_s + stage.weight_gradient_s == pytest.approx(
+        stage.backward_s, rel=1e-12
+    )
+    (inferring,) = predict(
+        problem(graph, cluster(1), mode=Mode.INFER), cut(graph, [0], [(0,)])
+    ).stages
+    assert (
+        inferring.weight_gradient_s
+        == inferring.input_gradient_s
+        == inferring.weight_kept_bytes
+        == 0
+    )
 
 
 def test_recomputation_belongs_to_the_first_half() -> None:
     graph = perceptron([16, 32, 32, 4])
     given = problem(graph, cluster(1))
-    plain, again = (stage_costs(given, cut(graph, [0], [(0,)], recompute))[0] for recompute in (False, True))
+    plain, again = (
+        stage_costs(given, cut(graph, [0], [(0,)], recompute))[0] for recompute in (False, True)
+    )
     assert plain.weight_gradient_s == again.weight_gradient_s
     assert plain.weight_kept_bytes == again.weight_kept_bytes
     assert again.backward_s > plain.backward_s

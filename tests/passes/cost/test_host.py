@@ -1,4 +1,6 @@
-"""The host's time: operators are counted as programs have them, and a task takes the longer of device and host."""
+"""The host's time: operators are counted as programs have them, and a task takes the longer of
+device and host.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,16 @@ LAUNCH_S = 1e-3
 def one_stage(costed: Problem, recompute: bool = False) -> StageCost:
     """Return the cost of all nodes as one stage on the first device."""
     nodes = tuple(range(len(costed.graph.nodes)))
-    (cost,) = stage_costs(costed, Placement((Stage(nodes, (0,), costed.micro_batch_size, recompute=recompute),)))
+    (cost,) = stage_costs(
+        costed, Placement((Stage(nodes, (0,), costed.micro_batch_size, recompute=recompute),))
+    )
     return cost
 
 
 def biased() -> Graph:
-    """Return x · w + b as rows of another shape: a product, the addition of its bias, and a view."""
+    """Return x · w + b as rows of another shape: a product, the addition of its bias, and a
+    view.
+    """
     builder = Builder(8, 16)
     product = builder.linear("x", 4)
     added = builder.add(product, builder.parameter("bias", (4,)))
@@ -78,7 +84,8 @@ def test_a_stage_takes_the_hosts_time_where_it_is_longer() -> None:
 
 def test_a_stage_takes_the_devices_time_where_that_is_longer() -> None:
     graph = perceptron([16, 32, 4])
-    without, fast = one_stage(problem(graph, cluster(1))), one_stage(problem(graph, cluster(1, host_launch=1e-12)))
+    without = one_stage(problem(graph, cluster(1)))
+    fast = one_stage(problem(graph, cluster(1, host_launch=1e-12)))
     assert not fast.host_bound and not without.host_bound
     assert without.on_host is None
     for phase in Phase:
@@ -88,8 +95,9 @@ def test_a_stage_takes_the_devices_time_where_that_is_longer() -> None:
 
 
 def test_halves_of_a_backward_share_its_operators() -> None:
-    """Of a product's two operators in backward one computes the weight's gradient, of the first product's both: its
-    other factor is the model's input."""
+    """Of a product's two operators in backward one computes the weight's gradient, of the first
+    product's both: its other factor is the model's input.
+    """
     bound = one_stage(problem(perceptron([16, 32, 4]), cluster(1, host_launch=LAUNCH_S)))
     assert bound.weight_gradient_s == pytest.approx(3 * LAUNCH_S)
     assert bound.input_gradient_s == pytest.approx(5 * LAUNCH_S)
@@ -100,14 +108,17 @@ def test_a_split_node_costs_each_host_a_whole_operator() -> None:
     shared_problem = problem(graph, cluster(4, host_launch=LAUNCH_S))
     nodes = tuple(range(len(graph.nodes)))
     (shared,) = stage_costs(
-        shared_problem, Placement((Stage(nodes, (0, 1, 2, 3), 8, sample_axes(graph).splits(nodes, 4)),))
+        shared_problem,
+        Placement((Stage(nodes, (0, 1, 2, 3), 8, sample_axes(graph).splits(nodes, 4)),)),
     )
     assert shared.forward_s == pytest.approx(4 * LAUNCH_S)
 
 
 @given(plans())
 def test_no_bound_exceeds_the_cost(plan: tuple[Problem, Placement, str]) -> None:
-    """What searches count by nodes, of the device alone, is never more than the finished stage takes."""
+    """What searches count by nodes, of the device alone, is never more than the finished stage
+    takes.
+    """
     drawn, placement, _ = plan
     for stage, cost in zip(placement.stages, stage_costs(drawn, placement), strict=True):
         parts = len(stage.devices)

@@ -1,4 +1,6 @@
-"""Table 2 of GraphPipe: its rows cover everything and agree, and their figures are what pipelines need."""
+"""Table 2 of GraphPipe: its rows cover everything and agree, and their figures are what pipelines
+need.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROWS = (
     (lambda m, b, c, x, y: b <= x < c <= y, lambda m, b, c, x, y: c),
     (lambda m, b, c, x, y: c <= y < b <= x, lambda m, b, c, x, y: x - y + b),
 )
-"""Condition and figure, beside the successor's, of each row; b, c are sizes, m the larger, x, y those times k."""
+"""Condition and figure, beside the successor's, of each row; b, c are sizes, m the larger, x, y
+those times k.
+"""
 
 
 def test_the_rows_cover_everything_and_agree_where_they_overlap():
@@ -46,8 +50,11 @@ def test_the_most_that_a_successor_asks():
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 6))
 def test_one_forward_one_backward_asks_least(power, next_k, next_power, rounds):
     # Appendix A.1 takes the k of which the figure is least: that is always 1.
-    size, next_size = 2**power, 2**next_power
-    figures = [table_2(k, size, next_k, next_size, rounds * next_k * next_size) for k in range(1, 17)]
+    size = 2**power
+    next_size = 2**next_power
+    figures = [
+        table_2(k, size, next_k, next_size, rounds * next_k * next_size) for k in range(1, 17)
+    ]
     assert min(figures) == figures[0]
 
 
@@ -58,4 +65,7 @@ def test_the_table_is_rounded_only_to_whole_micro_batches(sizes):
         for rounds in range(1, 5):
             before = rounds * next_k * next_size
             exact = table_2(k, size, next_k, next_size, before)
-            assert in_flight_samples(k, size, next_k, next_size, before) == math.ceil(exact / size) * size
+            assert (
+                in_flight_samples(k, size, next_k, next_size, before)
+                == math.ceil(exact / size) * size
+            )

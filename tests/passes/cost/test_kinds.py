@@ -28,7 +28,8 @@ from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
 
-FAST, SLOW = kind(4.0), kind(1.0, memory=10**8)
+FAST = kind(4.0)
+SLOW = kind(1.0, memory=10**8)
 
 
 @settings(deadline=None, max_examples=30)
@@ -42,7 +43,9 @@ def test_a_stage_costs_what_it_costs_where_all_devices_are_the_slowest_of_its_gr
     widths: list[int], devices: list[int], width: int, optimizer: Optimizer
 ) -> None:
     graph = perceptron(widths, batch=12)
-    both = problem(graph, replace(mixed_cluster([(2, FAST), (2, SLOW)]), straddle=True), optimizer=optimizer)
+    both = problem(
+        graph, replace(mixed_cluster([(2, FAST), (2, SLOW)]), straddle=True), optimizer=optimizer
+    )
     samples = sample_axes(graph)
     group = tuple(devices[:width])
     nodes = tuple(range(len(graph.nodes)))
@@ -59,7 +62,9 @@ def test_memory_is_that_of_the_device() -> None:
     both = problem(graph, mixed_cluster([(1, FAST), (1, kind(1.0, memory=20 * 10**6))]))
     first = Placement((Stage(tuple(range(4)), (0,), 8),))
     assert fitted(both, first) == first
-    with pytest.raises(InfeasibleError, match=r"stage 0 of 1 needs .* on device 1, .* over the limit of 19.07 MiB"):
+    with pytest.raises(
+        InfeasibleError, match=r"stage 0 of 1 needs .* on device 1, .* over the limit of 19.07 MiB"
+    ):
         fitted(both, Placement((Stage(tuple(range(4)), (1,), 8),)))
 
 
@@ -75,9 +80,14 @@ def test_a_stage_straddles_kinds_only_where_it_is_asked_to() -> None:
     both = problem(perceptron([16, 16, 16]), mixed_cluster([(2, FAST), (2, SLOW)]))
     straddling = Placement((Stage(tuple(range(4)), (1, 2), 8),))
     assert may_share(both, (0, 1)) and not may_share(both, (1, 2))
-    with pytest.raises(InfeasibleError, match="stage 0 would have devices of different kinds: 1 x4 and 1 x1"):
+    with pytest.raises(
+        InfeasibleError, match="stage 0 would have devices of different kinds: 1 x4 and 1 x1"
+    ):
         check_kinds(both, straddling)
-    with pytest.raises(InfeasibleError, match="somebody would put one stage on devices of different kinds: 2 x4 and 2"):
+    with pytest.raises(
+        InfeasibleError,
+        match="somebody would put one stage on devices of different kinds: 2 x4 and 2",
+    ):
         check_one_kind(both, "somebody")
     everywhere = replace(both, constraints=(Constraint("*", devices=()),))
     check_one_kind(everywhere, "somebody")
@@ -116,7 +126,15 @@ def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
     def measured(seconds: float) -> ExchangeCost:
         return ExchangeCost("all_reduce", 2, Affine(seconds, 0.0), ())
 
-    tasks = TaskCosts(0.25, 0.5, 0.0, 0.0, TensorCosts(0.0, 0.0), TensorCosts(0.0, 0.0), (TensorCosts(0.0, 0.0),) * 3)
+    tasks = TaskCosts(
+        0.25,
+        0.5,
+        0.0,
+        0.0,
+        TensorCosts(0.0, 0.0),
+        TensorCosts(0.0, 0.0),
+        (TensorCosts(0.0, 0.0),) * 3,
+    )
     fast = replace(FAST, collectives=(measured(3.0),), post=Affine(1.0, 0.0))
     slow = replace(SLOW, collectives=(measured(7.0),), tasks=tasks)
     both = mixed_cluster([(2, fast), (2, slow)])
@@ -125,12 +143,19 @@ def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
     given_ = problem(perceptron([16, 16, 16]), both)
     plain = problem(perceptron([16, 16, 16]), mixed_cluster([(2, FAST), (2, SLOW)]))
     placement = Placement((Stage((0, 1), (0,), 8), Stage((2, 3), (2,), 8)))
-    costs, others = stage_costs(given_, placement), stage_costs(plain, placement)
-    assert [one.forward_s - two.forward_s for one, two in zip(costs, others, strict=True)] == pytest.approx([1.0, 0.25])
+    costs = stage_costs(given_, placement)
+    others = stage_costs(plain, placement)
+    assert [
+        one.forward_s - two.forward_s for one, two in zip(costs, others, strict=True)
+    ] == pytest.approx([1.0, 0.25])
 
 
 def test_messages_of_one_task_take_less_each() -> None:
     device = replace(FAST, post=Affine(3.0, 0.5), follow=Affine(1.0, 7.0))
-    assert [posting_seconds(device, count, 8.0 * count) for count in (0, 1, 3)] == [0.0, 3.0 + 4.0, 3.0 + 12.0 + 2.0]
+    assert [posting_seconds(device, count, 8.0 * count) for count in (0, 1, 3)] == [
+        0.0,
+        3.0 + 4.0,
+        3.0 + 12.0 + 2.0,
+    ]
     assert posting_seconds(replace(device, follow=None), 3, 24.0) == 3 * 3.0 + 12.0
     assert posting_seconds(FAST, 3, 24.0) == 0.0

@@ -1,4 +1,6 @@
-"""Planning with measured costs: what was measured counts, what was not is judged by it, and exchanges follow fits."""
+"""Planning with measured costs: what was measured counts, what was not is judged by it, and
+exchanges follow fits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from autopipe.ir.measured_costs import (
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_gather, all_reduce
-from autopipe.passes.cost.measured import Operations, costed_work, coverage, measured_cluster, resized
+from autopipe.passes.cost.measured import (
+    Operations,
+    costed_work,
+    coverage,
+    measured_cluster,
+    resized,
+)
 from autopipe.passes.cost.roofline import annotate, node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
@@ -36,12 +44,17 @@ GRAPH = perceptron([64, 48, 20])
 
 
 def costs_of(graph: Graph, *times: float, degrees: tuple[int, ...] = (), **more: object) -> Costs:
-    """Node i takes `times[i]` seconds forward and twice that backward; a share of 1/d of it 3/4 of that."""
+    """Node i takes `times[i]` seconds forward and twice that backward; a share of 1/d of it 3/4 of
+    that.
+    """
     return Costs((DeviceCosts("toy", (), tuple(_costs(graph, times, degrees)), **more),))  # type: ignore[arg-type]
 
 
-def _costs(graph: Graph, times: tuple[float, ...], degrees: tuple[int, ...]) -> Iterator[OperationCost]:
-    operations, work = Operations(graph, "fp32"), annotate(graph)
+def _costs(
+    graph: Graph, times: tuple[float, ...], degrees: tuple[int, ...]
+) -> Iterator[OperationCost]:
+    operations = Operations(graph, "fp32")
+    work = annotate(graph)
     for index, seconds in enumerate(times):
         for splits in ((), *operations.cuts(index, degrees)):
             spent = seconds * (0.75 if splits else 1.0)
@@ -52,7 +65,10 @@ def _costs(graph: Graph, times: tuple[float, ...], degrees: tuple[int, ...]) -> 
 def measured_problem(graph: Graph, costs: Costs, devices: Cluster | None = None) -> Problem:
     machines = measured_cluster(devices or cluster(2), costs)
     return replace(
-        problem(graph, machines), work=costed_work(graph, "fp32", machines, costs), costs=costs, batch_size=32
+        problem(graph, machines),
+        work=costed_work(graph, "fp32", machines, costs),
+        costs=costs,
+        batch_size=32,
     )
 
 
@@ -101,7 +117,9 @@ def test_what_was_not_measured_is_judged_by_what_was() -> None:
 
 def test_a_file_of_inference_judges_backward() -> None:
     (own,) = costs_of(GRAPH, 1.0, 1.0, 1.0, 1.0).devices
-    forward_only = replace(own, operations=tuple(replace(each, backward=None) for each in own.operations))
+    forward_only = replace(
+        own, operations=tuple(replace(each, backward=None) for each in own.operations)
+    )
     given = measured_problem(GRAPH, Costs((forward_only,)))
     forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, 1.0)
@@ -118,7 +136,9 @@ def test_a_bias_is_a_part_of_its_product() -> None:
     assert operations.operation(0).operands == ("float32[8,16]", "float32[16,32]", "float32[32]")
     assert operations.operation(0).gradients == (1, 2)
     assert operations.operation(0, (Split("n", 2),)).operands[-1] == "float32[16]"
-    assert operations.operation(0, (Split("k", 2),)).operator == "MatMul", "partial sums have no bias"
+    assert operations.operation(0, (Split("k", 2),)).operator == "MatMul", (
+        "partial sums have no bias"
+    )
     given = measured_problem(graph, costs_of(graph, 5.0))
     forward, _ = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, [5.0, 0.0])
@@ -150,29 +170,49 @@ def test_gradients_go_into_buckets_where_several_devices_add_them_up(shard: bool
     kinds = ("reduce_scatter", "all_gather") if shard else ("all_reduce",)
     exchanges = tuple(ExchangeCost(kind, 2, Affine(100.0, 0.25), ()) for kind in kinds)
     tasks = replace(TASKS, bucket=TensorCosts(7.0, 2.0))
-    given = measured_problem(GRAPH, costs_of(GRAPH, 1.0, 1.0, 1.0, 1.0, tasks=tasks, exchanges=exchanges))
+    given = measured_problem(
+        GRAPH, costs_of(GRAPH, 1.0, 1.0, 1.0, 1.0, tasks=tasks, exchanges=exchanges)
+    )
     given = replace(given, optimizer=replace(given.optimizer, shard=shard))
-    alone, both = (stage_costs(given, Placement((Stage((0, 1, 2, 3), devices, 8),))) for devices in ((0,), (0, 1)))
+    alone, both = (
+        stage_costs(given, Placement((Stage((0, 1, 2, 3), devices, 8),)))
+        for devices in ((0,), (0, 1))
+    )
     size = 4 * (64 * 48 + 48 * 20)
     assert alone[0].gradient_s == 0.0
-    assert both[0].gradient_s == pytest.approx(7.0 * 2 + 2.0 * size + len(kinds) * (100.0 + 0.25 * size))
+    assert both[0].gradient_s == pytest.approx(
+        7.0 * 2 + 2.0 * size + len(kinds) * (100.0 + 0.25 * size)
+    )
 
 
 def test_exchanges_take_what_was_measured() -> None:
-    fits = {"send": Affine(1.0, 0.25), "all_reduce": Affine(2.0, 0.5), "reduce_scatter": Affine(5.0, 0.5)}
+    fits = {
+        "send": Affine(1.0, 0.25),
+        "all_reduce": Affine(2.0, 0.5),
+        "reduce_scatter": Affine(5.0, 0.5),
+    }
     exchanges = tuple(ExchangeCost(kind, 2, fit, ()) for kind, fit in fits.items())
     machines = measured_cluster(cluster(8, per_node=4), costs_of(GRAPH, 1.0, exchanges=exchanges))
     assert machines.link(0, 1).seconds(100) == pytest.approx(26)
     assert machines.link(0, 4) == cluster(8, per_node=4).link(0, 4), "between nodes"
     assert all_reduce(machines, (0, 1)).seconds(100) == pytest.approx(52)
     assert all_reduce(machines, (0, 1)).seconds(0) == 0
-    assert all_gather(machines, (0, 1)).seconds(100) == pytest.approx(1 + 0.25 * 50), "by the link where not measured"
+    assert all_gather(machines, (0, 1)).seconds(100) == pytest.approx(1 + 0.25 * 50), (
+        "by the link where not measured"
+    )
     assert all_reduce(machines, (0, 4)).seconds(100) < 1, "between nodes"
 
 
 def test_a_plan_follows_what_was_measured() -> None:
     """Where shares take as long as the whole, and exchanges long, replicas gain nothing."""
-    slow = costs_of(GRAPH, 1.0, 1.0, 1.0, 1.0, exchanges=(ExchangeCost("all_reduce", 2, Affine(100.0, 0.0), ()),))
+    slow = costs_of(
+        GRAPH,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        exchanges=(ExchangeCost("all_reduce", 2, Affine(100.0, 0.0), ()),),
+    )
     given = measured_problem(GRAPH, slow)
     placement = DataParallel().run(given)
     (cost,) = stage_costs(given, placement)

@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.analysis.chain import distinct_sums, incoming_sums, outgoing_sums, range_maxima, range_sums
+from autopipe.passes.analysis.chain import (
+    distinct_sums,
+    incoming_sums,
+    outgoing_sums,
+    range_maxima,
+    range_sums,
+)
 
 COUNT = 6
 RANGES = [(first, stop) for first in range(COUNT) for stop in range(first + 1, COUNT + 1)]
@@ -14,7 +20,8 @@ blocks = st.sets(st.integers(0, COUNT - 1), min_size=1).map(sorted)
 
 @given(st.lists(weights, min_size=COUNT, max_size=COUNT))
 def test_sums_and_maxima(figures: list[float]) -> None:
-    sums, maxima = range_sums(np.array(figures)), range_maxima(np.array(figures))
+    sums = range_sums(np.array(figures))
+    maxima = range_maxima(np.array(figures))
     for first, stop in RANGES:
         assert sums[first, stop] == sum(figures[first:stop])
         assert maxima[first, stop] == max(figures[first:stop])
@@ -32,7 +39,8 @@ def test_distinct_items_count_once(items: list[tuple[list[int], float]]) -> None
 @given(st.lists(st.tuples(blocks, weights)))
 def test_values_that_come_in_and_go_out(items: list[tuple[list[int], float]]) -> None:
     values = [(where[0], where[1:], weight) for where, weight in items]
-    coming, going = incoming_sums(COUNT, values), outgoing_sums(COUNT, values)
+    coming = incoming_sums(COUNT, values)
+    going = outgoing_sums(COUNT, values)
     for first, stop in RANGES:
         assert coming[first, stop] == sum(
             weight

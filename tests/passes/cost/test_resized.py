@@ -1,4 +1,6 @@
-"""The same problem on smaller micro-batches: the same nodes, and the graph and work of fewer samples."""
+"""The same problem on smaller micro-batches: the same nodes, and the graph and work of fewer
+samples.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.passes.cost.graphs import cluster, perceptron, problem
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_a_smaller_problem_is_that_of_a_graph_made_for_fewer_samples(size):
-    whole = dataclasses.replace(problem(perceptron([16] * 4), cluster(2)), micro_batch_sizes=(1, 2, 4, 8))
+    whole = dataclasses.replace(
+        problem(perceptron([16] * 4), cluster(2)), micro_batch_sizes=(1, 2, 4, 8)
+    )
     small = resized(whole, size)
     assert (small.micro_batch_size, small.micro_batches) == (size, 32 // size)
     assert small.micro_batch_sizes == tuple(each for each in (1, 2, 4, 8) if each <= size)
@@ -31,14 +35,19 @@ def test_a_smaller_problem_is_that_of_a_graph_made_for_fewer_samples(size):
 
 
 def test_only_divisors_are_sizes():
-    with pytest.raises(ConfigurationError, match="micro-batches of 3 cannot be made of the 8 samples"):
+    with pytest.raises(
+        ConfigurationError, match="micro-batches of 3 cannot be made of the 8 samples"
+    ):
         resized(problem(perceptron([16] * 4), cluster(2)), 3)
 
 
 def placed(whole, sizes):
     bounds = [round(index * len(whole.graph.nodes) / len(sizes)) for index in range(len(sizes) + 1)]
     nodes = [tuple(range(low, high)) for low, high in itertools.pairwise(bounds)]
-    stages = [Stage(own, (index,), size) for index, (own, size) in enumerate(zip(nodes, sizes, strict=True))]
+    stages = [
+        Stage(own, (index,), size)
+        for index, (own, size) in enumerate(zip(nodes, sizes, strict=True))
+    ]
     return Placement(tuple(stages))
 
 
@@ -52,7 +61,10 @@ def test_stages_take_turns_where_their_micro_batches_are_smaller():
 
 def test_stages_of_sizes_that_do_not_divide_are_refused():
     whole = problem(perceptron([16] * 4), cluster(2))
-    with pytest.raises(InfeasibleError, match="stage 1 has micro-batches of 3 samples, which do not divide those of 8"):
+    with pytest.raises(
+        InfeasibleError,
+        match="stage 1 has micro-batches of 3 samples, which do not divide those of 8",
+    ):
         StageGraph.of(whole, placed(whole, (8, 3)))
 
 
@@ -62,4 +74,6 @@ def test_a_stage_costs_what_its_own_micro_batches_cost():
     small = resized(whole, 2)
     assert mixed[0] == stage_costs(small, placed(small, (2, 2)))[0]
     assert mixed[1] == stage_costs(whole, placed(whole, (8, 8)))[1]
-    assert in_flight(whole, placed(whole, (2, 8))) == (8, 1), "twice what the next one takes at once"
+    assert in_flight(whole, placed(whole, (2, 8))) == (8, 1), (
+        "twice what the next one takes at once"
+    )

@@ -21,18 +21,25 @@ def test_time_is_the_slower_of_computing_and_moving_plus_the_launch() -> None:
     np.testing.assert_allclose(backward, [2e9 / 0.5e12 + 2e-6, 1e8 / 0.5e11 + 1e-6, 0])
 
 
-@pytest.mark.parametrize(("trained", "products"), [(True, 3), (False, 2)], ids=["trained", "frozen"])
-def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(trained: bool, products: int) -> None:
+@pytest.mark.parametrize(
+    ("trained", "products"), [(True, 3), (False, 2)], ids=["trained", "frozen"]
+)
+def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(
+    trained: bool, products: int
+) -> None:
     builder = Builder(8, 4)
     builder.inputs += (Value("labels", DType.INT64, (8,)),)
     scores = builder.linear(builder.linear("x", 4), 10, trained)
     loss = builder.node("SoftmaxCrossEntropyLoss", (scores, "labels"), ())
     apart = builder.finish(loss)
     joined = cross_entropy.with_linear_losses(apart, (loss,))
-    (_, product, taken), (_, both) = annotate(apart), annotate(joined)
+    (_, product, taken) = annotate(apart)
+    (_, both) = annotate(joined)
     assert both.forward_flops == product.forward_flops + taken.forward_flops
     assert both.backward_flops == pytest.approx(products * both.forward_flops)
-    assert both.kept_bytes == 4 * 8 * 4 + 16 * 8, "x, and for each label where it is, its weight and its logarithm"
+    assert both.kept_bytes == 4 * 8 * 4 + 16 * 8, (
+        "x, and for each label where it is, its weight and its logarithm"
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,9 @@ def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(trained: 
         ("bf16", (64, 72, 64), [1.0, 1.0]),
     ],
 )
-def test_unaligned_16_bit_products_are_slower(precision: str, widths: tuple[int, int, int], rates: list[float]) -> None:
+def test_unaligned_16_bit_products_are_slower(
+    precision: str, widths: tuple[int, int, int], rates: list[float]
+) -> None:
     """The rows of both factors and of the result have to be multiples of 8 elements."""
     builder = Builder(8, widths[0])
     graph = builder.finish(builder.linear(builder.linear("x", widths[1]), widths[2]))
@@ -53,7 +62,9 @@ def test_unaligned_16_bit_products_are_slower(precision: str, widths: tuple[int,
     toy = device(flops=1e12, bandwidth=1e15, latency=0.0)
     forward, _ = node_seconds(work, toy, precision)
     flops = [each.forward_flops for each in work]
-    np.testing.assert_allclose(forward, [count / 0.5e12 / rate for count, rate in zip(flops, rates, strict=True)])
+    np.testing.assert_allclose(
+        forward, [count / 0.5e12 / rate for count, rate in zip(flops, rates, strict=True)]
+    )
 
 
 def test_shares_divide_work_but_not_launches() -> None:

@@ -19,13 +19,21 @@ from tests.passes.cost.graphs import Builder, cluster, edge_bytes, perceptron, p
 ADAM = Optimizer("adamw")
 
 
-def cut(graph: Graph, at: list[int], groups: list[tuple[int, ...]], recompute: bool = False) -> Placement:
+def cut(
+    graph: Graph, at: list[int], groups: list[tuple[int, ...]], recompute: bool = False
+) -> Placement:
     """Stages of consecutive nodes, starting at `at`, samples shared by each one's group."""
     bounds = [*at, len(graph.nodes)]
     axes = sample_axes(graph)
     return Placement(
         tuple(
-            Stage(tuple(nodes := range(low, high)), group, 8, axes.splits(nodes, len(group)), recompute)
+            Stage(
+                tuple(nodes := range(low, high)),
+                group,
+                8,
+                axes.splits(nodes, len(group)),
+                recompute,
+            )
             for low, high, group in zip(bounds, bounds[1:], groups, strict=False)
         )
     )
@@ -45,7 +53,9 @@ def test_a_stage_takes_the_time_of_its_nodes() -> None:
     forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
     assert first.forward_s == pytest.approx(forward[:2].sum())
     added = 3 / 4 * accumulate_seconds(given.cluster.devices[0], 4 * 32 * 4)
-    assert second.backward_s == pytest.approx(backward[2:].sum() + added), "three of four micro-batches add gradients"
+    assert second.backward_s == pytest.approx(backward[2:].sum() + added), (
+        "three of four micro-batches add gradients"
+    )
     assert first.gradient_s == second.gradient_s == 0.0
 
 
@@ -53,9 +63,17 @@ def test_state_is_parameters_gradients_and_two_moments() -> None:
     graph = perceptron([16, 32, 4])
     (cost,) = stage_costs(problem(graph, cluster(1), optimizer=ADAM), cut(graph, [0], [(0,)]))
     size = 4 * (16 * 32 + 32 * 4)
-    assert (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes) == (size, size, 2 * size)
+    assert (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes) == (
+        size,
+        size,
+        2 * size,
+    )
     (inferring,) = stage_costs(problem(graph, cluster(1), mode=Mode.INFER), cut(graph, [0], [(0,)]))
-    assert (inferring.parameter_bytes, inferring.gradient_bytes, inferring.optimizer_bytes) == (size, 0, 0)
+    assert (inferring.parameter_bytes, inferring.gradient_bytes, inferring.optimizer_bytes) == (
+        size,
+        0,
+        0,
+    )
     assert inferring.kept_bytes == inferring.backward_s == 0
     assert inferring.transient_bytes == 4 * 8 * (32 + 32), "a product's result and its relu's"
 
@@ -73,14 +91,24 @@ def test_replicas_share_samples_and_sum_gradients() -> None:
 def test_the_optimizers_state_is_shared_out_over_replicas() -> None:
     """Two stages of two replicas, AdamW: a half of two moments each, and as much less to update."""
     graph = perceptron([16, 32, 4])
-    whole, shared = (problem(graph, cluster(4), optimizer=replace(ADAM, shard=shard)) for shard in (False, True))
+    whole, shared = (
+        problem(graph, cluster(4), optimizer=replace(ADAM, shard=shard)) for shard in (False, True)
+    )
     placement = cut(graph, [0, 2], [(0, 1), (2, 3)])
     for before, after, size in zip(
-        stage_costs(whole, placement), stage_costs(shared, placement), (4 * 16 * 32, 4 * 32 * 4), strict=True
+        stage_costs(whole, placement),
+        stage_costs(shared, placement),
+        (4 * 16 * 32, 4 * 32 * 4),
+        strict=True,
     ):
         assert (before.optimizer_bytes, after.optimizer_bytes) == (2 * size, size)
-        assert after.gradient_bytes == after.parameter_bytes == size, "gradients and parameters stay whole"
-        halves = reduce_scatter(shared.cluster, (0, 1)).seconds(size), all_gather(shared.cluster, (0, 1)).seconds(size)
+        assert after.gradient_bytes == after.parameter_bytes == size, (
+            "gradients and parameters stay whole"
+        )
+        halves = (
+            reduce_scatter(shared.cluster, (0, 1)).seconds(size),
+            all_gather(shared.cluster, (0, 1)).seconds(size),
+        )
         assert after.gradient_s == pytest.approx(sum(halves))
         assert after.update_s == update_seconds(shared.cluster.devices[0], size / 2, 2)
     assert static_memory(shared, placement) == (3 * 4 * 16 * 32,) * 2 + (3 * 4 * 32 * 4,) * 2
@@ -96,7 +124,9 @@ def test_shares_of_what_stages_have_in_common_and_of_parts() -> None:
     kept = 2 * 4 * 86
     assert [cost.optimizer_bytes for cost in costs] == [kept, kept], "a third of 256 numbers, twice"
     builder = Builder(8, 16)
-    line = problem(builder.finish(builder.linear("x", 32)), cluster(4), optimizer=replace(ADAM, shard=True))
+    line = problem(
+        builder.finish(builder.linear("x", 32)), cluster(4), optimizer=replace(ADAM, shard=True)
+    )
     columns = Placement((Stage((0,), (0, 1, 2, 3), 8, ((0, (Split("n", 2), Split("b", 2))),)),))
     (cost,) = stage_costs(line, columns)
     assert cost.parameter_bytes == size and cost.optimizer_bytes == size, "a half of a half, twice"
@@ -125,13 +155,20 @@ def test_two_stages_of_one_device_hold_a_tied_parameter_once() -> None:
 def test_a_second_pipeline_sums_gradients_with_the_first() -> None:
     graph = perceptron([16, 16, 16])
     given = problem(graph, cluster(2), optimizer=ADAM)
-    (one, two), (other, another) = (cut(graph, [0, 2], groups).stages for groups in ([(0,), (1,)], [(1,), (0,)]))
+    (one, two), (other, another) = (
+        cut(graph, [0, 2], groups).stages for groups in ([(0,), (1,)], [(1,), (0,)])
+    )
     placement = Placement((one, two, replace(other, pipeline=1), replace(another, pipeline=1)))
     costs = stage_costs(given, placement)
     single = stage_costs(given, cut(graph, [0, 2], [(0,), (1,)]))
     assert [cost.static_bytes for cost in costs] == [cost.static_bytes for cost in single] * 2
-    assert {cost.gradient_s for cost in costs} == {all_reduce(given.cluster, range(2)).seconds(4 * 16 * 16)}
-    assert device_memory(given, placement, costs)[0] > device_memory(given, Placement((one, two)), single)[0]
+    assert {cost.gradient_s for cost in costs} == {
+        all_reduce(given.cluster, range(2)).seconds(4 * 16 * 16)
+    }
+    assert (
+        device_memory(given, placement, costs)[0]
+        > device_memory(given, Placement((one, two)), single)[0]
+    )
 
 
 def test_recomputation_keeps_what_arrives_and_runs_forward_twice() -> None:
@@ -143,14 +180,18 @@ def test_recomputation_keeps_what_arrives_and_runs_forward_twice() -> None:
     assert again[1].kept_bytes == 4 * 8 * 32
     assert again[0].kept_bytes == 0, "the first stage's data is there anyway"
     assert again[1].backward_s == pytest.approx(plain[1].backward_s + plain[1].forward_s)
-    given_back, kept, gradients = 4 * 8 * 4, 4 * 8 * (32 + 64), 4 * 8 * (64 + 64)
+    given_back = 4 * 8 * 4
+    kept = 4 * 8 * (32 + 64)
+    gradients = 4 * 8 * (64 + 64)
     assert again[1].transient_bytes == given_back + kept + gradients, "at the first relu"
 
 
 def test_a_long_stage_keeps_what_passes_between_its_segments() -> None:
     graph = perceptron([16] * 33)
     given = problem(graph, cluster(1))
-    (plain,), (again,) = (stage_costs(given, cut(graph, [0], [(0,)], recompute=each)) for each in (False, True))
+    (plain,), (again,) = (
+        stage_costs(given, cut(graph, [0], [(0,)], recompute=each)) for each in (False, True)
+    )
     value = 4 * 8 * 16
     assert plain.kept_bytes == 32 * value, "relu's result is what the next product reads"
     assert again.kept_bytes % value == 0
@@ -192,10 +233,18 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     assert in_flight(loose, placement) == (2, 1)
     assert fitted(loose, placement) == placement
     tight = replace(loose, memory_limit=max(used) - 1)
-    assert fitted(tight, placement) == placement, "a schedule may keep fewer micro-batches than 1F1B"
-    least = max(device_memory(replace(loose, batch_size=8, micro_batches=1), placement, stage_costs(loose, placement)))
+    assert fitted(tight, placement) == placement, (
+        "a schedule may keep fewer micro-batches than 1F1B"
+    )
+    least = max(
+        device_memory(
+            replace(loose, batch_size=8, micro_batches=1), placement, stage_costs(loose, placement)
+        )
+    )
     assert fitted(replace(loose, memory_limit=least), placement) == placement
-    with pytest.raises(InfeasibleError, match=r"stage 1 of 2 needs .* on device 1, 1 byte over the limit"):
+    with pytest.raises(
+        InfeasibleError, match=r"stage 1 of 2 needs .* on device 1, 1 byte over the limit"
+    ):
         fitted(replace(loose, memory_limit=least - 1), placement)
     again = fitted(replace(tight, recompute="auto"), placement)
     assert [stage.recompute for stage in again.stages] == [True, False]

@@ -25,7 +25,9 @@ def test_a_node_is_split_along_the_axes_that_it_has() -> None:
         0: (Split("n", 4), Split("m", 2)),
         1: (Split("x0", 2),),
     }
-    assert wished(Constraint("*", split=(("n", 4),))) == {0: (Split("n", 4),)}, "the other is left open"
+    assert wished(Constraint("*", split=(("n", 4),))) == {0: (Split("n", 4),)}, (
+        "the other is left open"
+    )
 
 
 def test_whole_is_not_open() -> None:
@@ -36,7 +38,12 @@ def test_whole_is_not_open() -> None:
 
 def test_an_axis_inside_another_leaves_several_blocks() -> None:
     builder = Builder(8, 16)
-    graph = builder.finish(builder.node("Flatten", (builder.parameter("p", (8, 4, 6)),), (8, 24)), builder.relu("x"))
+    graph = builder.finish(
+        builder.node("Flatten", (builder.parameter("p", (8, 4, 6)),), (8, 24)), builder.relu("x")
+    )
     given = problem(graph, cluster(8), constraints=(Constraint("flatten0", split=(("a2", 2),)),))
-    with pytest.raises(ConfigurationError, match=r"'flatten0': .* several blocks of a tensor \(its iteration space is"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"'flatten0': .* several blocks of a tensor \(its iteration space is",
+    ):
         required_splits(resolved_constraints(given), sample_axes(graph))

@@ -33,10 +33,13 @@ def test_nothing_flows_back_through_frozen_layers() -> None:
 def test_a_value_kept_by_several_is_counted_once_at_the_first() -> None:
     builder = Builder(8, 16)
     hidden = builder.relu(builder.linear("x", 32))
-    left, right = builder.linear(hidden, 4), builder.linear(hidden, 4)
+    left = builder.linear(hidden, 4)
+    right = builder.linear(hidden, 4)
     work = annotate(builder.finish(builder.add(left, right)))
     size = 4 * 8 * 32
-    assert [each.kept_bytes for each in work] == [0, size, 0, 0, 0], "relu's result serves the products too"
+    assert [each.kept_bytes for each in work] == [0, size, 0, 0, 0], (
+        "relu's result serves the products too"
+    )
 
 
 def test_views_move_nothing_and_keep_nothing_themselves() -> None:
@@ -51,8 +54,11 @@ def test_views_move_nothing_and_keep_nothing_themselves() -> None:
 
 def test_sixteen_bits_halve_products() -> None:
     graph = perceptron([16, 32, 4], batch=8)
-    full, half = annotate(graph, "fp32"), annotate(graph, "bf16")
-    assert half[2].kept_bytes == 0, "Relu's result is kept in 16 bits already, and the weight's copy stays all step"
+    full = annotate(graph, "fp32")
+    half = annotate(graph, "bf16")
+    assert half[2].kept_bytes == 0, (
+        "Relu's result is kept in 16 bits already, and the weight's copy stays all step"
+    )
     assert half[0].kept_bytes == 2 * 8 * 16, "the data's copy"
     assert half[1].forward_bytes == full[1].forward_bytes / 2
 
@@ -67,7 +73,8 @@ def test_a_lookup_reads_rows_and_its_gradient_is_a_table() -> None:
     builder.inputs = (Value("x", DType.INT64, (8,)),)
     table = builder.parameter("table", (100, 4))
     (work,) = annotate(builder.finish(builder.node("Gather", (table, "x"), (8, 4))))
-    rows, indices = 4 * 8 * 4, 8 * 8
+    rows = 4 * 8 * 4
+    indices = 8 * 8
     assert work.forward_bytes == 2 * rows + indices
     assert work.backward_bytes == work.forward_bytes + (4 * 100 * 4 - rows)
 

@@ -22,7 +22,9 @@ from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.explain.plans import plans
 
 
-def broken_down(given: Problem, placement: Placement, schedule: str = "1f1b") -> tuple[Breakdown, float]:
+def broken_down(
+    given: Problem, placement: Placement, schedule: str = "1f1b"
+) -> tuple[Breakdown, float]:
     """The breakdown of a placement's step under a schedule, and the step."""
     prediction = predict(given, placement)
     found = scheduler_class(schedule)().run(given, placement)
@@ -35,7 +37,9 @@ def broken_down(given: Problem, placement: Placement, schedule: str = "1f1b") ->
 def test_parts_add_up_to_the_step(plan: tuple[Problem, Placement, str]) -> None:
     found, step_s = broken_down(*plan)
     assert found.step_s == pytest.approx(step_s, rel=1e-12)
-    assert sum(seconds for _, seconds in found.losses) == pytest.approx(step_s - found.ideal_s, rel=1e-9, abs=1e-15)
+    assert sum(seconds for _, seconds in found.losses) == pytest.approx(
+        step_s - found.ideal_s, rel=1e-9, abs=1e-15
+    )
     mixed = len(set(plan[0].cluster.devices)) > 1
     for name, seconds in found.losses:
         assert seconds > -1e-9 * step_s or (mixed and name == "launches"), name
@@ -63,10 +67,19 @@ def test_replicas_repeat_updates_and_sum_gradients() -> None:
     found, _ = broken_down(given, Placement((shared,)))
     size = 4 * (16 * 32 + 32 * 4)
     assert found.gradients_s == pytest.approx(all_reduce(given.cluster, range(4)).seconds(size))
-    assert found.bubble_s == found.imbalance_s == found.messages_s == found.collectives_s == found.repetition_s == 0
+    assert (
+        found.bubble_s
+        == found.imbalance_s
+        == found.messages_s
+        == found.collectives_s
+        == found.repetition_s
+        == 0
+    )
     assert found.update_s > 0
     whole, _ = broken_down(given, Placement((replace(shared, splits=()),)))
-    assert whole.repetition_s > 2 * whole.ideal_s, "four devices do the same: three of them for nothing"
+    assert whole.repetition_s > 2 * whole.ideal_s, (
+        "four devices do the same: three of them for nothing"
+    )
     assert whole.ideal_s == pytest.approx(found.ideal_s)
 
 
@@ -81,6 +94,8 @@ def test_recomputation_is_a_forward_for_each_micro_batch() -> None:
     prediction = predict(given, Placement(stages))
     forwards = sum(stage.forward_s for stage in prediction.stages)
     assert found.recomputation_s == pytest.approx(given.micro_batches * forwards / 2)
-    without, _ = broken_down(given, Placement(tuple(dataclasses.replace(each, recompute=False) for each in stages)))
+    without, _ = broken_down(
+        given, Placement(tuple(dataclasses.replace(each, recompute=False) for each in stages))
+    )
     assert without.recomputation_s == 0
     assert without.ideal_s == pytest.approx(found.ideal_s)

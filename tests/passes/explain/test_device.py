@@ -17,7 +17,9 @@ from tests.passes.explain.plans import plans
 
 @settings(max_examples=40)
 @given(plans())
-def test_what_devices_do_and_wait_for_is_all_of_the_step(plan: tuple[Problem, Placement, str]) -> None:
+def test_what_devices_do_and_wait_for_is_all_of_the_step(
+    plan: tuple[Problem, Placement, str],
+) -> None:
     given_problem, placement, schedule = plan
     prediction = predict(given_problem, placement)
     order = scheduler_class(schedule)().run(given_problem, placement)

@@ -23,12 +23,25 @@ from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.placement.given import written
 from autopipe.passes.registry import scheduler_class, strategy_class
 
-GPT = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+GPT = {
+    "layers": "2",
+    "hidden": "32",
+    "heads": "2",
+    "sequence": "16",
+    "vocabulary": "64",
+    "loss": "true",
+}
 PLANS = {
     "gpt, pipedream": ("gpt", GPT, "pipedream", "1f1b", 4),
     "gpt, data parallel": ("gpt", GPT, "data_parallel", "gpipe", 4),
     "gpt, searched": ("gpt", GPT, "tessel_shapes", "tessel", 2),
-    "mmt, graphpipe": ("mmt", {"layers": "1", "branches": "2", "loss": "true"}, "graphpipe", "kfkb", 4),
+    "mmt, graphpipe": (
+        "mmt",
+        {"layers": "1", "branches": "2", "loss": "true"},
+        "graphpipe",
+        "kfkb",
+        4,
+    ),
 }
 
 
@@ -37,8 +50,14 @@ def planned(request, tmp_path_factory) -> PlanResult:
     name, settings, strategy, schedule, devices = PLANS[request.param]
     path: Path = tmp_path_factory.mktemp("models") / f"{name}.onnx"
     build(configure(name, settings)).save(path)
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"}))
-    return make_plan(Request(path, cluster, strategy_class(strategy)(), scheduler_class(schedule)(), batch_size=16))
+    cluster = resolve_cluster(
+        load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"})
+    )
+    return make_plan(
+        Request(
+            path, cluster, strategy_class(strategy)(), scheduler_class(schedule)(), batch_size=16
+        )
+    )
 
 
 def forced(planned: PlanResult, price: Change) -> float:
@@ -46,13 +65,17 @@ def forced(planned: PlanResult, price: Change) -> float:
     strategy = written(planned.problem.graph, price.placement)
     problem = planned.problem
     request = replace(
-        planned.request, strategy=strategy, batch_size=problem.batch_size, micro_batches=problem.micro_batches
+        planned.request,
+        strategy=strategy,
+        batch_size=problem.batch_size,
+        micro_batches=problem.micro_batches,
     )
     return make_plan(request).plan.summary.step_time_s
 
 
 def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: PlanResult) -> None:
-    problem, placement = planned.problem, planned.plan.placement
+    problem = planned.problem
+    placement = planned.plan.placement
     count = len(problem.graph.nodes)
     tried = 0
     for node in (count // 3, count // 2):
@@ -67,8 +90,11 @@ def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Pl
 
 
 def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: PlanResult) -> None:
-    problem, placement = planned.problem, planned.plan.placement
-    prices = cheapest(planned, stage_changes(problem, placement, len(placement.stages) - 1), wanted=2)
+    problem = planned.problem
+    placement = planned.plan.placement
+    prices = cheapest(
+        planned, stage_changes(problem, placement, len(placement.stages) - 1), wanted=2
+    )
     assert prices
     for price in prices:
         if price.step_s is not None:
@@ -76,7 +102,8 @@ def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: Pl
 
 
 def test_a_nodes_report_is_of_its_stage(planned: PlanResult) -> None:
-    problem, placement = planned.problem, planned.plan.placement
+    problem = planned.problem
+    placement = planned.plan.placement
     stages = placement.stage_of()
     for node in range(0, len(problem.graph.nodes), 7):
         report = node_report(problem, placement, node)
@@ -100,4 +127,6 @@ def test_what_helps_is_a_plan_of_the_changed_request(planned: PlanResult) -> Non
             kept = granted(planned, what, request, again=False)
             assert kept.samples_per_s is not None
             if planned.plan.summary.schedule != "tessel":
-                assert kept.samples_per_s >= now * (1 - 1e-9), "a longer step idles for a smaller part of it"
+                assert kept.samples_per_s >= now * (1 - 1e-9), (
+                    "a longer step idles for a smaller part of it"
+                )

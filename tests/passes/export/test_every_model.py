@@ -1,4 +1,6 @@
-"""Any model takes any numbers: exported with new ones and read again, it is the same graph with those."""
+"""Any model takes any numbers: exported with new ones and read again, it is the same graph with
+those.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.exports.journey import symbols
 from tests.passes.frontend.reference import parameter_array
 
 EXPORTS = {each.name: each for each in all_exports()}
-FAST = ("vit-dynamo-static-loss", "gpt2-torchscript-dynamic-forward", "lstm-torchscript-static-loss")
+FAST = (
+    "vit-dynamo-static-loss",
+    "gpt2-torchscript-dynamic-forward",
+    "lstm-torchscript-static-loss",
+)
 
 
 @pytest.mark.parametrize("weights", ["none", "random"])
@@ -56,14 +62,18 @@ def check(path: Path, folder: Path) -> None:
     read = opened(path)
     generator = np.random.default_rng(0)
     new = {each.value.name: drawn(each, generator) for each in read.graph.parameters}
-    trained = {each.value.name: numbers(each, new[each.value.name]) for each in read.graph.parameters}
+    trained = {
+        each.value.name: numbers(each, new[each.value.name]) for each in read.graph.parameters
+    }
     for limit in (1 << 30, 0):
         target = folder / f"trained-{limit}.onnx"
         write_trained(path, target, trained, inline_limit=limit)
         again = opened(target)
         assert structure(again.graph) == structure(read.graph)
         for each in again.graph.parameters:
-            assert np.array_equal(parameter_array(each, target), new[each.value.name]), each.value.name
+            assert np.array_equal(parameter_array(each, target), new[each.value.name]), (
+                each.value.name
+            )
 
 
 def opened(path: Path) -> Model:
@@ -71,11 +81,13 @@ def opened(path: Path) -> Model:
 
 
 def drawn(parameter: Parameter, generator: np.random.Generator) -> np.ndarray:
-    """New numbers for a weight; what is no number of a floating-point type stays as it is in shape and type."""
+    """New numbers for a weight; what is no number of a floating-point type stays as it is in shape
+    and type.
+    """
     value = parameter.value
-    return np.asarray(generator.integers(0, 2, value.shape) + generator.normal(size=value.shape)).astype(
-        value.dtype.value
-    )
+    return np.asarray(
+        generator.integers(0, 2, value.shape) + generator.normal(size=value.shape)
+    ).astype(value.dtype.value)
 
 
 def numbers(parameter: Parameter, array: np.ndarray) -> Numbers:

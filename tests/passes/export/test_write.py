@@ -30,13 +30,18 @@ def trained(arrays: Arrays, dtypes: dict[str, DType] | None = None) -> dict[str,
 
     def reader(array: np.ndarray) -> Callable[[Box], np.ndarray]:
         def read(box: Box) -> np.ndarray:
-            assert all(0 <= start <= stop for start, stop in zip(box.starts, box.stops, strict=True))
+            assert all(
+                0 <= start <= stop for start, stop in zip(box.starts, box.stops, strict=True)
+            )
             return array[tuple(map(slice, box.starts, box.stops))].reshape(box.shape)
 
         return read
 
     return {
-        name: Numbers(Value(name, (dtypes or {}).get(name, DType(array.dtype.name)), array.shape), reader(array))
+        name: Numbers(
+            Value(name, (dtypes or {}).get(name, DType(array.dtype.name)), array.shape),
+            reader(array),
+        )
         for name, array in arrays.items()
     }
 
@@ -56,7 +61,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("limit", LIMITS)
 def test_initializers_take_new_numbers(tmp_path: Path, limit: int) -> None:
     nodes = [node("Gemm", "x w b", "h"), node("Mul", "h two", "g"), node("MatMul", "g large", "y")]
-    given = {"w": floats(40, 30), "b": floats(30), "two": np.array(2.0, np.float32), "large": floats(30, 50)}
+    given = {
+        "w": floats(40, 30),
+        "b": floats(30),
+        "two": np.array(2.0, np.float32),
+        "large": floats(30, 50),
+    }
     path = saved(model(nodes, {"x": [2, 40]}, "y", given), tmp_path)
     new = {"w": floats(40, 30, seed=1), "b": floats(30, seed=2)}
     target = tmp_path / "elsewhere" / "trained.onnx"
@@ -105,10 +115,24 @@ def test_constants_in_nodes(tmp_path: Path, limit: int) -> None:
     write_trained(path, tmp_path / "out.onnx", trained(new), inline_limit=limit)
     assert np.array_equal(held(tmp_path / "out.onnx")["k"], new["k"])
     graph = onnx.load(str(tmp_path / "out.onnx")).graph
-    assert sorted(each.op_type for each in graph.node) == ["Concat", "Constant", "Constant", "MatMul", "MatMul"]
-    constants = {each.output[0]: onh.to_array(each.attribute[0].t) for each in graph.node if each.op_type == "Constant"}
+    assert sorted(each.op_type for each in graph.node) == [
+        "Concat",
+        "Constant",
+        "Constant",
+        "MatMul",
+        "MatMul",
+    ]
+    constants = {
+        each.output[0]: onh.to_array(each.attribute[0].t)
+        for each in graph.node
+        if each.op_type == "Constant"
+    }
     assert np.array_equal(constants["w"], new["w"]) and np.array_equal(constants["c"], new["c"])
-    assert {each.value.name for each in read_model(tmp_path / "out.onnx").graph.parameters} == {"w", "k", "c"}
+    assert {each.value.name for each in read_model(tmp_path / "out.onnx").graph.parameters} == {
+        "w",
+        "k",
+        "c",
+    }
     x = floats(2, 300, seed=3)
     found_y = run(tmp_path / "out.onnx", {"x": x})["y"]
     np.testing.assert_allclose(found_y[:2], x @ new["w"] @ new["k"], rtol=1e-3)
@@ -117,7 +141,10 @@ def test_constants_in_nodes(tmp_path: Path, limit: int) -> None:
 def test_an_expanded_weight_is_expanded_again(tmp_path: Path) -> None:
     row = floats(1, 5)
     nodes = [node("Add", "x w", "h"), node("MatMul", "h m", "y")]
-    path = saved(model(nodes, {"x": [3, 5]}, "y", {"w": np.repeat(row, 3, axis=0), "m": floats(5, 5)}), tmp_path)
+    path = saved(
+        model(nodes, {"x": [3, 5]}, "y", {"w": np.repeat(row, 3, axis=0), "m": floats(5, 5)}),
+        tmp_path,
+    )
     assert {each.value.name for each in read_model(path).graph.parameters} == {"w/row", "m"}
     new = floats(1, 5, seed=1)
     write_trained(path, tmp_path / "out.onnx", trained({"w/row": new, "m": floats(5, 5)}))
@@ -139,7 +166,9 @@ def test_a_tables_folded_copy_is_trained_with_it(tmp_path: Path, limit: int) -> 
 
 
 def test_data_beside_the_model_comes_along(tmp_path: Path) -> None:
-    """Tensors that were not trained are copied: the exported model needs nothing of the first one's folder."""
+    """Tensors that were not trained are copied: the exported model needs nothing of the first one's
+    folder.
+    """
     nodes = [node("MatMul", "x w", "h"), node("MatMul", "h v", "y")]
     given = {"w": floats(40, 30), "v": floats(30, 20)}
     path = saved(model(nodes, {"x": [2, 40]}, "y", given), tmp_path)
@@ -170,7 +199,9 @@ def test_element_types(tmp_path: Path, dtype: DType) -> None:
 
 
 def test_parameters_that_no_tensor_holds_are_refused_by_name(tmp_path: Path) -> None:
-    path = saved(model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}), tmp_path)
+    path = saved(
+        model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}), tmp_path
+    )
     for arrays, message in (
         ({"made/up": floats(3, 4)}, "no tensor of the file holds this parameter"),
         ({"x": floats(2, 3)}, "no tensor of the file holds this parameter"),
@@ -186,7 +217,9 @@ def test_parameters_that_no_tensor_holds_are_refused_by_name(tmp_path: Path) -> 
 def test_the_models_own_files_are_not_written_over(tmp_path: Path) -> None:
     proto = model([node("MatMul", "x w", "y")], {"x": [2, 30]}, "y", {"w": floats(30, 40)})
     path = tmp_path / "model.onnx"
-    onnx.save(proto, str(path), save_as_external_data=True, location="out.onnx.data", size_threshold=0)
+    onnx.save(
+        proto, str(path), save_as_external_data=True, location="out.onnx.data", size_threshold=0
+    )
     before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
     for target in (path, tmp_path / "out.onnx"):
         with pytest.raises(ConfigurationError, match="belongs to the model itself"):
@@ -195,11 +228,15 @@ def test_the_models_own_files_are_not_written_over(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
-    path = saved(model([node("MatMul", "x w", "y")], {"x": [2, 30]}, "y", {"w": floats(30, 40)}), tmp_path)
+    path = saved(
+        model([node("MatMul", "x w", "y")], {"x": [2, 30]}, "y", {"w": floats(30, 40)}), tmp_path
+    )
 
     def read(box: Box) -> np.ndarray:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ConfigurationError, match="No space left"):
-        write_trained(path, tmp_path / "out.onnx", {"w": Numbers(Value("w", DType.FLOAT32, (30, 40)), read)})
+        write_trained(
+            path, tmp_path / "out.onnx", {"w": Numbers(Value("w", DType.FLOAT32, (30, 40)), read)}
+        )
     assert list(tmp_path.iterdir()) == [path]

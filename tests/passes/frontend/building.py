@@ -11,7 +11,9 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 
 Shape = list[int | str | None] | list[int] | list[str]
-FLOAT, INT64, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+FLOAT = onnx.TensorProto.FLOAT
+INT64 = onnx.TensorProto.INT64
+BOOL = onnx.TensorProto.BOOL
 
 
 def floats(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -26,7 +28,13 @@ def integers(*numbers: int) -> np.ndarray:
 def node(op: str, inputs: str, outputs: str, **attributes: object) -> onnx.NodeProto:
     """`node("MatMul", "x w", "y")`; "_" stands for an absent operand."""
     names = ["" if name == "_" else name for name in inputs.split()]
-    return oh.make_node(op, names, outputs.split(), name=f"{op.lower()}_{outputs.split(maxsplit=1)[0]}", **attributes)
+    return oh.make_node(
+        op,
+        names,
+        outputs.split(),
+        name=f"{op.lower()}_{outputs.split(maxsplit=1)[0]}",
+        **attributes,
+    )
 
 
 def model(
@@ -49,7 +57,10 @@ def model(
         infos,
         [onnx.ValueInfoProto(name=name) for name in outputs.split()],
         [onh.from_array(array, name) for name, array in (held or {}).items()],
-        value_info=[oh.make_tensor_value_info(name, FLOAT, list(shape)) for name, shape in (types or {}).items()],
+        value_info=[
+            oh.make_tensor_value_info(name, FLOAT, list(shape))
+            for name, shape in (types or {}).items()
+        ],
     )
     imports = [oh.make_opsetid("", opset), *(oh.make_opsetid(domain, 1) for domain in domains)]
     return oh.make_model(graph, opset_imports=imports, ir_version=10)
@@ -74,7 +85,9 @@ def linear_beside(folder: Path, location: str, offset: int = 0, length: int = 48
 
 
 def saved(proto: onnx.ModelProto, folder: Path, name: str = "model.onnx") -> Path:
-    """The file of a model, written without onnx's checks; output types are filled in so that onnxruntime takes it."""
+    """The file of a model, written without onnx's checks; output types are filled in so that
+    onnxruntime takes it.
+    """
     known = {info.name: info for info in onnx.shape_inference.infer_shapes(proto).graph.output}
     for info in proto.graph.output:
         if info.name in known:

@@ -11,7 +11,9 @@ from tests.passes.frontend.exports import export
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, str, bool], Path]:
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[str, str, bool], Path]:
     """`exported(model, exporter, dynamic)` is the path of that export."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "exports"

@@ -32,8 +32,9 @@ def node_file(
     opset: int = 21,
     **attributes: object,
 ) -> tuple[Path, dict[str, np.ndarray]]:
-    """The file of a node with operands i0, i1 …, those of `known` held in it, and what is fed to the others. Results
-    are named one blank apart, "_" one that is not asked for."""
+    """The file of a node with operands i0, i1 …, those of `known` held in it, and what is fed to
+    the others. Results are named one blank apart, "_" one that is not asked for.
+    """
     names = ["" if array is None else f"i{place}" for place, array in enumerate(arrays)]
     outputs = ["" if name == "_" else name for name in results.split()]
     given = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
@@ -61,7 +62,10 @@ def emitted(model: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     held = SimpleNamespace(
         device=torch.device("cpu"),
         **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
-        **{f"w{index}": to_tensor(parameter_array(each, model.path)) for index, each in enumerate(graph.parameters)},
+        **{
+            f"w{index}": to_tensor(parameter_array(each, model.path))
+            for index, each in enumerate(graph.parameters)
+        },
     )
     forward = forward_of(emit_forward(stage_of(graph)).text)
     results = forward(held, *(to_tensor(feeds[value.name]) for value in graph.inputs))

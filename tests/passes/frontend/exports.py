@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet")
-CASES = [(name, exporter, dynamic) for name in MODELS for exporter in ("dynamo", "script") for dynamic in (False, True)]
-BATCH, LENGTH, VOCABULARY = 2, 16, 99
+CASES = [
+    (name, exporter, dynamic)
+    for name in MODELS
+    for exporter in ("dynamo", "script")
+    for dynamic in (False, True)
+]
+BATCH = 2
+LENGTH = 16
+VOCABULARY = 99
 
 
 def export(name: str, exporter: str, dynamic: bool, folder: Path) -> Path:
@@ -38,7 +45,9 @@ def _write(name: str, exporter: str, dynamic: bool, path: Path) -> None:
     names = [f"input_{index}" for index in range(len(arguments))]
     if exporter == "script":
         axes = {each: {0: "batch"} for each in names} if dynamic else None
-        torch.onnx.export(model, arguments, str(path), dynamo=False, input_names=names, dynamic_axes=axes)
+        torch.onnx.export(
+            model, arguments, str(path), dynamo=False, input_names=names, dynamic_axes=axes
+        )
         return
     shapes = (({0: torch.export.Dim("batch")},) * len(arguments),) if dynamic else None
     torch.onnx.export(
@@ -52,11 +61,19 @@ def _model(name: str) -> tuple[Any, tuple[Any, ...]]:
     import transformers as hf
 
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
-    mask, image = torch.ones_like(tokens), torch.randn(BATCH, 3, 32, 32)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    mask = torch.ones_like(tokens)
+    image = torch.randn(BATCH, 3, 32, 32)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     words = {"vocab_size": VOCABULARY}
     if name == "gpt2":
-        gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**words, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+        gpt2 = hf.GPT2LMHeadModel(
+            hf.GPT2Config(**words, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        )
         return _wrapped(gpt2, _language_loss), (tokens, mask, tokens)
     if name == "llama":
         llama = hf.LlamaForCausalLM(hf.LlamaConfig(**words, **sizes, num_key_value_heads=2))
@@ -70,7 +87,10 @@ def _model(name: str) -> tuple[Any, tuple[Any, ...]]:
         t5 = hf.T5ForConditionalGeneration(
             hf.T5Config(**words, **small, attn_implementation="eager", decoder_start_token_id=0)
         )
-        return _wrapped(t5, lambda m, i, k: m(input_ids=i, labels=k, use_cache=False)[:2]), (tokens, tokens)
+        return _wrapped(t5, lambda m, i, k: m(input_ids=i, labels=k, use_cache=False)[:2]), (
+            tokens,
+            tokens,
+        )
     if name == "vit":
         vit = hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=32, patch_size=8))
         return _wrapped(vit, lambda m, i: m(i)[0]), (image,)
@@ -84,7 +104,9 @@ def _language_loss(model: Any, tokens: Any, mask: Any, labels: Any) -> Any:
 
 
 def _wrapped(model: Any, forward: Callable[..., Any]) -> Any:
-    """A module with positional inputs, no two of whose weights are equal (exporters merge equal ones)."""
+    """A module with positional inputs, no two of whose weights are equal (exporters merge equal
+    ones).
+    """
     import torch
 
     class Wrapped(torch.nn.Module):

@@ -1,4 +1,6 @@
-"""A graph as an ONNX model again, so that onnxruntime can tell whether reading changed what is computed."""
+"""A graph as an ONNX model again, so that onnxruntime can tell whether reading changed what is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,27 @@ SINCE = {"LayerNormalization": 17, "Gelu": 20, "Attention": 23, "RMSNormalizatio
 """Fused operators keep the meaning they have from these opsets on."""
 
 
-def parameter_array(parameter: Parameter, path: Path, absent: np.ndarray | None = None) -> np.ndarray:
-    """A parameter's numbers, read where the reader says they are; `absent` where it says they are nowhere."""
-    value, storage = parameter.value, parameter.storage
+def parameter_array(
+    parameter: Parameter, path: Path, absent: np.ndarray | None = None
+) -> np.ndarray:
+    """A parameter's numbers, read where the reader says they are; `absent` where it says they are
+    nowhere.
+    """
+    value = parameter.value
+    storage = parameter.storage
     if isinstance(storage, FileSlice):
         file = path.parent / storage.file if storage.file else path
         data = file.read_bytes()[storage.offset : storage.offset + storage.length]
         numbers = np.frombuffer(data, dtype=value.dtype.value)
         if isinstance(storage, FoldedSlice):
             if storage.rows:
-                numbers = numbers[np.array(storage.rows)[:, None] + storage.step * np.arange(value.shape[1])]
+                numbers = numbers[
+                    np.array(storage.rows)[:, None] + storage.step * np.arange(value.shape[1])
+                ]
             numbers = (
-                np.log(-numbers if storage.form == "log of the negative" else numbers) if storage.form else numbers
+                np.log(-numbers if storage.form == "log of the negative" else numbers)
+                if storage.form
+                else numbers
             )
         return numbers.reshape(value.shape)
     if isinstance(storage, Fill):
@@ -114,11 +125,16 @@ def run_read(model: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray
     return run(as_onnx(model.graph, arrays), feeds)
 
 
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
+def assert_close(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-5
+) -> None:
     """Each output within `tolerance` of the expected one, relative to its norm."""
     assert set(found) <= set(expected)
     for name, array in found.items():
         reference = expected[name].astype(np.float64)
         assert array.shape == reference.shape, name
         difference = np.linalg.norm(array.astype(np.float64) - reference)
-        assert difference <= tolerance * max(float(np.linalg.norm(reference)), 1e-12), (name, difference)
+        assert difference <= tolerance * max(float(np.linalg.norm(reference)), 1e-12), (
+            name,
+            difference,
+        )

@@ -18,18 +18,30 @@ from tests.conformance.adapter import forward_of, stage_of, to_tensor
 from tests.passes.frontend.building import floats
 from tests.passes.frontend.evaluated import node_file
 
-BATCH, TOKENS, HEADS, GROUPS, SIZE = 2, 5, 4, 2, 16
+BATCH = 2
+TOKENS = 5
+HEADS = 4
+GROUPS = 2
+SIZE = 16
 LENGTHS = torch.tensor([5, 3])
-VISIBLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & (torch.arange(TOKENS) < LENGTHS[:, None, None, None])
+VISIBLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & (
+    torch.arange(TOKENS) < LENGTHS[:, None, None, None]
+)
 
 
-def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Causal attention of [b, t, h · d] tensors, of keys that are no padding, perhaps with sinks."""
+def plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention of [b, t, h · d] tensors, of keys that are no padding, perhaps with
+    sinks.
+    """
     words = [each.unflatten(2, (-1, SIZE)).transpose(1, 2) for each in (query, key, value)]
     key, value = (each.repeat_interleave(HEADS // each.shape[1], 1) for each in words[1:])
     scores = (words[0] @ key.mT / SIZE**0.5).masked_fill(~VISIBLE, -torch.inf)
     if sink is not None:
-        scores = torch.cat((scores, sink.reshape(1, HEADS, 1, 1).expand(BATCH, HEADS, TOKENS, 1)), -1)
+        scores = torch.cat(
+            (scores, sink.reshape(1, HEADS, 1, 1).expand(BATCH, HEADS, TOKENS, 1)), -1
+        )
     result = scores.softmax(-1)[..., :TOKENS] @ value
     return result.transpose(1, 2).flatten(2)
 
@@ -43,7 +55,10 @@ def multi_head(tensors: list[torch.Tensor]) -> torch.Tensor:
 FORMS: dict[str, tuple[list[np.ndarray | None], dict[str, Any], Any]] = {
     "MultiHeadAttention": (
         [floats(BATCH, TOKENS, HEADS * SIZE, seed=seed) for seed in range(3)]
-        + [floats(3 * HEADS * SIZE), (np.arange(TOKENS) < LENGTHS.numpy()[:, None]).astype(np.int32)],
+        + [
+            floats(3 * HEADS * SIZE),
+            (np.arange(TOKENS) < LENGTHS.numpy()[:, None]).astype(np.int32),
+        ],
         {"num_heads": HEADS, "unidirectional": 1, "known": [3]},
         multi_head,
     ),
@@ -64,7 +79,11 @@ def test_gradients(op: str, tmp_path: Path) -> None:
     arrays, settings, spelled = FORMS[op]
     path, feeds = node_file(tmp_path, op, arrays, **settings)
     graph = read_model(path, mode=Mode.INFER).graph
-    floating = [f"i{place}" for place, array in enumerate(arrays) if array is not None and array.dtype == np.float32]
+    floating = [
+        f"i{place}"
+        for place, array in enumerate(arrays)
+        if array is not None and array.dtype == np.float32
+    ]
     ours = {name: to_tensor(array) for name, array in feeds.items()}
     ours |= {f"i{place}": to_tensor(arrays[place]) for place in settings["known"]}
     theirs = {name: ours[name].clone().requires_grad_() for name in floating}
@@ -73,20 +92,27 @@ def test_gradients(op: str, tmp_path: Path) -> None:
     held = {f"w{index}": ours[each.value.name] for index, each in enumerate(graph.parameters)}
     held |= {f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)}
     place = SimpleNamespace(device=torch.device("cpu"), **held)
-    result = forward_of(emit_forward(stage_of(graph)).text)(place, *(ours[value.name] for value in graph.inputs))
+    result = forward_of(emit_forward(stage_of(graph)).text)(
+        place, *(ours[value.name] for value in graph.inputs)
+    )
     result = result[0] if isinstance(result, tuple) else result
     result.square().sum().backward()
     spelled([theirs[name] for name in floating]).square().sum().backward()
     for name in floating:
-        found, wanted = ours[name].grad, theirs[name].grad
+        found = ours[name].grad
+        wanted = theirs[name].grad
         assert found is not None and wanted is not None
         assert (found - wanted).norm() < 1e-5 * wanted.norm(), name
 
 
 def test_rows_that_see_nothing_harm_no_gradient_where_the_loss_leaves_them_out() -> None:
-    """A padded row's scores are all the least number, and torch's kernel takes each of its probabilities for 1 in
-    backward, not for 1 / keys: the gradient of values that such a row gives is as many times too large."""
-    query, key, value = (torch.from_numpy(floats(1, HEADS, TOKENS, SIZE, seed=seed)) for seed in range(3))
+    """A padded row's scores are all the least number, and torch's kernel takes each of its
+    probabilities for 1 in backward, not for 1 / keys: the gradient of values that such a row gives
+    is as many times too large.
+    """
+    query, key, value = (
+        torch.from_numpy(floats(1, HEADS, TOKENS, SIZE, seed=seed)) for seed in range(3)
+    )
     mask = torch.full((TOKENS, TOKENS), torch.finfo(torch.float32).min).triu(1)
     mask[0] = mask[0, 1]
     leaves = [each.requires_grad_() for each in (query, key, value)]
@@ -94,7 +120,10 @@ def test_rows_that_see_nothing_harm_no_gradient_where_the_loss_leaves_them_out()
     unfused = (query @ key.mT / SIZE**0.5 + mask).softmax(-1) @ value
     assert (fused - unfused).norm() < 1e-6 * unfused.norm()
     counted, padded = (
-        [torch.autograd.grad(each[:, :, rows].sum(), leaves, retain_graph=True) for each in (fused, unfused)]
+        [
+            torch.autograd.grad(each[:, :, rows].sum(), leaves, retain_graph=True)
+            for each in (fused, unfused)
+        ]
         for rows in (slice(1, None), slice(1))
     )
     for ours, theirs in (*zip(*counted, strict=True), (padded[0][2], TOKENS * padded[1][2])):

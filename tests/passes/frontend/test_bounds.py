@@ -1,4 +1,6 @@
-"""Small files that spell huge work are read in little memory and few operations, or refused in one line."""
+"""Small files that spell huge work are read in little memory and few operations, or refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ for path in sys.argv[2:]:
 
 def constant(name: str, array: np.ndarray) -> onnx.NodeProto:
     """A node that is a number."""
-    return oh.make_node("Constant", [], [name], name=name, value=onnx.numpy_helper.from_array(array))
+    return oh.make_node(
+        "Constant", [], [name], name=name, value=onnx.numpy_helper.from_array(array)
+    )
 
 
 def last_token() -> onnx.ModelProto:
@@ -54,13 +58,18 @@ def last_token() -> onnx.ModelProto:
 def window(op: str) -> onnx.ModelProto:
     """A pooling of one number with a window of 30,001 by 30,001."""
     pool = node(op, "c", "p", kernel_shape=[30_001] * 2, pads=[15_000] * 4)
-    return model([constant("c", floats(1, 1, 1, 1)), pool, node("Add", "x p", "y")], {"x": [1, 1, 1, 1]}, "y")
+    return model(
+        [constant("c", floats(1, 1, 1, 1)), pool, node("Add", "x p", "y")], {"x": [1, 1, 1, 1]}, "y"
+    )
 
 
 def dilated() -> onnx.ModelProto:
     """A convolution of one number with four, far apart."""
     nodes = [constant("c", floats(1, 1, 1, 1)), constant("w", floats(1, 1, 2, 2))]
-    nodes += [node("Conv", "c w", "p", dilations=[30_000] * 2, pads=[15_000] * 4), node("Add", "x p", "y")]
+    nodes += [
+        node("Conv", "c w", "p", dilations=[30_000] * 2, pads=[15_000] * 4),
+        node("Add", "x p", "y"),
+    ]
     return model(nodes, {"x": [1, 1, 1, 1]}, "y")
 
 
@@ -75,7 +84,9 @@ def test_small_files_take_little_memory(tmp_path: Path) -> None:
     assert all(path.stat().st_size < 4096 for path in paths)
     command = [sys.executable, "-c", READ, str(ROOM), *map(str, paths)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(protos)
 
@@ -83,32 +94,49 @@ def test_small_files_take_little_memory(tmp_path: Path) -> None:
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tables of 128 KB, which the file spells by a shape, until there are too many."""
     monkeypatch.setattr(known, "MOST_BYTES", 1 << 20)
-    held, nodes = {"shape": integers(128, 128)}, []
+    held = {"shape": integers(128, 128)}
+    nodes = []
     for number in range(24):
         held[f"one{number}"] = integers(number)
-        nodes += [node("Expand", f"one{number} shape", f"table{number}"), node("Add", f"x table{number}", f"y{number}")]
+        nodes += [
+            node("Expand", f"one{number} shape", f"table{number}"),
+            node("Add", f"x table{number}", f"y{number}"),
+        ]
     outputs = " ".join(f"y{number}" for number in range(24))
-    graph = read_model(saved(model(nodes, {"x": (onnx.TensorProto.INT64, [1])}, outputs, held), tmp_path)).graph
+    graph = read_model(
+        saved(model(nodes, {"x": (onnx.TensorProto.INT64, [1])}, outputs, held), tmp_path)
+    ).graph
     values = known.ConstantFolder(graph)
     found = [values.array(each.outputs[0]) for each in graph.nodes if each.op == "Expand"]
     assert [array is not None for array in found] == [True] * 8 + [False] * 16
 
 
 def functions(count: int, calls: int) -> onnx.ModelProto:
-    """A model that calls the last of `count` functions, each of which calls the one before it `calls` times."""
+    """A model that calls the last of `count` functions, each of which calls the one before it
+    `calls` times.
+    """
     opsets = [oh.make_opsetid("", 20), oh.make_opsetid("local", 1)]
     proto = model(
-        [oh.make_node(f"F{count - 1}", ["x"], ["y"], "call", domain="local")], {"x": [2]}, "y", domains=["local"]
+        [oh.make_node(f"F{count - 1}", ["x"], ["y"], "call", domain="local")],
+        {"x": [2]},
+        "y",
+        domains=["local"],
     )
     for number in range(count):
         names = [f"v{call}" for call in range(calls + 1)]
         op, domain = (f"F{number - 1}", "local") if number else ("Relu", "")
-        body = [oh.make_node(op, [one], [two], domain=domain) for one, two in itertools.pairwise(names)]
-        proto.functions.append(oh.make_function("local", f"F{number}", names[:1], names[-1:], body, opsets))
+        body = [
+            oh.make_node(op, [one], [two], domain=domain) for one, two in itertools.pairwise(names)
+        ]
+        proto.functions.append(
+            oh.make_function("local", f"F{number}", names[:1], names[-1:], body, opsets)
+        )
     return proto
 
 
-@pytest.mark.parametrize(("count", "calls", "words"), [(22, 2, "100000 nodes"), (500, 1, "64 of the file's functions")])
+@pytest.mark.parametrize(
+    ("count", "calls", "words"), [(22, 2, "100000 nodes"), (500, 1, "64 of the file's functions")]
+)
 def test_functions_that_grow(count: int, calls: int, words: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(functions(count, calls).SerializeToString())
@@ -142,10 +170,14 @@ def many_dimensions(where: str) -> onnx.ModelProto:
             return model([number, node("Add", "x c", "y")], {"x": [1]}, "y")
         case "chain":
             names = ["x", *(f"v{index}" for index in range(100))]
-            nodes = [node("Unsqueeze", f"{one} axis", two) for one, two in itertools.pairwise(names)]
+            nodes = [
+                node("Unsqueeze", f"{one} axis", two) for one, two in itertools.pairwise(names)
+            ]
             return model(nodes, {"x": [1]}, names[-1], {"axis": integers(0)})
         case _:
-            return model([node("Reshape", "x shape", "y")], {"x": [1]}, "y", {"shape": integers(*ones)})
+            return model(
+                [node("Reshape", "x shape", "y")], {"x": [1]}, "y", {"shape": integers(*ones)}
+            )
 
 
 @pytest.mark.parametrize(
@@ -168,14 +200,18 @@ def test_tensors_of_many_dimensions(where: str, named: str, tmp_path: Path) -> N
 
 def test_tensors_of_more_elements_than_bytes_can_be_counted(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    path.write_bytes(model([node("Relu", "x", "y")], {"x": [1 << 40, 1 << 40]}, "y").SerializeToString())
+    path.write_bytes(
+        model([node("Relu", "x", "y")], {"x": [1 << 40, 1 << 40]}, "y").SerializeToString()
+    )
     with pytest.raises(ModelError, match=r"more than .* elements") as caught:
         read_model(path)
     assert "input 'x'" in caught.value.where
 
 
 def test_too_many_operator_sets(tmp_path: Path) -> None:
-    proto = model([node("Relu", "x", "y")], {"x": [2]}, "y", domains=[f"d{number}" for number in range(2000)])
+    proto = model(
+        [node("Relu", "x", "y")], {"x": [2]}, "y", domains=[f"d{number}" for number in range(2000)]
+    )
     with pytest.raises(ModelError, match=r"imports 2001 operator sets"):
         read_model(saved(proto, tmp_path))
 
@@ -219,7 +255,9 @@ def test_outputs_are_not_searched_for_each_node(step: Callable[[Graph], Graph]) 
     names = [f"v{index}" for index in range(10)]
     nodes = tuple(Node(name, "Identity", ("x",), (name,)) for name in names)
     values = tuple(Value(name, DType.FLOAT32, (2,)) for name in names)
-    graph = Graph("test", 20, (Value("x", DType.FLOAT32, (2,)),), (), (), nodes, Asked(names), values)
+    graph = Graph(
+        "test", 20, (Value("x", DType.FLOAT32, (2,)),), (), (), nodes, Asked(names), values
+    )
     assert len(step(graph).nodes) == 10
 
 
@@ -229,9 +267,12 @@ def test_chains_of_products_are_looked_at_in_linear_time(
 ) -> None:
     names = ["x", *(f"v{index}" for index in range(600))]
     nodes = [node("Mul", f"{one} {factor}", two) for one, two in itertools.pairwise(names)]
-    proto = model([constant("c", np.float32(1.5)), *nodes, node("Relu", names[-1], "y")], {"x": [2]}, "y")
+    proto = model(
+        [constant("c", np.float32(1.5)), *nodes, node("Relu", names[-1], "y")], {"x": [2]}, "y"
+    )
     graph = read_model(saved(proto, tmp_path)).graph
-    looks, made_by = 0, View.made_by
+    looks = 0
+    made_by = View.made_by
 
     def counted(view: View, name: str, *operators: str) -> Node | None:
         nonlocal looks
@@ -244,20 +285,30 @@ def test_chains_of_products_are_looked_at_in_linear_time(
 
 
 def test_operations_of_what_a_node_computes() -> None:
-    def counted(proto: onnx.NodeProto, *operands: np.ndarray, result: tuple[int, ...] | None) -> int:
+    def counted(
+        proto: onnx.NodeProto, *operands: np.ndarray, result: tuple[int, ...] | None
+    ) -> int:
         found = None if result is None else Value("", DType.FLOAT32, result)
         return operations_of(proto, operands, (found,))
 
     assert counted(node("Add", "a b", "y"), floats(4, 1), floats(4), result=(4, 4)) == 24
-    assert counted(node("MatMul", "a b", "y"), floats(2, 3), floats(3, 5), result=(2, 5)) >= 2 * 3 * 5
+    assert (
+        counted(node("MatMul", "a b", "y"), floats(2, 3), floats(3, 5), result=(2, 5)) >= 2 * 3 * 5
+    )
     wide = node("MaxPool", "c", "y", kernel_shape=[30_001] * 2, pads=[15_000] * 4)
     assert counted(wide, floats(1, 1, 1, 1), result=(1, 1, 1, 1)) > MOST_OPERATIONS
     einsum = node("Einsum", "a b c d", "y", equation="a,b,c,d->")
     assert counted(einsum, *[floats(4000)] * 4, result=()) > MOST_OPERATIONS
     unknown = node("Range", "a b c", "y")
-    assert counted(unknown, *(np.asarray(each) for each in (0.0, 1e30, 1.0)), result=None) >= MOST_OPERATIONS
+    assert (
+        counted(unknown, *(np.asarray(each) for each in (0.0, 1e30, 1.0)), result=None)
+        >= MOST_OPERATIONS
+    )
     assert counted(unknown, *(np.asarray(each) for each in (0.0, 8.0, 2.0)), result=None) < 16
-    assert counted(node("Expand", "a b", "y"), floats(1), integers(1 << 40), result=None) > MOST_OPERATIONS
+    assert (
+        counted(node("Expand", "a b", "y"), floats(1), integers(1 << 40), result=None)
+        > MOST_OPERATIONS
+    )
 
 
 def test_a_budget_is_spent_once() -> None:

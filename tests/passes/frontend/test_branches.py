@@ -15,7 +15,8 @@ from tests.passes.frontend.building import Shape, floats, model, node, saved
 
 def towers(count: int, layers: int) -> onnx.ModelProto:
     """`count` chains of `layers` products, summed and multiplied once more."""
-    nodes, ends = [], []
+    nodes = []
+    ends = []
     for tower in range(count):
         value = f"x{tower}"
         for layer in range(layers):

@@ -1,4 +1,6 @@
-"""Attention of com.microsoft against onnxruntime's kernels, and where its CPU has none against the specification."""
+"""Attention of com.microsoft against onnxruntime's kernels, and where its CPU has none against the
+specification.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,16 @@ from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import floats
 from tests.passes.frontend.evaluated import both, emitted, node_file
 
-BATCH, TOKENS, KEYS, HEADS, GROUPS, SIZE = 2, 4, 5, 4, 2, 16
+BATCH = 2
+TOKENS = 4
+KEYS = 5
+HEADS = 4
+GROUPS = 2
+SIZE = 16
 HIDDEN = HEADS * SIZE
 ANGLES = np.arange(16)[:, None] / 100 ** (np.arange(SIZE // 2) / 8)
-COSINES, SINES = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
+COSINES = np.cos(ANGLES).astype(np.float32)
+SINES = np.sin(ANGLES).astype(np.float32)
 RAW = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], np.int32)
 LEFT = np.array([[1, 1, 1, 1], [0, 0, 1, 1]], np.int32)
 
@@ -26,14 +34,20 @@ def whole(*numbers: int) -> np.ndarray:
 
 
 def three(tokens: int = TOKENS, keys: int = TOKENS, width: int = HIDDEN) -> list[np.ndarray | None]:
-    return [floats(BATCH, tokens, HIDDEN), floats(BATCH, keys, HIDDEN, seed=1), floats(BATCH, keys, width, seed=2)]
+    return [
+        floats(BATCH, tokens, HIDDEN),
+        floats(BATCH, keys, HIDDEN, seed=1),
+        floats(BATCH, keys, width, seed=2),
+    ]
 
 
 def caches(places: int, batch: int = BATCH, heads: int = HEADS) -> list[np.ndarray | None]:
     return [floats(batch, heads, places, SIZE, seed=seed) for seed in (3, 4)]
 
 
-def check(folder: Path, op: str, arrays: list[np.ndarray | None], results: str = "y", **settings: Any) -> None:
+def check(
+    folder: Path, op: str, arrays: list[np.ndarray | None], results: str = "y", **settings: Any
+) -> None:
     found, expected = both(folder, op, arrays, results, **settings)
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, 1e-4, 1e-5, err_msg=name)
@@ -44,17 +58,32 @@ MULTI: dict[str, tuple[list[np.ndarray | None], dict[str, Any]]] = {
     "values of another width": (three(keys=KEYS, width=24), {}),
     "bias": ([*three(keys=KEYS), floats(3 * HIDDEN)], {"known": [3]}),
     "lengths": ([*three(keys=KEYS), None, whole(5, 3)], {}),
-    "lengths and places": ([*three(keys=KEYS), None, whole(5, 3, 0, 4, 8, 0, 5, 8)], {"known": [4]}),
+    "lengths and places": (
+        [*three(keys=KEYS), None, whole(5, 3, 0, 4, 8, 0, 5, 8)],
+        {"known": [4]},
+    ),
     "raw mask": ([*three(keys=KEYS), None, RAW], {}),
     "nothing to see": ([*three(keys=KEYS), None, np.stack([RAW[0], 0 * RAW[0]])], {}),
-    "mask by query": ([*three(keys=KEYS), None, (floats(BATCH, TOKENS, KEYS) > -1).astype(np.int32)], {}),
-    "bias of scores": ([*three(keys=KEYS), None, RAW, floats(1, HEADS, TOKENS, KEYS)], {"mask_filter_value": -50.0}),
+    "mask by query": (
+        [*three(keys=KEYS), None, (floats(BATCH, TOKENS, KEYS) > -1).astype(np.int32)],
+        {},
+    ),
+    "bias of scores": (
+        [*three(keys=KEYS), None, RAW, floats(1, HEADS, TOKENS, KEYS)],
+        {"mask_filter_value": -50.0},
+    ),
     "causal": (three(), {"unidirectional": 1, "scale": 0.5}),
     "causal, padded left": ([*three(), None, LEFT], {"unidirectional": 1}),
     "keys by head": ([three()[0], *caches(KEYS), floats(3 * HIDDEN)], {"known": [3]}),
     "past": ([*three(), None, None, None, *caches(6)], {"results": "y keys values"}),
     "past of a causal model": (
-        [*three(), floats(3 * HIDDEN), np.hstack([LEFT, LEFT]), floats(1, 1, TOKENS, 8), *caches(4)],
+        [
+            *three(),
+            floats(3 * HIDDEN),
+            np.hstack([LEFT, LEFT]),
+            floats(1, 1, TOKENS, 8),
+            *caches(4),
+        ],
         {"results": "y keys values", "unidirectional": 1, "known": [3]},
     ),
     "written in place": (
@@ -81,11 +110,20 @@ MERGED: dict[str, tuple[list[np.ndarray | None], dict[str, Any]]] = {
     "ends": ([*projected(), whole(4, 2)], {}),
     "ends and starts": ([*projected(), whole(4, 4, 0, 2)], {"known": [1, 2, 3]}),
     "raw mask": ([*projected(), LEFT], {"unidirectional": 1}),
-    "raw mask of gpt2": ([*projected(), LEFT], {"unidirectional": 1, "mask_filter_value": -3.4028234663852886e38}),
+    "raw mask of gpt2": (
+        [*projected(), LEFT],
+        {"unidirectional": 1, "mask_filter_value": -3.4028234663852886e38},
+    ),
     "mask by query": ([*projected(), (floats(BATCH, TOKENS, TOKENS) > -1).astype(np.int32)], {}),
     "a stand-in": ([*projected(), np.zeros((BATCH, 1), np.int32)], {"unidirectional": 1}),
-    "past": ([*projected(), None, floats(2, BATCH, HEADS, 3, SIZE)], {"unidirectional": 1, "results": "y present"}),
-    "no past yet": ([*projected(), None, floats(2, BATCH, HEADS, 0, SIZE)], {"results": "y present"}),
+    "past": (
+        [*projected(), None, floats(2, BATCH, HEADS, 3, SIZE)],
+        {"unidirectional": 1, "results": "y present"},
+    ),
+    "no past yet": (
+        [*projected(), None, floats(2, BATCH, HEADS, 0, SIZE)],
+        {"results": "y present"},
+    ),
 }
 
 
@@ -127,7 +165,10 @@ GROUPED: dict[str, tuple[tuple[int, int, list[int]], dict[str, Any]]] = {
     "neighbours turned": ((1, 5, [6, 3]), {"rotary_interleaved": 1}),
     "not turned": ((1, 5, [6, 3]), {"do_rotary": 0}),
     "positions": ((1, 5, [6, 3]), {"positions": np.array([[3], [7]])}),
-    "positions of a prompt": ((4, 0, [4, 4]), {"positions": np.array([[3, 4, 5, 6], [3, 7, 8, 9]])}),
+    "positions of a prompt": (
+        (4, 0, [4, 4]),
+        {"positions": np.array([[3, 4, 5, 6], [3, 7, 8, 9]])},
+    ),
     "bias of scores": ((1, 5, [6, 3]), {"bias": floats(2, HEADS, 1, 6), "softcap": 1.0}),
     "sink": ((1, 5, [6, 3]), {"sink": floats(HEADS)}),
     "sink and window": ((4, 0, [4, 4]), {"sink": floats(HEADS), "local_window_size": 2}),
@@ -142,8 +183,11 @@ GROUPED: dict[str, tuple[tuple[int, int, list[int]], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", GROUPED)
 def test_group_query_attention(name: str, tmp_path: Path) -> None:
     (tokens, places, lengths), settings = GROUPED[name]
-    batch, width = len(lengths), GROUPS * SIZE
-    words: list[np.ndarray | None] = [floats(batch, tokens, each, seed=each) for each in (HIDDEN, width, width)]
+    batch = len(lengths)
+    width = GROUPS * SIZE
+    words: list[np.ndarray | None] = [
+        floats(batch, tokens, each, seed=each) for each in (HIDDEN, width, width)
+    ]
     if settings.get("packed"):
         words = [floats(batch, tokens, HIDDEN + 2 * width), None, None]
     turned = settings.get("do_rotary", 1)
@@ -155,10 +199,18 @@ def test_group_query_attention(name: str, tmp_path: Path) -> None:
         *([COSINES, SINES] if turned else [None, None]),
         *(settings.get(each) for each in ("positions", "bias", "sink")),
     ]
-    attributes = {key: value for key, value in settings.items() if key not in ("packed", "positions", "bias", "sink")}
+    attributes = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("packed", "positions", "bias", "sink")
+    }
     attributes = {"results": "y keys values", "known": [6, 7, 8, 11], "do_rotary": 1, **attributes}
-    found, expected = both(tmp_path, "GroupQueryAttention", arrays, num_heads=HEADS, kv_num_heads=GROUPS, **attributes)
-    if tokens == max(lengths) and 6 not in attributes["known"]:  # What stands behind a prompt has no meaning.
+    found, expected = both(
+        tmp_path, "GroupQueryAttention", arrays, num_heads=HEADS, kv_num_heads=GROUPS, **attributes
+    )
+    if (
+        tokens == max(lengths) and 6 not in attributes["known"]
+    ):  # What stands behind a prompt has no meaning.
         counted = np.arange(tokens) < np.array(lengths)[:, None]
         found["y"], expected["y"] = found["y"][counted], expected["y"][counted]
     for key, array in expected.items():
@@ -167,12 +219,21 @@ def test_group_query_attention(name: str, tmp_path: Path) -> None:
 
 def test_norms_of_queries_and_keys(tmp_path: Path) -> None:
     """No kernel of a CPU has them: they are those of operators in front."""
-    words = [floats(BATCH, TOKENS, each, seed=each) for each in (HIDDEN, GROUPS * SIZE, GROUPS * SIZE)]
+    words = [
+        floats(BATCH, TOKENS, each, seed=each) for each in (HIDDEN, GROUPS * SIZE, GROUPS * SIZE)
+    ]
     behind = [*caches(0, heads=GROUPS), whole(3, 3), whole(4), COSINES, SINES]
     scales = floats(SIZE), floats(SIZE, seed=1)
-    settings: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": GROUPS, "do_rotary": 1, "known": [6, 7, 8]}
+    settings: dict[str, Any] = {
+        "num_heads": HEADS,
+        "kv_num_heads": GROUPS,
+        "do_rotary": 1,
+        "known": [6, 7, 8],
+    }
     arrays = [*words, *behind, *[None] * 5, *scales]
-    path, feeds = node_file(tmp_path, "GroupQueryAttention", arrays, qk_norm_epsilon=1e-3, **_with(settings, 14, 15))
+    path, feeds = node_file(
+        tmp_path, "GroupQueryAttention", arrays, qk_norm_epsilon=1e-3, **_with(settings, 14, 15)
+    )
     found = emitted(read_model(path, mode=Mode.INFER), feeds)["y"]
     for place, scale in enumerate(scales):
         heads = words[place].reshape(BATCH, TOKENS, -1, SIZE)
@@ -203,25 +264,36 @@ def test_side_by_side_is_as_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["apart", "side by side", "merged"])
 def test_packed_tokens_are_as_padded_ones(form: str, tmp_path: Path) -> None:
-    """No kernel of a CPU takes sequences without their padding: the real tokens of padded ones give the same."""
-    lengths, longest = np.array([3, 1, 4]), 4
+    """No kernel of a CPU takes sequences without their padding: the real tokens of padded ones give
+    the same.
+    """
+    lengths = np.array([3, 1, 4])
+    longest = 4
     real = np.arange(longest) < lengths[:, None]
     places = np.arange(real.size).reshape(real.shape)
     offsets = np.concatenate([places[real], places[~real]]).reshape(real.shape).astype(np.int32)
     bounds = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
-    bias, added = floats(3 * HIDDEN), floats(1, HEADS, longest, longest)
+    bias = floats(3 * HIDDEN)
+    added = floats(1, HEADS, longest, longest)
     words = [floats(3, longest, HIDDEN, seed=seed) for seed in range(3)]
     settings: dict[str, Any] = {"num_heads": HEADS, "scale": 0.3, "known": [3, 4, 5]}
     op = "PackedMultiHeadAttention"
     padded = [*words, bias, lengths.astype(np.int32), added]
-    packed: list[np.ndarray | None] = [*(word[real] for word in words), bias, offsets, bounds, added]
+    packed: list[np.ndarray | None] = [
+        *(word[real] for word in words),
+        bias,
+        offsets,
+        bounds,
+        added,
+    ]
     if form == "side by side":
         heads = [word[real].reshape(-1, HEADS, 1, SIZE) for word in words]
         bias *= 0
         packed[:4] = np.concatenate(heads, 2), None, None, None
     if form == "merged":
         op, settings["known"] = "PackedAttention", [1, 2, 3, 4]
-        x, weights = floats(3, longest, 12), floats(12, 3 * HIDDEN, scale=0.3)
+        x = floats(3, longest, 12)
+        weights = floats(12, 3 * HIDDEN, scale=0.3)
         padded[:3] = np.split(x @ weights, 3, -1)
         packed = [x[real], weights, bias, offsets, bounds, added]
     path, feeds = node_file(tmp_path, op, packed, **settings)
@@ -233,8 +305,12 @@ def test_packed_tokens_are_as_padded_ones(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
 def test_linear_attention(rule: str, tmp_path: Path) -> None:
     """More tokens than a chunk has, behind those of a call before."""
-    tokens, decay, beta = 70, -np.abs(floats(BATCH, 70, GROUPS)), np.abs(np.tanh(floats(BATCH, 70, GROUPS)))
-    query, *words = (floats(BATCH, tokens, each * 8, scale=0.3, seed=each) for each in (HEADS, GROUPS, GROUPS))
+    tokens = 70
+    decay = -np.abs(floats(BATCH, 70, GROUPS))
+    beta = np.abs(np.tanh(floats(BATCH, 70, GROUPS)))
+    query, *words = (
+        floats(BATCH, tokens, each * 8, scale=0.3, seed=each) for each in (HEADS, GROUPS, GROUPS)
+    )
     arrays: list[np.ndarray | None] = [query, *words, floats(BATCH, GROUPS, 8, 8)]
     arrays += [decay if "gated" in rule else None, beta if "delta" in rule else None]
     settings = {"q_num_heads": HEADS, "kv_num_heads": GROUPS, "update_rule": rule}

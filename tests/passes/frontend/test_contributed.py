@@ -1,4 +1,6 @@
-"""ONNX Runtime's own operators, as files hold them: what is read, emitted and run equals its own kernels."""
+"""ONNX Runtime's own operators, as files hold them: what is read, emitted and run equals its own
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def whole(*shape: int, dtype: str = "uint8") -> np.ndarray:
 
 
 def model_of(
-    operator: str, operands: list[tuple[str, np.ndarray] | None], held: Arrays, results: int = 1, **attributes: object
+    operator: str,
+    operands: list[tuple[str, np.ndarray] | None],
+    held: Arrays,
+    results: int = 1,
+    **attributes: object,
 ) -> onnx.ModelProto:
     """A model of one node of the domain com.microsoft; operands are inputs unless `held`."""
     names = [each[0] if each else "" for each in operands]
@@ -73,15 +79,19 @@ def compare(
     steps: float = 0.0,
     **attributes: object,
 ) -> None:
-    """Assert that a node's results are those of onnxruntime. Operands named in `held` are tensors of the file. Of whole
-    numbers a share of `steps` may differ by one: roundings of halves."""
+    """Assert that a node's results are those of onnxruntime. Operands named in `held` are tensors
+    of the file. Of whole numbers a share of `steps` may differ by one: roundings of halves.
+    """
     stored = {name: array for name, array in filter(None, operands) if name in held.split()}
     fed = {name: array for name, array in filter(None, operands) if name not in stored}
-    model, path = model_of(operator, operands, stored, results, **attributes), tmp_path / "model.onnx"
+    model = model_of(operator, operands, stored, results, **attributes)
+    path = tmp_path / "model.onnx"
     onnx.save(model, path)
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    expected = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, fed)
+    expected = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(
+        None, fed
+    )
     for ours, theirs in zip(computed(path, fed), expected, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         if theirs.dtype.kind in "iu":
@@ -91,36 +101,60 @@ def compare(
             np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
 
 
-def packed(bits: int, points: str, inner: int, rows: int = 24, block: int = 32) -> list[tuple[str, np.ndarray] | None]:
+def packed(
+    bits: int, points: str, inner: int, rows: int = 24, block: int = 32
+) -> list[tuple[str, np.ndarray] | None]:
     """Operands B, scales and zero points of MatMulNBits."""
     blocks = -(-inner // block)
     zero = {
         "packed": whole(rows, -(-blocks * bits // 8)), "numbers": floats(rows, blocks), "": None
     }[points]  # fmt: skip
-    made = [("b", whole(rows, blocks, block * bits // 8)), ("scales", floats(rows, blocks, scale=0.05))]
+    made = [
+        ("b", whole(rows, blocks, block * bits // 8)),
+        ("scales", floats(rows, blocks, scale=0.05)),
+    ]
     return [*made, None if zero is None else ("points", zero)]
 
 
 @pytest.mark.parametrize("inner", [128, 80])
 @pytest.mark.parametrize(
-    ("bits", "points"), [(4, ""), (4, "packed"), (4, "numbers"), (8, "packed"), (8, ""), (2, "packed"), (2, "numbers")]
+    ("bits", "points"),
+    [(4, ""), (4, "packed"), (4, "numbers"), (8, "packed"), (8, ""), (2, "packed"), (2, "numbers")],
 )
 def test_products_of_packed_weights(bits: int, points: str, inner: int, tmp_path: Path) -> None:
-    operands = [("x", floats(2, 3, inner)), *packed(bits, points, inner), None, ("bias", floats(24))]
+    operands = [
+        ("x", floats(2, 3, inner)),
+        *packed(bits, points, inner),
+        None,
+        ("bias", floats(24)),
+    ]
     settings = {"K": inner, "N": 24, "bits": bits, "block_size": 32}
     compare(tmp_path, "MatMulNBits", operands, "b scales points bias", **settings)
 
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_products_of_weights_in_bitsandbytes_types(kind: int, tmp_path: Path) -> None:
-    operands = [("x", floats(2, 3, 48)), ("b", whole(12 * 48 // 2)), ("scales", floats(12 * 48 // 16, scale=0.05))]
-    compare(tmp_path, "MatMulBnb4", operands, "b scales", K=48, N=12, block_size=16, quant_type=kind)
+    operands = [
+        ("x", floats(2, 3, 48)),
+        ("b", whole(12 * 48 // 2)),
+        ("scales", floats(12 * 48 // 16, scale=0.05)),
+    ]
+    compare(
+        tmp_path, "MatMulBnb4", operands, "b scales", K=48, N=12, block_size=16, quant_type=kind
+    )
 
 
 def test_older_files_have_flat_scales(tmp_path: Path) -> None:
     b, scales, points = filter(None, packed(4, "packed", 128))
-    operands = [("x", floats(3, 128)), b, ("scales", scales[1].reshape(-1)), ("points", points[1].reshape(-1))]
-    compare(tmp_path, "MatMulNBits", operands, "b scales points", K=128, N=24, bits=4, block_size=32)
+    operands = [
+        ("x", floats(3, 128)),
+        b,
+        ("scales", scales[1].reshape(-1)),
+        ("points", points[1].reshape(-1)),
+    ]
+    compare(
+        tmp_path, "MatMulNBits", operands, "b scales points", K=128, N=24, bits=4, block_size=32
+    )
 
 
 @pytest.mark.parametrize("points", [True, False])
@@ -137,7 +171,12 @@ def test_lookups_of_packed_rows(bits: int, points: bool, tmp_path: Path) -> None
     compare(tmp_path, "GatherBlockQuantized", operands, "table scales points", **settings)
 
 
-def use_of(tmp_path: Path, operator: str, operands: list[tuple[str, np.ndarray] | None], **attributes: object) -> Use:
+def use_of(
+    tmp_path: Path,
+    operator: str,
+    operands: list[tuple[str, np.ndarray] | None],
+    **attributes: object,
+) -> Use:
     """A node as it is read, all its operands inputs."""
     arrays = dict(filter(None, operands))
     onnx.save(model_of(operator, operands, {}, **attributes), tmp_path / "model.onnx")
@@ -156,9 +195,16 @@ def test_products_of_packed_weights_in_parts(points: str, tmp_path: Path) -> Non
 def test_lookups_of_packed_rows_in_parts(points: str, tmp_path: Path) -> None:
     table, *others = packed(4, points, 128)
     assert table is not None
-    operands = [("table", table[1].reshape(24, -1)), ("places", np.array([[1, 5], [23, 0]])), *others]
+    operands = [
+        ("table", table[1].reshape(24, -1)),
+        ("places", np.array([[1, 5], [23, 0]])),
+        *others,
+    ]
     settings = {"gather_axis": 0, "quantize_axis": 1, "block_size": 32}
-    assert check(use_of(tmp_path, "GatherBlockQuantized", operands, bits=4, **settings), 1e-4, 1e-5) == 4
+    assert (
+        check(use_of(tmp_path, "GatherBlockQuantized", operands, bits=4, **settings), 1e-4, 1e-5)
+        == 4
+    )
 
 
 def number(name: str, value: float) -> tuple[str, np.ndarray]:
@@ -171,9 +217,15 @@ def point(name: str, value: int, dtype: str = "uint8") -> tuple[str, np.ndarray]
     return name, np.array(value, dtype)
 
 
-def in_bytes(name: str, *shape: int, scale: float = 0.0517, zero: int = 120, dtype: str = "uint8") -> list[Any]:
+def in_bytes(
+    name: str, *shape: int, scale: float = 0.0517, zero: int = 120, dtype: str = "uint8"
+) -> list[Any]:
     """A quantised operand, its scale and zero point."""
-    return [(name, whole(*shape, dtype=dtype)), number(f"{name}_scale", scale), point(f"{name}_point", zero, dtype)]
+    return [
+        (name, whole(*shape, dtype=dtype)),
+        number(f"{name}_scale", scale),
+        point(f"{name}_point", zero, dtype),
+    ]
 
 
 def result_of(scale: float = 0.0493, zero: int = 110, dtype: str = "uint8") -> list[Any]:
@@ -181,20 +233,42 @@ def result_of(scale: float = 0.0493, zero: int = 110, dtype: str = "uint8") -> l
     return [number("y_scale", scale), point("y_point", zero, dtype)]
 
 
-A, IMAGE = in_bytes("a", 2, 3, 8), in_bytes("a", 2, 4, 6, 5)
+A = in_bytes("a", 2, 3, 8)
+IMAGE = in_bytes("a", 2, 4, 6, 5)
 SIGNED = in_bytes("a", 2, 3, 8, zero=-3, dtype="int8")
 NARROW = result_of(1 / 256, 0)
 QUANTIZED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("QLinearAdd", [*A, *in_bytes("b", 3, 1), *result_of(0.0971)], {}),
-    ("QLinearAdd", [*SIGNED, *in_bytes("b", 8, zero=4, dtype="int8"), *result_of(0.0971, 5, "int8")], {}),
+    (
+        "QLinearAdd",
+        [*SIGNED, *in_bytes("b", 8, zero=4, dtype="int8"), *result_of(0.0971, 5, "int8")],
+        {},
+    ),
     ("QLinearMul", [*A, *in_bytes("b", 2, 3, 8, zero=130), *result_of(0.317)], {}),
     ("QLinearSigmoid", [*A, *NARROW], {}),
     ("QLinearLeakyRelu", [*A, *result_of()], {"alpha": 0.2}),
     ("QLinearSoftmax", [*in_bytes("a", 3, 9, scale=0.02), *NARROW], {"opset": 13, "axis": -1}),
     ("QLinearSoftmax", [*in_bytes("a", 3, 2, 5, scale=0.02), *NARROW], {"opset": 12, "axis": 1}),
-    ("QLinearSoftmax", [*in_bytes("a", 9, 8, scale=0.001), *result_of(1 / 255, 0)], {"opset": 13, "axis": -1}),
-    ("QLinearConcat", [*result_of(), *A, *in_bytes("b", 2, 3, 2, scale=0.04, zero=100)], {"axis": 2}),
-    ("QLinearWhere", [("c", whole(3, 8) > 127), *in_bytes("a", 3, 8), *in_bytes("b", 8, scale=0.04), *result_of()], {}),
+    (
+        "QLinearSoftmax",
+        [*in_bytes("a", 9, 8, scale=0.001), *result_of(1 / 255, 0)],
+        {"opset": 13, "axis": -1},
+    ),
+    (
+        "QLinearConcat",
+        [*result_of(), *A, *in_bytes("b", 2, 3, 2, scale=0.04, zero=100)],
+        {"axis": 2},
+    ),
+    (
+        "QLinearWhere",
+        [
+            ("c", whole(3, 8) > 127),
+            *in_bytes("a", 3, 8),
+            *in_bytes("b", 8, scale=0.04),
+            *result_of(),
+        ],
+        {},
+    ),
     ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {}),
     ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {"channels_last": 1}),
     (
@@ -202,20 +276,37 @@ QUANTIZED: list[tuple[str, list[Any], dict[str, Any]]] = [
         [*IMAGE, *result_of(0.04)],
         {"kernel_shape": [3, 2], "pads": [1, 0, 1, 0], "strides": [2, 1]},
     ),
-    ("QLinearAveragePool", [*IMAGE, *result_of(0.04)], {"kernel_shape": [2, 2], "channels_last": 1}),
+    (
+        "QLinearAveragePool",
+        [*IMAGE, *result_of(0.04)],
+        {"kernel_shape": [2, 2], "channels_last": 1},
+    ),
     (
         "QGemm",
-        [*in_bytes("a", 4, 6), *in_bytes("b", 6, 5), ("c", np.arange(5, dtype=np.int32) * 99), *result_of(0.9)],
+        [
+            *in_bytes("a", 4, 6),
+            *in_bytes("b", 6, 5),
+            ("c", np.arange(5, dtype=np.int32) * 99),
+            *result_of(0.9),
+        ],
         {},
     ),
-    ("QGemm", [*in_bytes("a", 6, 4), *in_bytes("b", 5, 6)], {"transA": 1, "transB": 1, "alpha": 0.5}),
+    (
+        "QGemm",
+        [*in_bytes("a", 6, 4), *in_bytes("b", 5, 6)],
+        {"transA": 1, "transB": 1, "alpha": 0.5},
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("operator", "operands", "attributes"), QUANTIZED, ids=lambda each: each if isinstance(each, str) else ""
+    ("operator", "operands", "attributes"),
+    QUANTIZED,
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_quantised_operators(operator: str, operands: list[Any], attributes: dict[str, Any], tmp_path: Path) -> None:
+def test_quantised_operators(
+    operator: str, operands: list[Any], attributes: dict[str, Any], tmp_path: Path
+) -> None:
     held = " ".join(each[0] for each in operands if each and "_" in each[0])
     compare(tmp_path, operator, operands, held, steps=0.02, **attributes)
 
@@ -223,9 +314,12 @@ def test_quantised_operators(operator: str, operands: list[Any], attributes: dic
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("per_column", [False, True])
 def test_products_of_bytes(signed: bool, per_column: bool, tmp_path: Path) -> None:
-    dtype, count = "int8" if signed else "uint8", (5,) if per_column else ()
-    b, bias = ("b", whole(6, 5, dtype=dtype)), ("bias", floats(5))
-    scale, zero = ("b_scale", np.abs(floats(*count)) + 0.01), ("b_point", whole(*count, dtype=dtype))
+    dtype = "int8" if signed else "uint8"
+    count = (5,) if per_column else ()
+    b = ("b", whole(6, 5, dtype=dtype))
+    bias = ("bias", floats(5))
+    scale = ("b_scale", np.abs(floats(*count)) + 0.01)
+    zero = ("b_point", whole(*count, dtype=dtype))
     compare(
         tmp_path,
         "DynamicQuantizeMatMul",
@@ -236,7 +330,14 @@ def test_products_of_bytes(signed: bool, per_column: bool, tmp_path: Path) -> No
     )
     a, a_scale, a_point = in_bytes("a", 2, 4, 6)
     operands = [a, b, a_scale, scale, a_point, zero, bias]
-    compare(tmp_path, "MatMulIntegerToFloat", operands, "b a_scale b_scale a_point b_point bias", rtol=1e-3, atol=1e-3)
+    compare(
+        tmp_path,
+        "MatMulIntegerToFloat",
+        operands,
+        "b a_scale b_scale a_point b_point bias",
+        rtol=1e-3,
+        atol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("settings", ["", "mask", "lengths", "unidirectional", "past"])
@@ -260,13 +361,23 @@ def test_attention_of_bytes(settings: str, tmp_path: Path) -> None:
     ]
     attributes = {"num_heads": 2, "unidirectional": int(settings in ("unidirectional", "past"))}
     held = "w bias w_scale w_point a_scale a_point"
-    compare(tmp_path, "QAttention", operands, held, results=2 if past else 1, rtol=1e-3, atol=1e-3, **attributes)
+    compare(
+        tmp_path,
+        "QAttention",
+        operands,
+        held,
+        results=2 if past else 1,
+        rtol=1e-3,
+        atol=1e-3,
+        **attributes,
+    )
 
 
 @pytest.mark.parametrize("per_row", [False, True])
 def test_recurrent_layers_of_bytes(per_row: bool, tmp_path: Path) -> None:
-    """The kernel rounds what it reads to bytes, which changes nothing where that is in bytes; the reference of `verify`
-    does not, since the kernel's rounding depends on its threads."""
+    """The kernel rounds what it reads to bytes, which changes nothing where that is in bytes; the
+    reference of `verify` does not, since the kernel's rounding depends on its threads.
+    """
     operands: list[Any] = [
         ("x", np.linspace(-128, 127, 10).round().astype(np.float32).reshape(1, 2, 5) / 64),
         ("w", whole(2, 5, 12)),
@@ -287,7 +398,9 @@ def test_recurrent_layers_of_bytes(per_row: bool, tmp_path: Path) -> None:
     stored = dict(filter(None, operands[1:]))
     fed = {"x": floats(4, 2, 5)}
     operands[0] = ("x", fed["x"])
-    onnx.save(model_of("DynamicQuantizeLSTM", operands, stored, 3, **settings), tmp_path / "long.onnx")
+    onnx.save(
+        model_of("DynamicQuantizeLSTM", operands, stored, 3, **settings), tmp_path / "long.onnx"
+    )
     wanted = ReferenceModel(tmp_path / "long.onnx", {}).run(fed)
     for ours, theirs in zip(computed(tmp_path / "long.onnx", fed), wanted.values(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -300,16 +413,29 @@ def test_embeddings(given: str, results: int, tmp_path: Path) -> None:
         return RANDOM.integers(0, below, (2, 4)).astype(np.int32)
 
     segments = given == "segments"
-    operands: list[Any] = [("ids", tokens(9)), ("segments", tokens(2)) if segments else None, ("words", floats(9, 8))]
+    operands: list[Any] = [
+        ("ids", tokens(9)),
+        ("segments", tokens(2)) if segments else None,
+        ("words", floats(9, 8)),
+    ]
     operands += [
         ("positions", floats(6, 8)),
         ("table", floats(2, 8)) if segments else None,
         ("gamma", floats(8)),
         ("beta", floats(8)),
     ]
-    operands += [("mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.int32)) if given == "mask" else None]
+    operands += [
+        ("mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.int32)) if given == "mask" else None
+    ]
     operands += [("places", tokens(6)) if given == "places" else None]
-    compare(tmp_path, "EmbedLayerNormalization", operands, "words positions table gamma beta", results, epsilon=1e-5)
+    compare(
+        tmp_path,
+        "EmbedLayerNormalization",
+        operands,
+        "words positions table gamma beta",
+        results,
+        epsilon=1e-5,
+    )
 
 
 PIXELS = [("x", floats(2, 4, 5, 5)), ("w", floats(6, 4, 3, 3)), ("b", floats(6))]
@@ -322,53 +448,100 @@ MATRICES = [("x", floats(3, 4)), ("w", floats(5, 4)), ("b", floats(5))]
         ("FusedConv", PIXELS, {"activation": "Relu", "pads": [1] * 4}),
         ("FusedConv", [*PIXELS, ("z", floats(2, 6, 3, 3))], {"activation": "Relu"}),
         ("FusedConv", PIXELS[:2], {"activation": "Clip", "activation_params": [0.0, 6.0]}),
-        ("FusedMatMul", [("x", floats(2, 3, 4, 5)), ("y", floats(6, 2, 3, 5))], {"transBatchB": 1, "transB": 1}),
+        (
+            "FusedMatMul",
+            [("x", floats(2, 3, 4, 5)), ("y", floats(6, 2, 3, 5))],
+            {"transBatchB": 1, "transB": 1},
+        ),
         (
             "FusedMatMul",
             [("x", floats(5, 2, 4)), ("y", floats(2, 5, 6))],
             {"transBatchA": 1, "transA": 1, "alpha": 0.5},
         ),
-        ("FusedMatMul", [("x", floats(4, 2, 5)), ("y", floats(5, 2, 6))], {"transBatchA": 1, "transBatchB": 1}),
+        (
+            "FusedMatMul",
+            [("x", floats(4, 2, 5)), ("y", floats(5, 2, 6))],
+            {"transBatchA": 1, "transBatchB": 1},
+        ),
         ("FusedGemm", MATRICES, {"activation": "LeakyRelu", "activation_alpha": 0.1, "transB": 1}),
         ("DequantizeLinear", in_bytes("a", 3, 4), {}),
         ("QuantizeLinear", [("a", floats(3, 4)), *result_of()], {}),
     ],
 )
-def test_other_operators(operator: str, operands: list[Any], attributes: dict[str, Any], tmp_path: Path) -> None:
+def test_other_operators(
+    operator: str, operands: list[Any], attributes: dict[str, Any], tmp_path: Path
+) -> None:
     compare(tmp_path, operator, operands, "w b", **attributes)
 
 
 @pytest.mark.parametrize(("last", "active"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("skip", ["", "whole", "one a sample", "flat"])
-def test_group_normalization_which_has_no_kernel_for_cpus(last: int, active: int, skip: str, tmp_path: Path) -> None:
-    x, gamma, beta, bias = floats(2, 8, 3, 5), floats(8), floats(8), floats(8)
-    added = {"": 0.0, "whole": floats(2, 8, 3, 5), "one a sample": floats(2, 8, 1, 1), "flat": floats(2, 8)}[skip]
-    shape = added.reshape(2, 8, 1, 1) if isinstance(added, np.ndarray) and added.ndim == 2 else added
+def test_group_normalization_which_has_no_kernel_for_cpus(
+    last: int, active: int, skip: str, tmp_path: Path
+) -> None:
+    x = floats(2, 8, 3, 5)
+    gamma = floats(8)
+    beta = floats(8)
+    bias = floats(8)
+    added = {
+        "": 0.0,
+        "whole": floats(2, 8, 3, 5),
+        "one a sample": floats(2, 8, 1, 1),
+        "flat": floats(2, 8),
+    }[skip]
+    shape = (
+        added.reshape(2, 8, 1, 1) if isinstance(added, np.ndarray) and added.ndim == 2 else added
+    )
     total = torch.from_numpy(x + shape + (bias.reshape(8, 1, 1) if skip else 0.0))
-    exact = torch.nn.functional.group_norm(total, 4, torch.from_numpy(gamma), torch.from_numpy(beta), 1e-5)
-    expected = [(torch.nn.functional.silu(exact) if active else exact).numpy(), *([total.numpy()] if skip else [])]
+    exact = torch.nn.functional.group_norm(
+        total, 4, torch.from_numpy(gamma), torch.from_numpy(beta), 1e-5
+    )
+    expected = [
+        (torch.nn.functional.silu(exact) if active else exact).numpy(),
+        *([total.numpy()] if skip else []),
+    ]
 
     def placed(array: Any) -> Any:
-        return np.ascontiguousarray(np.moveaxis(array, 1, -1)) if last and array.ndim == 4 else array
+        return (
+            np.ascontiguousarray(np.moveaxis(array, 1, -1)) if last and array.ndim == 4 else array
+        )
 
     operands: list[Any] = [("x", placed(x)), ("gamma", gamma), ("beta", beta)]
     operands += [("skip", placed(added)), ("bias", bias)] if skip else []
     settings = {"groups": 4, "channels_last": last, "activation": active, "epsilon": 1e-5}
-    model = model_of("SkipGroupNorm" if skip else "GroupNorm", operands, {}, len(expected), **settings)
+    model = model_of(
+        "SkipGroupNorm" if skip else "GroupNorm", operands, {}, len(expected), **settings
+    )
     onnx.save(model, tmp_path / "model.onnx")
-    for ours, theirs in zip(computed(tmp_path / "model.onnx", dict(operands)), expected, strict=True):
+    for ours, theirs in zip(
+        computed(tmp_path / "model.onnx", dict(operands)), expected, strict=True
+    ):
         np.testing.assert_allclose(ours, placed(theirs), rtol=1e-4, atol=1e-5)
 
 
 def test_sums_and_convolutions_which_have_no_kernel_for_cpus(tmp_path: Path) -> None:
-    x, bias, skip, image, weight = floats(2, 3, 8), floats(8), floats(2, 3, 8), floats(2, 5, 5, 4), floats(6, 4, 3, 3)
+    x = floats(2, 3, 8)
+    bias = floats(8)
+    skip = floats(2, 3, 8)
+    image = floats(2, 5, 5, 4)
+    weight = floats(6, 4, 3, 3)
     left, right = torch.from_numpy(x + bias).chunk(2, -1)
     rows = torch.from_numpy(image).permute(0, 3, 1, 2)
     convolved = torch.nn.functional.conv2d(rows, torch.from_numpy(weight), padding=1)
     cases: list[tuple[str, list[Any], Any, dict[str, Any]]] = [
         ("BiasSplitGelu", [("x", x), ("bias", bias)], left * torch.nn.functional.gelu(right), {}),
-        ("BiasAdd", [("x", x), ("bias", bias), ("skip", skip)], torch.from_numpy(x + bias + skip), {}),
-        ("NhwcConv", [("x", image), ("w", weight)], convolved.permute(0, 2, 3, 1), {"pads": [1] * 4}),
+        (
+            "BiasAdd",
+            [("x", x), ("bias", bias), ("skip", skip)],
+            torch.from_numpy(x + bias + skip),
+            {},
+        ),
+        (
+            "NhwcConv",
+            [("x", image), ("w", weight)],
+            convolved.permute(0, 2, 3, 1),
+            {"pads": [1] * 4},
+        ),
     ]
     for operator, operands, expected, attributes in cases:
         onnx.save(model_of(operator, operands, {}, **attributes), tmp_path / "model.onnx")
@@ -381,22 +554,39 @@ def test_embeddings_of_bytes(segments: bool, tmp_path: Path) -> None:
     tables = {"words": (9, 8), "positions": (6, 8), "table": (2, 8), "gamma": (8,), "beta": (8,)}
     ids = RANDOM.integers(0, 2, (2, 2, 4)).astype(np.int32)
     operands: list[Any] = [("ids", ids[0]), ("segments", ids[1]) if segments else None]
-    operands += [(name, whole(*shape)) if segments or name != "table" else None for name, shape in tables.items()]
+    operands += [
+        (name, whole(*shape)) if segments or name != "table" else None
+        for name, shape in tables.items()
+    ]
     operands.append(("mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.int32)))
-    for kind, made in (("scale", lambda name: number(name, 0.02)), ("point", lambda name: point(name, 128))):
-        operands += [made(f"{name}_{kind}") if segments or name != "table" else None for name in tables]
-    held = " ".join(each[0] for each in operands if each and each[0] not in ("ids", "segments", "mask"))
-    compare(tmp_path, "QEmbedLayerNormalization", operands, held, 2, rtol=1e-3, atol=1e-4, epsilon=1e-5)
+    for kind, made in (
+        ("scale", lambda name: number(name, 0.02)),
+        ("point", lambda name: point(name, 128)),
+    ):
+        operands += [
+            made(f"{name}_{kind}") if segments or name != "table" else None for name in tables
+        ]
+    held = " ".join(
+        each[0] for each in operands if each and each[0] not in ("ids", "segments", "mask")
+    )
+    compare(
+        tmp_path, "QEmbedLayerNormalization", operands, held, 2, rtol=1e-3, atol=1e-4, epsilon=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
 @pytest.mark.parametrize("points", [False, True])
 @pytest.mark.parametrize(("gathered", "axis"), [(0, 1), (1, 0), (0, 2)])
-def test_lookups_of_elements_of_4_bits(gathered: int, axis: int, points: bool, kind: str, tmp_path: Path) -> None:
+def test_lookups_of_elements_of_4_bits(
+    gathered: int, axis: int, points: bool, kind: str, tmp_path: Path
+) -> None:
     shape = [32, 32, 16][: 2 + (axis == 2)]
     blocks = [extent // 16 if place == axis else extent for place, extent in enumerate(shape)]
     dtype = getattr(ml_dtypes, kind)
-    operands: list[Any] = [("table", whole(*shape, dtype="int8").astype(dtype)), ("places", np.array([[3, 9], [0, 2]]))]
+    operands: list[Any] = [
+        ("table", whole(*shape, dtype="int8").astype(dtype)),
+        ("places", np.array([[3, 9], [0, 2]])),
+    ]
     operands += [
         ("scales", floats(*blocks)),
         ("points", whole(*blocks, dtype="int8").astype(dtype)) if points else None,
@@ -410,7 +600,8 @@ def test_numbers_of_4_bits_in_a_file_of_an_opset_without_them(tmp_path: Path) ->
     g (float[3, 4] x) => (float[3, 4] y) <float s = {0.25}>
     { n = com.microsoft.DequantizeLinear(w, s, z)  y = Mul(x, n) }
     """
-    model, kind = onnx.parser.parse_model(text), onnx.TensorProto.INT4
+    model = onnx.parser.parse_model(text)
+    kind = onnx.TensorProto.INT4
     model.graph.initializer.append(oh.make_tensor("w", kind, [4], [-8, 7, 3, -1]))
     model.graph.initializer.append(oh.make_tensor("z", kind, [], [1]))
     onnx.save(model, tmp_path / "model.onnx")
@@ -453,7 +644,10 @@ def test_blocks_and_bounds_of_an_old_file(tmp_path: Path) -> None:
     """
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onh.from_array(floats(5, 3, 3, 3), "a"))
-    assert compare_optimized(model, {"x": floats(2, 3, 6, 6)}, tmp_path) == {"Conv", "ReorderOutput"}
+    assert compare_optimized(model, {"x": floats(2, 3, 6, 6)}, tmp_path) == {
+        "Conv",
+        "ReorderOutput",
+    }
 
 
 @pytest.mark.parametrize(
@@ -470,16 +664,27 @@ def test_activations_behind_convolutions_and_products(tmp_path: Path, activation
     {{ c = Conv(x, a)  y = {activation} (c)  p = Gemm(v, b)  z = {activation} (p) }}
     """
     model = onnx.parser.parse_model(text)
-    model.graph.initializer.extend([onh.from_array(floats(8, 3, 3, 3), "a"), onh.from_array(floats(4, 5), "b")])
-    assert "Conv" in compare_optimized(model, {"x": floats(2, 3, 6, 6), "v": floats(2, 4)}, tmp_path)
+    model.graph.initializer.extend(
+        [onh.from_array(floats(8, 3, 3, 3), "a"), onh.from_array(floats(4, 5), "b")]
+    )
+    assert "Conv" in compare_optimized(
+        model, {"x": floats(2, 3, 6, 6), "v": floats(2, 4)}, tmp_path
+    )
 
 
-@pytest.mark.parametrize(("activation", "parameters"), [("HardSwish", []), ("Selu", [1.5, 1.1]), ("Softplus", [])])
+@pytest.mark.parametrize(
+    ("activation", "parameters"), [("HardSwish", []), ("Selu", [1.5, 1.1]), ("Softplus", [])]
+)
 @pytest.mark.parametrize("opset", [11, 17])
-def test_fused_activations_of_old_files(tmp_path: Path, activation: str, parameters: list[float], opset: int) -> None:
+def test_fused_activations_of_old_files(
+    tmp_path: Path, activation: str, parameters: list[float], opset: int
+) -> None:
     """HardSwish is an operator of ONNX since opset 14."""
-    x, weight = floats(1, 3, 5, 5), floats(4, 3, 3, 3)
-    settings: dict[str, object] = {"activation": activation} | ({"activation_params": parameters} if parameters else {})
+    x = floats(1, 3, 5, 5)
+    weight = floats(4, 3, 3, 3)
+    settings: dict[str, object] = {"activation": activation} | (
+        {"activation_params": parameters} if parameters else {}
+    )
     graph = oh.make_graph(
         [oh.make_node("FusedConv", ["x", "w"], ["y"], domain="com.microsoft", **settings)],
         "g",
@@ -503,15 +708,21 @@ def test_fused_activations_of_old_files(tmp_path: Path, activation: str, paramet
 
 
 def compare_optimized(model: onnx.ModelProto, fed: Arrays, tmp_path: Path) -> set[str]:
-    """Assert that a session's file of what it runs is computed as by the session; its operators on blocks."""
-    options, file = ort.SessionOptions(), tmp_path / "model.onnx"
-    options.optimized_model_filepath, options.log_severity_level = str(file), 4
-    expected = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(
-        None, fed
-    )
+    """Assert that a session's file of what it runs is computed as by the session; its operators on
+    blocks.
+    """
+    options = ort.SessionOptions()
+    file = tmp_path / "model.onnx"
+    options.optimized_model_filepath = str(file)
+    options.log_severity_level = 4
+    expected = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    ).run(None, fed)
     for ours, theirs in zip(computed(file, fed), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    return {each.op_type for each in onnx.load(file).graph.node if each.domain == "com.microsoft.nchwc"}
+    return {
+        each.op_type for each in onnx.load(file).graph.node if each.domain == "com.microsoft.nchwc"
+    }
 
 
 def test_what_stands_around_networks_of_skl2onnx(tmp_path: Path) -> None:

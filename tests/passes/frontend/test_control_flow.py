@@ -1,4 +1,6 @@
-"""If, Loop and Scan are resolved while a file is read; ONNX Runtime computes the same as from the file."""
+"""If, Loop and Scan are resolved while a file is read; ONNX Runtime computes the same as from the
+file.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,9 @@ REFUSED = {
 
 
 def written(text: str, folder: Path, inputs: str = "") -> Path:
-    """The model y = f(x) of these nodes, with weights that lie in the file or, those of the same name, in bodies."""
+    """The model y = f(x) of these nodes, with weights that lie in the file or, those of the same
+    name, in bodies.
+    """
     proto = onnx.parser.parse_model(
         f'<ir_version: 9, opset_import: ["" : 18]> g (float[3,4] x{inputs}) => (float y) {{{text}}}'
     )
@@ -198,7 +202,9 @@ def written(text: str, folder: Path, inputs: str = "") -> Path:
     bodies = [each.g for node in proto.graph.node for each in node.attribute if each.HasField("g")]
     for name, array in WEIGHTS.items():
         if f"{name})" in text:
-            holders = [body for body in bodies if any(name in node.input for node in body.node)] or [proto.graph]
+            holders = [
+                body for body in bodies if any(name in node.input for node in body.node)
+            ] or [proto.graph]
             for graph in holders:
                 graph.initializer.append(onh.from_array(array, name))
     path = folder / "model.onnx"
@@ -249,7 +255,13 @@ RATES = """
 """
 """Two voices in one file: the shape of the result depends on an input of one number."""
 ASKED = {
-    "a branch": (RATES, "both branches are read, since input 'rate' can be any number: --set model.inputs.rate=NUMBER"),
+    "a branch": (
+        RATES,
+        (
+            "both branches are read, since input 'rate' can be any number: --set "
+            "model.inputs.rate=NUMBER"
+        ),
+    ),
     "a branch inside another": (
         """
         sum = ReduceSum <keepdims = 0> (x)
@@ -261,7 +273,10 @@ ASKED = {
                             else_branch = v () => (float[n,4] b) { b = Neg (x) }>
             }, else_branch = e () => (float[n,4] a) { a = Neg (x) }>
         """,
-        "both branches are read, since input 'rate' can be any number: --set model.inputs.rate=NUMBER",
+        (
+            "both branches are read, since input 'rate' can be any number: --set "
+            "model.inputs.rate=NUMBER"
+        ),
     ),
     "iterations": (
         """
@@ -270,7 +285,10 @@ ASKED = {
             g = Neg (h)
         }>
         """,
-        "the number of iterations is unknown, since input 'rate' can be any number: --set model.inputs.rate=NUMBER",
+        (
+            "the number of iterations is unknown, since input 'rate' can be any number: --set "
+            "model.inputs.rate=NUMBER"
+        ),
     ),
     "a shape": (
         """
@@ -306,7 +324,9 @@ def test_no_input_is_named_if_samples_decide(tmp_path: Path) -> None:
 
 
 def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
-    """Those of a body that is repeated are one; of branches with weights of one name, the one that is taken."""
+    """Those of a body that is repeated are one; of branches with weights of one name, the one that
+    is taken.
+    """
     read = read_model(written(READ["as often as there are columns"], tmp_path))
     assert [(each.value.name, each.trainable) for each in read.graph.parameters] == [("w", True)]
     branch = "{ a = MatMul (x, w) }"
@@ -328,22 +348,36 @@ def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
 
 def test_what_a_value_of_the_whole_batch_decides_is_warned_of(tmp_path: Path) -> None:
     """Micro-batches, each with a condition of its own, would compute something else."""
-    for text, warned in (("a branch that data choose", True), ("until data say so", True), ("over columns", False)):
+    for text, warned in (
+        ("a branch that data choose", True),
+        ("until data say so", True),
+        ("over columns", False),
+    ):
         warnings = read_model(written(READ[text], tmp_path), batch_axes={"x": 0}).warnings
-        assert [each for each in warnings if "Where" in each and "mixes the samples" in each] == warned * [*warnings]
+        assert [
+            each for each in warnings if "Where" in each and "mixes the samples" in each
+        ] == warned * [*warnings]
 
 
 def test_a_scan_of_opset_8(tmp_path: Path) -> None:
-    text = "y = Scan <num_scan_inputs = 1, body = b (float[4] p) => (float[4] o) { o = Exp (p) }> (x)"
+    text = (
+        "y = Scan <num_scan_inputs = 1, body = b (float[4] p) => (float[4] o) { o = Exp (p) }> (x)"
+    )
     proto = onnx.load(written(text, tmp_path))
     proto.opset_import[0].version = 8
     proto.graph.node[0].input[:] = ["", "x"]
     onnx.save(proto, tmp_path / "model.onnx")
-    with pytest.raises(ModelError, match=r"the Scan of opset 8, which runs for each sample alone.*opset 9"):
+    with pytest.raises(
+        ModelError, match=r"the Scan of opset 8, which runs for each sample alone.*opset 9"
+    ):
         read_model(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize(("kind", "said"), [("seq(float[3,4])", "a sequence"), ("optional(float[3,4])", "an Optional")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("seq(float[3,4])", "a sequence"), ("optional(float[3,4])", "an Optional")]
+)
 def test_inputs_that_hold_tensors(kind: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"input 's': it is {said}, and only tensors .*make each tensor"):
+    with pytest.raises(
+        ModelError, match=f"input 's': it is {said}, and only tensors .*make each tensor"
+    ):
         read_model(written("y = Identity (x)", tmp_path, f", {kind} s"))

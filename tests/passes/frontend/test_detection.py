@@ -1,4 +1,6 @@
-"""Boxes that are kept, and regions of images: read and emitted they are what onnxruntime computes of the file."""
+"""Boxes that are kept, and regions of images: read and emitted they are what onnxruntime computes
+of the file.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,16 @@ from tests.passes.frontend.building import FLOAT, floats, integers, model, node,
 from tests.passes.frontend.evaluated import both, emitted
 from tests.passes.frontend.reference import run
 
-IMAGES, CLASSES, BOXES, MOST = 2, 2, 9, 4
-INPUTS = {"boxes": [IMAGES, BOXES, 4], "scores": [IMAGES, CLASSES, BOXES], "overlap": [1], "least": [1]}
+IMAGES = 2
+CLASSES = 2
+BOXES = 9
+MOST = 4
+INPUTS = {
+    "boxes": [IMAGES, BOXES, 4],
+    "scores": [IMAGES, CLASSES, BOXES],
+    "overlap": [1],
+    "least": [1],
+}
 SUPPRESSED = node("NonMaxSuppression", "boxes scores most overlap least", "rows")
 
 
@@ -28,12 +38,18 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     own.CopyFrom(SUPPRESSED)
     own.attribute.append(onnx.helper.make_attribute("center_point_box", request.param))
     nodes = [own, node("Shape", "rows", "shape", end=1)]
-    return read_model(saved(model(nodes, INPUTS, "rows shape", {"most": integers(MOST)}), tmp_path_factory.mktemp("s")))
+    return read_model(
+        saved(
+            model(nodes, INPUTS, "rows shape", {"most": integers(MOST)}),
+            tmp_path_factory.mktemp("s"),
+        )
+    )
 
 
 def same_rows(read: Model, feeds: dict[str, np.ndarray]) -> None:
     """Every output is onnxruntime's, and zeros behind where that has fewer rows."""
-    found, expected = emitted(read, feeds), run(read.path, feeds)
+    found = emitted(read, feeds)
+    expected = run(read.path, feeds)
     for name, array in expected.items():
         front = found[name][: len(array)] if array.ndim else found[name]
         np.testing.assert_allclose(front, array, rtol=1e-5, atol=1e-6)
@@ -49,8 +65,12 @@ EIGHTHS = st.integers(0, 8).map(lambda each: each / 8)
     st.sampled_from([0.0, 1 / 7, 0.25, 1 / 3, 0.5, 1.0]),
     st.sampled_from([-1.0, 0.0, 0.125, 0.3, 0.5, 1.0]),
 )
-def test_any_boxes(kept: Model, boxes: list[float], scores: list[float], overlap: float, least: float) -> None:
-    """Few numbers for coordinates and scores: equal boxes, empty ones, equal scores and overlaps of just the limit."""
+def test_any_boxes(
+    kept: Model, boxes: list[float], scores: list[float], overlap: float, least: float
+) -> None:
+    """Few numbers for coordinates and scores: equal boxes, empty ones, equal scores and overlaps of
+    just the limit.
+    """
     feeds = {
         "boxes": np.array(boxes, np.float32).reshape(INPUTS["boxes"]),
         "scores": np.array(scores, np.float32).reshape(INPUTS["scores"]),
@@ -82,7 +102,12 @@ def test_rows_read_at_the_places_of_boxes(tmp_path: Path) -> None:
         node("Slice", "numbers first two last", "place"),
         node("Concat", "place taken column", "y", axis=1),
     ]
-    held = {"most": integers(MOST), "ends": integers(0, 2), "last": integers(1), "first": integers(0)}
+    held = {
+        "most": integers(MOST),
+        "ends": integers(0, 2),
+        "last": integers(1),
+        "first": integers(0),
+    }
     read = read_model(saved(model(nodes, INPUTS, "y", {**held, "two": integers(2)}), tmp_path))
     for seed in range(4):
         same_rows(read, drawn(seed))
@@ -105,12 +130,15 @@ def test_boxes_kept_of_chosen_ones(tmp_path: Path) -> None:
     held = {"most": integers(99), "half": np.array(0.5, np.float32)}
     held |= {"first": integers(0), "last": integers(1), "two": integers(2)}
     inputs = {"boxes": [1, BOXES, 4], "scores": [1, 1, BOXES], "overlap": [1], "chosen": [BOXES]}
-    read = read_model(saved(model(nodes, inputs, "rows taken", held), tmp_path), batch_axes=dict.fromkeys(inputs))
+    read = read_model(
+        saved(model(nodes, inputs, "rows taken", held), tmp_path), batch_axes=dict.fromkeys(inputs)
+    )
     for seed in range(9):
         random = np.random.default_rng(seed)
         feeds = {name: random.random(shape, np.float32) for name, shape in inputs.items()}
         feeds["chosen"] *= seed / 4
-        found, expected = emitted(read, feeds), run(read.path, feeds)
+        found = emitted(read, feeds)
+        expected = run(read.path, feeds)
         kept = len(expected["rows"])
         np.testing.assert_array_equal(found["rows"][:kept], expected["rows"])
         np.testing.assert_array_equal(found["taken"][:, :kept], expected["taken"])
@@ -119,14 +147,19 @@ def test_boxes_kept_of_chosen_ones(tmp_path: Path) -> None:
 
 
 def test_a_file_that_keeps_no_box_is_refused(tmp_path: Path) -> None:
-    path = saved(model([node("NonMaxSuppression", "boxes scores", "y")], dict([*INPUTS.items()][:2]), "y"), tmp_path)
+    path = saved(
+        model([node("NonMaxSuppression", "boxes scores", "y")], dict([*INPUTS.items()][:2]), "y"),
+        tmp_path,
+    )
     with pytest.raises(ModelError, match="its third operand is how many"):
         read_model(path)
 
 
 def test_how_many_are_kept_by_data(tmp_path: Path) -> None:
     inputs = {**INPUTS, "most": (onnx.TensorProto.INT64, [1])}
-    read = read_model(saved(model([SUPPRESSED], inputs, "rows"), tmp_path), batch_axes=dict.fromkeys(inputs))
+    read = read_model(
+        saved(model([SUPPRESSED], inputs, "rows"), tmp_path), batch_axes=dict.fromkeys(inputs)
+    )
     for most in (0, 1, 3, 99):
         same_rows(read, {**drawn(most), "most": integers(most)})
 
@@ -135,7 +168,11 @@ def test_largest_pixels_of_regions(tmp_path: Path) -> None:
     """Regions beside the image and smaller than a pixel among them."""
     random = np.random.default_rng(0)
     corners = random.uniform(-4, 26, (40, 2, 2)).astype(np.float32)
-    regions = np.concatenate([random.integers(0, 2, (40, 1)), np.sort(corners, 1).reshape(40, 4)], 1)
+    regions = np.concatenate(
+        [random.integers(0, 2, (40, 1)), np.sort(corners, 1).reshape(40, 4)], 1
+    )
     arrays = [floats(2, 3, 9, 11), regions.astype(np.float32)]
-    found, expected = both(tmp_path, "MaxRoiPool", arrays, domain="", pooled_shape=[3, 4], spatial_scale=0.5)
+    found, expected = both(
+        tmp_path, "MaxRoiPool", arrays, domain="", pooled_shape=[3, 4], spatial_scale=0.5
+    )
     np.testing.assert_array_equal(found["y"], expected["y"])

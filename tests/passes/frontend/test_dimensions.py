@@ -37,11 +37,25 @@ def test_symbols_are_bound_by_name_and_the_batch_by_its_place(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("mask", "length"), [("m", "cached + new"), ("attention_mask", "s53")])
-def test_dimensions_that_follow_from_others_are_bound(tmp_path: Path, mask: str, length: str) -> None:
-    """A sum by its name, as exporters write it; a decoder's mask by what it covers, whatever its length is called."""
-    nodes = [node("Concat", "past_0 input_ids", "present_0", axis=1), node("Add", f"present_0 {mask}", "y")]
-    shapes: dict[str, Shape] = {"input_ids": ["b", "new"], "past_0": ["b", "cached"], mask: ["b", length]}
-    path = saved(model(nodes, {name: (INT64, shape) for name, shape in shapes.items()}, "y present_0"), tmp_path)
+def test_dimensions_that_follow_from_others_are_bound(
+    tmp_path: Path, mask: str, length: str
+) -> None:
+    """A sum by its name, as exporters write it; a decoder's mask by what it covers, whatever its
+    length is called.
+    """
+    nodes = [
+        node("Concat", "past_0 input_ids", "present_0", axis=1),
+        node("Add", f"present_0 {mask}", "y"),
+    ]
+    shapes: dict[str, Shape] = {
+        "input_ids": ["b", "new"],
+        "past_0": ["b", "cached"],
+        mask: ["b", length],
+    }
+    path = saved(
+        model(nodes, {name: (INT64, shape) for name, shape in shapes.items()}, "y present_0"),
+        tmp_path,
+    )
     assert read_model(path, dims={"new": 2, "cached": 4}).graph.type_of(mask).shape == (1, 6)
     with pytest.raises(ConfigurationError, match="symbolic"):
         read_model(path, dims={"new": 2})
@@ -49,7 +63,9 @@ def test_dimensions_that_follow_from_others_are_bound(tmp_path: Path, mask: str,
 
 def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None:
     path = chain(tmp_path, {"a": ["batch", "seq", 3]})
-    with pytest.raises(ConfigurationError, match=r"dimension 'seq' \(axis 1 of input 'a'\)") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"dimension 'seq' \(axis 1 of input 'a'\)"
+    ) as caught:
         read_model(path)
     assert caught.value.hint == "add --dim seq=EXTENT"
     with pytest.raises(ConfigurationError, match="no such dimension") as caught:
@@ -65,12 +81,17 @@ def test_an_axis_that_may_count_samples_behind_a_fixed_one_is_named(tmp_path: Pa
     with pytest.raises(ConfigurationError) as caught:
         read_model(path)
     flags = "--batch-axis a=1 --batch-axis b=1"
-    assert caught.value.hint == f"add --dim N=EXTENT --dim b:1=EXTENT, or {flags} if that axis counts samples"
+    assert (
+        caught.value.hint
+        == f"add --dim N=EXTENT --dim b:1=EXTENT, or {flags} if that axis counts samples"
+    )
 
 
 def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
     path = chain(tmp_path, {"a": ["batch", "seq", 3], "b": ["batch", None, "2*w + 1"]})
-    with pytest.raises(ConfigurationError, match=r"dimensions 'seq' .*, 'b:1' .*, .* are symbolic") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"dimensions 'seq' .*, 'b:1' .*, .* are symbolic"
+    ) as caught:
         read_model(path)
     assert caught.value.hint == "add --dim b:1=EXTENT --dim seq=EXTENT --dim w=EXTENT"
 
@@ -83,7 +104,9 @@ def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
         ({"s86": 4, "b:1": 4, "a:0": 3, "s11": 3}, (3, 4, 3)),
     ],
 )
-def test_dimensions_are_bound_by_place_and_meaning(dims: dict[str, int], shape: object, tmp_path: Path) -> None:
+def test_dimensions_are_bound_by_place_and_meaning(
+    dims: dict[str, int], shape: object, tmp_path: Path
+) -> None:
     """As exports name them (s86), and as older files do not (-1, or nothing at all)."""
     path = chain(tmp_path, {"a": ["s10", "s86", 3], "b": ["s11", -1, 3]})
     proto = onnx.load(path)
@@ -97,9 +120,14 @@ def test_dimensions_are_bound_by_place_and_meaning(dims: dict[str, int], shape: 
 
 def test_extents_follow_from_expressions_both_ways(tmp_path: Path) -> None:
     nodes = [node("Neg", "x", "y"), node("Neg", "z", "u")]
-    path = saved(model(nodes, {"x": ["b", "frames"], "z": ["b", "floor(2*frames - 1)"]}, "y u"), tmp_path)
+    path = saved(
+        model(nodes, {"x": ["b", "frames"], "z": ["b", "floor(2*frames - 1)"]}, "y u"), tmp_path
+    )
     for dims in ({"frames": 4}, {"z:1": 7}, {"floor(2*frames - 1)": 7}):
-        assert [value.shape for value in read_model(path, dims=dims).graph.inputs] == [(1, 4), (1, 7)]
+        assert [value.shape for value in read_model(path, dims=dims).graph.inputs] == [
+            (1, 4),
+            (1, 7),
+        ]
     with pytest.raises(ConfigurationError, match="'frames' is 4 already"):
         read_model(path, dims={"x:1": 4, "frames": 5})
     with pytest.raises(ConfigurationError, match="the file fixes it to 3"):
@@ -109,8 +137,12 @@ def test_extents_follow_from_expressions_both_ways(tmp_path: Path) -> None:
 _ARITHMETIC = st.recursive(
     st.integers(0, 9).map(str) | st.sampled_from(["a", "b"]),
     lambda inner: (
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(lambda each: f"({' '.join(each)})")
-        | st.tuples(st.sampled_from(["max", "min"]), inner, inner).map(lambda each: f"{each[0]}({each[1]}, {each[2]})")
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(
+            lambda each: f"({' '.join(each)})"
+        )
+        | st.tuples(st.sampled_from(["max", "min"]), inner, inner).map(
+            lambda each: f"{each[0]}({each[1]}, {each[2]})"
+        )
         | inner.map("-{}".format)
     ),
     max_leaves=8,
@@ -124,16 +156,25 @@ def test_arithmetic_is_pythons(text: str, a: int, b: int) -> None:
     except ZeroDivisionError:
         expected = None
     assert extent_of(text, {"a": a, "b": b}) == expected
-    if symbols_of(text) == {"a"} and text != "a" and expected is not None and (found := solved(text, expected, {})):
+    if (
+        symbols_of(text) == {"a"}
+        and text != "a"
+        and expected is not None
+        and (found := solved(text, expected, {}))
+    ):
         assert extent_of(text, found) == expected
 
 
-@pytest.mark.parametrize("text", ["__import__('os')", "a.b()", "9**9**9", "(" * 300, "a if a else b", "f(a)", "1/3"])
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "a.b()", "9**9**9", "(" * 300, "a if a else b", "f(a)", "1/3"]
+)
 def test_what_is_no_arithmetic_has_no_extent(text: str) -> None:
     assert extent_of(text, {"a": 2, "b": 3}) is None
 
 
-def _message_passing(nodes: int | str, edges: int | str) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
+def _message_passing(
+    nodes: int | str, edges: int | str
+) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
     """Each node of a graph adds up what the edges bring."""
     made = [
         node("Gather", "edges zero", "source", axis=0),
@@ -147,7 +188,10 @@ def _message_passing(nodes: int | str, edges: int | str) -> tuple[list[onnx.Node
 
 def _attention(*positions: int | str) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
     """Positions of one sequence are added to those of a batch; then attention."""
-    made = [node("Add", "x positions", "q"), node("Attention", "q x x", "y", q_num_heads=1, kv_num_heads=1)]
+    made = [
+        node("Add", "x positions", "q"),
+        node("Attention", "q x x", "y", q_num_heads=1, kv_num_heads=1),
+    ]
     return made, {"x": ["batch", "seq", 3], "positions": [*positions, 3]}
 
 
@@ -171,11 +215,20 @@ def test_inputs_without_samples_are_told_by_where_their_axes_go(
 ) -> None:
     nodes, shapes = made
     held = {"zero": integers(0).reshape(()), "one": integers(1).reshape(()), "last": integers(-1)}
-    used = {name: array for name, array in held.items() if any(name in each.input for each in nodes)}
+    used = {
+        name: array for name, array in held.items() if any(name in each.input for each in nodes)
+    }
     path = saved(model(nodes, shapes, "y", used, opset=23), tmp_path)
     dims = {"nodes": 12, "edges": 40, "seq": 16}
-    stated = {each for shape in shapes.values() for each in (shape[1] if isinstance(shape, tuple) else shape)}
-    assert read_model(path, dims={name: dims[name] for name in stated & dims.keys()}).graph.batch_axes == axes
+    stated = {
+        each
+        for shape in shapes.values()
+        for each in (shape[1] if isinstance(shape, tuple) else shape)
+    }
+    assert (
+        read_model(path, dims={name: dims[name] for name in stated & dims.keys()}).graph.batch_axes
+        == axes
+    )
 
 
 def test_the_batch_axis_may_be_another_or_none(tmp_path: Path) -> None:
@@ -203,7 +256,9 @@ def test_inputs_that_disagree(tmp_path: Path) -> None:
 
 
 def test_a_scalar_input_carries_no_samples(tmp_path: Path) -> None:
-    read = read_model(saved(model([node("Mul", "x t", "y")], {"x": ["n", 3], "t": []}, "y"), tmp_path), batch=2)
+    read = read_model(
+        saved(model([node("Mul", "x t", "y")], {"x": ["n", 3], "t": []}, "y"), tmp_path), batch=2
+    )
     assert read.graph.batch_axes == (("x", 0),)
 
 
@@ -225,7 +280,8 @@ def baked(folder: Path, mask: np.ndarray) -> Path:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_baked_batch_shrinks(size: int, tmp_path: Path) -> None:
     path = baked(tmp_path, np.broadcast_to(floats(1, 5, 4), (6, 5, 4)).copy())
-    whole, part = read_model(path), read_model(path, batch=size)
+    whole = read_model(path)
+    part = read_model(path, batch=size)
     assert (whole.batch, part.batch) == (6, size)
     feeds = random_feeds(whole.graph)
     expected = run_read(whole, feeds)["y"]
@@ -242,7 +298,9 @@ def test_a_baked_batch_that_cannot_shrink(tmp_path: Path) -> None:
 
 
 def test_a_parameter_an_entry_a_sample(tmp_path: Path) -> None:
-    path = saved(model([node("Add", "x w", "y")], {"x": [6, 3]}, "y", {"w": floats(6, 3)}), tmp_path)
+    path = saved(
+        model([node("Add", "x w", "y")], {"x": [6, 3]}, "y", {"w": floats(6, 3)}), tmp_path
+    )
     with pytest.raises(ModelError, match="'w' has an entry for each of the 6 samples"):
         read_model(path, batch=2)
 
@@ -282,11 +340,15 @@ def test_nodes_that_mix_samples_are_warned_of(
     (warning,) = read.warnings
     only_labels = "loss.normalize: tokens" in warning
     assert repr(name) in warning and ("mixes the samples" in warning) != only_labels
-    assert only_labels == (len(nodes) == 1), "a loss alone mixes samples only by the labels that it leaves out"
+    assert only_labels == (len(nodes) == 1), (
+        "a loss alone mixes samples only by the labels that it leaves out"
+    )
 
 
 @pytest.mark.parametrize(("labels", "ignored"), [(INT64, None), (onnx.TensorProto.UINT8, -100)])
-def test_a_loss_that_leaves_no_label_out_mixes_nothing(labels: int, ignored: int | None, tmp_path: Path) -> None:
+def test_a_loss_that_leaves_no_label_out_mixes_nothing(
+    labels: int, ignored: int | None, tmp_path: Path
+) -> None:
     attributes = {} if ignored is None else {"ignore_index": ignored}
     nodes = [
         node("Cast", "labels", "whole", to=INT64),
@@ -297,7 +359,11 @@ def test_a_loss_that_leaves_no_label_out_mixes_nothing(labels: int, ignored: int
 
 
 def test_a_cache_of_no_tokens(tmp_path: Path) -> None:
-    nodes = [node("Concat", "past x", "k", axis=1), node("MatMul", "k w", "m"), node("ReduceSum", "m axis", "y")]
+    nodes = [
+        node("Concat", "past x", "k", axis=1),
+        node("MatMul", "k w", "m"),
+        node("ReduceSum", "m axis", "y"),
+    ]
     held = {"w": floats(6, 6), "axis": integers(1)}
     path = saved(model(nodes, {"x": ["N", 3, 6], "past": ["N", "P", 6]}, "y", held), tmp_path)
     read = read_model(path, dims={"P": 0}, batch=2)
@@ -335,13 +401,20 @@ def test_dimensions_without_a_name_of_their_own_are_distinct(tmp_path: Path, nam
 
 
 def test_a_state_whose_first_axis_counts_directions(tmp_path: Path) -> None:
-    """The file fixes the state's first axis, and its second one is the batch of one sample at a time."""
+    """The file fixes the state's first axis, and its second one is the batch of one sample at a
+    time.
+    """
     nodes = [
         node("Unsqueeze", "x axis", "s"),
         node("LSTM", "s w r _ _ state cell", "_ last", hidden_size=5, direction="bidirectional"),
         node("ReduceSum", "last axis", "y", keepdims=0),
     ]
-    held = {"w": floats(2, 20, 6), "r": floats(2, 20, 5), "cell": floats(2, 1, 5), "axis": integers(0)}
+    held = {
+        "w": floats(2, 20, 6),
+        "r": floats(2, 20, 5),
+        "cell": floats(2, 1, 5),
+        "axis": integers(0),
+    }
     path = saved(model(nodes, {"x": [None, 6], "state": [2, None, 5]}, "y", held), tmp_path)
     read = read_model(path, dims={"state:1": 1}, batch=1)
     assert read.graph.batch_axes == (("x", 0),)
@@ -359,10 +432,26 @@ def test_a_shape_of_another_number_of_elements(tmp_path: Path, target: list[int]
 @pytest.mark.parametrize(
     ("kind", "shape", "says"),
     [
-        (onnx.TensorProto.FLOAT, [2, 5], ("output 'y' is float32[2, 4], the file states float32[2, 5]",)),
-        (onnx.TensorProto.FLOAT, [2, 4, 1], ("output 'y' is float32[2, 4], the file states float32[2, 4, 1]",)),
-        (onnx.TensorProto.FLOAT, ["n", 5], ("output 'y' is float32[2, 4], the file states float32[?, 5]",)),
-        (onnx.TensorProto.DOUBLE, [2, 4], ("output 'y' is float32[2, 4], the file states float64[2, 4]",)),
+        (
+            onnx.TensorProto.FLOAT,
+            [2, 5],
+            ("output 'y' is float32[2, 4], the file states float32[2, 5]",),
+        ),
+        (
+            onnx.TensorProto.FLOAT,
+            [2, 4, 1],
+            ("output 'y' is float32[2, 4], the file states float32[2, 4, 1]",),
+        ),
+        (
+            onnx.TensorProto.FLOAT,
+            ["n", 5],
+            ("output 'y' is float32[2, 4], the file states float32[?, 5]",),
+        ),
+        (
+            onnx.TensorProto.DOUBLE,
+            [2, 4],
+            ("output 'y' is float32[2, 4], the file states float64[2, 4]",),
+        ),
         (onnx.TensorProto.FLOAT, ["n", 4], ()),
         (onnx.TensorProto.FLOAT, None, ()),
     ],

@@ -1,4 +1,6 @@
-"""Operators on tensors without elements, such as a decoder's cache before the first token, as ONNX Runtime has them."""
+"""Operators on tensors without elements, such as a decoder's cache before the first token, as ONNX
+Runtime has them.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,19 @@ CASES: dict[str, Case] = {
     "ReduceMax": ([node("ReduceMax", "p a", "y")], {"a": integers(2)}),
     "ReduceMean": ([node("ReduceMean", "p a", "y")], {"a": integers(2)}),
     "MatMul over nothing": ([TURNED, node("MatMul", "t p", "y")], {}),
-    "LayerNormalization": ([node("LayerNormalization", "p s b", "y")], {"s": floats(6), "b": floats(6)}),
-    "Where": ([node("Greater", "p z", "c"), node("Where", "c p z", "y")], {"z": np.zeros((), np.float32)}),
+    "LayerNormalization": (
+        [node("LayerNormalization", "p s b", "y")],
+        {"s": floats(6), "b": floats(6)},
+    ),
+    "Where": (
+        [node("Greater", "p z", "c"), node("Where", "c p z", "y")],
+        {"z": np.zeros((), np.float32)},
+    ),
     "Pad": ([node("Pad", "p q", "y")], {"q": integers(0, 1, 0, 0, 2, 0)}),
-    "Slice": ([node("Slice", "p s e a", "y")], {"s": integers(0), "e": integers(5), "a": integers(1)}),
+    "Slice": (
+        [node("Slice", "p s e a", "y")],
+        {"s": integers(0), "e": integers(5), "a": integers(1)},
+    ),
     "Gather": ([node("Gather", "p i", "y", axis=1)], {"i": np.zeros(0, np.int64)}),
     "CumSum": ([node("CumSum", "p a", "y")], {"a": np.array(1)}),
     "TopK": ([node("TopK", "p k", "y i", axis=1)], {"k": integers(0)}),
@@ -72,7 +83,10 @@ def test_results_are_those_of_onnxruntime(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("operator", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
 def test_a_recurrent_layer_needs_a_step(tmp_path: Path, operator: str, gates: int) -> None:
-    nodes = [node("Transpose", "p", "t", perm=[1, 0, 2]), node(operator, "t w r", "y", hidden_size=3)]
+    nodes = [
+        node("Transpose", "p", "t", perm=[1, 0, 2]),
+        node(operator, "t w r", "y", hidden_size=3),
+    ]
     path = _path(tmp_path, (nodes, {"w": floats(1, 3 * gates, 6), "r": floats(1, 3 * gates, 3)}))
     with pytest.raises(ModelError, match=f"{operator} has a sequence of 0 steps"):
         read_model(path, dims={"P": 0}, batch=2)
@@ -82,14 +96,22 @@ def test_a_recurrent_layer_needs_a_step(tmp_path: Path, operator: str, gates: in
 def test_what_adds_nothing_is_not_concatenated(operands: str, tmp_path: Path) -> None:
     """The result is the samples themselves, so that micro-batches give it."""
     nodes = [node("Concat", operands, "c", axis=0), node("Relu", "c", "y")]
-    read = read_model(saved(model(nodes, {"x": [2, 6]}, "y", {"none": np.zeros((0, 6), np.float32)}), tmp_path))
+    read = read_model(
+        saved(model(nodes, {"x": [2, 6]}, "y", {"none": np.zeros((0, 6), np.float32)}), tmp_path)
+    )
     assert [each.op for each in read.graph.nodes] == ["Relu"]
 
 
 def test_an_axis_without_elements_counts_if_another_one_is_concatenated(tmp_path: Path) -> None:
     """Tensors of 2×0 and 3×0 elements are one of 5×0."""
-    nodes = [node("Concat", "first second", "c", axis=0), node("MatMul", "c w", "p"), node("Add", "p x", "y")]
+    nodes = [
+        node("Concat", "first second", "c", axis=0),
+        node("MatMul", "c w", "p"),
+        node("Add", "p x", "y"),
+    ]
     held = {"first": floats(2, 0), "second": floats(3, 0), "w": floats(0, 4)}
     path = saved(model(nodes, {"x": [5, 4]}, "y", held), tmp_path)
     x = floats(5, 4)
-    np.testing.assert_array_equal(emitted(read_model(path, batch_axes={"x": None}), {"x": x})["y"], x)
+    np.testing.assert_array_equal(
+        emitted(read_model(path, batch_axes={"x": None}), {"x": x})["y"], x
+    )

@@ -10,9 +10,11 @@ from onnx.reference import ReferenceEvaluator
 
 from autopipe.passes.frontend.inference import FORMULAS, Inference, told_by_formula
 
-INTEGERS, REALS = np.arange(6).reshape(2, 3), np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+INTEGERS = np.arange(6).reshape(2, 3)
+REALS = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 SCALARS = tuple(np.asarray(number, dtype=np.float32) for number in (-1.5, 4.0, 0.75))
-SHOWN, HIDDEN = np.float32(0).reshape(()), np.float32(-np.inf).reshape(())
+SHOWN = np.float32(0).reshape(())
+HIDDEN = np.float32(-np.inf).reshape(())
 
 CASES: tuple[tuple[str, tuple[np.ndarray, ...]], ...] = (
     ("Add", (INTEGERS, INTEGERS[0])),
@@ -32,10 +34,14 @@ CASES: tuple[tuple[str, tuple[np.ndarray, ...]], ...] = (
 
 
 @pytest.mark.parametrize(("operator", "operands"), CASES)
-def test_a_formula_tells_what_the_evaluator_of_onnx_does(operator: str, operands: Sequence[np.ndarray]) -> None:
+def test_a_formula_tells_what_the_evaluator_of_onnx_does(
+    operator: str, operands: Sequence[np.ndarray]
+) -> None:
     names = [f"i{index}" for index in range(len(operands))]
     node = onnx.helper.make_node(operator, names, ["o"])
-    (expected,) = ReferenceEvaluator(node, opsets={"": 21}).run(None, dict(zip(names, operands, strict=True)))
+    (expected,) = ReferenceEvaluator(node, opsets={"": 21}).run(
+        None, dict(zip(names, operands, strict=True))
+    )
     told = told_by_formula(node, operands)
     assert told is not None
     assert (told[0].dtype, told[0].shape) == (np.asarray(expected).dtype, np.shape(expected))
@@ -58,8 +64,12 @@ def test_every_formula_has_a_case() -> None:
         ("Cos", (REALS,)),
     ],
 )
-def test_what_has_no_formula_is_left_to_the_evaluator(operator: str, operands: Sequence[np.ndarray | None]) -> None:
-    node = onnx.helper.make_node(operator, ["" if each is None else "i" for each in operands], ["o"])
+def test_what_has_no_formula_is_left_to_the_evaluator(
+    operator: str, operands: Sequence[np.ndarray | None]
+) -> None:
+    node = onnx.helper.make_node(
+        operator, ["" if each is None else "i" for each in operands], ["o"]
+    )
     assert told_by_formula(node, operands) is None
 
 

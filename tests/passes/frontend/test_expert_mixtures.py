@@ -1,4 +1,6 @@
-"""Mixtures of experts as exporters spell them out become one operator: results, gradients, splits, memory."""
+"""Mixtures of experts as exporters spell them out become one operator: results, gradients, splits,
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from tests.passes.frontend.reference import assert_close, random_feeds, run
 from tests.passes.frontend.test_fused_programs import trained
 
 BOOL = onnx.TensorProto.BOOL
-TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 6, 8, 4, 4, 2
+TOKENS = 6
+HIDDEN = 8
+INNER = 4
+EXPERTS = 4
+CHOSEN = 2
 INPUTS: dict[str, object] = {"x": [TOKENS, HIDDEN], "scores": [TOKENS, EXPERTS]}
 ROUTER = [node("Softmax", "scores", "p", axis=-1), node("TopK", "p two", "shares chosen", axis=-1)]
 NUMBERS = {
@@ -36,8 +42,9 @@ NUMBERS = {
 
 
 def looked_up(turned: bool) -> list[onnx.NodeProto]:
-    """A matrix of each token's experts is looked up; `turned`, as GPT-OSS has it, with biases, clamps and gates in
-    turn."""
+    """A matrix of each token's experts is looked up; `turned`, as GPT-OSS has it, with biases,
+    clamps and gates in turn.
+    """
     nodes = [
         *ROUTER, node("Unsqueeze", "x one", "x1"),
         node("Tile" if turned else "Expand", "x1 spread", "x2"), node("Reshape", "x2 rows", "x3"),
@@ -72,8 +79,9 @@ def looked_up(turned: bool) -> list[onnx.NodeProto]:
 
 
 def masked(listed: bool, hit: bool = False) -> list[onnx.NodeProto]:
-    """Every expert computes every token, under a mask; `listed`, by matrices of its own; `hit`, one after the other of
-    as many experts as had tokens in an example."""
+    """Every expert computes every token, under a mask; `listed`, by matrices of its own; `hit`, one
+    after the other of as many experts as had tokens in an example.
+    """
     nodes = [
         *ROUTER, node("OneHot", "chosen depth hot", "hots", axis=-1), node("Transpose", "hots", "by", perm=[2, 1, 0]),
         node("Transpose", "shares", "turned", perm=[1, 0]),
@@ -143,17 +151,26 @@ def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
     assert_close({"y": found["y"]}, run(path, feeds))
     index = next(index for index, each in enumerate(fused.graph.nodes) if each.op == operator)
     assert uses_of(fused.graph)[index].flops == 2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER
-    assert [each.key[0] for each in kept_values(fused.graph)[index]] == ["chosen", "shares"]  # Tokens are an input.
+    assert [each.key[0] for each in kept_values(fused.graph)[index]] == [
+        "chosen",
+        "shares",
+    ]  # Tokens are an input.
     monkeypatch.setattr(rules, "RULES", {})
     plain = read_model(path)
     assert operator not in {each.op for each in plain.graph.nodes}
     assert_close(found, trained(plain, feeds))
 
 
-def test_zeros_too_large_for_the_graph_are_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_too_large_for_the_graph_are_known_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weights, "SMALL", 16)
-    in_nodes = {name: onnx.numpy_helper.from_array(NUMBERS[name], name) for name in ("zeros", "none")}
-    constants = [onnx.helper.make_node("Constant", [], [name], value=each) for name, each in in_nodes.items()]
+    in_nodes = {
+        name: onnx.numpy_helper.from_array(NUMBERS[name], name) for name in ("zeros", "none")
+    }
+    constants = [
+        onnx.helper.make_node("Constant", [], [name], value=each) for name, each in in_nodes.items()
+    ]
     nodes = [*constants, *masked(True)]
     read = {name for each in masked(True) for name in each.input} - in_nodes.keys()
     known = {name: array for name, array in (NUMBERS | LISTED).items() if name in read}
@@ -172,23 +189,34 @@ def test_experts_hidden_units_and_tokens_are_split(case: str, axes: int, tmp_pat
     graph = read_model(saved(model(nodes, INPUTS, "y", known), tmp_path)).graph
     mixture = next(each for each in graph.nodes if each.op == operator)
     chosen = np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)))[:, :CHOSEN]
-    tokens = dict(zip(mixture.inputs, (floats(TOKENS, HIDDEN), chosen, abs(floats(TOKENS, CHOSEN))), strict=False))
+    tokens = dict(
+        zip(
+            mixture.inputs,
+            (floats(TOKENS, HIDDEN), chosen, abs(floats(TOKENS, CHOSEN))),
+            strict=False,
+        )
+    )
     drawn = {name: floats(*graph.type_of(name).shape) for name in mixture.inputs[3:] if name}
     assert check(Use(graph, mixture, tokens | drawn), 1e-4, 1e-5) == axes
 
 
 def test_backward_of_a_mixture_keeps_its_operands() -> None:
-    x, shares = torch.randn(64, HIDDEN, requires_grad=True), torch.rand(64, CHOSEN, requires_grad=True)
+    x = torch.randn(64, HIDDEN, requires_grad=True)
+    shares = torch.rand(64, CHOSEN, requires_grad=True)
     layers = [
-        (torch.randn(EXPERTS, *shape, requires_grad=True), None) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+        (torch.randn(EXPERTS, *shape, requires_grad=True), None)
+        for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     ]
-    chosen, saved_storages = torch.randint(EXPERTS, (64, CHOSEN)), set()
+    chosen = torch.randint(EXPERTS, (64, CHOSEN))
+    saved_storages = set()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved_storages.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        operators.experts(x, chosen, shares, layers[0], layers[1], activation=operators.swiglu(turns=False))
+        operators.experts(
+            x, chosen, shares, layers[0], layers[1], activation=operators.swiglu(turns=False)
+        )
     operands = (x, chosen, shares, *(weight for weight, _ in layers))
     assert saved_storages == {each.untyped_storage().data_ptr() for each in operands}

@@ -13,33 +13,56 @@ from autopipe.backends.onnxruntime import ReferenceModel
 from tests.ir.ops.splitting import check, check_pairs
 from tests.passes.frontend.test_contributed import compare, computed, floats, use_of, whole
 
-TOKENS, HIDDEN, INNER, EXPERTS = 6, 32, 32, 4
+TOKENS = 6
+HIDDEN = 32
+INNER = 32
+EXPERTS = 4
 Operands = list[tuple[str, np.ndarray] | None]
 
 
-def operands_of(rows: int, biased: bool, gated: bool, shape: tuple[int, ...] = (TOKENS, HIDDEN)) -> Operands:
+def operands_of(
+    rows: int, biased: bool, gated: bool, shape: tuple[int, ...] = (TOKENS, HIDDEN)
+) -> Operands:
     """Operands of MoE with `rows` in the first layer."""
-    bias = (("b1", floats(EXPERTS, rows)), ("b2", floats(EXPERTS, HIDDEN))) if biased else (None, None)
+    bias = (
+        (("b1", floats(EXPERTS, rows)), ("b2", floats(EXPERTS, HIDDEN))) if biased else (None, None)
+    )
     found: Operands = [("x", floats(*shape)), ("scores", floats(TOKENS, EXPERTS))]
     found += [("w1", floats(EXPERTS, rows, HIDDEN, scale=0.2)), bias[0]]
     found += [("w2", floats(EXPERTS, HIDDEN, INNER, scale=0.2)), bias[1]]
     return [*found, ("w3", floats(EXPERTS, INNER, HIDDEN, scale=0.2))] if gated else found
 
 
-SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.702, "activation_beta": 1.0}
+SWIGLU = {
+    "activation_type": "swiglu",
+    "swiglu_fusion": 1,
+    "activation_alpha": 1.702,
+    "activation_beta": 1.0,
+}
 
 
 @pytest.mark.parametrize("normalize", [0, 1])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "identity", "swiglu", "clamped"])
-def test_activations_and_weights_of_experts(activation: str, biased: bool, normalize: int, tmp_path: Path) -> None:
+def test_activations_and_weights_of_experts(
+    activation: str, biased: bool, normalize: int, tmp_path: Path
+) -> None:
     limit = {"swiglu_limit": 0.7} if activation == "clamped" else {}
     settings: dict[str, Any] = (
         SWIGLU | limit if activation in ("swiglu", "clamped") else {"activation_type": activation}
     )
     operands = operands_of(INNER * (1 + ("swiglu_fusion" in settings)), biased, False)
     held = "w1 b1 w2 b2"
-    compare(tmp_path, "MoE", operands, held, k=2, normalize_routing_weights=normalize, rtol=1e-3, **settings)
+    compare(
+        tmp_path,
+        "MoE",
+        operands,
+        held,
+        k=2,
+        normalize_routing_weights=normalize,
+        rtol=1e-3,
+        **settings,
+    )
 
 
 def test_gated_experts_of_a_batch_in_three_dimensions(tmp_path: Path) -> None:
@@ -57,7 +80,9 @@ def test_the_reference_does_not_write_over_the_tokens_it_reads(tmp_path: Path) -
     onnx.save(onnx.parser.parse_model(text), file)
     feeds = dict(filter(None, operands_of(INNER, False, False)))
     feeds = dict(zip("arud", feeds.values(), strict=True))
-    np.testing.assert_allclose(computed(file, feeds)[0], ReferenceModel(file, {}).run(feeds)["z"], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        computed(file, feeds)[0], ReferenceModel(file, {}).run(feeds)["z"], rtol=1e-3, atol=1e-5
+    )
 
 
 def packed_operands(bits: int, block: int, points: bool, rows: int, biased: bool) -> Operands:
@@ -67,12 +92,21 @@ def packed_operands(bits: int, block: int, points: bool, rows: int, biased: bool
         blocks = inner // block if block else 0
         scales = floats(EXPERTS, out, *([blocks] if block else []), scale=0.002)
         shape = (out, -(-blocks * bits // 8)) if block else (-(-out * bits // 8),)
-        made: Operands = [(f"w{name}", whole(EXPERTS, out, inner * bits // 8)), (f"s{name}", scales)]
+        made: Operands = [
+            (f"w{name}", whole(EXPERTS, out, inner * bits // 8)),
+            (f"s{name}", scales),
+        ]
         bias = (f"b{name}", floats(EXPERTS, out)) if biased else None
         return [*made, bias], (f"z{name}", whole(EXPERTS, *shape)) if points else None
 
-    first, second = layer("1", rows, HIDDEN), layer("2", HIDDEN, INNER)
-    found: Operands = [("x", floats(TOKENS, HIDDEN)), ("scores", floats(TOKENS, EXPERTS)), *first[0], *second[0]]
+    first = layer("1", rows, HIDDEN)
+    second = layer("2", HIDDEN, INNER)
+    found: Operands = [
+        ("x", floats(TOKENS, HIDDEN)),
+        ("scores", floats(TOKENS, EXPERTS)),
+        *first[0],
+        *second[0],
+    ]
     return [*found, None, None, None, first[1], second[1]] if points else found
 
 
@@ -81,7 +115,11 @@ def packed_operands(bits: int, block: int, points: bool, rows: int, biased: bool
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_experts(bits: int, points: bool, block: int, tmp_path: Path) -> None:
     operands = packed_operands(bits, block, points, 2 * INNER, True)
-    settings: dict[str, Any] = SWIGLU | {"k": 2, "expert_weight_bits": bits, "normalize_routing_weights": 1}
+    settings: dict[str, Any] = SWIGLU | {
+        "k": 2,
+        "expert_weight_bits": bits,
+        "normalize_routing_weights": 1,
+    }
     settings |= {"block_size": block} if block else {}
     held = " ".join(each[0] for each in operands[2:] if each)
     atol = 0.3 if block and bits == 8 else 1e-4  # There the kernel rounds activations to bytes.

@@ -1,4 +1,6 @@
-"""Reading changes nothing that is computed: exports of both of torch's exporters, and the models onnx ships."""
+"""Reading changes nothing that is computed: exports of both of torch's exporters, and the models
+onnx ships.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,34 @@ FUSED = {
     "vit": {"Attention": 2, "LayerNormalization": 5, "Gelu": 2},
     "resnet": {},
 }
-SPELT_OUT = {"Softmax", "IsNaN", "Erf", "Tanh", "ReduceMean", "Sqrt", "Identity", "Shape", "Range", "ConstantOfShape"}
+SPELT_OUT = {
+    "Softmax",
+    "IsNaN",
+    "Erf",
+    "Tanh",
+    "ReduceMean",
+    "Sqrt",
+    "Identity",
+    "Shape",
+    "Range",
+    "ConstantOfShape",
+}
 
 
 def feeds_of(model: Model, name: str) -> dict[str, np.ndarray]:
     feeds = random_feeds(model.graph)
     if name in ("gpt2", "llama", "bert"):  # the second input masks padding on the right
         mask = feeds[model.graph.inputs[1].name]
-        mask[:] = np.arange(mask.shape[1]) < np.array([[mask.shape[1]], [mask.shape[1] - 5]])[: len(mask)]
+        mask[:] = (
+            np.arange(mask.shape[1]) < np.array([[mask.shape[1]], [mask.shape[1] - 5]])[: len(mask)]
+        )
     return feeds
 
 
 @pytest.mark.parametrize(("name", "exporter", "dynamic"), CASES)
-def test_an_export_computes_the_same_after_reading(exported: Exported, name: str, exporter: str, dynamic: bool) -> None:
+def test_an_export_computes_the_same_after_reading(
+    exported: Exported, name: str, exporter: str, dynamic: bool
+) -> None:
     path = exported(name, exporter, dynamic)
     model = read_model(path, batch=BATCH)
     feeds = feeds_of(model, name)
@@ -56,7 +73,9 @@ def test_an_export_computes_the_same_after_reading(exported: Exported, name: str
 
 
 @pytest.mark.parametrize(("name", "exporter", "dynamic"), CASES)
-def test_a_smaller_batch_computes_its_samples(exported: Exported, name: str, exporter: str, dynamic: bool) -> None:
+def test_a_smaller_batch_computes_its_samples(
+    exported: Exported, name: str, exporter: str, dynamic: bool
+) -> None:
     path = exported(name, exporter, dynamic)
     whole = read_model(path, batch=BATCH)
     if (name, exporter, dynamic) == ("t5", "script", False):
@@ -67,32 +86,51 @@ def test_a_smaller_batch_computes_its_samples(exported: Exported, name: str, exp
     feeds = feeds_of(whole, name)
     first = run_read(part, {key: array[:1] for key, array in feeds.items()})
     logits = {key: array for key, array in run_read(whole, feeds).items() if array.ndim}
-    assert_close({key: first[key] for key in logits}, {key: array[:1] for key, array in logits.items()})
+    assert_close(
+        {key: first[key] for key in logits}, {key: array[:1] for key, array in logits.items()}
+    )
 
 
-@pytest.mark.parametrize(("name", "exporter"), [("gpt2", "dynamo"), ("llama", "script"), ("vit", "dynamo")])
+@pytest.mark.parametrize(
+    ("name", "exporter"), [("gpt2", "dynamo"), ("llama", "script"), ("vit", "dynamo")]
+)
 def test_samples_are_where_the_graph_says(exported: Exported, name: str, exporter: str) -> None:
     """Changing one sample changes no value of another, wherever samples are followed to."""
     model = read_model(exported(name, exporter, True), batch=3)
     axes = batch_axes_of(model.graph)
     graph = model.graph
-    watched = [value.name for value in graph.values if value.name in axes.values and value.dtype.is_floating]
+    watched = [
+        value.name
+        for value in graph.values
+        if value.name in axes.values and value.dtype.is_floating
+    ]
     assert len(watched) > len(graph.nodes) / 2
     probed = dataclasses.replace(model, graph=dataclasses.replace(graph, outputs=tuple(watched)))
     feeds = random_feeds(graph)
     changed = {key: array.copy() for key, array in random_feeds(graph, seed=1).items()}
     for key in feeds:
         changed[key][[0, 2]] = feeds[key][[0, 2]]
-    before, after = run_read(probed, feeds), run_read(probed, changed)
+    before = run_read(probed, feeds)
+    after = run_read(probed, changed)
     moved = 0
     for value in watched:
         (place,) = axes.values[value]
         shape = before[value].shape
-        split = (*shape[: place.dimension], place.outer, 3, place.inner, *shape[place.dimension + 1 :])
-        differs = np.moveaxis((before[value] != after[value]).reshape(split), place.dimension + 1, 0)
+        split = (
+            *shape[: place.dimension],
+            place.outer,
+            3,
+            place.inner,
+            *shape[place.dimension + 1 :],
+        )
+        differs = np.moveaxis(
+            (before[value] != after[value]).reshape(split), place.dimension + 1, 0
+        )
         assert not differs[[0, 2]].any(), value
         moved += differs[1].any()
-    assert moved > len(watched) * 0.9  # what is expanded from a weight does not depend on the sample
+    assert (
+        moved > len(watched) * 0.9
+    )  # what is expanded from a weight does not depend on the sample
 
 
 @pytest.mark.parametrize("name", LIGHT_MODELS)
@@ -104,14 +142,21 @@ def test_a_network_that_onnx_ships_is_read(name: str) -> None:
         value.name for value in file.graph.input if value.name not in initializers
     ]
     filled = [each for each in model.graph.parameters if isinstance(each.storage, Fill)]
-    # Inception v1 reshapes one of them; each is a weight of its own and none is merged with its equals.
+    # Inception v1 reshapes one of them; each is a weight of its own and none is merged with its
+    # equals.
     assert len(filled) == sum(node.op_type == "ConstantOfShape" for node in file.graph.node)
     statistics = [each for each in model.graph.parameters if not each.trainable]
-    assert len(statistics) == 2 * sum(node.op_type == "BatchNormalization" for node in file.graph.node)
-    assert not any(node.op in ("Dropout", "ConstantOfShape", "Constant") for node in model.graph.nodes)
+    assert len(statistics) == 2 * sum(
+        node.op_type == "BatchNormalization" for node in file.graph.node
+    )
+    assert not any(
+        node.op in ("Dropout", "ConstantOfShape", "Constant") for node in model.graph.nodes
+    )
 
 
-@pytest.mark.parametrize("name", ["light_squeezenet.onnx", "light_shufflenet.onnx", "light_densenet121.onnx"])
+@pytest.mark.parametrize(
+    "name", ["light_squeezenet.onnx", "light_shufflenet.onnx", "light_densenet121.onnx"]
+)
 def test_a_network_that_onnx_ships_computes_the_same_after_reading(name: str) -> None:
     model = read_model(LIGHT / name)
     feeds = random_feeds(model.graph)

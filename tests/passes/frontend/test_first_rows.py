@@ -24,8 +24,10 @@ from tests.conformance.adapter import forward_of, stage_of, to_tensor
 from tests.passes.frontend.building import FLOAT, INT64, floats, integers, model, node, saved
 from tests.passes.frontend.reference import parameter_array, run
 
-WIDTH, MOST = 4, 12
-WEIGHT, NARROW = floats(WIDTH, WIDTH, 3, seed=1), floats(WIDTH, WIDTH, 1, seed=2)
+WIDTH = 4
+MOST = 12
+WEIGHT = floats(WIDTH, WIDTH, 3, seed=1)
+NARROW = floats(WIDTH, WIDTH, 1, seed=2)
 ROWS = [
     node("ReduceMax", "n", "most", keepdims=0),
     node("Range", "zero most one", "range"),
@@ -148,7 +150,12 @@ CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
         lambda x, w: 0.5 * torch.arange(x.shape[-1], dtype=torch.float32)[None, None],
     ),
 }  # fmt: skip
-HELD |= {"pair": WEIGHT[..., :2].copy(), "one_row": integers(1), "three": integers(3), "halves": integers(0, 1)}
+HELD |= {
+    "pair": WEIGHT[..., :2].copy(),
+    "one_row": integers(1),
+    "three": integers(3),
+    "halves": integers(0, 1),
+}
 HELD |= {"taps": floats(1, 1, 3, seed=5), "two_f": np.array(2, np.float32)}
 HELD["one_tap"] = np.full((1, 1, 1), 0.5, np.float32)
 _bias = torch.from_numpy(HELD["bias"])
@@ -156,7 +163,10 @@ _bias = torch.from_numpy(HELD["bias"])
 
 def up_and_down(waves: torch.Tensor) -> torch.Tensor:
     taps = torch.from_numpy(HELD["taps"])
-    return waves + F.conv_transpose1d(F.conv1d(waves, taps, stride=2, padding=1), taps, stride=2)[..., 1:]
+    return (
+        waves
+        + F.conv_transpose1d(F.conv1d(waves, taps, stride=2, padding=1), taps, stride=2)[..., 1:]
+    )
 
 
 def distances(count: int) -> torch.Tensor:
@@ -184,8 +194,13 @@ def compiled(path: Path, graph: Graph) -> Callable[..., torch.Tensor]:
         def draw(self, shape: tuple[int, ...], made: object, dtype: torch.dtype) -> torch.Tensor:
             return torch.ones(shape, dtype=dtype)
 
-    held: dict[str, Any] = {f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)}
-    held |= {f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)}
+    held: dict[str, Any] = {
+        f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)
+    }
+    held |= {
+        f"w{index}": to_tensor(parameter_array(each, path))
+        for index, each in enumerate(graph.parameters)
+    }
     place = SimpleNamespace(device=torch.device("cpu"), random=lambda *_: Noise(), **held)
     forward = forward_of(emit_forward(stage_of(graph)).text)
     return lambda *inputs: forward(place, *inputs)[0]
@@ -193,7 +208,8 @@ def compiled(path: Path, graph: Graph) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Graph]]:
-    folder, found = tmp_path_factory.mktemp("first"), dict[str, tuple[Path, Graph]]()
+    folder = tmp_path_factory.mktemp("first")
+    found = dict[str, tuple[Path, Graph]]()
 
     def of(name: str) -> tuple[Path, Graph]:
         if name not in found:
@@ -208,10 +224,15 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=10)
 @given(lengths=st.lists(st.integers(3, MOST), min_size=2, max_size=2))
-def test_as_many_rows_as_data_tell(read: Callable[[str], tuple[Path, Graph]], name: str, lengths: list[int]) -> None:
-    """Of any number of rows results are the file's, then zeros, and gradients are those of the rows that there are."""
+def test_as_many_rows_as_data_tell(
+    read: Callable[[str], tuple[Path, Graph]], name: str, lengths: list[int]
+) -> None:
+    """Of any number of rows results are the file's, then zeros, and gradients are those of the rows
+    that there are.
+    """
     path, graph = read(name)
-    weight, x = torch.from_numpy(WEIGHT), torch.from_numpy(floats(2, WIDTH, 1)).requires_grad_()
+    weight = torch.from_numpy(WEIGHT)
+    x = torch.from_numpy(floats(2, WIDTH, 1)).requires_grad_()
     found = compiled(path, graph)(x, torch.tensor(lengths))
     (expected,) = run(path, {"x": x.detach().numpy(), "n": np.array(lengths)}).values()
     wanted = CASES[name][1](rows_of(x, lengths), weight)
@@ -224,16 +245,22 @@ def test_as_many_rows_as_data_tell(read: Callable[[str], tuple[Path, Graph]], na
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_more_rows_than_there_may_be_stop_the_program(read: Callable[[str], tuple[Path, Graph]]) -> None:
-    run_graph, x = compiled(*read("a convolution")), torch.zeros(2, WIDTH, 1)
+def test_more_rows_than_there_may_be_stop_the_program(
+    read: Callable[[str], tuple[Path, Graph]],
+) -> None:
+    run_graph = compiled(*read("a convolution"))
+    x = torch.zeros(2, WIDTH, 1)
     run_graph(x, torch.tensor([1, MOST]))
     with pytest.raises(
-        RuntimeError, match="data tell more than 12 rows of 'range:0': plan with a larger --dim 'range:0'="
+        RuntimeError,
+        match="data tell more than 12 rows of 'range:0': plan with a larger --dim 'range:0'=",
     ):
         run_graph(x, torch.tensor([1, MOST + 1]))
 
 
-def test_noise_of_no_scale_is_held_against_onnxruntime(read: Callable[[str], tuple[Path, Graph]]) -> None:
+def test_noise_of_no_scale_is_held_against_onnxruntime(
+    read: Callable[[str], tuple[Path, Graph]],
+) -> None:
     assert ReferenceModel(read("noise of no scale")[0], {}).random == ()
 
 
@@ -243,7 +270,10 @@ def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
         read_model(path)
     assert refused.value.hint == "add --dim range:0=EXTENT with the most that there may be"
     known = model(
-        [node("Range", "zero two one", "y")], {"x": [2]}, "y", {each: HELD[each] for each in ("zero", "two", "one")}
+        [node("Range", "zero two one", "y")],
+        {"x": [2]},
+        "y",
+        {each: HELD[each] for each in ("zero", "two", "one")},
     )
     with pytest.raises(ConfigurationError, match="it is 2 whatever the data are"):
         read_model(saved(known, tmp_path), dims={"y:0": 3})
@@ -259,4 +289,8 @@ def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
 )
 def test_what_reads_behind_the_last_row_is_refused(last: onnx.NodeProto, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="takes together rows"):
-        read_model(saved(proto_of([last]), tmp_path), dims={"range:0": MOST}, batch_axes={"x": None, "n": None})
+        read_model(
+            saved(proto_of([last]), tmp_path),
+            dims={"range:0": MOST},
+            batch_axes={"x": None, "n": None},
+        )

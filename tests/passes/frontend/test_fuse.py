@@ -98,7 +98,9 @@ NORM_CONSTANTS = {"two": scalar(2), "axes": integers(-1), "eps": scalar(1e-5), "
 @pytest.mark.parametrize("division", ["reciprocal", "one over", "quotient"])
 def test_rms_normalization(division: str, tmp_path: Path) -> None:
     held = NORM_CONSTANTS | {"w": floats(6)}
-    (fused,) = read_and_compare(model(rms_nodes(division), {"x": [3, 6]}, "y", held), tmp_path).graph.nodes
+    (fused,) = read_and_compare(
+        model(rms_nodes(division), {"x": [3, 6]}, "y", held), tmp_path
+    ).graph.nodes
     assert (fused.op, fused.inputs) == ("RMSNormalization", ("x", "w"))
     assert fused.number("epsilon") == pytest.approx(1e-5)
 
@@ -119,7 +121,12 @@ def test_layer_normalization(axes: tuple[int, ...], bias: bool, tmp_path: Path) 
         *([node("Add", "scaled b", "y")] if bias else []),
     ]  # fmt: skip
     shape = (4, 6)[-len(axes) :]
-    held = {"axes": integers(*axes), "eps": scalar(1e-5), "w": floats(*shape), "b": floats(*shape, seed=1)}
+    held = {
+        "axes": integers(*axes),
+        "eps": scalar(1e-5),
+        "w": floats(*shape),
+        "b": floats(*shape, seed=1),
+    }
     (fused,) = read_and_compare(model(nodes, {"x": [3, 4, 6]}, "y", held), tmp_path).graph.nodes
     assert fused.op == "LayerNormalization"
     assert fused.inputs == (("x", "w", "b") if bias else ("x", "w"))
@@ -127,18 +134,26 @@ def test_layer_normalization(axes: tuple[int, ...], bias: bool, tmp_path: Path) 
 
 
 def attention_model(
-    mask: np.ndarray | None = None, guarded: bool = False, axis: int = -1, heads: int = 4, softmaxed: str = "float"
+    mask: np.ndarray | None = None,
+    guarded: bool = False,
+    axis: int = -1,
+    heads: int = 4,
+    softmaxed: str = "float",
 ) -> onnx.ModelProto:
-    """Scores of four heads, as the exporters spell them; with `heads` < 4 keys and values are shared."""
+    """Scores of four heads, as the exporters spell them; with `heads` < 4 keys and values are
+    shared.
+    """
     nodes = [node("Mul", "q scale", "qs")]
-    key, value = "k", "v"
+    key = "k"
+    value = "v"
     if heads < 4:
         for name in ("k", "v"):
             nodes += [
                 node("Unsqueeze", f"{name} two", f"{name}1"), node("Expand", f"{name}1 five", f"{name}2"),
                 node("Reshape", f"{name}2 four", f"{name}3"),
             ]  # fmt: skip
-        key, value = "k3", "v3"
+        key = "k3"
+        value = "v3"
     nodes += [
         node("Reshape", f"{key} three", "kf"), node("Transpose", "kf", "kt", perm=[0, 2, 1]),
         node("Reshape", "kt back", "kr"), node("Mul", "kr scale", "ks"), node("MatMul", "qs ks", "scores"),
@@ -178,7 +193,9 @@ def test_a_causal_mask_becomes_an_attribute(shape: tuple[int, ...], tmp_path: Pa
 
 
 def test_a_mask_of_zeros_is_none(tmp_path: Path) -> None:
-    (fused,) = read_and_compare(attention_model(np.zeros((1, 1, 5, 5), dtype=np.float32)), tmp_path).graph.nodes
+    (fused,) = read_and_compare(
+        attention_model(np.zeros((1, 1, 5, 5), dtype=np.float32)), tmp_path
+    ).graph.nodes
     assert fused.inputs == ("q", "k", "v") and not fused.integer("is_causal")
 
 
@@ -212,15 +229,26 @@ def test_a_choice_between_scores_and_a_hiding_number(causal: bool, tmp_path: Pat
     assert read.graph.nodes[-1].integer("is_causal") == causal
 
 
-@pytest.mark.parametrize(("queries", "low", "is_fused"), [(1, -1e9, True), (5, -1e9, False), (5, -np.inf, True)])
-def test_a_choice_that_may_hide_all_keys_of_a_query(queries: int, low: float, is_fused: bool, tmp_path: Path) -> None:
-    """DeBERTa hides all keys from padding: the same number stands in the place of all scores, which have no gradient;
-    they would have one if the number were added to them. A softmax of infinities alone is no number in either form."""
+@pytest.mark.parametrize(
+    ("queries", "low", "is_fused"), [(1, -1e9, True), (5, -1e9, False), (5, -np.inf, True)]
+)
+def test_a_choice_that_may_hide_all_keys_of_a_query(
+    queries: int, low: float, is_fused: bool, tmp_path: Path
+) -> None:
+    """DeBERTa hides all keys from padding: the same number stands in the place of all scores, which
+    have no gradient; they would have one if the number were added to them. A softmax of infinities
+    alone is no number in either form.
+    """
     nodes = [
         node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "scores"),
         node("Where", "shown scores low", "masked"), node("Softmax", "masked", "p"), node("MatMul", "p v", "y"),
     ]  # fmt: skip
-    shapes = {"q": [2, 4, 5, 8], "k": [2, 4, 5, 8], "v": [2, 4, 5, 8], "shown": (BOOL, [2, 1, queries, 5])}
+    shapes = {
+        "q": [2, 4, 5, 8],
+        "k": [2, 4, 5, 8],
+        "v": [2, 4, 5, 8],
+        "shown": (BOOL, [2, 1, queries, 5]),
+    }
     read = read_model(saved(model(nodes, shapes, "y", {"low": scalar(low)}), tmp_path))
     assert ("Attention" in operators(read)) == is_fused
 
@@ -246,12 +274,18 @@ def test_biases_and_masks_add_up(tmp_path: Path) -> None:
 def test_a_gather_of_every_mask_entry_is_an_expand(tmp_path: Path) -> None:
     """`mask[batch_index, key_index]`, as masks are exported: every index spelt out."""
     samples, keys = np.meshgrid(np.arange(2), np.arange(5), indexing="ij")
-    index = np.broadcast_to(np.stack([samples, keys], -1)[:, None, None], (2, 1, 5, 5, 2)).astype(np.int64)
-    proto = model([node("GatherND", "mask index", "y")], {"mask": (INT64, [2, 5])}, "y", {"index": index})
+    index = np.broadcast_to(np.stack([samples, keys], -1)[:, None, None], (2, 1, 5, 5, 2)).astype(
+        np.int64
+    )
+    proto = model(
+        [node("GatherND", "mask index", "y")], {"mask": (INT64, [2, 5])}, "y", {"index": index}
+    )
     read = read_and_compare(proto, tmp_path)
     assert operators(read) == ["Reshape", "Expand"]
 
 
 def test_a_gather_that_permutes_stays_one(tmp_path: Path) -> None:
-    proto = model([node("Gather", "x index", "y", axis=1)], {"x": [2, 3]}, "y", {"index": integers(1, 0, 2)})
+    proto = model(
+        [node("Gather", "x index", "y", axis=1)], {"x": [2, 3]}, "y", {"index": integers(1, 0, 2)}
+    )
     assert operators(read_and_compare(proto, tmp_path)) == ["Gather"]

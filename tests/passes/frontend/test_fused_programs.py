@@ -22,7 +22,11 @@ NUMBERS = {
     "root": np.float32(8**0.5), "low": np.float32(np.finfo(np.float32).min), "half": np.float32(0.5),
     "one": np.float32(1), "two": np.float32(2), "tiny": np.float32(1e-6), "last": integers(-1), "w": floats(8),
 }  # fmt: skip
-SCORES = [node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "qk"), node("Div", "qk root", "s")]
+SCORES = [
+    node("Transpose", "k", "kt", perm=[0, 1, 3, 2]),
+    node("MatMul", "q kt", "qk"),
+    node("Div", "qk root", "s"),
+]
 ENDED = [node("Softmax", "masked", "p", axis=-1), node("MatMul", "p v", "y")]
 SUNK = [
     node("Concat", "b column", "all", axis=-1), node("ReduceMax", "all last", "most"),
@@ -34,7 +38,10 @@ PAIRS = [
     node("Split", "q", "a b", axis=-1, num_outputs=2), node("Mul", "a cos", "ac"), node("Mul", "b sin", "bs"),
     node("Sub", "ac bs", "m"), node("Mul", "b cos", "bc"), node("Mul", "a sin", "as"), node("Add", "as bc", "n"),
 ]  # fmt: skip
-NEIGHBOURS = [node("Slice", "q zero eight last step", "a"), node("Slice", "q single eight last step", "b")]
+NEIGHBOURS = [
+    node("Slice", "q zero eight last step", "a"),
+    node("Slice", "q single eight last step", "b"),
+]
 PLACES = {
     "zero": integers(0), "single": integers(1), "eight": integers(8), "last": integers(-1), "step": integers(2),
     "shape": integers(2, 4, 5, 8),
@@ -201,7 +208,9 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, object], dict[str, np.nda
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fused_and_unfused_programs_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_and_unfused_programs_agree(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes, inputs, held, expected = CASES[case]
     read = {name for each in nodes for name in each.input}
     known = {name: array for name, array in (NUMBERS | held).items() if name in read}
@@ -219,11 +228,19 @@ def test_fused_and_unfused_programs_agree(case: str, tmp_path: Path, monkeypatch
 
 
 def trained(read: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What one device computes: the result, and the gradients of floating inputs and of trained parameters."""
+    """What one device computes: the result, and the gradients of floating inputs and of trained
+    parameters.
+    """
     graph = read.graph
-    weights = {each.value.name: to_tensor(parameter_array(each, read.path)) for each in graph.parameters}
+    weights = {
+        each.value.name: to_tensor(parameter_array(each, read.path)) for each in graph.parameters
+    }
     given = {name: to_tensor(feeds[name]) for name in (value.name for value in graph.inputs)}
-    leaves = {name: each.requires_grad_() for name, each in (weights | given).items() if each.is_floating_point()}
+    leaves = {
+        name: each.requires_grad_()
+        for name, each in (weights | given).items()
+        if each.is_floating_point()
+    }
     held = SimpleNamespace(
         device=torch.device("cpu"),
         **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
@@ -232,4 +249,7 @@ def trained(read: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     (result,) = forward_of(emit_forward(stage_of(graph)).text)(held, *given.values())
     weighted = (result * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).sum()
     gradients = torch.autograd.grad(weighted, list(leaves.values()))
-    return {"y": result.detach().numpy(), **{name: each.numpy() for name, each in zip(leaves, gradients, strict=True)}}
+    return {
+        "y": result.detach().numpy(),
+        **{name: each.numpy() for name, each in zip(leaves, gradients, strict=True)},
+    }

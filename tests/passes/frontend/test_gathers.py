@@ -1,4 +1,6 @@
-"""Gathers that spell a broadcast are told by arithmetic, as an enumeration of every element tells them."""
+"""Gathers that spell a broadcast are told by arithmetic, as an enumeration of every element tells
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ EXTENTS = st.integers(0, 4)
 
 @st.composite
 def gathers(draw: st.DrawFn) -> Graph:
-    """One gather by known indices of small data: at random, or in an order that may spell a broadcast."""
+    """One gather by known indices of small data: at random, or in an order that may spell a
+    broadcast.
+    """
     shape = tuple(draw(st.lists(EXTENTS, min_size=1, max_size=4)))
     by_rows = draw(st.booleans())
     depth = draw(st.integers(1, len(shape))) if by_rows else 1
@@ -46,14 +50,22 @@ def gathers(draw: st.DrawFn) -> Graph:
         places = np.asarray(draw(drawn), dtype=np.int64).reshape(outer)
     if by_rows:
         parts = np.unravel_index(places % rows, limits) if rows else [places] * depth
-        indices = np.stack([np.asarray(part) for part in parts], axis=-1).reshape(*places.shape, depth)
+        indices = np.stack([np.asarray(part) for part in parts], axis=-1).reshape(
+            *places.shape, depth
+        )
         result = (*places.shape, *shape[depth:])
     else:
         indices = np.asarray(places)
         result = (*shape[:axis], *places.shape, *shape[axis + 1 :])
     shift = draw(st.sampled_from([0, 0, -1]))  # Counted from the end.
     indices = (indices + shift * np.asarray(limits if by_rows else limits[0])).astype(np.int64)
-    return gather("GatherND" if by_rows else "Gather", shape, indices, result, () if by_rows else (("axis", axis),))
+    return gather(
+        "GatherND" if by_rows else "Gather",
+        shape,
+        indices,
+        result,
+        () if by_rows else (("axis", axis),),
+    )
 
 
 def gather(
@@ -66,17 +78,22 @@ def gather(
     """The graph of one gather."""
     held = Constant(Value("indices", DType.INT64, indices.shape), indices)
     node = Node("gather", op, ("data", "indices"), ("y",), attributes)
-    inputs, values = (Value("data", DType.FLOAT32, shape),), (Value("y", DType.FLOAT32, result),)
+    inputs = (Value("data", DType.FLOAT32, shape),)
+    values = (Value("y", DType.FLOAT32, result),)
     return Graph("test", 20, inputs, (), (held,), (node,), ("y",), values)
 
 
 def enumerated(graph: Graph) -> tuple[int, ...] | None:
-    """The shape under which the data expands to the result, from the place that each element of it reads."""
+    """The shape under which the data expands to the result, from the place that each element of it
+    reads.
+    """
     (node,) = graph.nodes
-    shape, result = graph.type_of("data").shape, graph.type_of("y").shape
+    shape = graph.type_of("data").shape
+    result = graph.type_of("y").shape
     constant = graph.constant("indices")
     assert constant is not None
-    indices, elements = constant.array, math.prod(shape)
+    indices = constant.array
+    elements = math.prod(shape)
     depth = indices.shape[-1] if node.op == "GatherND" else 1
     limits = np.asarray(shape[:depth] if node.op == "GatherND" else shape[node.integer("axis")])
     if not elements or (node.op == "GatherND" and not indices.size):
@@ -94,7 +111,11 @@ def enumerated(graph: Graph) -> tuple[int, ...] | None:
     )
     if math.prod(moving) != elements:
         return None
-    return moving if np.array_equal(places, np.broadcast_to(np.arange(elements).reshape(moving), result)) else None
+    return (
+        moving
+        if np.array_equal(places, np.broadcast_to(np.arange(elements).reshape(moving), result))
+        else None
+    )
 
 
 def told(graph: Graph) -> tuple[int, ...] | None:
@@ -117,7 +138,9 @@ def test_arithmetic_tells_what_enumeration_tells(graph: Graph) -> None:
 def test_every_gather_of_few_elements() -> None:
     """All indices into up to six rows, by each way of laying three or fewer of them out."""
     broadcasts = 0
-    for rows, node_layouts in itertools.product(range(1, 4), [(), (1,), (2,), (3,), (1, 2), (2, 1), (1, 3)]):
+    for rows, node_layouts in itertools.product(
+        range(1, 4), [(), (1,), (2,), (3,), (1, 2), (2, 1), (1, 3)]
+    ):
         for numbers in itertools.product(range(rows), repeat=math.prod(node_layouts)):
             indices = np.asarray(numbers, dtype=np.int64).reshape(node_layouts)
             graph = gather("Gather", (2, rows, 2), indices, (2, *node_layouts, 2), (("axis", 1),))
@@ -137,9 +160,14 @@ def test_a_gather_of_a_huge_value_enumerates_nothing() -> None:
 
 
 def test_differences_count_from_the_end_where_they_are_negative(tmp_path: Path) -> None:
-    nodes = [node("Sub", "one two", "width"), node("Unsqueeze", "width axes", "u"), node("Gather", "table u", "y")]
+    nodes = [
+        node("Sub", "one two", "width"),
+        node("Unsqueeze", "width axes", "u"),
+        node("Gather", "table u", "y"),
+    ]
     held = {"table": floats(5, 3), "axes": integers(1)}
     path = saved(model(nodes, {"one": (INT64, [4]), "two": (INT64, [4])}, "y", held), tmp_path)
     feeds = {"one": np.array([0, 4, 2, 1]), "two": np.array([4, 0, 3, 1])}
-    found, expected = emitted(read_model(path, mode=Mode.INFER), feeds), run(path, feeds)
+    found = emitted(read_model(path, mode=Mode.INFER), feeds)
+    expected = run(path, feeds)
     np.testing.assert_array_equal(found["y"], expected["y"])

@@ -19,7 +19,10 @@ def save(path: Path, nodes: list[onnx.NodeProto], outputs: list[str]) -> Path:
     held = [
         helper.make_tensor("ratio", TensorProto.FLOAT, [], [0.5]),
         helper.make_tensor("yes", TensorProto.BOOL, [], [True]),
-        *(numpy_helper.from_array(np.full(3, value, np.float32), f"bn{value}") for value in (1, 2, 3, 4)),
+        *(
+            numpy_helper.from_array(np.full(3, value, np.float32), f"bn{value}")
+            for value in (1, 2, 3, 4)
+        ),
     ]
     shape = [2, 3, 4]
     graph = helper.make_graph(
@@ -29,7 +32,10 @@ def save(path: Path, nodes: list[onnx.NodeProto], outputs: list[str]) -> Path:
         [helper.make_tensor_value_info(name, kind, None) for name, kind in _typed(outputs)],
         held,
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8),
+        str(path),
+    )
     return path
 
 
@@ -46,7 +52,12 @@ def operators(path: Path, mode: Mode) -> list[str]:
 
 
 def test_dropout_goes_at_inference(tmp_path: Path) -> None:
-    nodes = [dropout("x", "a"), dropout("a", "b"), helper.make_node("Relu", ["b"], ["c"]), dropout("c", "y")]
+    nodes = [
+        dropout("x", "a"),
+        dropout("a", "b"),
+        helper.make_node("Relu", ["b"], ["c"]),
+        dropout("c", "y"),
+    ]
     path = save(tmp_path / "m.onnx", nodes, ["y"])
     assert operators(path, Mode.TRAIN) == ["Dropout", "Dropout", "Relu", "Dropout"]
     assert operators(path, Mode.INFER) == ["Relu"]
@@ -65,7 +76,8 @@ def test_a_mask_that_is_read_is_of_ones(tmp_path: Path) -> None:
 
 
 def test_batches_are_normalised_by_running_statistics_at_inference(tmp_path: Path) -> None:
-    operands, results = ["x", "bn1", "bn2", "bn3", "bn4"], ["y", "mean", "variance"]
+    operands = ["x", "bn1", "bn2", "bn3", "bn4"]
+    results = ["y", "mean", "variance"]
     node = helper.make_node("BatchNormalization", operands, results, "bn", training_mode=1)
     path = save(tmp_path / "m.onnx", [node], ["y"])
     (found,) = read_model(path, mode=Mode.INFER).graph.nodes
@@ -79,7 +91,9 @@ def test_batches_are_normalised_by_running_statistics_at_inference(tmp_path: Pat
 
 def test_a_graph_that_gives_the_new_statistics_keeps_them(tmp_path: Path) -> None:
     operands = ["x", "bn1", "bn2", "bn3", "bn4"]
-    node = helper.make_node("BatchNormalization", operands, ["y", "mean", "variance"], "bn", training_mode=1)
+    node = helper.make_node(
+        "BatchNormalization", operands, ["y", "mean", "variance"], "bn", training_mode=1
+    )
     path = save(tmp_path / "m.onnx", [node], ["y", "mean"])
     graph = read_model(path, mode=Mode.INFER).graph
     assert [node.op for node in graph.nodes] == ["BatchNormalization"]
@@ -101,7 +115,9 @@ def test_random_operators_are_neither_computed_nor_merged(tmp_path: Path) -> Non
 
 def batch_norm(source: str, *results: str, training: bool) -> onnx.NodeProto:
     mode = {"training_mode": 1} if training else {}
-    return helper.make_node("BatchNormalization", [source, "bn1", "bn2", "bn3", "bn4"], results, "bn", **mode)
+    return helper.make_node(
+        "BatchNormalization", [source, "bn1", "bn2", "bn3", "bn4"], results, "bn", **mode
+    )
 
 
 def test_a_model_is_trained_as_at_evaluation_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -120,7 +136,9 @@ def test_an_export_for_evaluation_is_the_same_model(tmp_path: Path) -> None:
     relu = [helper.make_node("Relu", [name], ["y"]) for name in ("b", "bn")]
     nodes = [dropout("x", "a"), batch_norm("a", "b", "mean", "variance", training=True), relu[0]]
     one = load(save(tmp_path / "train.onnx", nodes, ["y"]))
-    evaluated = save(tmp_path / "eval.onnx", [batch_norm("x", "bn", training=False), relu[1]], ["y"])
+    evaluated = save(
+        tmp_path / "eval.onnx", [batch_norm("x", "bn", training=False), relu[1]], ["y"]
+    )
     model = onnx.load(str(evaluated))
     del model.graph.initializer[:2]  # An export for evaluation has neither the ratio nor the mode.
     onnx.save(model, str(evaluated))
@@ -129,7 +147,10 @@ def test_an_export_for_evaluation_is_the_same_model(tmp_path: Path) -> None:
         [batch_norm("x", "bn", training=False), helper.make_node("Tanh", ["bn"], ["y"])],
         [batch_norm("x", "bn", training=False), relu[1], helper.make_node("Relu", ["y"], ["z"])],
         [helper.make_node("Relu", ["x"], ["a"]), batch_norm("a", "y", training=False)],
-        [helper.make_node("BatchNormalization", ["x", "bn2", "bn1", "bn3", "bn4"], ["bn"]), relu[1]],
+        [
+            helper.make_node("BatchNormalization", ["x", "bn2", "bn1", "bn3", "bn4"], ["bn"]),
+            relu[1],
+        ],
     ):
         outputs = ["z" if other[-1].output[0] == "z" else "y"]
         assert not are_one_model(one, load(save(tmp_path / "other.onnx", other, outputs)))

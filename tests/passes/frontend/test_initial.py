@@ -11,7 +11,8 @@ from autopipe.ir.graph import Initializer
 from autopipe.passes.frontend.uses import Uses
 from autopipe.passes.frontend.weights import default_initializer
 
-ZEROS, ONES = Initializer("zeros"), Initializer("ones")
+ZEROS = Initializer("zeros")
+ONES = Initializer("ones")
 QUARTER = Initializer("uniform", 0.25)
 
 
@@ -37,7 +38,9 @@ QUARTER = Initializer("uniform", 0.25)
         ("RNN", "x v r w", (1, 32), QUARTER),
     ],
 )
-def test_schemes(operator: str, operands: str, shape: tuple[int, ...], expected: Initializer) -> None:
+def test_schemes(
+    operator: str, operands: str, shape: tuple[int, ...], expected: Initializer
+) -> None:
     uses = Uses([make_node(operator, operands.split(), ["y"])])
     found = default_initializer("w", shape, uses)
     assert found.scheme == expected.scheme

@@ -1,4 +1,6 @@
-"""A tensor computed from several parameters is computed from them again, whatever else could have its shape."""
+"""A tensor computed from several parameters is computed from them again, whatever else could have
+its shape.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ from autopipe.passes.frontend.derivations import applied
 from autopipe.passes.frontend.joint_derivations import jointly_derived, sum_of_squares
 from tests.passes.frontend.building import floats
 
-P, Q, R = floats(6, 6), floats(6, 6, seed=1), floats(6, 6, seed=2)
-LOW, HIGH = floats(6, 3, seed=3), floats(3, 6, seed=4)
-VECTOR, COLUMN = floats(6, seed=5), floats(6, 1, seed=6)
+P = floats(6, 6)
+Q = floats(6, 6, seed=1)
+R = floats(6, 6, seed=2)
+LOW = floats(6, 3, seed=3)
+HIGH = floats(3, 6, seed=4)
+VECTOR = floats(6, seed=5)
+COLUMN = floats(6, 1, seed=6)
 FUNCTIONS: dict[str, tuple[Callable[..., np.ndarray], tuple[np.ndarray, ...]]] = {
     "product": (lambda p, q: p * q, (P, Q)),
     "product with a transposed one": (lambda p, q: p * q.T, (P, Q)),
@@ -44,7 +50,9 @@ def test_a_function_of_several_parameters_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [R, P * Q + np.float32(1e-4), np.maximum(P, Q), P @ Q + np.float32(1e-4) * R, np.ones_like(P)], ids=str
+    "result",
+    [R, P * Q + np.float32(1e-4), np.maximum(P, Q), P @ Q + np.float32(1e-4) * R, np.ones_like(P)],
+    ids=str,
 )
 def test_another_tensor_is_not(result: np.ndarray) -> None:
     assert jointly_derived({"p": P, "q": Q}, result) is None

@@ -1,4 +1,6 @@
-"""A product and the cross-entropy of its result put together: what is, what is not, and that both agree."""
+"""A product and the cross-entropy of its result put together: what is, what is not, and that both
+agree.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from tests.passes.frontend.building import FLOAT, INT64, Shape, floats, integers
 from tests.passes.frontend.reference import assert_close, random_feeds
 from tests.passes.frontend.test_fused_programs import trained
 
-HIDDEN, CLASSES = 6, 12
+HIDDEN = 6
+CLASSES = 12
 HELD = {
     "w": floats(HIDDEN, CLASSES), "table": floats(CLASSES, HIDDEN), "b": floats(CLASSES), "flat": integers(-1),
     "rows": integers(-1, CLASSES), "cap": np.float32(3), "one": integers(1), "end": integers(99), "last": integers(-1),
     "first": integers(-99),
 }  # fmt: skip
-TOKENS: dict[str, Shape | tuple[int, Shape]] = {"x": (FLOAT, [2, 5, HIDDEN]), "labels": (INT64, [2, 5])}
+TOKENS: dict[str, Shape | tuple[int, Shape]] = {
+    "x": (FLOAT, [2, 5, HIDDEN]),
+    "labels": (INT64, [2, 5]),
+}
 ROWS: dict[str, Shape | tuple[int, Shape]] = {"x": (FLOAT, [4, HIDDEN]), "labels": (INT64, [4])}
 IN_ROWS = [node("Reshape", "z rows", "s"), node("Reshape", "labels flat", "t")]
 LOSS = node("SoftmaxCrossEntropyLoss", "s t", "y", ignore_index=3)
@@ -60,7 +66,9 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, Shape | tuple[int, Shape]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fused_and_unfused_losses_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_and_unfused_losses_agree(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes, inputs, expected = CASES[case]
     monkeypatch.setattr(normalization, "CLASSES_AT_ONCE", 5)
     plain, fused = both(nodes, inputs, tmp_path)
@@ -78,7 +86,10 @@ def both(
 ) -> tuple[Model, Model]:
     """Return the model with scores that are kept, and with scores that are recomputed."""
     read = {name for each in nodes for name in each.input}
-    path = saved(model(nodes, inputs, outputs, {name: each for name, each in HELD.items() if name in read}), folder)
+    path = saved(
+        model(nodes, inputs, outputs, {name: each for name, each in HELD.items() if name in read}),
+        folder,
+    )
     plain = read_model(path)
     assert "LinearCrossEntropy" not in plain.fused
     return plain, read_model(path, scores="recompute")
@@ -87,21 +98,37 @@ def both(
 @pytest.mark.parametrize(
     ("between", "after"),
     [
-        ([node("Identity", "z", "s")], [node("ReduceMax", "z", "a", keepdims=0), node("Add", "l a", "y")]),
+        (
+            [node("Identity", "z", "s")],
+            [node("ReduceMax", "z", "a", keepdims=0), node("Add", "l a", "y")],
+        ),
         ([node("Slice", "z last first one last", "s")], [node("Identity", "l", "y")]),
         ([node("Transpose", "z", "s", perm=[1, 0])], [node("Identity", "l", "y")]),
     ],
     ids=["read by others", "classes in another order", "classes of samples"],
 )
-def test_other_scores_are_kept(between: list[onnx.NodeProto], after: list[onnx.NodeProto], tmp_path: Path) -> None:
-    square: dict[str, Shape | tuple[int, Shape]] = {"x": (FLOAT, [CLASSES, HIDDEN]), "labels": (INT64, [CLASSES])}
-    nodes = [node("MatMul", "x w", "z"), *between, node("SoftmaxCrossEntropyLoss", "s labels", "l"), *after]
+def test_other_scores_are_kept(
+    between: list[onnx.NodeProto], after: list[onnx.NodeProto], tmp_path: Path
+) -> None:
+    square: dict[str, Shape | tuple[int, Shape]] = {
+        "x": (FLOAT, [CLASSES, HIDDEN]),
+        "labels": (INT64, [CLASSES]),
+    }
+    nodes = [
+        node("MatMul", "x w", "z"),
+        *between,
+        node("SoftmaxCrossEntropyLoss", "s labels", "l"),
+        *after,
+    ]
     plain, fused = both(nodes, square, tmp_path)
     assert fused.graph == plain.graph
 
 
 def test_scores_that_training_does_not_give_are_not_kept_for_it(tmp_path: Path) -> None:
-    path = saved(model([node("MatMul", "x w", "logits")], {"x": [2, 5, HIDDEN]}, "logits", {"w": HELD["w"]}), tmp_path)
+    path = saved(
+        model([node("MatMul", "x w", "logits")], {"x": [2, 5, HIDDEN]}, "logits", {"w": HELD["w"]}),
+        tmp_path,
+    )
     loss = CrossEntropy("logits", ignored=-100)
     read = read_model(path, loss=loss, normalize="tokens", scores="recompute")
     last = {name: node for node in read.graph.nodes for name in node.outputs}[read.loss]

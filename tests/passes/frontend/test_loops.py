@@ -1,4 +1,6 @@
-"""A body that would become too many nodes stays one: it computes, and gives the gradients, that its runs apart do."""
+"""A body that would become too many nodes stays one: it computes, and gives the gradients, that its
+runs apart do.
+"""
 
 from __future__ import annotations
 
@@ -61,17 +63,29 @@ def model(text: str, opset: int = 17) -> onnx.ModelProto:
 
 @st.composite
 def loops(draw: st.DrawFn) -> onnx.ModelProto:
-    """A Loop or Scan along any axis, its body a few random steps, and all that it gives as one vector."""
-    axis, backwards, outwards = draw(st.integers(0, 2)), draw(st.booleans()), draw(st.booleans())
-    count, out, is_loop = SHAPE[axis], draw(st.integers(0, 2)), draw(st.booleans())
+    """A Loop or Scan along any axis, its body a few random steps, and all that it gives as one
+    vector.
+    """
+    axis = draw(st.integers(0, 2))
+    backwards = draw(st.booleans())
+    outwards = draw(st.booleans())
+    count = SHAPE[axis]
+    out = draw(st.integers(0, 2))
+    is_loop = draw(st.booleans())
     allowed = [each for each in STEPS if is_loop or each not in ("number", "row")]
     # Along the last axis a slice has no dimension of two for the weight.
-    allowed = [each for each in allowed if axis < 2 or each not in ("product", "row", "same", "constant")]
-    names, lines = ["s"], list[str]()
+    allowed = [
+        each for each in allowed if axis < 2 or each not in ("product", "row", "same", "constant")
+    ]
+    names = ["s"]
+    lines = list[str]()
     for number, step in enumerate(draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=6))):
-        lines.append(STEPS[step].format(f"v{number}", draw(st.sampled_from([names[-1], "h", *names]))))
+        lines.append(
+            STEPS[step].format(f"v{number}", draw(st.sampled_from([names[-1], "h", *names])))
+        )
         names.append(f"v{number}")
-    after, found = draw(st.sampled_from([*names, "h"])), draw(st.sampled_from([*names, "h"]))
+    after = draw(st.sampled_from([*names, "h"]))
+    found = draw(st.sampled_from([*names, "h"]))
     body = "\n".join(lines)
     first = f"first = ReduceMean <axes = [{axis}], keepdims = 0> (x)"
     end = "a = Reshape (last, flat)\nb = Reshape (all, flat)\ny = Concat <axis = 0> (a, b)"
@@ -126,7 +140,9 @@ def both(path: Path, **settings: object) -> tuple[Model, Model]:
 
 @given(loops())
 @settings(max_examples=60, deadline=None)
-def test_a_loop_is_its_runs(tmp_path_factory: pytest.TempPathFactory, proto: onnx.ModelProto) -> None:
+def test_a_loop_is_its_runs(
+    tmp_path_factory: pytest.TempPathFactory, proto: onnx.ModelProto
+) -> None:
     path = tmp_path_factory.mktemp("loop") / "model.onnx"
     onnx.save(proto, path)
     kept, apart = both(path)
@@ -137,14 +153,23 @@ def test_a_loop_is_its_runs(tmp_path_factory: pytest.TempPathFactory, proto: onn
     assert_close({"y": found["y"]}, run(path, feeds))
     for node in (node for node in kept.graph.nodes if node.body is not None):
         arrays = {each.value.name: each.array for each in kept.graph.constants}
-        arrays |= {each.value.name: parameter_array(each, path) for each in kept.graph.parameters} | feeds
+        arrays |= {
+            each.value.name: parameter_array(each, path) for each in kept.graph.parameters
+        } | feeds
         random = np.random.default_rng(0)
         for name in node.inputs:
-            arrays.setdefault(name, random.standard_normal(kept.graph.type_of(name).shape).astype(np.float32))
+            arrays.setdefault(
+                name, random.standard_normal(kept.graph.type_of(name).shape).astype(np.float32)
+            )
         check(Use(kept.graph, node, {name: arrays[name] for name in node.inputs}), 1e-4, 1e-5)
 
 
-KEPT = {"as often as there are columns": 1, "over rows and back": 1, "over columns": 1, "a value that grows": 0}
+KEPT = {
+    "as often as there are columns": 1,
+    "over rows and back": 1,
+    "over columns": 1,
+    "a value that grows": 0,
+}
 
 
 @pytest.mark.parametrize("case", READ)
@@ -166,11 +191,15 @@ CELL = """
         }>
     y = Reshape (all, rows)
 """
-ACROSS = "y = Scan (x) <num_scan_inputs = 1, body = b (float[4,2] p) => (float[4,2] o) { o = Exp (p) }>"
+ACROSS = (
+    "y = Scan (x) <num_scan_inputs = 1, body = b (float[4,2] p) => (float[4,2] o) { o = Exp (p) }>"
+)
 
 
 def test_samples_are_followed_through_a_loop(tmp_path: Path) -> None:
-    """A baked batch is made smaller, the body with it; where the runs go through the samples, that is said."""
+    """A baked batch is made smaller, the body with it; where the runs go through the samples, that
+    is said.
+    """
     path = tmp_path / "model.onnx"
     onnx.save(model(CELL), path)
     kept, apart = (rebatched(each.graph, 1) for each in both(path))
@@ -178,7 +207,9 @@ def test_samples_are_followed_through_a_loop(tmp_path: Path) -> None:
     assert [{value.shape for value in body.values} for body in bodies] == [{(1, 2)}]
     assert kept.type_of("y").shape == apart.type_of("y").shape == (1, 8)
     onnx.save(model(ACROSS), path)
-    with pytest.raises(ModelError, match="Loop does not keep the samples of 'x' apart, so the batch cannot shrink"):
+    with pytest.raises(
+        ModelError, match="Loop does not keep the samples of 'x' apart, so the batch cannot shrink"
+    ):
         rebatched(both(path)[0].graph, 1)
 
 
@@ -187,5 +218,7 @@ def test_the_work_of_a_loop_is_that_of_its_runs(tmp_path: Path) -> None:
     found = []
     for each in both(tmp_path / "model.onnx"):
         work = annotate(each.graph)
-        found.append((sum(one.forward_flops for one in work), sum(one.backward_flops for one in work)))
+        found.append(
+            (sum(one.forward_flops for one in work), sum(one.backward_flops for one in work))
+        )
     assert found[0] == pytest.approx(found[1])

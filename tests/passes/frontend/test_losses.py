@@ -22,7 +22,9 @@ def scores(folder: Path, *shape: int) -> Path:
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 2, 5), (4, 2, 3, 5)])
-def test_cross_entropy_is_the_mean_over_all_positions(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_cross_entropy_is_the_mean_over_all_positions(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
     read = read_model(scores(tmp_path, *shape), loss=CrossEntropy("logits", "target"))
     assert (read.mode, read.loss, read.graph.outputs) == (Mode.TRAIN, "loss", ("y", "loss"))
     assert read.graph.inputs[-1].shape == shape[:-1]

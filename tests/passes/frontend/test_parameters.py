@@ -22,11 +22,17 @@ def trained(graph: Graph) -> dict[str, bool]:
 
 
 def test_numbers_lie_where_the_slices_say(tmp_path: Path) -> None:
-    """Raw and packed numbers, large ones that are skipped when parsing and small ones that are not."""
-    large, small, packed = floats(64, 64), floats(64, seed=1), floats(64, 8, seed=2)
+    """Raw and packed numbers, large ones that are skipped when parsing and small ones that are
+    not.
+    """
+    large = floats(64, 64)
+    small = floats(64, seed=1)
+    packed = floats(64, 8, seed=2)
     nodes = [node("Gemm", "x large small", "h"), node("MatMul", "h packed", "y")]
     proto = model(nodes, {"x": [2, 64]}, "y", {"large": large, "small": small})
-    proto.graph.initializer.append(onnx.helper.make_tensor("packed", 1, packed.shape, packed.reshape(-1)))
+    proto.graph.initializer.append(
+        onnx.helper.make_tensor("packed", 1, packed.shape, packed.reshape(-1))
+    )
     read = read_model(saved(proto, tmp_path))
     assert all(isinstance(each.storage, FileSlice) for each in read.graph.parameters)
     found = {each.value.name: parameter_array(each, read.path) for each in read.graph.parameters}
@@ -71,7 +77,9 @@ def test_buffers_are_not_trained(tmp_path: Path) -> None:
         node("BatchNormalization", "x scale offset mean variance", "h"), node("MatMul", "positions frequency", "angle"),
         node("Cos", "angle", "c"), node("Mul", "h c", "y"),
     ]  # fmt: skip
-    held = {name: np.abs(floats(3)) for name in ("scale", "offset", "mean", "variance")} | {"frequency": floats(1, 3)}
+    held = {name: np.abs(floats(3)) for name in ("scale", "offset", "mean", "variance")} | {
+        "frequency": floats(1, 3)
+    }
     inputs: dict[str, list[int]] = {"x": [4, 3], "positions": [4, 1]}
     read = read_model(saved(model(nodes, inputs, "y", held), tmp_path))  # type: ignore[arg-type]
     expected = {"scale": True, "offset": True, "mean": False, "variance": False, "frequency": False}
@@ -81,7 +89,9 @@ def test_buffers_are_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["enc.*", "re:enc\\..*"])
 def test_frozen_parameters_are_not_trained(pattern: str, tmp_path: Path) -> None:
     nodes = [node("MatMul", "x enc.w", "h"), node("MatMul", "h dec.w", "y")]
-    path = saved(model(nodes, {"x": [2, 3]}, "y", {"enc.w": floats(3, 3), "dec.w": floats(3, 3)}), tmp_path)
+    path = saved(
+        model(nodes, {"x": [2, 3]}, "y", {"enc.w": floats(3, 3), "dec.w": floats(3, 3)}), tmp_path
+    )
     assert trained(read_model(path, frozen=(pattern,)).graph) == {"enc.w": False, "dec.w": True}
 
 
@@ -94,7 +104,9 @@ def test_scalars_are_constants_and_what_exporters_folded_is_trained(tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [3, 20, 200])
-def test_weights_in_constant_nodes_are_trained_whatever_their_size(size: int, tmp_path: Path) -> None:
+def test_weights_in_constant_nodes_are_trained_whatever_their_size(
+    size: int, tmp_path: Path
+) -> None:
     weight = floats(size, size)
     nodes = [
         onnx.helper.make_node("Constant", [], ["w"], value=onnx.numpy_helper.from_array(weight)),
@@ -106,7 +118,9 @@ def test_weights_in_constant_nodes_are_trained_whatever_their_size(size: int, tm
 
 
 def test_a_bias_of_one_element_is_a_parameter(tmp_path: Path) -> None:
-    proto = model([node("Gemm", "x w b", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 1), "b": floats(1)})
+    proto = model(
+        [node("Gemm", "x w b", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 1), "b": floats(1)}
+    )
     read = read_model(saved(proto, tmp_path))
     assert trained(read.graph) == {"w": True, "b": True}
 
@@ -136,7 +150,13 @@ def test_types_of_absent_weights_follow_from_their_uses(tmp_path: Path) -> None:
         node("MatMul", "n k", "h"), node("Reshape", "h rows", "r"), node("Gemm", "r w b", "g", transB=1),
         node("Conv", "image filter", "c", kernel_shape=[3, 3]), node("MatMul", "h head", "y"),
     ]  # fmt: skip
-    types: dict[str, list[int]] = {"e": [2, 3, 4], "n": [2, 3, 4], "h": [2, 3, 5], "g": [6, 8], "c": [2, 6, 4, 4]}
+    types: dict[str, list[int]] = {
+        "e": [2, 3, 4],
+        "n": [2, 3, 4],
+        "h": [2, 3, 5],
+        "g": [6, 8],
+        "c": [2, 6, 4, 4],
+    }
     proto = model(
         nodes, {"x": (INT64, [2, 3]), "image": [2, 3, 6, 6]}, "y g c", {"rows": integers(6, 5)},
         types=types,  # type: ignore[arg-type]
@@ -154,7 +174,9 @@ def test_types_of_absent_weights_follow_from_their_uses(tmp_path: Path) -> None:
 
 
 def test_an_absent_weight_whose_shape_nothing_tells(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="reads 'w', which nothing writes and whose shape cannot be told"):
+    with pytest.raises(
+        ModelError, match="reads 'w', which nothing writes and whose shape cannot be told"
+    ):
         read_model(saved(model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y"), tmp_path))
 
 
@@ -162,39 +184,61 @@ def test_the_file_may_say_which_are_parameters_and_how_they_start(tmp_path: Path
     nodes = [node("MatMul", "x w", "h"), node("Add", "h table", "y")]
     types: dict[str, list[int]] = {"w": [3, 4]}
     proto = model(nodes, {"x": [2, 3]}, "y", {"table": floats(2, 4)}, types=types)  # type: ignore[arg-type]
-    stated = {"autopipe.parameters": ["w"], "autopipe.init": {"w": {"scheme": "uniform", "bound": 0.5}}}
+    stated = {
+        "autopipe.parameters": ["w"],
+        "autopipe.init": {"w": {"scheme": "uniform", "bound": 0.5}},
+    }
     onnx.helper.set_model_props(proto, {key: json.dumps(value) for key, value in stated.items()})
     read = read_model(saved(proto, tmp_path))
-    assert [(each.value.name, each.storage) for each in read.graph.parameters] == [("w", Initializer("uniform", 0.5))]
-    for key, text in (("autopipe.parameters", "{"), ("autopipe.init", '{"w": {"scheme": "magic"}}')):
+    assert [(each.value.name, each.storage) for each in read.graph.parameters] == [
+        ("w", Initializer("uniform", 0.5))
+    ]
+    for key, text in (
+        ("autopipe.parameters", "{"),
+        ("autopipe.init", '{"w": {"scheme": "magic"}}'),
+    ):
         onnx.helper.set_model_props(proto, {key: text})
         with pytest.raises(ModelError, match=key):
             read_model(saved(proto, tmp_path))
 
 
 def test_initializers_among_the_inputs_are_no_inputs(tmp_path: Path) -> None:
-    proto = model([node("MatMul", "x w", "y")], {"x": [2, 3], "w": [3, 4]}, "y", {"w": floats(3, 4)})
+    proto = model(
+        [node("MatMul", "x w", "y")], {"x": [2, 3], "w": [3, 4]}, "y", {"w": floats(3, 4)}
+    )
     read = read_model(saved(proto, tmp_path))
-    assert [value.name for value in read.graph.inputs] == ["x"] and trained(read.graph) == {"w": True}
+    assert [value.name for value in read.graph.inputs] == ["x"] and trained(read.graph) == {
+        "w": True
+    }
 
 
 def test_the_digest_tells_structures_apart_and_not_weights(tmp_path: Path) -> None:
     nodes = [node("MatMul", "x w", "y")]
     digests = [
-        read_model(saved(model(nodes, {"x": [2, 32]}, "y", {"w": floats(32, extent, seed=seed)}), tmp_path)).digest
+        read_model(
+            saved(model(nodes, {"x": [2, 32]}, "y", {"w": floats(32, extent, seed=seed)}), tmp_path)
+        ).digest
         for extent, seed in ((32, 0), (32, 1), (64, 0))
     ]
     assert digests[0] == digests[1] != digests[2]
 
 
 def layers(folder: Path) -> Path:
-    nodes = [node("MatMul", "x enc.0.w", "h"), node("MatMul", "h enc.1.w", "m"), node("MatMul", "m head.w", "y")]
+    nodes = [
+        node("MatMul", "x enc.0.w", "h"),
+        node("MatMul", "h enc.1.w", "m"),
+        node("MatMul", "m head.w", "y"),
+    ]
     held = {"enc.0.w": floats(4, 4), "enc.1.w": floats(4, 4), "head.w": floats(4, 4)}
     return saved(model(nodes, {"x": [2, 4]}, "y", held), folder)
 
 
-@pytest.mark.parametrize("pattern", ["re:^(?!head).*", "re:(?!head\\.).*", "re:.*(?<!head\\.w)", "re:(?!.*head).*$"])
-def test_all_parameters_but_some_are_frozen_by_a_negative_expression(pattern: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pattern", ["re:^(?!head).*", "re:(?!head\\.).*", "re:.*(?<!head\\.w)", "re:(?!.*head).*$"]
+)
+def test_all_parameters_but_some_are_frozen_by_a_negative_expression(
+    pattern: str, tmp_path: Path
+) -> None:
     read = read_model(layers(tmp_path), frozen=(pattern,))
     assert trained(read.graph) == {"enc.0.w": False, "enc.1.w": False, "head.w": True}
 
@@ -220,7 +264,9 @@ def test_a_pattern_that_matches_no_whole_name_is_refused_with_one_that_does(
         assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-def from_torch(nodes: list[onnx.NodeProto], held: dict[str, np.ndarray], columns: int) -> onnx.ModelProto:
+def from_torch(
+    nodes: list[onnx.NodeProto], held: dict[str, np.ndarray], columns: int
+) -> onnx.ModelProto:
     """A file of torch's older exporter, which does not say which tensors are parameters."""
     proto = model(nodes, {"x": [4, columns]}, "y", held)
     proto.producer_name = "pytorch"
@@ -257,4 +303,8 @@ def test_the_vectors_of_spectral_normalization_are_not_trained(tmp_path: Path) -
     ]  # fmt: skip
     held = {"w_orig": floats(5, 5), "w_u": floats(5, seed=1), "w_v": floats(5, seed=2)}
     read = read_model(saved(from_torch(nodes, held, 5), tmp_path))
-    assert {each.value.name: each.trained for each in read.tensors} == {"w_orig": True, "w_u": False, "w_v": False}
+    assert {each.value.name: each.trained for each in read.tensors} == {
+        "w_orig": True,
+        "w_u": False,
+        "w_v": False,
+    }

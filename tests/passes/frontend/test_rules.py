@@ -18,7 +18,13 @@ DOMAIN = "com.microsoft"
 def path_of(operator: str, inputs: list[str], folder: Path, **attributes: object) -> Path:
     nodes = [oh.make_node(operator, inputs, ["y"], name="node", domain=DOMAIN, **attributes)]
     held = {"s": floats(6), "b": floats(6), "w": floats(2, 6, 5), "v": floats(2, 5, 6)}
-    proto = model(nodes, {"x": [2, 3, 6]}, "", {name: held[name] for name in inputs if name in held}, domains=[DOMAIN])
+    proto = model(
+        nodes,
+        {"x": [2, 3, 6]},
+        "",
+        {name: held[name] for name in inputs if name in held},
+        domains=[DOMAIN],
+    )
     proto.graph.output.append(oh.make_tensor_value_info("y", 1, [None, None, None]))
     path = folder / "model.onnx"
     path.write_bytes(proto.SerializeToString())

@@ -1,4 +1,6 @@
-"""Values whose extent depends on data: read with static shapes they are what onnxruntime computes of the file."""
+"""Values whose extent depends on data: read with static shapes they are what onnxruntime computes
+of the file.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,21 @@ from tests.conformance.adapter import forward_of, stage_of, to_tensor
 from tests.passes.frontend.building import BOOL, FLOAT, INT64, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, run, run_read
 
-TOKENS, WIDTH, EXPERTS = 6, 4, 3
+TOKENS = 6
+WIDTH = 4
+EXPERTS = 3
 
 
 def experts(scatter: str, reduction: str) -> onnx.ModelProto:
-    """Each expert takes its tokens by place, multiplies, weighs and puts them back, as exporters write it."""
+    """Each expert takes its tokens by place, multiplies, weighs and puts them back, as exporters
+    write it.
+    """
     nodes = [node("Reshape", "weights column", "scores")]
     total = "zeros"
     for expert in range(EXPERTS):
-        at = [f"{name}{expert}" for name in ("m", "z", "t", "k", "ki", "x", "h", "y", "w", "v", "sum")]
+        at = [
+            f"{name}{expert}" for name in ("m", "z", "t", "k", "ki", "x", "h", "y", "w", "v", "sum")
+        ]
         mask, found, token, rank, pair, taken, hidden, result, weight, value, after = at
         nodes += [
             node("Equal", f"chosen expert{expert}", mask),
@@ -52,13 +60,24 @@ def experts(scatter: str, reduction: str) -> onnx.ModelProto:
             nodes += [
                 node("Shape", value, f"{after}/shape"),
                 node("Expand", f"{token} {after}/shape", f"{after}/places"),
-                node("ScatterElements", f"{total} {after}/places {value}", after, axis=0, reduction=reduction),
+                node(
+                    "ScatterElements",
+                    f"{total} {after}/places {value}",
+                    after,
+                    axis=0,
+                    reduction=reduction,
+                ),
             ]
         total = after
     held = {f"up{each}": floats(WIDTH, 5, seed=each) for each in range(EXPERTS)}
     held |= {f"down{each}": floats(5, WIDTH, seed=9 + each) for each in range(EXPERTS)}
     held |= {f"expert{each}": np.array(each) for each in range(EXPERTS)}
-    held |= {"ones": integers(1, 1), "axis0": integers(0), "two": np.array(2), "column": integers(-1, 1)}
+    held |= {
+        "ones": integers(1, 1),
+        "axis0": integers(0),
+        "two": np.array(2),
+        "column": integers(-1, 1),
+    }
     held |= {"zeros": np.zeros((TOKENS, WIDTH), np.float32)}
     inputs = {"x": [TOKENS, WIDTH], "chosen": (INT64, [TOKENS, 2]), "weights": [TOKENS, 2]}
     return model(nodes, inputs, total, held)
@@ -78,7 +97,12 @@ def images() -> onnx.ModelProto:
         node("Slice", "features first count first", "taken"),
         node("ScatterND", "text places taken", "y"),
     ]
-    held = {"token": np.array(9), "last": integers(-1), "wide": integers(2, TOKENS, WIDTH), "flat": integers(-1)}
+    held = {
+        "token": np.array(9),
+        "last": integers(-1),
+        "wide": integers(2, TOKENS, WIDTH),
+        "flat": integers(-1),
+    }
     held |= {"first": integers(0)}
     inputs = {"ids": (INT64, [2, TOKENS]), "text": [2, TOKENS, WIDTH], "image": [2, 5, WIDTH]}
     return model(nodes, inputs, "y", held)
@@ -87,23 +111,42 @@ def images() -> onnx.ModelProto:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("chosen")
-    protos = {"nd": experts("ScatterND", "add"), "elements": experts("ScatterElements", "add"), "images": images()}
+    protos = {
+        "nd": experts("ScatterND", "add"),
+        "elements": experts("ScatterElements", "add"),
+        "images": images(),
+    }
     return {name: saved(proto, folder, f"{name}.onnx") for name, proto in protos.items()}
 
 
 def agrees(path: Path, *feeds: dict[str, np.ndarray]) -> None:
-    """A file is read without an operator that chooses or looks up by place, and gives onnxruntime's outputs."""
+    """A file is read without an operator that chooses or looks up by place, and gives onnxruntime's
+    outputs.
+    """
     read = read_model(path)
-    assert {each.op for each in read.graph.nodes}.isdisjoint({"NonZero", "Compress", "Unique", "GatherND", "ScatterND"})
+    assert {each.op for each in read.graph.nodes}.isdisjoint(
+        {"NonZero", "Compress", "Unique", "GatherND", "ScatterND"}
+    )
     for each in feeds:
         assert_close(run_read(read, each), run(path, each))
 
 
-@given(st.lists(st.permutations(range(EXPERTS + 1)), min_size=TOKENS, max_size=TOKENS), st.integers(0, 99))
-def test_experts_of_any_routing(files: dict[str, Path], routing: list[list[int]], seed: int) -> None:
-    """Experts without a token and tokens without an expert (the number behind the last) among them."""
+@given(
+    st.lists(st.permutations(range(EXPERTS + 1)), min_size=TOKENS, max_size=TOKENS),
+    st.integers(0, 99),
+)
+def test_experts_of_any_routing(
+    files: dict[str, Path], routing: list[list[int]], seed: int
+) -> None:
+    """Experts without a token and tokens without an expert (the number behind the last) among
+    them.
+    """
     chosen = np.array([each[:2] for each in routing])
-    feeds = {"x": floats(TOKENS, WIDTH, seed=seed), "chosen": chosen, "weights": floats(TOKENS, 2, seed=seed + 1)}
+    feeds = {
+        "x": floats(TOKENS, WIDTH, seed=seed),
+        "chosen": chosen,
+        "weights": floats(TOKENS, 2, seed=seed + 1),
+    }
     agrees(files["nd"], feeds)
     agrees(files["elements"], feeds)
 
@@ -113,7 +156,11 @@ def test_images_at_any_places(files: dict[str, Path], places: set[int]) -> None:
     """At most as many places as there are features, none among them."""
     ids = np.zeros(2 * TOKENS, np.int64)
     ids[list(places)] = 9
-    feeds = {"ids": ids.reshape(2, TOKENS), "text": floats(2, TOKENS, WIDTH), "image": floats(2, 5, WIDTH, seed=1)}
+    feeds = {
+        "ids": ids.reshape(2, TOKENS),
+        "text": floats(2, TOKENS, WIDTH),
+        "image": floats(2, 5, WIDTH, seed=1),
+    }
     agrees(files["images"], feeds)
 
 
@@ -220,8 +267,18 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_small_graphs(name: str, tmp_path: Path) -> None:
     nodes, *opset = SMALL[name]
-    held = {"axis0": integers(0), "last": integers(-1), "first": np.array(0), "two": floats(2, seed=3)}
-    held |= {"one": np.array(1), "two_columns": integers(2), "axis2": integers(2), "backwards": integers(-1, 0, 1)}
+    held = {
+        "axis0": integers(0),
+        "last": integers(-1),
+        "first": np.array(0),
+        "two": floats(2, seed=3),
+    }
+    held |= {
+        "one": np.array(1),
+        "two_columns": integers(2),
+        "axis2": integers(2),
+        "backwards": integers(-1, 0, 1),
+    }
     held |= {
         "back": integers(-2),
         "end": integers(-1),
@@ -246,7 +303,8 @@ def test_small_graphs(name: str, tmp_path: Path) -> None:
         ),
         tmp_path,
     )
-    labels, x = np.array([3, 1, 3, 0, 1, 1]), np.abs(floats(6, 4)) + 0.1
+    labels = np.array([3, 1, 3, 0, 1, 1])
+    x = np.abs(floats(6, 4)) + 0.1
     keep = np.array([True, False, True, False, True, False])
     x[1] = 0  # Where the logarithm of a row that is not chosen would be infinite.
     model_read = read_model(path, batch_axes=dict.fromkeys(inputs.keys() & read))
@@ -261,7 +319,10 @@ FUNCTIONS: dict[str, tuple[list[onnx.NodeProto], Callable[[torch.Tensor], torch.
     "exponential": ([node("Exp", "kept", "z")], torch.exp),
     "power": ([node("Pow", "two kept", "z")], lambda x: 2**x),
     "logarithm of a sum": ([node("ReduceLogSum", "kept last", "z")], lambda x: x.sum(-1).log()),
-    "norm": ([node("LpNormalization", "kept", "z", axis=-1, p=2)], lambda x: x / x.norm(dim=-1, keepdim=True)),
+    "norm": (
+        [node("LpNormalization", "kept", "z", axis=-1, p=2)],
+        lambda x: x / x.norm(dim=-1, keepdim=True),
+    ),
     "softmax": ([node("Softmax", "kept", "z", axis=-1)], lambda x: x.softmax(-1)),
 }
 
@@ -272,7 +333,8 @@ def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) ->
     nodes, function = FUNCTIONS[name]
     held = {"two": np.array(2, np.float32), "last": integers(-1), "axes": integers(0, 1)}
     read = {operand for each in nodes for operand in each.input} | {"axes"}
-    square, end = node("Mul", "z z", "s"), node("ReduceSum", "s axes", "y", keepdims=0)
+    square = node("Mul", "z z", "s")
+    end = node("ReduceSum", "s axes", "y", keepdims=0)
     held = {each: array for each, array in held.items() if each in read}
     proto = model([KEPT, *nodes, square, end], {"x": [6, 4], "keep": (BOOL, [6])}, "y", held)
     graph = read_model(saved(proto, tmp_path), batch_axes={"x": None, "keep": None}).graph
@@ -281,7 +343,8 @@ def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) ->
     x[1], x[3], x[5] = 0.0, -1.0, torch.tensor(-torch.inf if name == "softmax" else 1e4)
     x.requires_grad_()
     place = SimpleNamespace(
-        device=x.device, **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)}
+        device=x.device,
+        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
     )
     forward_of(emit_forward(stage_of(graph)).text)(place, x, keep)[0].backward()
     (wanted,) = torch.autograd.grad(function(x[keep]).square().sum(), x)
@@ -293,7 +356,11 @@ def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) ->
     ("nodes", "outputs", "message"),
     [
         ([KEPT, node("Hardmax", "kept", "y", axis=0)], "y", "takes together rows that Compress"),
-        ([KEPT, node("Compress", "x other", "b", axis=0), node("Add", "kept b", "y")], "y", "takes together"),
+        (
+            [KEPT, node("Compress", "x other", "b", axis=0), node("Add", "kept b", "y")],
+            "y",
+            "takes together",
+        ),
     ],
 )
 def test_what_takes_rows_together_is_refused(

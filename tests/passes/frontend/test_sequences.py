@@ -1,4 +1,6 @@
-"""Sequences of tensors are taken apart while a file is read; ONNX Runtime computes the same as from the file."""
+"""Sequences of tensors are taken apart while a file is read; ONNX Runtime computes the same as from
+the file.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,18 @@ THIRDS = node("SplitToSequence", "x three", "s", axis=1)
 READ = {
     "a part": [THIRDS, node("SequenceAt", "s one", "y")],
     "the last part, which is smaller": [THIRDS, node("SequenceAt", "s last", "y")],
-    "parts of given sizes": [node("SplitToSequence", "x sizes", "s", axis=-1), node("SequenceAt", "s one", "y")],
-    "rows": [node("SplitToSequence", "x", "s", axis=0, keepdims=0), node("SequenceAt", "s one", "y")],
-    "rows that keep their axis": [node("SplitToSequence", "x", "s"), node("SequenceAt", "s one", "y")],
+    "parts of given sizes": [
+        node("SplitToSequence", "x sizes", "s", axis=-1),
+        node("SequenceAt", "s one", "y"),
+    ],
+    "rows": [
+        node("SplitToSequence", "x", "s", axis=0, keepdims=0),
+        node("SequenceAt", "s one", "y"),
+    ],
+    "rows that keep their axis": [
+        node("SplitToSequence", "x", "s"),
+        node("SequenceAt", "s one", "y"),
+    ],
     "joined again": [THIRDS, node("ConcatFromSequence", "s", "y", axis=1)],
     "stacked": [
         node("Relu", "x", "r"),
@@ -58,17 +69,24 @@ REFUSED = {
     "there is no position 7 in a sequence of 3": [THIRDS, node("SequenceAt", "s far", "y")],
     "parts of .1, 4, 2. do not make up 3": [node("SplitToSequence", "x sizes", "s", axis=0)],
     "there is no axis 4": [node("SplitToSequence", "x three", "s", axis=4)],
-    "depends on data": [THIRDS, node("Cast", "p", "q", to=onnx.TensorProto.INT64), node("SequenceAt", "s q", "y")],
+    "depends on data": [
+        THIRDS,
+        node("Cast", "p", "q", to=onnx.TensorProto.INT64),
+        node("SequenceAt", "s q", "y"),
+    ],
     "it cannot take a sequence": [THIRDS, node("Relu", "s", "y")],
     "the Optional that it reads holds nothing": [
-        onnx.helper.make_node("Optional", [], ["o"], type=onnx.helper.make_tensor_type_proto(FLOAT, [3, 7])),
+        onnx.helper.make_node(
+            "Optional", [], ["o"], type=onnx.helper.make_tensor_type_proto(FLOAT, [3, 7])
+        ),
         node("OptionalGetElement", "o", "y"),
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "opset"), [(case, opset) for case in READ for opset in (11, 20) if (case, opset) != ("handed on", 11)]
+    ("case", "opset"),
+    [(case, opset) for case in READ for opset in (11, 20) if (case, opset) != ("handed on", 11)],
 )
 def test_what_is_computed(case: str, opset: int, tmp_path: Path) -> None:
     path = saved(model(READ[case], {"x": [3, 7]}, "y", HELD, opset=opset), tmp_path)
@@ -79,7 +97,9 @@ def test_what_is_computed(case: str, opset: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("message", "nodes"), REFUSED.items(), ids=REFUSED.keys())
-def test_what_depends_on_data_or_does_not_fit(message: str, nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
+def test_what_depends_on_data_or_does_not_fit(
+    message: str, nodes: list[onnx.NodeProto], tmp_path: Path
+) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(model(nodes, {"x": [3, 7], "p": []}, "y", HELD).SerializeToString())
     with pytest.raises(ModelError, match=message):
@@ -95,8 +115,15 @@ def test_a_small_file_with_more_tensors_than_fit(tmp_path: Path) -> None:
 
 
 def test_a_sequence_among_the_outputs_is_its_tensors(tmp_path: Path) -> None:
-    """Named as those that ONNX Runtime gives are for `verify`; one that is another output too is both."""
-    nodes = [THIRDS, node("SequenceAt", "s one", "y"), node("SequenceInsert", "s x", "t"), node("Optional", "t", "o")]
+    """Named as those that ONNX Runtime gives are for `verify`; one that is another output too is
+    both.
+    """
+    nodes = [
+        THIRDS,
+        node("SequenceAt", "s one", "y"),
+        node("SequenceInsert", "s x", "t"),
+        node("Optional", "t", "o"),
+    ]
     proto = model(nodes, {"x": [3, 7]}, "y o", HELD)
     kind = onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(FLOAT, None))
     proto.graph.output[1].type.CopyFrom(onnx.helper.make_optional_type_proto(kind))

@@ -21,7 +21,10 @@ CALL = "pkg.torch.onnx.fx_node"
 def detach(source: str, result: str) -> onnx.NodeProto:
     """The node that torch's exporter writes for `source.detach()`."""
     found = node("Identity", source, result)
-    text = f"%{result} : [num_users=1] = call_function[target=torch.ops.aten.detach.default](args = (%{source},))"
+    text = (
+        f"%{result} : [num_users=1] = call_function[target=torch.ops.aten.detach.default](args = "
+        f"(%{source},))"
+    )
     found.metadata_props.add(key=CALL, value=text)
     return found
 
@@ -34,8 +37,16 @@ def with_loss(nodes: list[onnx.NodeProto], last: str) -> onnx.ModelProto:
 def test_a_detach_stops_the_gradient(tmp_path: Path) -> None:
     nodes = [node("MatMul", "x w", "h"), detach("h", "stopped"), node("MatMul", "stopped v", "y")]
     read = read_model(saved(with_loss(nodes, "y"), tmp_path))
-    assert [each.op for each in read.graph.nodes] == ["MatMul", "StopGradient", "MatMul", "ReduceMean"]
-    assert {each.value.name: each.trainable for each in read.graph.parameters} == {"w": False, "v": True}
+    assert [each.op for each in read.graph.nodes] == [
+        "MatMul",
+        "StopGradient",
+        "MatMul",
+        "ReduceMean",
+    ]
+    assert {each.value.name: each.trainable for each in read.graph.parameters} == {
+        "w": False,
+        "v": True,
+    }
 
 
 def test_a_value_with_another_path_keeps_its_gradient(tmp_path: Path) -> None:
@@ -54,11 +65,20 @@ def test_a_detach_that_stops_nothing_is_removed(mode: Mode, tmp_path: Path) -> N
     assert "StopGradient" not in [each.op for each in read.graph.nodes]
 
 
-@pytest.mark.parametrize(("operator", "operands", "known"), [("Identity", "h", True), ("Mul", "h h", False)])
-def test_a_dropped_argument_leaves_the_others_known_by_their_names(operator: str, operands: str, known: bool) -> None:
-    """The optimization drops the empty tensor of a concatenation; two operands of one name may both be the value."""
+@pytest.mark.parametrize(
+    ("operator", "operands", "known"), [("Identity", "h", True), ("Mul", "h h", False)]
+)
+def test_a_dropped_argument_leaves_the_others_known_by_their_names(
+    operator: str, operands: str, known: bool
+) -> None:
+    """The optimization drops the empty tensor of a concatenation; two operands of one name may both
+    be the value.
+    """
     last = node(operator, operands, "y")
-    text = "%y : [num_users=1] = call_function[target=torch.ops.aten.cat.default](args = ([%detach_, %h, %empty],))"
+    text = (
+        "%y : [num_users=1] = call_function[target=torch.ops.aten.cat.default](args = ([%detach_, "
+        "%h, %empty],))"
+    )
     last.metadata_props.add(key=CALL, value=text)
     unknown = () if known else (f"Mul {last.name!r}",)
     found = detached_reads([node("MatMul", "x w", "h"), last], Signature())
@@ -66,9 +86,14 @@ def test_a_dropped_argument_leaves_the_others_known_by_their_names(operator: str
 
 
 def lookup(arguments: str) -> onnx.ModelProto:
-    """A lookup that torch's exporter writes for `embedding` with these arguments behind the table and the indices."""
+    """A lookup that torch's exporter writes for `embedding` with these arguments behind the table
+    and the indices.
+    """
     found = node("Gather", "w indices", "rows")
-    text = f"%rows : [num_users=1] = call_function[target=torch.ops.aten.embedding.default](args = (%p_w, %x{arguments}"
+    text = (
+        "%rows : [num_users=1] = call_function[target=torch.ops.aten.embedding.default](args = "
+        f"(%p_w, %x{arguments}"
+    )
     found.metadata_props.add(key=CALL, value=text)
     nodes = [found, node("ReduceMean", "rows", "loss", keepdims=0)]
     return model(nodes, {"indices": (INT64, [2, 3])}, "loss", {"w": floats(4, 4)})
@@ -85,7 +110,9 @@ def lookup(arguments: str) -> onnx.ModelProto:
         ", -1, True), kwargs = {})": False,
     }.items(),
 )
-def test_the_padding_of_an_embedding_has_no_gradient(arguments: str, stops: bool, tmp_path: Path) -> None:
+def test_the_padding_of_an_embedding_has_no_gradient(
+    arguments: str, stops: bool, tmp_path: Path
+) -> None:
     path = saved(lookup(arguments), tmp_path)
     operators = [each.op for each in read_model(path).graph.nodes]
     expected = ["StopGradient", "Equal", "Unsqueeze", "Where"] if stops else []
@@ -97,7 +124,10 @@ def test_the_padding_of_an_embedding_has_no_gradient(arguments: str, stops: bool
 def test_a_file_that_states_its_stops_has_no_others(tmp_path: Path) -> None:
     proto = lookup(", 3), kwargs = {})")
     proto.metadata_props.add(key="autopipe.frozen", value="[]")
-    assert [each.op for each in read_model(saved(proto, tmp_path)).graph.nodes] == ["Gather", "ReduceMean"]
+    assert [each.op for each in read_model(saved(proto, tmp_path)).graph.nodes] == [
+        "Gather",
+        "ReduceMean",
+    ]
 
 
 def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:
@@ -105,7 +135,10 @@ def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:
     proto.metadata_props.add(key="autopipe.frozen", value=json.dumps(["w"]))
     path = saved(proto, tmp_path)
     read = read_model(path)
-    assert {each.value.name: each.trainable for each in read.graph.parameters} == {"w": False, "v": True}
+    assert {each.value.name: each.trainable for each in read.graph.parameters} == {
+        "w": False,
+        "v": True,
+    }
     assert {each.value.name: each.why for each in read.tensors}["w"] == "frozen, as the file states"
     trained = read_model(path, trainable=("w",))
     assert all(each.trainable for each in trained.graph.parameters)

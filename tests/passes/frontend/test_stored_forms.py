@@ -47,7 +47,11 @@ COLUMNS = {"small": 2, "large": 700}
 def _numbers(kind: str, columns: int) -> Array:
     dtype = np.dtype(getattr(ml_dtypes, kind) if kind == "bfloat16" else kind)
     if dtype.kind in "iub":
-        return np.random.default_rng(1).integers(0, 2 if dtype.kind == "b" else 100, (4, columns)).astype(dtype)
+        return (
+            np.random.default_rng(1)
+            .integers(0, 2 if dtype.kind == "b" else 100, (4, columns))
+            .astype(dtype)
+        )
     return floats(4, columns).astype(dtype)
 
 
@@ -66,7 +70,10 @@ def _file(folder: Path, kind: str, columns: int, raw: bool, in_node: bool) -> tu
     """y = x w, where w is of type `kind` and, unless that is float32, is cast."""
     array = _numbers(kind, columns)
     held = _tensor("w", array, kind, raw)
-    nodes = [oh.make_node("Cast", ["w"], ["c"], to=FLOAT), oh.make_node("MatMul", ["x", "c"], ["y"])]
+    nodes = [
+        oh.make_node("Cast", ["w"], ["c"], to=FLOAT),
+        oh.make_node("MatMul", ["x", "c"], ["y"]),
+    ]
     if in_node:
         nodes.insert(0, oh.make_node("Constant", [], ["w"], value=held))
     graph = oh.make_graph(
@@ -77,7 +84,11 @@ def _file(folder: Path, kind: str, columns: int, raw: bool, in_node: bool) -> tu
         [] if in_node else [held],
     )
     path = folder / "model.onnx"
-    path.write_bytes(oh.make_model(graph, opset_imports=[oh.make_opsetid("", 21)], ir_version=10).SerializeToString())
+    path.write_bytes(
+        oh.make_model(
+            graph, opset_imports=[oh.make_opsetid("", 21)], ir_version=10
+        ).SerializeToString()
+    )
     return path, array
 
 
@@ -100,7 +111,9 @@ def _computed(model: Model, x: Array) -> Array:
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "listed"])
 @pytest.mark.parametrize("size", COLUMNS)
 @pytest.mark.parametrize("kind", TYPES)
-def test_numbers_are_those_of_onnxruntime(tmp_path: Path, kind: str, size: str, raw: bool, in_node: bool) -> None:
+def test_numbers_are_those_of_onnxruntime(
+    tmp_path: Path, kind: str, size: str, raw: bool, in_node: bool
+) -> None:
     path, _ = _file(tmp_path, kind, COLUMNS[size], raw, in_node)
     x = floats(3, 4, seed=2)
     read = read_model(path, mode=Mode.INFER)

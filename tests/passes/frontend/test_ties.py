@@ -1,4 +1,6 @@
-"""Copies of an embedding that an exporter transposed are tied again; what only looks like one is not."""
+"""Copies of an embedding that an exporter transposed are tied again; what only looks like one is
+not.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,14 @@ from tests.passes.frontend.reference import assert_close, random_feeds, run, run
 
 
 def language_model(folder: Path, head: np.ndarray, name: str = "onnx::MatMul_12") -> Path:
-    nodes = [node("Gather", "table x", "e"), node("Relu", "e", "h"), node("MatMul", f"h {name}", "y")]
-    return saved(model(nodes, {"x": (INT64, [2, 3])}, "y", {"table": floats(2000, 8), name: head}), folder)
+    nodes = [
+        node("Gather", "table x", "e"),
+        node("Relu", "e", "h"),
+        node("MatMul", f"h {name}", "y"),
+    ]
+    return saved(
+        model(nodes, {"x": (INT64, [2, 3])}, "y", {"table": floats(2000, 8), name: head}), folder
+    )
 
 
 @pytest.mark.parametrize("name", ["onnx::MatMul_12", "val_7"])

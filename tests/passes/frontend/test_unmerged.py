@@ -1,4 +1,6 @@
-"""Products of rows that merge positions and samples: samples are shared over devices, and results stay as they are."""
+"""Products of rows that merge positions and samples: samples are shared over devices, and results
+stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
 
-POSITIONS, HIDDEN, BATCH = 5, 8, 4
+POSITIONS = 5
+HIDDEN = 8
+BATCH = 4
 
 
 def _shares_samples(graph: Graph) -> bool:
@@ -26,11 +30,18 @@ def _shares_samples(graph: Graph) -> bool:
 
 
 def _merged(product: list[onnx.NodeProto], order: list[int], **held: np.ndarray) -> onnx.ModelProto:
-    """x [samples, positions, hidden] with its dimensions in `order`, a product `p` of its merged rows, `y`."""
+    """x [samples, positions, hidden] with its dimensions in `order`, a product `p` of its merged
+    rows, `y`.
+    """
     nodes = [node("Transpose", "x", "t", perm=order), node("Reshape", "t rows", "r"), *product]
     lead = [BATCH if axis == 0 else POSITIONS for axis in order[:2]]
     shapes = {"rows": integers(BATCH * POSITIONS, HIDDEN), "apart": integers(*lead, -1)}
-    return model([*nodes, node("Reshape", "p apart", "y")], {"x": [BATCH, POSITIONS, HIDDEN]}, "y", shapes | held)
+    return model(
+        [*nodes, node("Reshape", "p apart", "y")],
+        {"x": [BATCH, POSITIONS, HIDDEN]},
+        "y",
+        shapes | held,
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +55,9 @@ def _merged(product: list[onnx.NodeProto], order: list[int], **held: np.ndarray)
     ],
     ids=["MatMul", "Gemm", "transposed", "biased", "scaled"],
 )
-def test_a_product_of_merged_rows(tmp_path: Path, product: onnx.NodeProto, held: dict[str, np.ndarray]) -> None:
+def test_a_product_of_merged_rows(
+    tmp_path: Path, product: onnx.NodeProto, held: dict[str, np.ndarray]
+) -> None:
     path = saved(_merged([product], [1, 0, 2], **held), tmp_path)
     read = read_model(path)
     feeds = random_feeds(read.graph)
@@ -62,18 +75,29 @@ def test_rows_with_samples_in_front_stay_merged(tmp_path: Path) -> None:
 
 
 class Network(torch.nn.Module):
-    """Layers of torch on sequences of [samples, positions, hidden] or [positions, samples, hidden]."""
+    """Layers of torch on sequences of [samples, positions, hidden] or [positions, samples,
+    hidden].
+    """
 
     def __init__(self, kind: str, batch_first: bool) -> None:
         super().__init__()
-        self.kind, self.batch_first = kind, batch_first
+        self.kind = kind
+        self.batch_first = batch_first
         if kind == "encoder":
-            layer = torch.nn.TransformerEncoderLayer(HIDDEN, 2, 16, dropout=0.0, batch_first=batch_first)
-            self.inner: torch.nn.Module = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            layer = torch.nn.TransformerEncoderLayer(
+                HIDDEN, 2, 16, dropout=0.0, batch_first=batch_first
+            )
+            self.inner: torch.nn.Module = torch.nn.TransformerEncoder(
+                layer, 1, enable_nested_tensor=False
+            )
         elif kind == "decoder":
-            self.inner = torch.nn.TransformerDecoderLayer(HIDDEN, 2, 16, dropout=0.0, batch_first=batch_first)
+            self.inner = torch.nn.TransformerDecoderLayer(
+                HIDDEN, 2, 16, dropout=0.0, batch_first=batch_first
+            )
         else:
-            self.inner = torch.nn.MultiheadAttention(HIDDEN, 2, bias=kind != "no bias", batch_first=batch_first)
+            self.inner = torch.nn.MultiheadAttention(
+                HIDDEN, 2, bias=kind != "no bias", batch_first=batch_first
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sequence = x if self.batch_first else x.transpose(0, 1)
@@ -89,7 +113,9 @@ class Network(torch.nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["samples first", "positions first"])
 @pytest.mark.parametrize("kind", ["attention", "weights", "no bias", "encoder", "decoder"])
-def test_samples_of_torchs_attention_are_shared(tmp_path: Path, kind: str, batch_first: bool) -> None:
+def test_samples_of_torchs_attention_are_shared(
+    tmp_path: Path, kind: str, batch_first: bool
+) -> None:
     torch.manual_seed(0)
     path = tmp_path / "model.onnx"
     with warnings.catch_warnings():

@@ -1,4 +1,6 @@
-"""Hostile, broken and unsupported files are refused in one clear line, or survived; none is a traceback."""
+"""Hostile, broken and unsupported files are refused in one clear line, or survived; none is a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.model import reason_for
-from tests.passes.frontend.building import floats, integers, linear, linear_beside, model, node, saved
+from tests.passes.frontend.building import (
+    floats,
+    integers,
+    linear,
+    linear_beside,
+    model,
+    node,
+    saved,
+)
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
 
 
@@ -75,7 +85,9 @@ def test_unknown_operators_are_listed_with_their_numbers(tmp_path: Path) -> None
         oh.make_node("Frobnicate", ["a"], ["b"], domain="org.example"),
         oh.make_node("Sofmax", ["b"], ["y"]),
     ]
-    error = refused(saved(model(nodes, {"x": [2]}, "y", domains=["org.example"]), tmp_path), "not supported")
+    error = refused(
+        saved(model(nodes, {"x": [2]}, "y", domains=["org.example"]), tmp_path), "not supported"
+    )
     assert "org.example.Frobnicate (2)" in error.message and "Sofmax (1)" in error.message
     assert "did you mean 'Softmax'?" in error.hint and "org.example" in error.hint
 
@@ -119,7 +131,9 @@ def test_nodes_out_of_order_and_of_equal_names_are_read(tmp_path: Path) -> None:
     assert len({each.name for each in read.graph.nodes}) == 2
 
 
-@pytest.mark.parametrize("name", ['"); import os #', "class", "../../etc/passwd", "a\nb", "'", "日本", "x y", "{0}"])
+@pytest.mark.parametrize(
+    "name", ['"); import os #', "class", "../../etc/passwd", "a\nb", "'", "日本", "x y", "{0}"]
+)
 def test_hostile_names_stay_names(name: str, tmp_path: Path) -> None:
     operation = oh.make_node("MatMul", ["x", name], [name + "!"], name=name)
     proto = model([operation], {"x": [2, 3]}, "", {name: floats(3, 4)})
@@ -139,7 +153,9 @@ def test_external_data_inside_the_folder_is_a_slice(tmp_path: Path) -> None:
     assert_close(run_read(read, feeds), {"y": feeds["x"] @ floats(3, 4)})
 
 
-@pytest.mark.parametrize("location", ["../data.bin", "/etc/passwd", "a/../../data.bin", "", "..\\data.bin", "a\0b"])
+@pytest.mark.parametrize(
+    "location", ["../data.bin", "/etc/passwd", "a/../../data.bin", "", "..\\data.bin", "a\0b"]
+)
 def test_external_data_outside_the_folder(location: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -157,7 +173,9 @@ def test_external_data_behind_a_link(linked: str, tmp_path: Path) -> None:
 
 
 def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Path) -> None:
-    """As huggingface_hub lays out its cache: links in a snapshot's folder, files with other names in one folder."""
+    """As huggingface_hub lays out its cache: links in a snapshot's folder, files with other names
+    in one folder.
+    """
     for folder in ("blobs", "snapshot/weights"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "blobs/1f").write_bytes(floats(3, 4).tobytes())
@@ -184,8 +202,12 @@ def test_external_data_that_is_absent_is_warned_of(tmp_path: Path) -> None:
 
 def test_weights_are_not_read(tmp_path: Path) -> None:
     """A weight of 8 TiB, in a file that has no blocks."""
-    proto = model([node("MatMul", "x w", "y")], {"x": [2, 1 << 20]}, "y", types={"w": [1 << 20, 1 << 21]})
-    tensor = proto.graph.initializer.add(name="w", data_type=onnx.TensorProto.FLOAT, dims=[1 << 20, 1 << 21])
+    proto = model(
+        [node("MatMul", "x w", "y")], {"x": [2, 1 << 20]}, "y", types={"w": [1 << 20, 1 << 21]}
+    )
+    tensor = proto.graph.initializer.add(
+        name="w", data_type=onnx.TensorProto.FLOAT, dims=[1 << 20, 1 << 21]
+    )
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="huge.bin")
     with (tmp_path / "huge.bin").open("wb") as file:
@@ -218,20 +240,33 @@ def test_annotations_for_devices_are_checked(tmp_path: Path) -> None:
 
 
 def test_shapes_that_depend_on_data(tmp_path: Path) -> None:
-    nodes = [node("NonZero", "x", "n"), node("Cast", "n", "f", to=onnx.TensorProto.FLOAT), node("Hardmax", "f", "y")]
-    assert "nonzero_n" in refused(saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path), "cannot be told").message
+    nodes = [
+        node("NonZero", "x", "n"),
+        node("Cast", "n", "f", to=onnx.TensorProto.FLOAT),
+        node("Hardmax", "f", "y"),
+    ]
+    assert (
+        "nonzero_n"
+        in refused(saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path), "cannot be told").message
+    )
 
 
 def test_a_huge_constant_is_not_computed(tmp_path: Path) -> None:
     nodes = [node("Expand", "one shape", "big"), node("Mul", "x big", "y")]
     held = {"one": np.ones(1, dtype=np.int64), "shape": integers(1 << 40)}
-    read = read_model(saved(model(nodes, {"x": (onnx.TensorProto.INT64, [1])}, "y", held), tmp_path))
+    read = read_model(
+        saved(model(nodes, {"x": (onnx.TensorProto.INT64, [1])}, "y", held), tmp_path)
+    )
     assert [each.op for each in read.graph.nodes] == ["Expand", "Mul"]
 
 
 def test_functions_are_inlined(tmp_path: Path) -> None:
-    proto = model([oh.make_node("Twice", ["x"], ["y"], domain="local")], {"x": [2, 3]}, "y", domains=["local"])
+    proto = model(
+        [oh.make_node("Twice", ["x"], ["y"], domain="local")], {"x": [2, 3]}, "y", domains=["local"]
+    )
     body = [node("Add", "a a", "b")]
-    proto.functions.append(oh.make_function("local", "Twice", ["a"], ["b"], body, [oh.make_opsetid("", 20)]))
+    proto.functions.append(
+        oh.make_function("local", "Twice", ["a"], ["b"], body, [oh.make_opsetid("", 20)])
+    )
     (only,) = read_model(saved(proto, tmp_path)).graph.nodes
     assert (only.op, only.inputs) == ("Add", ("x", "x"))

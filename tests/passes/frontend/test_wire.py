@@ -19,7 +19,9 @@ KINDS = ("float32", "float64", "float16", "int64")
 @given(st.lists(st.tuples(st.integers(1, 600), st.sampled_from(KINDS)), max_size=6))
 def test_slices_hold_the_numbers_and_the_rest_is_unchanged(tensors: list[tuple[int, str]]) -> None:
     random = np.random.default_rng(0)
-    held = {f"w{i}": random.standard_normal(size).astype(kind) for i, (size, kind) in enumerate(tensors)}
+    held = {
+        f"w{i}": random.standard_normal(size).astype(kind) for i, (size, kind) in enumerate(tensors)
+    }
     data = model([node("Neg", "x", "y")], {"x": [2]}, "y", held).SerializeToString()
     stripped, slices = strip_weights(memoryview(data))
     for name, array in held.items():
@@ -28,7 +30,8 @@ def test_slices_hold_the_numbers_and_the_rest_is_unchanged(tensors: list[tuple[i
             assert data[place.offset : place.offset + place.length] == array.tobytes()
         else:
             assert name not in slices
-    parsed, original = onnx.ModelProto.FromString(stripped), onnx.ModelProto.FromString(data)
+    parsed = onnx.ModelProto.FromString(stripped)
+    original = onnx.ModelProto.FromString(data)
     for tensor, whole in zip(parsed.graph.initializer, original.graph.initializer, strict=True):
         if len(whole.raw_data) >= LARGE_FLOATS and whole.data_type != onnx.TensorProto.INT64:
             assert not tensor.raw_data

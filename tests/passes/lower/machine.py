@@ -34,7 +34,10 @@ def expanded(*parts: Section) -> list[Instruction]:
         if isinstance(item, Loop):
             strides = item.strides or [item.stride] * len(item.body)
             for turn in range(item.count):
-                found += [each.shifted(turn * stride) for each, stride in zip(item.body, strides, strict=True)]
+                found += [
+                    each.shifted(turn * stride)
+                    for each, stride in zip(item.body, strides, strict=True)
+                ]
         else:
             found.append(item)
     return found
@@ -45,12 +48,16 @@ def unrolled(rank: RankCode) -> list[Instruction]:
 
 
 class Machine:
-    """All ranks of a program, without numbers: sends return at once, receives match sends of their channel in turn."""
+    """All ranks of a program, without numbers: sends return at once, receives match sends of their
+    channel in turn.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.lists = [unrolled(rank) for rank in program.ranks]
-        self.wires = {(rank.rank, stage.stage): stage for rank in program.ranks for stage in rank.stages}
+        self.wires = {
+            (rank.rank, stage.stage): stage for rank in program.ranks for stage in rank.stages
+        }
         self.position = [0] * program.world_size
         self.sent: dict[tuple[int, bool], list[int]] = defaultdict(list)
         self.posted: dict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -62,18 +69,28 @@ class Machine:
         }
 
     def head(self, rank: int) -> Instruction | None:
-        return self.lists[rank][self.position[rank]] if self.position[rank] < len(self.lists[rank]) else None
+        return (
+            self.lists[rank][self.position[rank]]
+            if self.position[rank] < len(self.lists[rank])
+            else None
+        )
 
     def run(self) -> None:
         moved = True
         while moved:
             moved = False
             for rank in range(self.program.world_size):
-                while (instruction := self.head(rank)) is not None and self.can_run(rank, instruction):
+                while (instruction := self.head(rank)) is not None and self.can_run(
+                    rank, instruction
+                ):
                     for member in self.together(instruction, rank):
                         self.step(member, instruction)
                     moved = True
-        stuck = {rank: str(self.head(rank)) for rank in range(self.program.world_size) if self.head(rank) is not None}
+        stuck = {
+            rank: str(self.head(rank))
+            for rank in range(self.program.world_size)
+            if self.head(rank) is not None
+        }
         assert not stuck, f"wait for ever: {stuck}"
         assert self.sent == self.posted, "messages without receives, or out of turn"
 
@@ -84,7 +101,10 @@ class Machine:
 
     def can_run(self, rank: int, instruction: Instruction) -> bool:
         group = self.together(instruction, rank)
-        return all(self.head(member) == instruction and self.is_ready(member, instruction) for member in group)
+        return all(
+            self.head(member) == instruction and self.is_ready(member, instruction)
+            for member in group
+        )
 
     def is_ready(self, rank: int, instruction: Instruction) -> bool:
         if instruction.verb is Verb.WEIGHT_GRADIENT:
@@ -101,31 +121,45 @@ class Machine:
 
     @staticmethod
     def message(piece: MessageBlock, at_target: bool, micro_batch: int) -> int | None:
-        """The number of the message that has to do with a micro-batch at one end; None where it is not its turn."""
+        """The number of the message that has to do with a micro-batch at one end; None where it is
+        not its turn.
+        """
         turn = piece.target_slice if at_target else piece.source_slice
         return micro_batch // turn.of if micro_batch % turn.of == turn.index else None
 
     @staticmethod
     def takes(instruction: Instruction, piece: MessageBlock, backward: bool) -> bool:
         """True if a receive is of a piece, or of its gradient."""
-        stage, turn = piece.source_stage, piece.source_slice
+        stage = piece.source_stage
+        turn = piece.source_slice
         if backward:
-            stage, turn = piece.target_stage, piece.target_slice
+            stage = piece.target_stage
+            turn = piece.target_slice
         return instruction.source in (None, stage) and instruction.part in (None, turn.index)
 
     @staticmethod
     def incoming(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
-        return [piece for piece in wired.sends if piece.needs_gradient] if backward else list(wired.receives)
+        return (
+            [piece for piece in wired.sends if piece.needs_gradient]
+            if backward
+            else list(wired.receives)
+        )
 
     @staticmethod
     def outgoing(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
-        return [piece for piece in wired.receives if piece.needs_gradient] if backward else list(wired.sends)
+        return (
+            [piece for piece in wired.receives if piece.needs_gradient]
+            if backward
+            else list(wired.sends)
+        )
 
     def has_arrived(self, rank: int, piece: MessageBlock, number: int, backward: bool) -> bool:
         if piece.source_rank == piece.target_rank:
-            other, turn = piece.source_stage, piece.source_slice
+            other = piece.source_stage
+            turn = piece.source_slice
             if backward:
-                other, turn = piece.target_stage, piece.target_slice
+                other = piece.target_stage
+                turn = piece.target_slice
             return self.has_run(rank, other, number * turn.of + turn.index, backward)
         channel = (piece.channel, backward)
         assert number in self.posted[channel], f"rank {rank} waits for what it never asked for"
@@ -141,13 +175,19 @@ class Machine:
 
     def step(self, rank: int, instruction: Instruction) -> None:
         wired = self.wires[rank, instruction.stage]
-        verb, micro_batch = instruction.verb, instruction.micro_batch
+        verb = instruction.verb
+        micro_batch = instruction.micro_batch
         backward = verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
         if verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
             book = self.posted
-            pieces = [piece for piece in self.incoming(wired, backward) if self.takes(instruction, piece, backward)]
+            pieces = [
+                piece
+                for piece in self.incoming(wired, backward)
+                if self.takes(instruction, piece, backward)
+            ]
         else:
-            book, pieces = self.sent, self.outgoing(wired, backward)
+            book = self.sent
+            pieces = self.outgoing(wired, backward)
         if verb in (Verb.SEND, Verb.SEND_GRADIENT):
             assert self.has_run(rank, instruction.stage, micro_batch, backward)
         if verb not in TASKS.values():

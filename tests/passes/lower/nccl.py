@@ -1,9 +1,11 @@
-"""A program's ranks on GPUs, without numbers: kernels in order on streams, streams in order on hardware queues.
+"""A program's ranks on GPUs, without numbers: kernels in order on streams, streams in order on
+hardware queues.
 
-The rules of NCCL and CUDA that it follows: communicators are there before the first step; a kernel starts when the one
-before it on its stream is done, the events that it waits for have happened and, where several streams share a hardware
-queue, what was launched before it into that queue has started; a send ends with the receive at the same place of the
-other end's communicator; a collective ends when all members have started theirs. Hosts wait for nothing.
+The rules of NCCL and CUDA that it follows: communicators are there before the first step; a kernel
+starts when the one before it on its stream is done, the events that it waits for have happened and,
+where several streams share a hardware queue, what was launched before it into that queue has
+started; a send ends with the receive at the same place of the other end's communicator; a
+collective ends when all members have started theirs. Hosts wait for nothing.
 """
 
 from __future__ import annotations
@@ -52,9 +54,14 @@ class Device:
         self._last: Kernel | None = None
         """The youngest kernel on the compute stream."""
         instructions = unrolled(rank)
-        last_of = {each.stage: place for place, each in enumerate(instructions) if each.verb in _GIVE_WEIGHTS}
+        last_of = {
+            each.stage: place
+            for place, each in enumerate(instructions)
+            if each.verb in _GIVE_WEIGHTS
+        }
         for place, each in enumerate(instructions):
-            wired, backward = self._wired[each.stage], each.verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
+            wired = self._wired[each.stage]
+            backward = each.verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
             if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
                 for piece in Machine.incoming(wired, backward):
                     if Machine.takes(each, piece, backward):
@@ -70,7 +77,13 @@ class Device:
             self._sums(rank, None)
             every = tuple(range(program.world_size))
             if len(every) > 1:  # A norm, or if fp16 overflowed.
-                self._launch(("group", *every), "agree", *self._after_compute(), members=every, carries="agree")
+                self._launch(
+                    ("group", *every),
+                    "agree",
+                    *self._after_compute(),
+                    members=every,
+                    carries="agree",
+                )
 
     def _launch(self, stream: Stream, title: str, *before: Kernel, **what: object) -> Kernel:
         kernel = Kernel(self.rank, stream, title, list(before), **what)  # type: ignore[arg-type]
@@ -82,7 +95,9 @@ class Device:
     def _after_compute(self) -> list[Kernel]:
         return [] if self._last is None else [self._last]
 
-    def _message(self, piece: MessageBlock, backward: bool, micro_batch: int, receives: bool) -> None:
+    def _message(
+        self, piece: MessageBlock, backward: bool, micro_batch: int, receives: bool
+    ) -> None:
         number = Machine.message(piece, receives != backward, micro_batch)
         if piece.source_rank == piece.target_rank or number is None:
             return
@@ -114,15 +129,23 @@ class Device:
             # Ranks along these axes exchange parts of tensors while the task runs.
             places = members(axes, code.devices.index(self.rank))
             group = tuple(sorted(code.devices[place] for place in places))
-            middle = self._launch(("group", *group), title, *self._after_compute(), members=group, carries=title)
+            middle = self._launch(
+                ("group", *group), title, *self._after_compute(), members=group, carries=title
+            )
             self._launch(COMPUTE, title, middle)
 
     def _sums(self, rank: RankCode, home: int | None) -> None:
-        """Gradients are added up once the last backward of the stage that is their home has given them."""
+        """Gradients are added up once the last backward of the stage that is their home has given
+        them.
+        """
         groups = {shard.gradient_ranks for shard in rank.shards if shard.home == home}
         for group in sorted(each for each in groups if len(each) > 1):
             self._launch(
-                ("group", *sorted(group)), f"sums {home}", *self._after_compute(), members=group, carries=("sums", home)
+                ("group", *sorted(group)),
+                f"sums {home}",
+                *self._after_compute(),
+                members=group,
+                carries=("sums", home),
             )
 
     @property
@@ -134,7 +157,9 @@ _GIVE_WEIGHTS = (Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
 
 
 def stopped(program: Program, queues: int = 10**6) -> list[str]:
-    """What never ends, with `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) on each GPU; nothing if all ends."""
+    """What never ends, with `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) on each GPU;
+    nothing if all ends.
+    """
     devices = [Device(program, rank) for rank in program.ranks]
     before_in_stream: dict[Kernel, Kernel] = {}
     queue_of: list[dict[int, list[Kernel]]] = []
@@ -173,16 +198,25 @@ def stopped(program: Program, queues: int = 10**6) -> list[str]:
                 while waiting:
                     kernel = waiting[-1]
                     previous = before_in_stream.get(kernel)
-                    if (previous is not None and not previous.ended) or not all(each.ended for each in kernel.before):
+                    if (previous is not None and not previous.ended) or not all(
+                        each.ended for each in kernel.before
+                    ):
                         break
                     waiting.pop()
                     kernel.started = moved = True
                     if not kernel.members:
                         kernel.ended = True
-                    elif (together := others(kernel)) is not None and all(each.started for each in together):
+                    elif (together := others(kernel)) is not None and all(
+                        each.started for each in together
+                    ):
                         for each in together:
                             each.ended = True
-    return [f"rank {each.rank}: {each.title}" for device in devices for each in device.kernels if not each.ended]
+    return [
+        f"rank {each.rank}: {each.title}"
+        for device in devices
+        for each in device.kernels
+        if not each.ended
+    ]
 
 
 def communicators(program: Program) -> set[Stream]:

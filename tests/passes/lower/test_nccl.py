@@ -1,4 +1,6 @@
-"""Programs by NCCL's and CUDA's rules: nothing waits for ever, whatever the schedule, and what would is refused."""
+"""Programs by NCCL's and CUDA's rules: nothing waits for ever, whatever the schedule, and what
+would is refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ QUEUES = (8, 32)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("name", [name for name in scheduler_names() if name != "csv"])  # csv follows a file
+@pytest.mark.parametrize(
+    "name", [name for name in scheduler_names() if name != "csv"]
+)  # csv follows a file
 def test_every_schedule_ends(name: str, ranks: int) -> None:
     graph, loss = tied_chain(4 * ranks)
     for micro_batches in (ranks, 2 * ranks, 2 * ranks + 1):
@@ -44,7 +48,9 @@ def test_every_schedule_ends(name: str, ranks: int) -> None:
 
 
 def check(case: Case) -> None:
-    """Streams and queues end as the proof says, also where queues are so few that some programs stop."""
+    """Streams and queues end as the proof says, also where queues are so few that some programs
+    stop.
+    """
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     traces = prove(program)
     assert not stopped(program, 32)
@@ -60,21 +66,31 @@ def check(case: Case) -> None:
 DRAWN = st.booleans().flatmap(lambda train: st.one_of(cases(train), unequal_cases(train)))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(case=DRAWN)
 def test_random_placements_end(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.sweep
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=1000,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(case=DRAWN)
 def test_many_random_placements_end(case: Case) -> None:
     check(case)
 
 
 def both_ways() -> Program:
-    """Two chains in opposite directions on two ranks, so that each sends the other values and gradients."""
+    """Two chains in opposite directions on two ranks, so that each sends the other values and
+    gradients.
+    """
     graph, loss = tied_chain(4)
     placement = Placement(line(graph, (0, 1)) + line(graph, (1, 0), 1))
     found = scheduled("chimera", problem_of(graph, loss, 4, 2))
@@ -88,7 +104,11 @@ def test_ranks_are_joined_by_one_communicator_each_way() -> None:
 
 
 def _receives(flat: list[Instruction]) -> list[int]:
-    return [place for place, each in enumerate(flat) if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)]
+    return [
+        place
+        for place, each in enumerate(flat)
+        if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)
+    ]
 
 
 def test_receives_of_two_channels_in_another_order_are_refused() -> None:
@@ -97,11 +117,18 @@ def test_receives_of_two_channels_in_another_order_are_refused() -> None:
     refusals = []
     for rank, code in enumerate(program.ranks):
         flat = unrolled(code)
-        places = [place for place, each in enumerate(flat) if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)]
+        places = [
+            place
+            for place, each in enumerate(flat)
+            if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)
+        ]
         for first, second in pairwise(places):
-            one, other = flat[first], flat[second]
+            one = flat[first]
+            other = flat[second]
             if (one.verb, one.stage) != (other.verb, other.stage):
-                swapped = [{first: other, second: one}.get(place, each) for place, each in enumerate(flat)]
+                swapped = [
+                    {first: other, second: one}.get(place, each) for place, each in enumerate(flat)
+                ]
                 with pytest.raises(CodegenError) as caught:
                     prove(_with(program, rank, swapped))
                 refusals.append(str(caught.value))
@@ -111,20 +138,30 @@ def test_receives_of_two_channels_in_another_order_are_refused() -> None:
 def _with(program: Program, rank: int, flat: list[Instruction]) -> Program:
     warm_up, repetend, cool_down = sections(flat)
     code = replace(program.ranks[rank], warm_up=warm_up, repetend=repetend, cool_down=cool_down)
-    return replace(program, ranks=tuple(code if each.rank == rank else each for each in program.ranks))
+    return replace(
+        program, ranks=tuple(code if each.rank == rank else each for each in program.ranks)
+    )
 
 
 def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
-    """One micro-batch of the second stage takes two of the first, which sends the second halves late."""
+    """One micro-batch of the second stage takes two of the first, which sends the second halves
+    late.
+    """
     graph, loss = mlp(1)
     placement = Placement((Stage((0,), (0,), 2), Stage((1, 2, 3), (1,), 4)))
     forwards = [Task(0, Phase.FORWARD, index) for index in (0, 2, 1, 3)]
     first = (*forwards, *(Task(0, Phase.BACKWARD, index) for index in range(4)))
-    second = tuple(Task(1, phase, index) for phase in (Phase.FORWARD, Phase.BACKWARD) for index in range(2))
+    second = tuple(
+        Task(1, phase, index) for phase in (Phase.FORWARD, Phase.BACKWARD) for index in range(2)
+    )
     program = lower(graph, placement, Schedule(2, (first, second)), loss)
     assert communicators(program) == {("pair", 0, 1), ("pair", 1, 0)}
     asked = [each for each in unrolled(program.ranks[1]) if each.verb is Verb.RECEIVE]
-    assert asked == [Instruction(Verb.RECEIVE, 1, micro_batch, part=part) for part in (0, 1) for micro_batch in (0, 1)]
+    assert asked == [
+        Instruction(Verb.RECEIVE, 1, micro_batch, part=part)
+        for part in (0, 1)
+        for micro_batch in (0, 1)
+    ]
     for queues in QUEUES:
         assert not stopped(program, queues)
     together = [
@@ -133,7 +170,8 @@ def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
         if each.verb is not Verb.RECEIVE or each.part == 0
     ]
     with pytest.raises(
-        CodegenError, match="rank 0 sends 0F2 on channel 0 to rank 1 where that asks for 0F1 on channel 1"
+        CodegenError,
+        match="rank 0 sends 0F2 on channel 0 to rank 1 where that asks for 0F1 on channel 1",
     ):
         prove(_with(program, 1, together))
 
@@ -145,7 +183,12 @@ def test_a_rank_that_too_many_others_send_to_is_refused() -> None:
     loss = builder.mean_square(reduce(partial(builder.node, "Add"), products))
     graph = builder.graph(loss)
     last = tuple(range(65, len(graph.nodes)))
-    placement = Placement((*(Stage((rank,), (rank,), 4) for rank in range(65)), Stage(last, (65,), 4)))
-    schedule = Schedule(1, tuple((Task(rank, Phase.FORWARD, 0), Task(rank, Phase.BACKWARD, 0)) for rank in range(66)))
+    placement = Placement(
+        (*(Stage((rank,), (rank,), 4) for rank in range(65)), Stage(last, (65,), 4))
+    )
+    schedule = Schedule(
+        1,
+        tuple((Task(rank, Phase.FORWARD, 0), Task(rank, Phase.BACKWARD, 0)) for rank in range(66)),
+    )
     with pytest.raises(CodegenError, match="rank 65: 65 ranks send to it"):
         lower(graph, placement, schedule, loss)

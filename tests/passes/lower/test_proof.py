@@ -1,4 +1,6 @@
-"""The proof that a program runs to its end: it lets good programs pass and finds every fault put into one."""
+"""The proof that a program runs to its end: it lets good programs pass and finds every fault put
+into one.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,22 @@ Change = Callable[[list[Instruction]], list[Instruction]]
 def chain(train: bool = True) -> Program:
     """Three stages on a rank each under 1F1B, five micro-batches."""
     graph, loss = mlp(3)
-    stages = tuple(Stage(nodes, (rank,), 4) for rank, nodes in enumerate(((0, 1), (2, 3), (4, 5, 6, 7))))
+    stages = tuple(
+        Stage(nodes, (rank,), 4) for rank, nodes in enumerate(((0, 1), (2, 3), (4, 5, 6, 7)))
+    )
     placement = Placement(stages)
-    return lower(graph, placement, schedule_of(graph, placement, 5, train=train), loss if train else None)
+    return lower(
+        graph, placement, schedule_of(graph, placement, 5, train=train), loss if train else None
+    )
 
 
 def grouped() -> Program:
     """Two stages on the same two ranks."""
     graph, loss = mlp(2)
     splits = tuple((node, (Split("x0", 2),)) for node in (1, 3))
-    placement = Placement((Stage((0, 1), (0, 1), 4, splits[:1]), Stage((2, 3, 4, 5), (0, 1), 4, splits[1:])))
+    placement = Placement(
+        (Stage((0, 1), (0, 1), 4, splits[:1]), Stage((2, 3, 4, 5), (0, 1), 4, splits[1:]))
+    )
     return lower(graph, placement, schedule_of(graph, placement, 2), loss)
 
 
@@ -142,10 +150,14 @@ def test_each_fault_is_named(fault: str) -> None:
 
 
 def portions() -> Program:
-    """A stage on single samples, then one on four, then one on two, a rank each, two micro-batches of four."""
+    """A stage on single samples, then one on four, then one on two, a rank each, two micro-batches
+    of four.
+    """
     graph, loss = mlp(3)
     parts = zip(((0, 1), (2, 3), (4, 5, 6, 7)), (1, 4, 2), strict=True)
-    placement = Placement(tuple(Stage(nodes, (rank,), size) for rank, (nodes, size) in enumerate(parts)))
+    placement = Placement(
+        tuple(Stage(nodes, (rank,), size) for rank, (nodes, size) in enumerate(parts))
+    )
     return lower(graph, placement, forwards_first(stage_graph(graph, placement), 2), loss)
 
 
@@ -187,16 +199,22 @@ def test_faults_between_micro_batches_of_different_sizes(fault: str) -> None:
 
 
 def test_a_circle_names_who_waits_for_whom() -> None:
-    """Rank 1 wants all forwards before a backward, rank 0 under 1F1B a backward before its fourth forward."""
+    """Rank 1 wants all forwards before a backward, rank 0 under 1F1B a backward before its fourth
+    forward.
+    """
 
     def forwards_first(flat: list[Instruction]) -> list[Instruction]:
         forwards = (Verb.RECEIVE, Verb.FORWARD, Verb.SEND)
-        return [each for each in flat if each.verb in forwards] + [each for each in flat if each.verb not in forwards]
+        return [each for each in flat if each.verb in forwards] + [
+            each for each in flat if each.verb not in forwards
+        ]
 
     with pytest.raises(CodegenError) as caught:
         prove(changed(chain(), 1, forwards_first))
     assert str(caught.value) == (
-        "deadlock: rank 0 would wait in 0B0 for 1B0 of rank 1, rank 1 would wait in 1F3 for 0F3 of rank 0"
+        "deadlock: rank 0 would wait in 0B0 for 1B0 of rank 1, rank 1 would wait in 1F3 for "
+        "0F3 "
+        "of rank 0"
     )
 
 
@@ -227,11 +245,18 @@ def test_sums_of_gradients_start_in_one_order() -> None:
     def ending(*stages: int) -> Change:
         return lambda flat: [
             *halved(flat),
-            *(Instruction(Verb.WEIGHT_GRADIENT, stage, index) for stage in stages for index in range(2)),
+            *(
+                Instruction(Verb.WEIGHT_GRADIENT, stage, index)
+                for stage in stages
+                for index in range(2)
+            ),
         ]
 
     prove(changed(changed(program, 0, ending(0, 1)), 1, ending(0, 1)))
-    with pytest.raises(CodegenError, match=r"rank 0 would add up gradients of stages \[0, 1\], rank 1 of .*\[1, 0\]"):
+    with pytest.raises(
+        CodegenError,
+        match=r"rank 0 would add up gradients of stages \[0, 1\], rank 1 of .*\[1, 0\]",
+    ):
         prove(changed(changed(program, 0, ending(0, 1)), 1, ending(1, 0)))
 
 
@@ -241,11 +266,17 @@ def test_a_loop_that_stops_too_early() -> None:
     (loop,) = code.repetend
     assert isinstance(loop, Loop)
     ranks = (replace(code, repetend=(replace(loop, count=loop.count - 1),)), *program.ranks[1:])
-    with pytest.raises(CodegenError, match="rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes"):
+    with pytest.raises(
+        CodegenError, match="rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes"
+    ):
         prove(replace(program, ranks=ranks))
 
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+FEW = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 @FEW
@@ -261,22 +292,29 @@ def test_no_instruction_can_be_left_out(case: Case, data: st.DataObject) -> None
 @FEW
 @given(case=cases(True))
 def test_a_validation_runs_to_its_end(case: Case) -> None:
-    """Forwards and their messages alone, in the step's order, as a rank runs them that validates."""
+    """Forwards and their messages alone, in the step's order, as a rank runs them that
+    validates.
+    """
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     forwards = (Verb.RECEIVE, Verb.FORWARD, Verb.SEND)
     for rank in range(program.world_size):
-        program = changed(program, rank, lambda flat: [each for each in flat if each.verb in forwards])
+        program = changed(
+            program, rank, lambda flat: [each for each in flat if each.verb in forwards]
+        )
     prove(replace(program, train=False))
 
 
 @FEW
 @given(case=st.booleans().flatmap(cases), data=st.data())
 def test_what_passes_runs(case: Case, data: st.DataObject) -> None:
-    """Two instructions of a rank swapped: if the proof still holds, every rank does come to its end."""
+    """Two instructions of a rank swapped: if the proof still holds, every rank does come to its
+    end.
+    """
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     rank = data.draw(st.sampled_from([code.rank for code in program.ranks if unrolled(code)]))
     places = st.integers(0, len(unrolled(program.ranks[rank])) - 1)
-    one, other = data.draw(places), data.draw(places)
+    one = data.draw(places)
+    other = data.draw(places)
 
     def change(flat: list[Instruction]) -> list[Instruction]:
         flat[one], flat[other] = flat[other], flat[one]

@@ -30,7 +30,9 @@ def two_devices(graph: Graph, *splits: tuple[int, tuple[Split, ...]]) -> tuple[P
         (0, (Split("b", 2), Split("n", 2)), "split as b:2 n:2 over 2 devices cannot be executed"),
     ],
 )
-def test_splits_of_other_axes_or_degrees(node: int, splits: tuple[Split, ...], message: str) -> None:
+def test_splits_of_other_axes_or_degrees(
+    node: int, splits: tuple[Split, ...], message: str
+) -> None:
     graph, loss = mlp(1)
     with pytest.raises(CodegenError, match=message):
         lower(graph, *two_devices(graph, (node, splits)), loss)
@@ -39,17 +41,26 @@ def test_splits_of_other_axes_or_degrees(node: int, splits: tuple[Split, ...], m
 def test_uneven_splits() -> None:
     builder = Builder()
     value = builder.node("Tanh", builder.input((3, 5)))
-    loss = builder.mean_square(builder.node("Softmax", builder.node("Add", value, builder.parameter((5,))), axis=-1))
+    loss = builder.mean_square(
+        builder.node("Softmax", builder.node("Add", value, builder.parameter((5,))), axis=-1)
+    )
     graph = builder.graph(loss)
     axes = [axis.name for axis in _space(graph, 0).axes]
-    with pytest.raises(CodegenError, match=f"axis '{axes[0]}' of Tanh has extent 3: 2 devices cannot share it equally"):
-        lower(graph, *two_devices(graph, (0, (Split(axes[0], 2),)), (1, (Split(axes[0], 2),))), loss)
+    with pytest.raises(
+        CodegenError,
+        match=f"axis '{axes[0]}' of Tanh has extent 3: 2 devices cannot share it equally",
+    ):
+        lower(
+            graph, *two_devices(graph, (0, (Split(axes[0], 2),)), (1, (Split(axes[0], 2),))), loss
+        )
 
 
 def test_whole_axes() -> None:
     builder = Builder()
     window = {"pads": (1, 1), "strides": (1,), "dilations": (1,)}
-    loss = builder.mean_square(builder.node("Conv", builder.input((4, 3, 8)), builder.parameter((4, 3, 3)), **window))
+    loss = builder.mean_square(
+        builder.node("Conv", builder.input((4, 3, 8)), builder.parameter((4, 3, 3)), **window)
+    )
     graph = builder.graph(loss)
     axis = next(axis.name for axis in _space(graph, 0).axes if axis.kind.value == "whole")
     with pytest.raises(CodegenError, match=f"Conv cannot be split along '{axis}'"):
@@ -60,21 +71,27 @@ def test_micro_batches_that_do_not_divide() -> None:
     graph, loss = mlp(1)
     placement = Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (0,), 3)))
     _, schedule = one_device(graph, 1, True, 4)
-    with pytest.raises(CodegenError, match="stage 1 has micro-batches of 3 samples, which do not divide those of 4"):
+    with pytest.raises(
+        CodegenError, match="stage 1 has micro-batches of 3 samples, which do not divide those of 4"
+    ):
         lower(graph, placement, schedule, loss)
 
 
 def test_a_mean_of_micro_batches_that_others_would_read_in_other_portions() -> None:
     builder = Builder()
     first, second = (
-        builder.mean_square(builder.node("MatMul", builder.input((4, 5)), builder.parameter((5, 5)))) for _ in range(2)
+        builder.mean_square(
+            builder.node("MatMul", builder.input((4, 5)), builder.parameter((5, 5)))
+        )
+        for _ in range(2)
     )
     loss = builder.node("Add", first, second)
     graph = builder.graph(loss)
     placement = Placement((Stage((0, 1, 2), (0,), 2), Stage((3, 4, 5, 6), (0,), 4)))
     _, schedule = one_device(graph, 1, True, 4)
     with pytest.raises(
-        InfeasibleError, match="'v2' goes from micro-batches of 2 samples to ones of 4, but its samples"
+        InfeasibleError,
+        match="'v2' goes from micro-batches of 2 samples to ones of 4, but its samples",
     ):
         lower(graph, placement, schedule, loss)
 
@@ -90,7 +107,9 @@ def test_a_sum_of_all_samples_is_not_taken_in_portions(op: str) -> None:
     if op == "ReduceMean":
         check_portions(graph, placement)
         return
-    with pytest.raises(InfeasibleError, match="stage 1 would compute something else on micro-batches of 2 samples"):
+    with pytest.raises(
+        InfeasibleError, match="stage 1 would compute something else on micro-batches of 2 samples"
+    ):
         check_portions(graph, placement)
     check_portions(graph, Placement((Stage((0,), (0,), 1), Stage((1,), (0,), 4))))
 

@@ -1,4 +1,6 @@
-"""Changes of layout against a simulation of their steps on numpy blocks: every position gets its block."""
+"""Changes of layout against a simulation of their steps on numpy blocks: every position gets its
+block.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +43,42 @@ class Pair:
 
 def mesh(draw: st.DrawFn, group: int) -> list[MeshAxis]:
     """The group's size as a product in random order: one axis a factor, outer to inner."""
-    found, stride = [], group
+    found = []
+    stride = group
     while stride > 1:
-        degree = draw(st.sampled_from([each for each in range(2, stride + 1) if stride % each == 0]))
+        degree = draw(
+            st.sampled_from([each for each in range(2, stride + 1) if stride % each == 0])
+        )
         stride //= degree
         found.append(MeshAxis(degree, stride))
     return found
 
 
 def layout(
-    draw: st.DrawFn, shape: tuple[int, ...], group: int, partial: bool = False, windowed: bool = False
+    draw: st.DrawFn,
+    shape: tuple[int, ...],
+    group: int,
+    partial: bool = False,
+    windowed: bool = False,
 ) -> Layout:
-    """Each axis of a random mesh cuts a dimension, in any order, or holds copies, or shares; perhaps windows."""
+    """Each axis of a random mesh cuts a dimension, in any order, or holds copies, or shares;
+    perhaps windows.
+    """
     places = [*range(len(shape)), "copies", *(["sums", "means"] if partial else [])]
     axes: dict[object, list[MeshAxis]] = {place: [] for place in places}
     for axis in draw(st.permutations(mesh(draw, group))):
         axes[draw(st.sampled_from(places))].append(axis)
     cuts = tuple(merged(axes[dimension]) for dimension in range(len(shape)))
-    sums, means = (merged(sorted(axes.get(kind, []), key=lambda axis: -axis.stride)) for kind in ("sums", "means"))
-    windows = tuple(window(draw, group // degree_of(axes)) if axes and windowed else None for axes in cuts)
-    return Layout(shape, cuts, sums, means, windows if any(windows) else (), FILL if any(windows) else 0.0)
+    sums, means = (
+        merged(sorted(axes.get(kind, []), key=lambda axis: -axis.stride))
+        for kind in ("sums", "means")
+    )
+    windows = tuple(
+        window(draw, group // degree_of(axes)) if axes and windowed else None for axes in cuts
+    )
+    return Layout(
+        shape, cuts, sums, means, windows if any(windows) else (), FILL if any(windows) else 0.0
+    )
 
 
 FILL = -1.0
@@ -71,7 +89,8 @@ def window(draw: st.DrawFn, extent: int) -> WindowedBlocks | None:
     """What windows read around even blocks of an extent."""
     if draw(st.booleans()):
         return None
-    before, after = draw(st.integers(-1, 2)), draw(st.integers(0, 3))
+    before = draw(st.integers(-1, 2))
+    after = draw(st.integers(0, 3))
     return WindowedBlocks(extent, -before, max(1, extent + before + after))
 
 
@@ -79,7 +98,9 @@ def window(draw: st.DrawFn, extent: int) -> WindowedBlocks | None:
 def pairs(draw: st.DrawFn, partial: bool = False, windowed: bool = False) -> Pair:
     group = draw(GROUPS)
     shape = (group,) * draw(st.integers(1, 3))
-    return Pair(group, layout(draw, shape, group, partial), layout(draw, shape, group, windowed=windowed))
+    return Pair(
+        group, layout(draw, shape, group, partial), layout(draw, shape, group, windowed=windowed)
+    )
 
 
 def part(array: np.ndarray, box: Box) -> np.ndarray:
@@ -116,7 +137,8 @@ def applied(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
     found = []
     for position in range(len(held)):
         members = together(step.over, position, len(held))
-        place, size = members.index(position), len(members)
+        place = members.index(position)
+        size = len(members)
         blocks = [held[each] for each in members]
         if step.result.windows:
             assert step.kind == "slice"
@@ -127,19 +149,24 @@ def applied(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
             result = np.concatenate(blocks, step.dimension)
             received[position] += result.size - held[position].size
         elif step.kind == "all_to_all":
-            result = np.concatenate([np.split(each, size, step.dimension)[place] for each in blocks], step.origin)
+            result = np.concatenate(
+                [np.split(each, size, step.dimension)[place] for each in blocks], step.origin
+            )
             received[position] += result.size - result.size // size
         else:
             total = np.sum(blocks, axis=0) / step.divisor
             assert step.kind in ("all_reduce", "reduce_scatter")
-            result = total if step.kind == "all_reduce" else np.split(total, size, step.dimension)[place]
+            result = (
+                total if step.kind == "all_reduce" else np.split(total, size, step.dimension)[place]
+            )
         found.append(result)
     return found
 
 
 def cut_alone(step: Relayout, held: np.ndarray, position: int) -> np.ndarray:
     """What one position makes of its own block."""
-    have, need = step.source.box(position), step.result.box(position)
+    have = step.source.box(position)
+    need = step.result.box(position)
     found = np.full(need.shape, FILL)
     common = have.intersect(need)
     if common is not None:
@@ -149,7 +176,9 @@ def cut_alone(step: Relayout, held: np.ndarray, position: int) -> np.ndarray:
 
 def redistributed(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
     group = len(held)
-    found = [np.full(step.result.box(position).shape, step.result.fill) for position in range(group)]
+    found = [
+        np.full(step.result.box(position).shape, step.result.fill) for position in range(group)
+    ]
     untouched = [np.ones(each.shape, bool) for each in found]
     for move in moves_between(step.source, step.result, group):
         block = part(held[move.source], move.box.within(step.source.box(move.source)))
@@ -179,7 +208,9 @@ def test_steps_lead_to_the_target_and_move_what_is_lacking(pair: Pair) -> None:
         form = step.result
         assert_held(held, form, value)
     assert form == pair.target
-    assert [received[position] for position in range(pair.group)] == list(lacking(pair.source, pair.target, pair.group))
+    assert [received[position] for position in range(pair.group)] == list(
+        lacking(pair.source, pair.target, pair.group)
+    )
 
 
 @given(pairs(partial=True))
@@ -205,7 +236,9 @@ def test_reductions_add_up_the_shares(pair: Pair) -> None:
 
 
 def _begins(fine: Layout, coarse: Layout, group: int) -> bool:
-    """Whether devices in one block of `fine` are in one block of `coarse`: it only goes on cutting."""
+    """Whether devices in one block of `fine` are in one block of `coarse`: it only goes on
+    cutting.
+    """
     boxes: dict[int, set[int]] = {}
     for position in range(group):
         index = [0, 0]
@@ -234,7 +267,9 @@ def test_each_box_is_sent_once_by_one_that_has_it_and_never_to_one_that_does(pai
 
 def test_what_a_transposed_cut_takes_is_one_exchange() -> None:
     shape = (4, 4)
-    rows, columns = (Layout(shape, cuts) for cuts in (((MeshAxis(4, 1),), ()), ((), (MeshAxis(4, 1),))))
+    rows, columns = (
+        Layout(shape, cuts) for cuts in (((MeshAxis(4, 1),), ()), ((), (MeshAxis(4, 1),)))
+    )
     assert [step.kind for step in steps_between(rows, columns)] == ["all_to_all"]
     assert [step.kind for step in steps_between(rows, Layout(shape, ((), ())))] == ["all_gather"]
     assert [step.kind for step in steps_between(Layout(shape, ((), ())), rows)] == ["slice"]

@@ -1,4 +1,6 @@
-"""Where stages that recompute are cut: against all cuts there are, and what passes from one segment to the next."""
+"""Where stages that recompute are cut: against all cuts there are, and what passes from one segment
+to the next.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ def cost_of(cuts: tuple[int, ...], kept: list[int], crossing: list[int], held: i
 
 @given(ROWS, st.integers(1, 8))
 def test_no_cuts_are_much_cheaper(row: list[tuple[int, int]], held: int) -> None:
-    """Limits that are tried lie a factor of the square root of two apart; below an eighth of a thousandth none are."""
-    kept, crossing = [each for each, _ in row], [each for _, each in row]
+    """Limits that are tried lie a factor of the square root of two apart; below an eighth of a
+    thousandth none are.
+    """
+    kept = [each for each, _ in row]
+    crossing = [each for _, each in row]
     found = best_cuts(kept, crossing, held)
     assert list(found) == sorted(set(found)) and all(0 < cut < len(row) for cut in found)
     every = (cuts for count in range(len(row)) for cuts in combinations(range(1, len(row)), count))
@@ -35,7 +40,8 @@ def test_a_long_chain_is_cut_into_as_many_pieces_as_its_root() -> None:
     """Sixteen times as many equal operators keep four times as much."""
     costs = []
     for count in (64, 1024):
-        kept, crossing = [400] * count, [100] * count
+        kept = [400] * count
+        crossing = [100] * count
         costs.append(cost_of(best_cuts(kept, crossing, 4), kept, crossing, 4))
     assert 3.5 <= costs[1] / costs[0] <= 4.5
 
@@ -64,7 +70,12 @@ def test_segments_are_the_stages_nodes_in_order(drawn: tuple[Graph, str | None])
     segments = cutter(graph)(nodes, 1)
     assert tuple(node for segment in segments.nodes for node in segment) == nodes
     passing = read_behind(graph, segments.nodes)
-    views = {name for node in graph.nodes for name in node.outputs if node.op in ("Reshape", "Transpose", "Split")}
+    views = {
+        name
+        for node in graph.nodes
+        for name in node.outputs
+        if node.op in ("Reshape", "Transpose", "Split")
+    }
     assert passing - views <= set(segments.passing)
 
 

@@ -1,4 +1,6 @@
-"""Task graphs: what they say is waited for is what the runtime waits for, and memory is the simulator's."""
+"""Task graphs: what they say is waited for is what the runtime waits for, and memory is the
+simulator's.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from tests.passes.lower.machine import unrolled
 COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")
 INSTRUCTIONS = (*COMPUTES, "send", "receive")
 SOME = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 Place = tuple[int, int]
 """Rank, and place among the tasks of its graph."""
 
 
-def lowered(case: Case, costs: tuple[StagePrediction, ...] | None = None) -> tuple[Program, list[TaskGraph]]:
+def lowered(
+    case: Case, costs: tuple[StagePrediction, ...] | None = None
+) -> tuple[Program, list[TaskGraph]]:
     """The program of a case and the task graphs of its ranks."""
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     costs = costs or (StagePrediction(1.0),) * len(program.stages)
@@ -39,10 +45,11 @@ def lowered(case: Case, costs: tuple[StagePrediction, ...] | None = None) -> tup
 
 
 class Orders:
-    """The orders of all ranks' tasks in which nothing runs before what the graphs say that it waits for.
+    """The orders of all ranks' tasks in which nothing runs before what the graphs say that it waits
+    for.
 
-    Besides, messages of a channel are sent and asked for in one order, and a group comes to its tasks together: its
-    ranks' places of one task are one.
+    Besides, messages of a channel are sent and asked for in one order, and a group comes to its
+    tasks together: its ranks' places of one task are one.
     """
 
     def __init__(self, program: Program, graphs: list[TaskGraph]) -> None:
@@ -68,7 +75,9 @@ class Orders:
                 for asked in node.after:
                     receive = graph.nodes[asked]
                     if receive.kind == "receive":
-                        self.before[here] |= {named[each.peer, each.task] for each in receive.messages}
+                        self.before[here] |= {
+                            named[each.peer, each.task] for each in receive.messages
+                        }
                 for each in node.messages:
                     lane = (node.kind, each.channel, "_B" in node.name)
                     if lane in last:
@@ -81,7 +90,9 @@ class Orders:
         for place in self.before:
             merged[self.together.get(place, place)].append(place)
         waits = {
-            each: {self.together.get(other, other) for place in places for other in self.before[place]}
+            each: {
+                self.together.get(other, other) for place in places for other in self.before[place]
+            }
             for each, places in merged.items()
         }
         found: list[list[int]] = [[] for _ in self.graphs]
@@ -97,7 +108,9 @@ class Orders:
 
 
 def reordered(program: Program, graphs: list[TaskGraph], orders: list[list[int]]) -> Program:
-    """The program with its ranks' instructions in other orders, given by the places of their tasks."""
+    """The program with its ranks' instructions in other orders, given by the places of their
+    tasks.
+    """
     ranks = []
     for code, graph, order in zip(program.ranks, graphs, orders, strict=True):
         places = [place for place, node in enumerate(graph.nodes) if node.kind in INSTRUCTIONS]
@@ -119,7 +132,9 @@ def test_any_order_that_keeps_the_dependencies_runs(case: Case, random: Random) 
     try:
         prove(reordered(program, graphs, orders))
     except CodegenError as error:
-        assert "would add up gradients" in error.message, "but for the order of sums, which no dependency fixes"
+        assert "would add up gradients" in error.message, (
+            "but for the order of sums, which no dependency fixes"
+        )
 
 
 @SOME
@@ -153,7 +168,8 @@ def test_every_send_has_its_receive(case: Case) -> None:
         assert len(set(names)) == len(names)
         for node in graph.nodes:
             for each in node.messages:
-                here, there = (graph.rank, node.name), (each.peer, each.task)
+                here = (graph.rank, node.name)
+                there = (each.peer, each.task)
                 way = (here, there) if node.kind == "send" else (there, here)
                 ends[node.kind].append((*way, each.channel, each.bytes, each.tensor))
     assert sorted(ends["send"]) == sorted(ends["receive"])
@@ -169,13 +185,23 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
         for _ in case.placement.stages
     )  # fmt: skip
     _, graphs = lowered(case, costs)
-    timeline = simulate(case.schedule, tuple(stage.devices for stage in case.placement.stages), Prediction(costs))
-    for graph, static, peak in zip(graphs, timeline.static_memory, timeline.peak_memory, strict=True):
+    timeline = simulate(
+        case.schedule, tuple(stage.devices for stage in case.placement.stages), Prediction(costs)
+    )
+    for graph, static, peak in zip(
+        graphs, timeline.static_memory, timeline.peak_memory, strict=True
+    ):
         assert (graph.static_bytes, graph.peak_bytes) == (static, peak)
         assert not graph.nodes or graph.held[-1] == static or case.loss is None
-        freed = sum(node.bytes for node in graph.nodes if node.kind == "free" and node.what.startswith("what"))
+        freed = sum(
+            node.bytes
+            for node in graph.nodes
+            if node.kind == "free" and node.what.startswith("what")
+        )
         if case.loss is not None and not any(node.kind == "input_gradient" for node in graph.nodes):
-            taken = (costs[node.stage or 0].kept_bytes for node in graph.nodes if node.kind == "forward")
+            taken = (
+                costs[node.stage or 0].kept_bytes for node in graph.nodes if node.kind == "forward"
+            )
             assert freed == sum(taken)
 
 
@@ -184,28 +210,40 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
 def test_loops_stand_for_all_their_times(case: Case) -> None:
     program, graphs = lowered(case)
     for graph, code in zip(graphs, program.ranks, strict=True):
-        assert sum((each.end - each.start) * each.count for each in graph.stretches) == len(graph.nodes)
+        assert sum((each.end - each.start) * each.count for each in graph.stretches) == len(
+            graph.nodes
+        )
         assert len(own_order(graph)) == len(unrolled(code))
-        assert all(place > before for place, node in enumerate(graph.nodes) for before in node.after)
+        assert all(
+            place > before for place, node in enumerate(graph.nodes) for before in node.after
+        )
 
 
 @SOME
 @given(case=cases(True))
 def test_shares_are_reduced_updated_and_gathered(case: Case) -> None:
-    """With the optimizer's state in shares: the bytes that are predicted move, and each number is updated once."""
+    """With the optimizer's state in shares: the bytes that are predicted move, and each number is
+    updated once.
+    """
     program, _ = lowered(case)
     program = replace(program, shard=True)
-    source = TaskSource(program, case.graph, case.placement, (StagePrediction(1.0),) * len(program.stages))
+    source = TaskSource(
+        program, case.graph, case.placement, (StagePrediction(1.0),) * len(program.stages)
+    )
     graphs = [source.graph(rank) for rank in range(program.world_size)]
     size: Counter[str] = Counter()
     for graph in graphs:
         for place, node in enumerate(graph.nodes):
             size[node.kind] += node.bytes
             if node.kind == "gather":
-                assert [graph.nodes[before].kind for before in node.after] == ["update"] and place > node.after[0]
+                assert [graph.nodes[before].kind for before in node.after] == [
+                    "update"
+                ] and place > node.after[0]
     assert case.loss is not None
     count = case.schedule.micro_batches
-    moved = communication_bytes(case.graph, case.placement, count, program.world_size, case.loss, shard=True)
+    moved = communication_bytes(
+        case.graph, case.placement, count, program.world_size, case.loss, shard=True
+    )
     assert (size["reduce"], size["gather"]) == (moved["gradient"], moved["parameter"])
     held = {(shard.parameter, shard.box) for code in program.ranks for shard in code.shards}
     trained = (

@@ -24,7 +24,9 @@ def test_every_node_with_samples_is_split() -> None:
 
 def test_samples_that_do_not_divide_are_refused() -> None:
     given = problem(perceptron([16, 16], batch=6), cluster(4))
-    with pytest.raises(InfeasibleError, match=r"micro-batch of 6 samples equally among 4 devices \(choose"):
+    with pytest.raises(
+        InfeasibleError, match=r"micro-batch of 6 samples equally among 4 devices \(choose"
+    ):
         DataParallel().requires(given)
 
 
@@ -37,7 +39,9 @@ def test_a_model_without_samples_is_refused() -> None:
 
 def test_memory_that_does_not_do_is_refused() -> None:
     given = problem(perceptron([64, 64]), cluster(2, memory=1000), optimizer=Optimizer("adamw"))
-    with pytest.raises(InfeasibleError, match=r"stage 0 of 1 needs 67\.00 KiB on device 0, 66\.02 KiB over"):
+    with pytest.raises(
+        InfeasibleError, match=r"stage 0 of 1 needs 67\.00 KiB on device 0, 66\.02 KiB over"
+    ):
         DataParallel().run(given)
 
 
@@ -58,13 +62,29 @@ def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason
 
 
 def test_constraints_it_follows_anyway_are_fine() -> None:
-    resolved = (Constraint("*", stage=0), Constraint("re:mat.*", devices=()), Constraint("matmul0", split=(("b", 2),)))
-    assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=resolved)).stages) == 1
+    resolved = (
+        Constraint("*", stage=0),
+        Constraint("re:mat.*", devices=()),
+        Constraint("matmul0", split=(("b", 2),)),
+    )
+    assert (
+        len(
+            DataParallel()
+            .run(problem(perceptron([16, 16]), cluster(2), constraints=resolved))
+            .stages
+        )
+        == 1
+    )
     whole = (Constraint("*", split=()),)
-    assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(1), constraints=whole)).stages) == 1
+    assert (
+        len(DataParallel().run(problem(perceptron([16, 16]), cluster(1), constraints=whole)).stages)
+        == 1
+    )
 
 
 def test_a_constraint_may_name_its_nodes() -> None:
     wish = Constraint("an annotation", stage=1, nodes=("relu1",))
-    with pytest.raises(ConfigurationError, match=r"^an annotation asks for stage 1, and data_parallel"):
+    with pytest.raises(
+        ConfigurationError, match=r"^an annotation asks for stage 1, and data_parallel"
+    ):
         DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=(wish,)))

@@ -28,8 +28,13 @@ def test_nodes_without_a_stage_follow_what_they_read() -> None:
 
 
 def test_stages_with_micro_batches_of_their_own() -> None:
-    """On two samples a stage of two devices shares them; on one, all its devices compute the same."""
-    devices = Constraint("re:.*[0-3]", devices=(0, 1)), Constraint("matmul4", stage=1, devices=(2, 3))
+    """On two samples a stage of two devices shares them; on one, all its devices compute the
+    same.
+    """
+    devices = (
+        Constraint("re:.*[0-3]", devices=(0, 1)),
+        Constraint("matmul4", stage=1, devices=(2, 3)),
+    )
     first, second = place(*devices, Constraint("relu7", micro_batch_size=2), devices=4).stages
     assert (first.micro_batch_size, second.micro_batch_size) == (8, 2)
     assert second.splits_of(6) == (Split("m", 2),)
@@ -40,18 +45,29 @@ def test_stages_with_micro_batches_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        ((Constraint("*", micro_batch_size=3),), "micro-batches of 3 samples, which do not divide the step's of 8"),
         (
-            (Constraint("matmul4", stage=0, micro_batch_size=2), Constraint("relu7", micro_batch_size=1)),
+            (Constraint("*", micro_batch_size=3),),
+            "micro-batches of 3 samples, which do not divide the step's of 8",
+        ),
+        (
+            (
+                Constraint("matmul4", stage=0, micro_batch_size=2),
+                Constraint("relu7", micro_batch_size=1),
+            ),
             "'matmul4' and the constraint on 'relu7' ask for different micro-batches of stage 0",
         ),
         (
-            (Constraint("matmul4", stage=0, split=(("b", 2),), devices=(0, 1)), Constraint("*", micro_batch_size=1)),
+            (
+                Constraint("matmul4", stage=0, split=(("b", 2),), devices=(0, 1)),
+                Constraint("*", micro_batch_size=1),
+            ),
             "axis 'm' into 2 parts, which on micro-batches of 1 sample do not divide its extent 1",
         ),
     ],
 )
-def test_micro_batches_that_there_cannot_be(constraints: tuple[Constraint, ...], message: str) -> None:
+def test_micro_batches_that_there_cannot_be(
+    constraints: tuple[Constraint, ...], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         place(*constraints)
 
@@ -89,20 +105,28 @@ def test_b_is_the_axis_of_samples_whatever_its_name() -> None:
 
 
 def test_several_axes_are_split_in_the_order_given() -> None:
-    wish, other = Constraint("*", devices=(), split=(("b", 2), ("n", 2))), Constraint("a", split=(), nodes=("relu7",))
+    wish = Constraint("*", devices=(), split=(("b", 2), ("n", 2)))
+    other = Constraint("a", split=(), nodes=("relu7",))
     (stage,) = place(wish, devices=8).stages
     splits = dict(stage.splits)
     assert splits[0] == (Split("m", 2), Split("n", 2)), "two devices are left over"
     assert splits[1] == (Split("x0", 2),), "it has no axis n"
-    with pytest.raises(ConfigurationError, match=r"'relu7': the constraint on '\*' and a ask for different splits"):
+    with pytest.raises(
+        ConfigurationError, match=r"'relu7': the constraint on '\*' and a ask for different splits"
+    ):
         place(wish, other, devices=8)
 
 
 def test_an_axis_that_must_stay_whole_is_refused_by_name() -> None:
     builder = Builder(8, 16)
     query, key, value = (builder.parameter(name, (2, 4, 8, 16)) for name in "qkv")
-    graph = builder.finish(builder.relu("x"), builder.node("Attention", (query, key, value), (2, 4, 8, 16)))
-    with pytest.raises(ConfigurationError, match=r"'attention1': .* axis 'd' into 2 parts, along which .* cannot be"):
+    graph = builder.finish(
+        builder.relu("x"), builder.node("Attention", (query, key, value), (2, 4, 8, 16))
+    )
+    with pytest.raises(
+        ConfigurationError,
+        match=r"'attention1': .* axis 'd' into 2 parts, along which .* cannot be",
+    ):
         place(Constraint("*", devices=(), split=(("d", 2),)), graph=graph)
 
 
@@ -139,10 +163,19 @@ def test_pipelines_hold_the_whole_model_each() -> None:
             "for pipeline 2, but none is for pipeline 1",
         ),
         ((), "neither the configuration nor the model has any"),
-        ((Constraint("matmul9", stage=0),), r"no node's name matches 'matmul9' \(the nearest name is 'matmul"),
+        (
+            (Constraint("matmul9", stage=0),),
+            r"no node's name matches 'matmul9' \(the nearest name is 'matmul",
+        ),
         ((Constraint("re:(", stage=0),), "no regular expression"),
-        ((Constraint("matmul0", stage=0), Constraint("mat*", stage=1)), "'matmul0' and the constraint on 'mat\\*' ask"),
-        ((Constraint("matmul4", stage=0), Constraint("matmul2", stage=1)), "'matmul4' puts .* where .*'matmul2' puts"),
+        (
+            (Constraint("matmul0", stage=0), Constraint("mat*", stage=1)),
+            "'matmul0' and the constraint on 'mat\\*' ask",
+        ),
+        (
+            (Constraint("matmul4", stage=0), Constraint("matmul2", stage=1)),
+            "'matmul4' puts .* where .*'matmul2' puts",
+        ),
         ((Constraint("matmul4", stage=2),), "leave stage 1 of 3 without nodes"),
         ((Constraint("matmul4", stage=-1),), "below 0"),
         ((Constraint("matmul4", stage=1, devices=(5,)),), "there is no device 5"),
@@ -156,19 +189,36 @@ def test_pipelines_hold_the_whole_model_each() -> None:
             (Constraint("*", devices=(), split=(("b", 3),)),),
             r"'matmul0': .* 'm' into 3 parts, which do not divide its extent 8 \(pad it to 9",
         ),
-        ((Constraint("*", devices=(), split=(("b", 4),)),), r"4 parts \(m:4\), but its stage 0 has 2 devices"),
-        ((Constraint("*", devices=(), split=(("b", 2), ("n", 2))),), r"4 parts \(m:2, n:2\), but its stage 0 has 2"),
+        (
+            (Constraint("*", devices=(), split=(("b", 4),)),),
+            r"4 parts \(m:4\), but its stage 0 has 2 devices",
+        ),
+        (
+            (Constraint("*", devices=(), split=(("b", 2), ("n", 2))),),
+            r"4 parts \(m:2, n:2\), but its stage 0 has 2",
+        ),
         ((Constraint("*", devices=(), split=(("b", 2), ("m", 2))),), "splits axis 'm' twice"),
         ((Constraint("*", devices=(0, 1, 2)),), "there is no device 2, asked for '\\*'"),
         (
             (Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=(("k", 2),))),
-            "'matmul0': the constraint on 'matmul0' and the constraint on 'mat\\*' ask for different splits",
+            (
+                "'matmul0': the constraint on 'matmul0' and the constraint on 'mat\\*' ask for "
+                "different splits"
+            ),
         ),
-        ((Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=())), "ask for different splits"),
-        ((Constraint("matmul2", stage=1), Constraint("matmul4", stage=2)), "2 devices cannot be shared equally by 3"),
+        (
+            (Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=())),
+            "ask for different splits",
+        ),
+        (
+            (Constraint("matmul2", stage=1), Constraint("matmul4", stage=2)),
+            "2 devices cannot be shared equally by 3",
+        ),
     ],
 )
-def test_what_cannot_be_followed_is_refused_in_one_line(constraints: tuple[Constraint, ...], message: str) -> None:
+def test_what_cannot_be_followed_is_refused_in_one_line(
+    constraints: tuple[Constraint, ...], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
         place(*constraints)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""Every strategy on devices of different kinds: it weighs them, or says in one line that it does not."""
+"""Every strategy on devices of different kinds: it weighs them, or says in one line that it does
+not.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,12 @@ def given(slow: float = 0.01, **more: int) -> Problem:
     return problem(perceptron([128] * 41), both, 16, **more)
 
 
-@pytest.mark.parametrize("name", [name for name in strategy_names() if name not in ("auto", "given", "manual")])
+@pytest.mark.parametrize(
+    "name", [name for name in strategy_names() if name not in ("auto", "given", "manual")]
+)
 def test_a_strategy_straddles_no_kinds_or_says_so(name: str) -> None:
-    both, strategy = given(), strategy_class(name)()
+    both = given()
+    strategy = strategy_class(name)()
     try:
         strategy.requires(both)
         placement = strategy.run(both)
@@ -52,7 +57,14 @@ def test_any_strategy_straddles_kinds_where_it_is_allowed_to(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [TesselShapes("v"), TesselShapes("v", chunks=2), Grid(pipeline=2), Grid(pipeline=4), Pase(stages=2)]
+    "strategy",
+    [
+        TesselShapes("v"),
+        TesselShapes("v", chunks=2),
+        Grid(pipeline=2),
+        Grid(pipeline=4),
+        Pase(stages=2),
+    ],
 )
 def test_slow_devices_get_less_work(strategy: Strategy) -> None:
     both = given(slow=0.02)
@@ -77,7 +89,11 @@ def test_two_directions_over_different_devices() -> None:
 
 def test_degrees_that_only_straddle_are_refused() -> None:
     both = problem(perceptron([128] * 9), mixed_cluster([(1, kind(1.0)), (3, kind(2.0))]), 8)
-    with pytest.raises(InfeasibleError, match="one would have devices of different kinds: 1 x1 and 3 x2"):
+    with pytest.raises(
+        InfeasibleError, match="one would have devices of different kinds: 1 x1 and 3 x2"
+    ):
         Grid(pipeline=2).run(both)
-    with pytest.raises(InfeasibleError, match="stage 0 would have devices of different kinds: 1 x1 and 1 x2"):
+    with pytest.raises(
+        InfeasibleError, match="stage 0 would have devices of different kinds: 1 x1 and 1 x2"
+    ):
         Pase(stages=2).run(both)

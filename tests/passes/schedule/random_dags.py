@@ -17,7 +17,9 @@ def chain(stages: int) -> StageGraph:
     return StageGraph(stages, tuple((stage,) for stage in range(stages)), edges)
 
 
-def predicted(graph: StageGraph, forward: float = 1.0, backward: float = 2.0, kept: int = 0) -> Prediction:
+def predicted(
+    graph: StageGraph, forward: float = 1.0, backward: float = 2.0, kept: int = 0
+) -> Prediction:
     """Equal stages whose messages take no time."""
     stages = (StagePrediction(forward, backward, kept_bytes=kept),) * len(graph.stage_devices)
     return Prediction(stages, free_messages(graph))
@@ -56,18 +58,24 @@ def samples_of(graph: StageGraph, stage: int, micro_batch: int) -> set[int]:
 def with_turns(graph: StageGraph) -> strategies.SearchStrategy[StageGraph]:
     """The graph with as many turns of each stage as may be, or none."""
     counts = strategies.tuples(*[strategies.sampled_from((1, 2, 3, 4))] * len(graph.stage_devices))
-    return (strategies.just(()) | counts).map(lambda turns: dataclasses.replace(graph, ratios=turns))
+    return (strategies.just(()) | counts).map(
+        lambda turns: dataclasses.replace(graph, ratios=turns)
+    )
 
 
 @strategies.composite
 def stage_graphs(draw: strategies.DrawFn, shared: bool = True) -> StageGraph:
-    """Up to 6 stages with any edges, on up to 4 devices; with `shared`, in groups that may overlap in any way."""
+    """Up to 6 stages with any edges, on up to 4 devices; with `shared`, in groups that may overlap
+    in any way.
+    """
     stages = draw(strategies.integers(1, 6))
     pairs = [(source, target) for target in range(stages) for source in range(target)]
     edges = draw(strategies.lists(strategies.sampled_from(pairs), unique=True)) if pairs else []
     if not shared:
         return StageGraph(stages, tuple((stage,) for stage in range(stages)), tuple(sorted(edges)))
     devices = draw(strategies.integers(1, 4))
-    group = strategies.lists(strategies.integers(0, devices - 1), min_size=1, max_size=devices, unique=True)
+    group = strategies.lists(
+        strategies.integers(0, devices - 1), min_size=1, max_size=devices, unique=True
+    )
     groups = tuple(tuple(draw(group)) for _ in range(stages))
     return StageGraph(devices, groups, tuple(sorted(edges)))

@@ -24,9 +24,11 @@ def each_for_itself(schedule, stage_devices, prediction):
 @st.composite
 def steps(draw):
     """Stages on groups of devices of which several are alike, with messages between any of them."""
-    small, copies = draw(stage_graphs()), draw(st.integers(1, 4))
+    small = draw(stage_graphs())
+    copies = draw(st.integers(1, 4))
     groups = tuple(
-        tuple(device * copies + copy for device in group for copy in range(copies)) for group in small.stage_devices
+        tuple(device * copies + copy for device in group for copy in range(copies))
+        for group in small.stage_devices
     )
     graph = StageGraph(small.devices * copies, groups, small.edges)
     stages = tuple(
@@ -44,10 +46,15 @@ def steps(draw):
     for source, target in graph.edges:
         pairs = [(a, b) for a in groups[source] for b in groups[target]]
         kinds = st.sampled_from(((1, 0.4), (2, 0.9), (0, 0.0)))
-        for a, b in draw(st.sampled_from((pairs, pairs[::-1], [*zip(groups[source], groups[target], strict=False)]))):
+        for a, b in draw(
+            st.sampled_from(
+                (pairs, pairs[::-1], [*zip(groups[source], groups[target], strict=False)])
+            )
+        ):
             size, seconds = (1, 0.4) if copies > 2 else draw(kinds)
             messages.append(Message(source, target, a, b, size, size, seconds, seconds))
-    micro_batches, order = draw(st.integers(1, 4)), draw(st.sampled_from((order_kfkb, order_gpipe)))
+    micro_batches = draw(st.integers(1, 4))
+    order = draw(st.sampled_from((order_kfkb, order_gpipe)))
     schedule = order(graph, micro_batches, True, ticks_of(stages))
     # Lists that are equal, but not one: as they are read from files.
     schedule = Schedule(micro_batches, tuple(tasks[:1] + tasks[1:] for tasks in schedule.tasks))
@@ -63,7 +70,11 @@ def test_one_device_stands_for_all_that_do_the_same(step):
     assert found.spans == every.spans
     assert found.ends == every.ends
     assert sorted(map(repr, found.transfers)) == sorted(map(repr, every.transfers))
-    assert (found.end, found.memory, found.static_memory) == (every.end, every.memory, every.static_memory)
+    assert (found.end, found.memory, found.static_memory) == (
+        every.end,
+        every.memory,
+        every.static_memory,
+    )
     assert abs(found.bubble_rate - every.bubble_rate) < 1e-12
 
 

@@ -18,22 +18,30 @@ from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 
 def planned(folder: Path, slower: float, precision: str) -> PlanResult:
-    """Two stages on a node of eight devices each; the link between nodes is so much slower than those within."""
+    """Two stages on a node of eight devices each; the link between nodes is so much slower than
+    those within.
+    """
     path = folder / "gpt.onnx"
     build(configure("gpt", {"loss": "true", "heads": "8", "hidden": "64"})).save(path)
     cluster = build_cluster(cluster_preset("a100-80gb"), 16, None, None)
     inside, between = cluster.levels
     link = Link(inside.link.latency_s, inside.link.bandwidth_bytes_per_s / slower)
     cluster = replace(cluster, levels=(inside, replace(between, link=link)))
-    grid, scheduler = Grid(pipeline=2, tensor=8), OneForwardOneBackward()
-    return make_plan(Request(path, cluster, grid, scheduler, batch_size=16, micro_batches=4, precision=precision))
+    grid = Grid(pipeline=2, tensor=8)
+    scheduler = OneForwardOneBackward()
+    return make_plan(
+        Request(path, cluster, grid, scheduler, batch_size=16, micro_batches=4, precision=precision)
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_eight_devices_send_an_eighth_each_over_a_slow_link(tmp_path: Path, precision: str) -> None:
     found = planned(tmp_path, 1e5, precision)
-    problem, placement = found.problem, found.plan.placement
-    plain = replace(placement, stages=tuple(replace(stage, gathers=()) for stage in placement.stages))
+    problem = found.problem
+    placement = found.plan.placement
+    plain = replace(
+        placement, stages=tuple(replace(stage, gathers=()) for stage in placement.stages)
+    )
     sent = []
     for each in (placement, plain):
         program = lower(problem.graph, each, found.plan.schedule, problem.loss, precision=precision)

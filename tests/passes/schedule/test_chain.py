@@ -17,14 +17,22 @@ from autopipe.passes.schedule.simulate import simulate
 
 @st.composite
 def chains(draw):
-    """Stages of 1 to 3 devices in a line, and devices without a stage; some send to stages further on, too."""
+    """Stages of 1 to 3 devices in a line, and devices without a stage; some send to stages further
+    on, too.
+    """
     groups = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     devices = draw(st.permutations(range(sum(groups) + draw(st.integers(0, 1)))))
     ends = list(itertools.accumulate(groups))
-    stages = tuple(tuple(devices[end - count : end]) for end, count in zip(ends, groups, strict=True))
+    stages = tuple(
+        tuple(devices[end - count : end]) for end, count in zip(ends, groups, strict=True)
+    )
     skips = draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3))
-    pairs = {*itertools.pairwise(range(len(groups))), *((a, b) for a, b in skips if a < b < len(groups))}
-    seconds, size = st.floats(0.1, 3), st.integers(0, 9)
+    pairs = {
+        *itertools.pairwise(range(len(groups))),
+        *((a, b) for a, b in skips if a < b < len(groups)),
+    }
+    seconds = st.floats(0.1, 3)
+    size = st.integers(0, 9)
     predicted = tuple(
         StagePrediction(
             draw(seconds),
@@ -38,7 +46,16 @@ def chains(draw):
         for _ in groups
     )
     messages = tuple(
-        Message(a, b, source, target, draw(st.integers(0, 1)), draw(st.integers(0, 1)), draw(seconds), draw(seconds))
+        Message(
+            a,
+            b,
+            source,
+            target,
+            draw(st.integers(0, 1)),
+            draw(st.integers(0, 1)),
+            draw(seconds),
+            draw(seconds),
+        )
         for a, b in sorted(pairs)
         for source, target in zip(itertools.cycle(stages[a]), stages[b])
     )

@@ -1,4 +1,6 @@
-"""Lower bounds: fewer micro-batches than pipelines, and halves of a backward that take longer than the whole."""
+"""Lower bounds: fewer micro-batches than pipelines, and halves of a backward that take longer than
+the whole.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.predict import predict, stage_messages
-from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
+from autopipe.passes.schedule.published.one_f_one_b import (
+    KForwardsKBackwards,
+    OneForwardOneBackward,
+)
 from autopipe.passes.schedule.simulate import simulate
 
 GROUPS = [
@@ -38,7 +41,9 @@ def planned(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "model.onnx"
     build(configure(request.param, {"loss": "true"})).save(path)
     cluster = resolve_cluster(load_configuration(words={"--gpus": "6", "--cluster": "a100-80gb"}))
-    return make_plan(Request(path, cluster, PipeDream(), OneForwardOneBackward(), batch_size=8, micro_batches=2))
+    return make_plan(
+        Request(path, cluster, PipeDream(), OneForwardOneBackward(), batch_size=8, micro_batches=2)
+    )
 
 
 def cut(graph, groups, samples, pipeline=0):
@@ -48,7 +53,11 @@ def cut(graph, groups, samples, pipeline=0):
     stages = []
     for first, last, group in zip(ends, ends[1:], groups, strict=False):
         nodes = tuple(range(first, last))
-        stages.append(Stage(nodes, group, samples, sample_axes(graph).splits(nodes, len(group)), False, pipeline))
+        stages.append(
+            Stage(
+                nodes, group, samples, sample_axes(graph).splits(nodes, len(group)), False, pipeline
+            )
+        )
     return Placement(tuple(stages))
 
 
@@ -67,15 +76,23 @@ UNEQUAL = [
 @pytest.mark.parametrize("pipelines", [*([groups] for groups in GROUPS), *PIPELINES])
 def test_bytes_by_link_are_those_of_the_program(planned, pipelines, precision):
     problem = dataclasses.replace(planned.problem, precision=precision)
-    cuts = (cut(problem.graph, groups, problem.micro_batch_size, index) for index, groups in enumerate(pipelines))
+    cuts = (
+        cut(problem.graph, groups, problem.micro_batch_size, index)
+        for index, groups in enumerate(pipelines)
+    )
     placement = Placement(tuple(stage for each in cuts for stage in each.stages))
     compare(problem, placement, OneForwardOneBackward().run(problem, placement))
 
 
-@pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0,), (1, 2, 3, 4)), ((0, 1, 2, 3), (4, 5)), ((0, 1), (1, 2))])
+@pytest.mark.parametrize(
+    "groups", [((0, 1), (2, 3)), ((0,), (1, 2, 3, 4)), ((0, 1, 2, 3), (4, 5)), ((0, 1), (1, 2))]
+)
 def test_slices_that_are_gathered_are_those_of_the_program(planned, groups):
-    """A rank of the second stage receives a slice of each value, of which all its devices hold copies."""
-    problem, graph = planned.problem, planned.problem.graph
+    """A rank of the second stage receives a slice of each value, of which all its devices hold
+    copies.
+    """
+    problem = planned.problem
+    graph = planned.problem.graph
     whole = cut(graph, groups, problem.micro_batch_size)
     read = tuple({name for node in graph.nodes for name in node.inputs if name})
     stages = (dataclasses.replace(stage, splits=(), gathers=read) for stage in whole.stages)
@@ -86,7 +103,9 @@ def test_slices_that_are_gathered_are_those_of_the_program(planned, groups):
         Counter({each.target: each.forward_bytes for each in stage_messages(problem, each)})
         for each in (placement, plain)
     )
-    assert all(sliced[rank] * len(groups[1]) == direct[rank] for rank in groups[1] if rank not in groups[0])
+    assert all(
+        sliced[rank] * len(groups[1]) == direct[rank] for rank in groups[1] if rank not in groups[0]
+    )
 
 
 @pytest.mark.parametrize(("groups", "sizes"), UNEQUAL)
@@ -94,25 +113,39 @@ def test_bytes_of_micro_batches_of_different_sizes_are_those_of_the_program(plan
     problem = dataclasses.replace(planned.problem, precision="fp16")
     whole = cut(problem.graph, groups, problem.micro_batch_size)
     pairs = zip(whole.stages, sizes, strict=True)
-    placement = Placement(tuple(dataclasses.replace(stage, micro_batch_size=size) for stage, size in pairs))
+    placement = Placement(
+        tuple(dataclasses.replace(stage, micro_batch_size=size) for stage, size in pairs)
+    )
     schedule = KForwardsKBackwards().run(problem, placement)
     compare(problem, placement, schedule)
-    simulated = simulate(schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement))
+    simulated = simulate(
+        schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)
+    )
     assert len(simulated.spans) == sum(map(len, schedule.tasks))
 
 
 def compare(problem, placement, schedule):
-    """Messages against what the program's ranks send: bytes and seconds of each pair of ranks and turns."""
+    """Messages against what the program's ranks send: bytes and seconds of each pair of ranks and
+    turns.
+    """
     graph = problem.graph
     placement.verify(graph)
     schedule.verify(StageGraph.of(problem, placement), train=True)
     program = lower(graph, placement, schedule, problem.loss, precision=problem.precision)
-    forward, backward, seconds = Counter(), Counter(), Counter()
+    forward = Counter()
+    backward = Counter()
+    seconds = Counter()
     for rank in program.ranks:
         for stage in rank.stages:
             for piece in stage.sends:
                 turns = piece.source_slice, piece.target_slice
-                link = piece.source_stage, piece.target_stage, piece.source_rank, piece.target_rank, *turns
+                link = (
+                    piece.source_stage,
+                    piece.target_stage,
+                    piece.source_rank,
+                    piece.target_rank,
+                    *turns,
+                )
                 forward[link] += piece.bytes
                 backward[link] += piece.bytes * piece.needs_gradient
                 if piece.source_rank != piece.target_rank:
@@ -121,10 +154,19 @@ def compare(problem, placement, schedule):
                     seconds[link] += way.latency_s + piece.bytes / way.bandwidth_bytes_per_s
     messages = stage_messages(problem, placement)
     links = [
-        (each.source_stage, each.target_stage, each.source, each.target, each.source_slice, each.target_slice)
+        (
+            each.source_stage,
+            each.target_stage,
+            each.source,
+            each.target,
+            each.source_slice,
+            each.target_slice,
+        )
         for each in messages
     ]
     assert {link: each.forward_bytes for link, each in zip(links, messages, strict=True)} == forward
-    assert {link: each.backward_bytes for link, each in zip(links, messages, strict=True)} == backward
+    assert {
+        link: each.backward_bytes for link, each in zip(links, messages, strict=True)
+    } == backward
     for link, each in zip(links, messages, strict=True):
         assert each.forward_s == pytest.approx(seconds[link])

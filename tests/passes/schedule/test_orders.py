@@ -1,4 +1,6 @@
-"""GPipe and 1F1B on chains (against the papers) and on random DAGs (against the checker and in-flight bounds)."""
+"""GPipe and 1F1B on chains (against the papers) and on random DAGs (against the checker and
+in-flight bounds).
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,18 @@ UNIT = ticks([(1.0, 2.0)] * 64)
 
 def in_flight(order, stage):
     """Most micro-batches of a stage between their forward and their backward."""
-    held = itertools.accumulate((1 if task.phase is Phase.FORWARD else -1) for task in order if task.stage == stage)
+    held = itertools.accumulate(
+        (1 if task.phase is Phase.FORWARD else -1) for task in order if task.stage == stage
+    )
     return max(held, default=0)
 
 
 def longest_ways(graph: StageGraph) -> list[int]:
     """Stages on the longest path from each stage, by trying all paths."""
-    after = {stage: [b for a, b in graph.edges if a == stage] for stage in range(len(graph.stage_devices))}
+    after = {
+        stage: [b for a, b in graph.edges if a == stage]
+        for stage in range(len(graph.stage_devices))
+    }
 
     def longest(stage):
         return 1 + max((longest(each) for each in after[stage]), default=0)
@@ -49,7 +56,8 @@ def lines_of(schedule: Schedule) -> list[int]:
 
 
 def test_1f1b_of_a_chain_is_the_published_one():
-    # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", figure 3, for four stages.
+    # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", figure 3, for four
+    # stages.
     schedule = order_kfkb(chain(4), 6, True, UNIT)
     assert schedule.grid().splitlines() == [
         "0: 0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5",
@@ -68,14 +76,25 @@ def test_1f1b_of_a_chain_does_not_depend_on_times(times, stages, micro_batches):
 
 def test_1f1b_of_branches_keeps_as_many_in_flight_as_stages_follow():
     # 0 splits into 1-2 and 3, which meet in 4: GraphPipe's point is that 0 keeps 4, not 5.
-    graph = StageGraph(5, tuple((stage,) for stage in range(5)), ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4)))
+    graph = StageGraph(
+        5, tuple((stage,) for stage in range(5)), ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4))
+    )
     schedule = order_kfkb(graph, 8, True, UNIT)
-    assert [in_flight(order, stage) for stage, order in enumerate(schedule.tasks)] == [4, 3, 2, 2, 1]
+    assert [in_flight(order, stage) for stage, order in enumerate(schedule.tasks)] == [
+        4,
+        3,
+        2,
+        2,
+        1,
+    ]
 
 
 def test_gpipe_runs_forwards_before_backwards():
     schedule = order_gpipe(chain(2), 3, True, UNIT)
-    assert schedule.grid().splitlines() == ["0: 0F0 0F1 0F2 0B0 0B1 0B2", "1: 1F0 1F1 1F2 1B0 1B1 1B2"]
+    assert schedule.grid().splitlines() == [
+        "0: 0F0 0F1 0F2 0B0 0B1 0B2",
+        "1: 1F0 1F1 1F2 1B0 1B1 1B2",
+    ]
 
 
 @BOTH
@@ -107,7 +126,10 @@ def test_repetends_stand_in_the_lists(order, graph, micro_batches, train):
             for index in range(repetend.count)
             for task in body
         ]
-        assert list(tasks[repetend.start : repetend.start + repetend.length * repetend.count]) == rolled
+        assert (
+            list(tasks[repetend.start : repetend.start + repetend.length * repetend.count])
+            == rolled
+        )
         assert repetend.length == 0 or repetend.count >= 2
 
 
@@ -118,6 +140,8 @@ def test_lines_of_1f1b_do_not_grow_with_micro_batches(micro_batches):
 
 def test_a_v_shape_reaches_a_steady_state():
     # Two stages a device, there and back: 0 1 2 3 3 2 1 0.
-    graph = StageGraph(4, ((0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)), tuple((i, i + 1) for i in range(7)))
+    graph = StageGraph(
+        4, ((0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)), tuple((i, i + 1) for i in range(7))
+    )
     short, long = (order_kfkb(graph, count, True, UNIT) for count in (40, 80))
     assert lines_of(short) == lines_of(long)

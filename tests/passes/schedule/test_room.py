@@ -31,7 +31,9 @@ def orders(graph):
     """All orders of one unit's blocks."""
     for order in permutations(range(len(graph.blocks))):
         place = {index: position for position, index in enumerate(order)}
-        if all(place[other] < place[index] for index in order for other in graph.blocks[index].after):
+        if all(
+            place[other] < place[index] for index in order for other in graph.blocks[index].after
+        ):
             yield order
 
 
@@ -67,7 +69,10 @@ def test_the_least_room_is_what_the_best_order_needs(graph):
 @settings(max_examples=400)
 def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
     fits = any(
-        all(room is None or peak <= room for peak, room in zip(peaks(graph, order), graph.memory, strict=True))
+        all(
+            room is None or peak <= room
+            for peak, room in zip(peaks(graph, order), graph.memory, strict=True)
+        )
         for order in orders(graph)
     )
     if fits:
@@ -78,8 +83,14 @@ def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
 
 
 def test_the_device_and_the_least_are_named():
-    blocks = (Block("F", (1,), 1, 3), Block("G", (0, 1), 1, 2, (0,)), Block("B", (0, 1), 1, -2, (1,)))
-    with pytest.raises(InfeasibleError, match="room for 4, but 5 is the least that would do") as caught:
+    blocks = (
+        Block("F", (1,), 1, 3),
+        Block("G", (0, 1), 1, 2, (0,)),
+        Block("B", (0, 1), 1, -2, (1,)),
+    )
+    with pytest.raises(
+        InfeasibleError, match="room for 4, but 5 is the least that would do"
+    ) as caught:
         require_room(BlockGraph(2, blocks, (2, 4)), 1)
     assert (caught.value.where, caught.value.hint) == ("device 1", "give it a memory of 5 or more")
     require_room(BlockGraph(2, blocks, (2, 5)), 1)
@@ -88,7 +99,9 @@ def test_the_device_and_the_least_are_named():
 
 
 def test_devices_that_have_room_each_but_not_together():
-    """Nothing is freed before all four have started, so that the order of starts does not matter."""
+    """Nothing is freed before all four have started, so that the order of starts does not
+    matter.
+    """
     blocks = (
         Block("a", (0,), 1, 1), Block("x", (1,), 1, 2, (0,)), Block("b", (0,), 1, 1), Block("y", (1,), 1, 2, (2,)),
         Block("free0", (0,), 1, -2, (1, 3)), Block("free1", (1,), 1, -4, (1, 3)),
@@ -110,7 +123,8 @@ def test_units_that_free_before_they_allocate_may_help_one_another():
     """One unit alone needs 4; of two, one goes ahead to where it has freed."""
     changes = (-5, 9, -9, 5)
     blocks = tuple(
-        Block(f"b{index}", (0,), 1, change, (index - 1,) if index else ()) for index, change in enumerate(changes)
+        Block(f"b{index}", (0,), 1, change, (index - 1,) if index else ())
+        for index, change in enumerate(changes)
     )
     graph = BlockGraph(1, blocks, (0,))
     with pytest.raises(InfeasibleError, match="4 is the least"):

@@ -13,7 +13,9 @@ def chain(graph):
     return [graph.blocks[index].name for index in graph.order]
 
 
-@pytest.mark.parametrize(("name", "train", "infer"), [("v", 4, 1), ("x", 8, 2), ("m", 6, 2), ("nn", 8, 3), ("k", 6, 2)])
+@pytest.mark.parametrize(
+    ("name", "train", "infer"), [("v", 4, 1), ("x", 8, 2), ("m", 6, 2), ("nn", 8, 3), ("k", 6, 2)]
+)
 @pytest.mark.parametrize("devices", [2, 4, 8, 32])
 def test_every_device_has_the_published_load(name, train, infer, devices):
     assert shape(name, devices, True).loads == (train,) * devices
@@ -22,7 +24,8 @@ def test_every_device_has_the_published_load(name, train, infer, devices):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_memory_returns_to_nothing_and_only_training_keeps(name):
-    trained, inferred = shape(name, 4, True, memory=3), shape(name, 4, False)
+    trained = shape(name, 4, True, memory=3)
+    inferred = shape(name, 4, False)
     assert trained.memory == (3,) * 4
     assert inferred.memory == (None,) * 4
     for device in range(4):

@@ -34,10 +34,14 @@ def test_a_balanced_chain_idles_as_the_formula_says(order, stages, micro_batches
     assert timeline.bubble_rate == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
-@pytest.mark.parametrize(("order", "kept"), [(order_gpipe, [8, 8, 8, 8]), (order_kfkb, [4, 3, 2, 1])])
+@pytest.mark.parametrize(
+    ("order", "kept"), [(order_gpipe, [8, 8, 8, 8]), (order_kfkb, [4, 3, 2, 1])]
+)
 def test_memory_is_that_of_the_micro_batches_in_flight(order, kept):
     graph = chain(4)
-    prediction = Prediction((StagePrediction(1, 2, static_bytes=1000, kept_bytes=10),) * 4, free_messages(graph))
+    prediction = Prediction(
+        (StagePrediction(1, 2, static_bytes=1000, kept_bytes=10),) * 4, free_messages(graph)
+    )
     timeline = step(graph, prediction, 8, order)
     assert timeline.static_memory == (1000,) * 4
     assert timeline.peak_memory == tuple(1000 + 10 * count for count in kept)
@@ -47,13 +51,18 @@ def test_memory_is_that_of_the_micro_batches_in_flight(order, kept):
 
 def test_transient_memory_is_held_in_backward_and_without_training_in_forward():
     graph = chain(1)
-    prediction = Prediction((StagePrediction(1, 2, static_bytes=100, kept_bytes=10, transient_bytes=7),))
-    assert step(graph, prediction, 2).memory == (((0.0, 110), (1.0, 117), (3.0, 110), (4.0, 117), (6.0, 100)),)
+    prediction = Prediction(
+        (StagePrediction(1, 2, static_bytes=100, kept_bytes=10, transient_bytes=7),)
+    )
+    assert step(graph, prediction, 2).memory == (
+        ((0.0, 110), (1.0, 117), (3.0, 110), (4.0, 117), (6.0, 100)),
+    )
     assert step(graph, prediction, 1, train=False).memory == (((0.0, 107), (1.0, 100)),)
 
 
 def test_messages_overlap_with_computation():
-    # A message of 1 s behind each forward of 2 s costs its latency once a stage, not once a micro-batch.
+    # A message of 1 s behind each forward of 2 s costs its latency once a stage, not once a
+    # micro-batch.
     graph = chain(3)
     messages = tuple(Message(a, b, a, b, 8, 0, 1.0, 0.0) for a, b in graph.edges)
     timeline = step(graph, Prediction((StagePrediction(2),) * 3, messages), 10, train=False)
@@ -65,7 +74,12 @@ def test_messages_of_one_link_follow_one_another():
     graph = chain(2)
     message = Message(0, 1, 0, 1, 8, 0, 5.0, 0.0)
     timeline = step(graph, Prediction((StagePrediction(1),) * 2, (message,)), 4, train=False)
-    assert [(each.start, each.end) for each in timeline.transfers] == [(1, 6), (6, 11), (11, 16), (16, 21)]
+    assert [(each.start, each.end) for each in timeline.transfers] == [
+        (1, 6),
+        (6, 11),
+        (11, 16),
+        (16, 21),
+    ]
     assert timeline.end == pytest.approx(22)
 
 
@@ -96,7 +110,10 @@ def test_gradients_and_update_come_after_the_last_backward():
 
 
 def test_each_stage_of_a_device_sums_its_gradients_and_the_device_updates_once():
-    stages = (StagePrediction(1, gradient_s=3, update_s=1), StagePrediction(1, gradient_s=2, update_s=1))
+    stages = (
+        StagePrediction(1, gradient_s=3, update_s=1),
+        StagePrediction(1, gradient_s=2, update_s=1),
+    )
     schedule = Schedule(1, (tuple(map(Task.parse, ("0F0", "1F0"))),))
     found = [
         (span.kind, span.stage, span.start, span.end)
@@ -119,14 +136,18 @@ def test_a_task_waits_for_all_devices_of_its_group():
 
 
 def test_an_order_that_cannot_run_is_refused():
-    schedule = Schedule(1, ((Task.parse("0B0"), Task.parse("0F0")), (Task.parse("1F0"), Task.parse("1B0"))))
+    schedule = Schedule(
+        1, ((Task.parse("0B0"), Task.parse("0F0")), (Task.parse("1F0"), Task.parse("1B0")))
+    )
     graph = chain(2)
     with pytest.raises(InfeasibleError, match="0B0 never starts"):
         simulate(schedule, graph.stage_devices, predicted(graph))
 
 
 def test_halves_of_a_backward_hold_what_each_still_needs():
-    stage = StagePrediction(1, 9, 2, 3, static_bytes=100, kept_bytes=10, weight_kept_bytes=4, transient_bytes=7)
+    stage = StagePrediction(
+        1, 9, 2, 3, static_bytes=100, kept_bytes=10, weight_kept_bytes=4, transient_bytes=7
+    )
     tasks = tuple(map(Task.parse, ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")))
     timeline = simulate(Schedule(2, (tasks,)), ((0,),), Prediction((stage,)))
     curve = ((0, 110), (1, 120), (2, 127), (4, 121), (6, 108), (9, 104), (12, 100))
@@ -141,7 +162,9 @@ def test_the_first_half_of_a_backward_receives_and_sends():
     rows = (("0F0", "0F1", "0B0", "0I1", "0W1"), ("1F0", "1I0", "1F1", "1B1", "1W0"))
     schedule = Schedule(2, tuple(tuple(map(Task.parse, row)) for row in rows))
     schedule.verify(graph, train=True)
-    timeline = simulate(schedule, graph.stage_devices, Prediction((StagePrediction(2, 6, 3, 3),) * 2, (message,)))
+    timeline = simulate(
+        schedule, graph.stage_devices, Prediction((StagePrediction(2, 6, 3, 3),) * 2, (message,))
+    )
     starts = {str(span.task): span.start for span in timeline.spans}
     assert starts == {
         "0F0": 0, "0F1": 2, "0B0": 9, "0I1": 17, "0W1": 20, "1F0": 3, "1I0": 5, "1F1": 8, "1B1": 10, "1W0": 16,
@@ -151,10 +174,13 @@ def test_the_first_half_of_a_backward_receives_and_sends():
 
 
 def halved(schedule, chosen):
-    """The schedule with each backward in two halves whose bit in `chosen` is set, the second at the device's end."""
+    """The schedule with each backward in two halves whose bit in `chosen` is set, the second at the
+    device's end.
+    """
     rows = []
     for order in schedule.tasks:
-        row, late = [], []
+        row = []
+        late = []
         for task in order:
             if task.phase is Phase.BACKWARD and chosen >> (7 * task.stage + task.micro_batch) & 1:
                 row.append(Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch))
@@ -166,7 +192,9 @@ def halved(schedule, chosen):
 
 
 def naive_ends(schedule, graph, stages, seconds):
-    """The end of each task, by relaxing until nothing changes: after its device's last task and all it depends on."""
+    """The end of each task, by relaxing until nothing changes: after its device's last task and all
+    it depends on.
+    """
     ends = {task: 0.0 for order in schedule.tasks for task in order}
 
     @functools.cache
@@ -180,12 +208,15 @@ def naive_ends(schedule, graph, stages, seconds):
             for place, task in enumerate(order):
                 needs = [ends[order[place - 1]]] if place else [0.0]
                 forward = task.phase is Phase.FORWARD
-                pairs = graph.edges if forward else [(target, source) for source, target in graph.edges]
+                pairs = (
+                    graph.edges if forward else [(target, source) for source, target in graph.edges]
+                )
                 phases = (Phase.FORWARD,) if forward else (Phase.BACKWARD, Phase.INPUT_GRADIENT)
                 needs += [
                     end + seconds
                     for other, end in ends.items()
-                    if (other.stage, task.stage) in pairs and task.phase is not Phase.WEIGHT_GRADIENT
+                    if (other.stage, task.stage) in pairs
+                    and task.phase is not Phase.WEIGHT_GRADIENT
                     if other.phase in phases and samples(other) & samples(task)
                 ]
                 end = max(*needs, 0.0) + stages[task.stage].seconds(task.phase)
@@ -219,7 +250,13 @@ def test_messages_shorter_than_tasks_only_delay(graph, micro_batches, length):
     # Messages shorter than the tasks that send them never queue: they are a delay along the edge.
     stages = (StagePrediction(3.0, 4.0),) * len(graph.stage_devices)
     messages = tuple(
-        dataclasses.replace(each, forward_bytes=1, backward_bytes=1, forward_s=float(length), backward_s=float(length))
+        dataclasses.replace(
+            each,
+            forward_bytes=1,
+            backward_bytes=1,
+            forward_s=float(length),
+            backward_s=float(length),
+        )
         for each in free_messages(graph)
     )
     schedule = order_kfkb(graph, micro_batches, True, ticks_of(stages))

@@ -37,7 +37,12 @@ def test_no_values_are_told_as_proven() -> None:
     model, names = knapsack()
     model.add(names[0] + names[1] >= 6)
     answer = solve(model, names, AMPLE)
-    assert (answer.status, answer.values, answer.bound, answer.found) == (Status.INFEASIBLE, (), None, False)
+    assert (answer.status, answer.values, answer.bound, answer.found) == (
+        Status.INFEASIBLE,
+        (),
+        None,
+        False,
+    )
 
 
 def test_values_alone_have_no_bound() -> None:
@@ -89,13 +94,20 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-"""Ctrl-C at the first Golomb ruler of 16 marks, whose shortest nobody proves in ten minutes, or after it."""
+"""Ctrl-C at the first Golomb ruler of 16 marks, whose shortest nobody proves in ten minutes, or
+after it.
+"""
 
 
-@pytest.mark.parametrize(("moment", "printed"), [("during", "interrupted"), ("after", "solved interrupted")])
-def test_ctrl_c_raises_keyboard_interrupt_during_and_after_a_search(moment: str, printed: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "printed"), [("during", "interrupted"), ("after", "solved interrupted")]
+)
+def test_ctrl_c_raises_keyboard_interrupt_during_and_after_a_search(
+    moment: str, printed: str
+) -> None:
     command = [sys.executable, "-c", INTERRUPTED, moment]
-    # A process that ignores SIGINT at its start, as a job in the background does, gets no handler from Python.
+    # A process that ignores SIGINT at its start, as a job in the background does, gets no handler
+    # from Python.
     run = subprocess.run(
         command,
         capture_output=True,

@@ -19,7 +19,9 @@ Groups = list[tuple[int, ...]]
 
 
 def slowest(given: Problem, groups: Groups, stops: tuple[int, ...]) -> float:
-    """Seconds of the slowest stage of a perceptron's nodes cut at `stops`, messages at both ends included."""
+    """Seconds of the slowest stage of a perceptron's nodes cut at `stops`, messages at both ends
+    included.
+    """
     bounds = (0, *stops, len(given.graph.nodes))
     crossing = [0.0]
     for place, one, other in zip(stops, groups, groups[1:], strict=False):
@@ -44,9 +46,13 @@ def _bytes(given: Problem, place: int) -> int:
 @given(
     st.lists(st.sampled_from([8, 64, 512]), min_size=4, max_size=6),
     st.sampled_from([0.5, 1.0, 2.0, 8.0]),
-    st.sampled_from([[(0, 1), (2, 3)], [(0,), (1,), (2, 3)], [(2, 3), (1,), (0,)], [(0, 1), (2,), (3,)]]),
+    st.sampled_from(
+        [[(0, 1), (2, 3)], [(0,), (1,), (2, 3)], [(2, 3), (1,), (0,)], [(0, 1), (2,), (3,)]]
+    ),
 )
-def test_no_other_cut_has_a_faster_slowest_stage(widths: list[int], speed: float, groups: Groups) -> None:
+def test_no_other_cut_has_a_faster_slowest_stage(
+    widths: list[int], speed: float, groups: Groups
+) -> None:
     graph = perceptron(widths)
     given = problem(graph, mixed_cluster([(2, kind(1.0)), (2, kind(speed, name="other"))]))
     stages = cut_into_stages(given, groups, {})
@@ -66,6 +72,9 @@ def test_parameters_go_where_there_is_room_for_them() -> None:
     _, second = cut_into_stages(given, [(0,), (1,)], {})
     # With their gradients, two of the eight are a quarter of all: half of the parameters' bytes.
     assert sum(graph.nodes[node].op == "MatMul" for node in second) == 2
-    tiny = problem(graph, mixed_cluster([(1, kind(1.0, memory=2)), (1, kind(1.0, memory=1, name="tiny"))]))
-    # Where nothing fits, the cut is that without regard to memory, and what refuses it says by how much.
+    tiny = problem(
+        graph, mixed_cluster([(1, kind(1.0, memory=2)), (1, kind(1.0, memory=1, name="tiny"))])
+    )
+    # Where nothing fits, the cut is that without regard to memory, and what refuses it says by how
+    # much.
     assert [len(stage) for stage in cut_into_stages(tiny, [(0,), (1,)], {})] == [8, 8]

@@ -14,7 +14,9 @@ _ZIP64 = 45
 
 
 class _Entry(zipfile.ZipInfo):
-    """A file of an archive, its sizes always of eight bytes: Python's own header for that changed in 3.11.4."""
+    """A file of an archive, its sizes always of eight bytes: Python's own header for that changed
+    in 3.11.4.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -22,11 +24,23 @@ class _Entry(zipfile.ZipInfo):
         self.create_version = self.extract_version = _ZIP64
 
     def FileHeader(self, zip64: bool | None = None) -> bytes:
-        name, nowhere = self.filename.encode(), 0xFFFFFFFF
+        name = self.filename.encode()
+        nowhere = 0xFFFFFFFF
         sizes = struct.pack("<HHQQ", 1, 16, self.file_size, self.compress_size)
         year, month, day, hour, minute, second = self.date_time
-        date, time = (year - 1980) << 9 | month << 5 | day, hour << 11 | minute << 5 | second // 2
-        fields = (_ZIP64, 0, self.flag_bits, self.compress_type, time, date, self.CRC, nowhere, nowhere)
+        date = (year - 1980) << 9 | month << 5 | day
+        time = hour << 11 | minute << 5 | second // 2
+        fields = (
+            _ZIP64,
+            0,
+            self.flag_bits,
+            self.compress_type,
+            time,
+            date,
+            self.CRC,
+            nowhere,
+            nowhere,
+        )
         return struct.pack("<4s2B4H3L2H", b"PK\3\4", *fields, len(name), len(sizes)) + name + sizes
 
 

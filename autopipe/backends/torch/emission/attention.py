@@ -1,10 +1,19 @@
-"""Emission of attention, by torch's fused kernel where it computes what ONNX asks, and of ONNX Runtime's operators."""
+"""Emission of attention, by torch's fused kernel where it computes what ONNX asks, and of ONNX
+Runtime's operators.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, in_one_type, torch_dtype
+from autopipe.backends.torch.emission.call import (
+    Call,
+    Emitter,
+    called,
+    formula,
+    in_one_type,
+    torch_dtype,
+)
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
 from autopipe.ir.errors import ModelError
@@ -12,9 +21,11 @@ from autopipe.ir.ops.attention import is_positional, is_stepwise, softmax_type
 
 
 def _attention(call: Call) -> str:
-    node, by_head = call.node, call.rank == 4
+    node = call.node
+    by_head = call.rank == 4
     if by_head:
-        query_heads, groups = call.operand(0).shape[1], call.operand(1).shape[1]
+        query_heads = call.operand(0).shape[1]
+        groups = call.operand(1).shape[1]
     else:
         groups = call.share(node.integer("kv_num_heads"), "h")
         query_heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
@@ -22,8 +33,13 @@ def _attention(call: Call) -> str:
     words = [call.arg(index) for index in range(3)]
     if not by_head:
         words = [
-            f"{code}.unflatten(2, ({heads}, {call.operand(index).shape[2] // heads})).transpose(1, 2)"
-            for index, (code, heads) in enumerate(zip(words, (query_heads, groups, groups), strict=True))
+            (
+                f"{code}.unflatten(2, ({heads}, "
+                f"{call.operand(index).shape[2] // heads})).transpose(1, 2)"
+            )
+            for index, (code, heads) in enumerate(
+                zip(words, (query_heads, groups, groups), strict=True)
+            )
         ]
     if not _is_fused(call):
         return _general(call, words)
@@ -52,7 +68,8 @@ def _is_fused(call: Call) -> bool:
 
 
 def _general(call: Call, operands: list[str]) -> str:
-    node, outputs = call.node, call.node.outputs
+    node = call.node
+    outputs = call.node.outputs
     words = [*operands, *(call.optional(index) for index in range(3, 8))]
     while words[-1] == "None":
         words.pop()
@@ -80,14 +97,18 @@ def _linear_attention(call: Call) -> str:
     needed = {4: "gated" in rule, 5: "delta" in rule}
     if any(call.present(index) != takes for index, takes in needed.items()):
         message = f"LinearAttention of rule {rule!r} takes other operands"
-        raise ModelError(message, hint="a gated rule takes a decay, a delta rule a beta", where=repr(node.name))
+        raise ModelError(
+            message, hint="a gated rule takes a decay, a delta rule a beta", where=repr(node.name)
+        )
     words = [call.arg(0), call.arg(1), call.arg(2), *map(call.optional, range(3, 6))]
     while words[-1] == "None":
         words.pop()
     groups = call.share(node.integer("kv_num_heads"), "h")
     heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
     scale = call.stated("scale", 0.0) if node.number("scale") else None
-    return call.outputs(called("operators.linear_attention", *words, heads=heads, groups=groups, scale=scale))
+    return call.outputs(
+        called("operators.linear_attention", *words, heads=heads, groups=groups, scale=scale)
+    )
 
 
 def _causal_convolution(call: Call) -> str:
@@ -99,7 +120,8 @@ def _causal_convolution(call: Call) -> str:
 
 
 def _contrib_rotary_embedding(call: Call) -> str:
-    shape, positions = call.operand(0).shape, call.arg(1)
+    shape = call.operand(0).shape
+    positions = call.arg(1)
     seq = shape[2] if len(shape) == 4 else shape[1]
     if call.operand(1).elements == 1:
         start = f"{positions}.reshape(())"
@@ -112,8 +134,11 @@ def _contrib_rotary_embedding(call: Call) -> str:
 
 
 def _rotary(call: Call, words: list[str], heads: int) -> str:
-    """Operand 0 turned by cosines, sines and positions, whose code are `words`; of three dimensions it has `heads`."""
-    x, shape = call.arg(0), call.operand(0).shape
+    """Operand 0 turned by cosines, sines and positions, whose code are `words`; of three dimensions
+    it has `heads`.
+    """
+    x = call.arg(0)
+    shape = call.operand(0).shape
     split = len(shape) != 4
     if split:
         x = f"{x}.unflatten(2, ({heads}, {shape[2] // heads}))"
@@ -130,7 +155,12 @@ def _rotary(call: Call, words: list[str], heads: int) -> str:
 
 def _spelled_rotary(call: Call) -> str:
     flags = {name: call.flag(name) for name in ("interleaved", "apart")}
-    return called("operators.rotary", call.args(3), width=call.node.integer("rotary_embedding_dim") or None, **flags)
+    return called(
+        "operators.rotary",
+        call.args(3),
+        width=call.node.integer("rotary_embedding_dim") or None,
+        **flags,
+    )
 
 
 def _gelu(approximate: str, call: Call) -> str:
@@ -142,11 +172,17 @@ def _fused_matmul(call: Call) -> str:
     left = f"{call.arg(0)}.mT" if call.node.integer("transA") else call.arg(0)
     right = f"{call.arg(1)}.mT" if call.node.integer("transB") else call.arg(1)
     product = multiply(call, left, right)
-    return product if call.node.number("alpha", 1.0) == 1.0 else f"{call.stated('alpha', 1.0)} * {product}"
+    return (
+        product
+        if call.node.number("alpha", 1.0) == 1.0
+        else f"{call.stated('alpha', 1.0)} * {product}"
+    )
 
 
 def _skip(function: str, last: int, call: Call) -> str:
-    """The norm of a sum; operands from 2 to `last` are gamma, for the layer norm beta, and the bias of the sum."""
+    """The norm of a sum; operands from 2 to `last` are gamma, for the layer norm beta, and the bias
+    of the sum.
+    """
     vectors = map(call.optional, range(3, last + 1))
     group = call.group(f"d{call.rank - 1}")
     name = f"operators.{function}{'_part' if group else ''}"
@@ -158,7 +194,9 @@ ATTENTION: dict[str, Emitter] = {
     "LinearAttention": _linear_attention,
     "CausalConvWithState": _causal_convolution,
     "RotaryEmbedding": lambda call: _rotary(
-        call, [call.arg(1), call.arg(2), call.optional(3)], call.share(call.node.integer("num_heads"), "h")
+        call,
+        [call.arg(1), call.arg(2), call.optional(3)],
+        call.share(call.node.integer("num_heads"), "h"),
     ),
     "autopipe.Rotary": _spelled_rotary,
     **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_gelu, "")),
@@ -166,7 +204,9 @@ ATTENTION: dict[str, Emitter] = {
     "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),
     "com.microsoft.FusedMatMul": _fused_matmul,
     "com.microsoft.SkipLayerNormalization": in_one_type(partial(_skip, "skip_layer_norm", 4)),
-    "com.microsoft.SkipSimplifiedLayerNormalization": in_one_type(partial(_skip, "skip_rms_norm", 3)),
+    "com.microsoft.SkipSimplifiedLayerNormalization": in_one_type(
+        partial(_skip, "skip_rms_norm", 3)
+    ),
     "com.microsoft.RotaryEmbedding": _contrib_rotary_embedding,
     "SimplifiedLayerNormalization": in_one_type(rms_norm),
 }

@@ -1,4 +1,6 @@
-"""One use of an operator as an emitter sees it: local types, the code of its operands, and of groups of ranks."""
+"""One use of an operator as an emitter sees it: local types, the code of its operands, and of
+groups of ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ def group_code(axes: MeshAxes, group: int) -> str:
 class Call(Signature):
     """One use of an operator. All shapes are local: what this rank really holds.
 
-    An emitter returns one Python expression: a tensor where the operator has one result, else a tuple with one entry
-    for each output the node lists. It may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library
-    for what torch lacks), `p.device`, `group` and `stream` of this call, and nothing else; text from the model only
-    through `repr`.
+    An emitter returns one Python expression: a tensor where the operator has one result, else a
+    tuple with one entry for each output the node lists. It may use `torch`, `F`
+    (torch.nn.functional), `operators` (the runtime's library for what torch lacks), `p.device`,
+    `group` and `stream` of this call, and nothing else; text from the model only through `repr`.
     """
 
     codes: tuple[str | None, ...]
@@ -44,8 +46,16 @@ class Call(Signature):
     """Where samples are counted in what a random operator draws."""
 
     @staticmethod
-    def of(signature: Signature, codes: tuple[str | None, ...], splits: tuple[Split, ...] = ()) -> Call:
-        own = signature.node, signature.operands, signature.results, signature.constants, signature.opset
+    def of(
+        signature: Signature, codes: tuple[str | None, ...], splits: tuple[Split, ...] = ()
+    ) -> Call:
+        own = (
+            signature.node,
+            signature.operands,
+            signature.results,
+            signature.constants,
+            signature.opset,
+        )
         return Call(*own, codes, splits)
 
     @property
@@ -64,51 +74,71 @@ class Call(Signature):
 
     def args(self, count: int | None = None) -> str:
         """The codes of the first `count` operands, or of all, which must be present."""
-        return ", ".join(self.arg(index) for index in range(len(self.codes) if count is None else count))
+        return ", ".join(
+            self.arg(index) for index in range(len(self.codes) if count is None else count)
+        )
 
     def optionals(self, count: int) -> str:
         """The codes of the first `count` operands, "None" where one is not present."""
         return ", ".join(map(self.optional, range(count)))
 
     def share(self, count: int, axis: str) -> int:
-        """This rank's share of `count` things that lie along `axis`: an attribute's number of heads or groups."""
+        """This rank's share of `count` things that lie along `axis`: an attribute's number of heads
+        or groups.
+        """
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
     def is_split(self, axis: str) -> bool:
         return any(split.axis == axis for split in self.splits)
 
     def group(self, *axes: str) -> str | None:
-        """The code of the devices that share those of the joint `axes` which are split; None where none is."""
+        """The code of the devices that share those of the joint `axes` which are split; None where
+        none is.
+        """
         if not any(map(self.is_split, axes)):
             return None
         pairs = zip(self.splits, self.mesh, strict=True)
-        return group_code(merged(place for split, place in pairs if split.axis in axes), self.devices)
+        return group_code(
+            merged(place for split, place in pairs if split.axis in axes), self.devices
+        )
 
     def stream(self) -> str:
-        """The code of the numbers that this random operator draws: those of its node, at its place in the whole."""
+        """The code of the numbers that this random operator draws: those of its node, at its place
+        in the whole.
+        """
         name = next(filter(None, self.node.outputs))
-        key = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-        # For each dimension of the first result the mesh's axes that cut it, outer to inner, as degree and stride.
+        key = int.from_bytes(
+            hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big"
+        )
+        # For each dimension of the first result the mesh's axes that cut it, outer to inner, as
+        # degree and stride.
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
         results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(
             tuple(map(tuple, merged(places[name] for name in names if name in places)))
             for names in next((each for each in results if each is not None), ())
         )
-        samples: object = self.samples and (self.samples.dimension, self.samples.outer, self.samples.inner)
+        samples: object = self.samples and (
+            self.samples.dimension,
+            self.samples.outer,
+            self.samples.inner,
+        )
         if self.samples and (self.samples.outer, self.samples.inner) == (1, 1):
             samples = self.samples.dimension
         return called("p.random", f"{key:#018x}", cuts=cuts if any(cuts) else None, samples=samples)
 
     def bias(self, index: int, axis: str) -> str:
-        """The code of operand `index`, or "None", as what is added once to shares of a sum over `axis`."""
+        """The code of operand `index`, or "None", as what is added once to shares of a sum over
+        `axis`.
+        """
         if not self.present(index) or not self.is_split(axis):
             return self.optional(index)
         return f"operators.once({self.arg(index)}, {self.group(axis)})"
 
     def scalar(self, index: int) -> str | None:
-        """A Python literal for operand `index` where it is a known tensor of one element, else None. Mixing it with a
-        tensor keeps the tensor's type, as ONNX asks."""
+        """A Python literal for operand `index` where it is a known tensor of one element, else
+        None. Mixing it with a tensor keeps the tensor's type, as ONNX asks.
+        """
         array = self.constant(index)
         if array is None or array.size != 1:
             return None
@@ -119,12 +149,15 @@ class Call(Signature):
         """The string attribute `name`; raises ModelError where it is none of `choices`."""
         text = self.node.text(name, default)
         if text not in (known := list(choices)):
-            message, hint = f"attribute {name!r} of {self.node.op} is {text!r}", f"it may be {', '.join(known)}"
+            message = f"attribute {name!r} of {self.node.op} is {text!r}"
+            hint = f"it may be {', '.join(known)}"
             raise ModelError(message, hint=hint, where=repr(self.node.name))
         return text
 
     def stated(self, name: str, default: float) -> str:
-        """A float attribute, which has single precision: the shortest number, or in double precision the very one."""
+        """A float attribute, which has single precision: the shortest number, or in double
+        precision the very one.
+        """
         value = self.node.number(name, default)
         double = any(each is not None and each.dtype is DType.FLOAT64 for each in self.results)
         return literal(float(np.float32(value))) if double else number(value)
@@ -154,8 +187,10 @@ def literal(value: bool | int | float | complex) -> str:
 
 
 def number(value: float) -> str:
-    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for 9.999999747378752e-06. The
-    largest number is written in full, since torch refuses a shorter one that lies beyond it."""
+    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for
+    9.999999747378752e-06. The largest number is written in full, since torch refuses a shorter one
+    that lies beyond it.
+    """
     short = float(str(np.float32(value)))
     largest = float(np.finfo(np.float32).max)
     return literal(math.copysign(largest, value) if largest < abs(short) < math.inf else short)
@@ -169,29 +204,47 @@ Emitter = Callable[[Call], str]
 
 
 def formula(template: str, **defaults: float) -> Emitter:
-    """`formula("F.elu({0}, {alpha})", alpha=1.0)`: operands by place, float attributes by name with their defaults."""
+    """`formula("F.elu({0}, {alpha})", alpha=1.0)`: operands by place, float attributes by name with
+    their defaults.
+    """
     return lambda call: template.format(
         *call.codes, **{name: call.stated(name, default) for name, default in defaults.items()}
     )
 
 
 def in_one_type(emit: Emitter) -> Emitter:
-    """`emit` for functions of torch that want one floating type: of several, operands are cast to the widest, and what
-    is computed to the types of the results."""
+    """`emit` for functions of torch that want one floating type: of several, operands are cast to
+    the widest, and what is computed to the types of the results.
+    """
 
     def emitted(call: Call) -> str:
-        floating = [each.dtype for each in (*call.operands, *call.results) if each and each.dtype.is_floating]
+        floating = [
+            each.dtype
+            for each in (*call.operands, *call.results)
+            if each and each.dtype.is_floating
+        ]
         if len(set(floating)) < 2:
             return emit(call)
         widest = max(DType.FLOAT32, *floating, key=lambda each: each.itemsize)
 
         def cast(code: str | None, value: Value | None) -> tuple[str | None, Value | None]:
-            if code is None or value is None or not value.dtype.is_floating or value.dtype is widest:
+            if (
+                code is None
+                or value is None
+                or not value.dtype.is_floating
+                or value.dtype is widest
+            ):
                 return code, value
             return f"{code}.to({torch_dtype(widest)})", replace(value, dtype=widest)
 
         pairs = [cast(*each) for each in zip(call.codes, call.operands, strict=True)]
-        code = emit(replace(call, codes=tuple(pair[0] for pair in pairs), operands=tuple(pair[1] for pair in pairs)))
+        code = emit(
+            replace(
+                call,
+                codes=tuple(pair[0] for pair in pairs),
+                operands=tuple(pair[1] for pair in pairs),
+            )
+        )
         if len(call.results) == 1:
             return code if call.result().dtype is widest else f"({code}).to({call.dtype})"
         types = (torch_dtype(each.dtype) if each else "None" for each in call.results)

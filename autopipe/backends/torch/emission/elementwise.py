@@ -1,5 +1,6 @@
-"""Emission of operators that work element by element, make tensors, draw numbers, cast, quantise, transform or
-sample."""
+"""Emission of operators that work element by element, make tensors, draw numbers, cast, quantise,
+transform or sample.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +28,16 @@ from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
 def cast(call: Call) -> str:
     """A cast between any two types."""
-    node, source = call.node, call.operand(0).dtype
+    node = call.node
+    source = call.operand(0).dtype
     code = f"operators.from_float4({call.arg(0)})" if source is DType.FLOAT4E2M1 else call.arg(0)
     saturates = bool(node.integer("saturate", 1))
-    return cast_to(code, call.result().dtype, saturates, call.choice("round_mode", "up", ("up", "down", "nearest")))
+    return cast_to(
+        code,
+        call.result().dtype,
+        saturates,
+        call.choice("round_mode", "up", ("up", "down", "nearest")),
+    )
 
 
 def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
@@ -39,7 +46,12 @@ def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up"
     if dtype is DType.FLOAT4E2M1:
         return f"operators.to_float4({code})"
     if dtype is DType.FLOAT8E8M0:
-        return called("operators.to_exponent", code, None if rounding == "up" else repr(rounding), saturate=kept)
+        return called(
+            "operators.to_exponent",
+            code,
+            None if rounding == "up" else repr(rounding),
+            saturate=kept,
+        )
     if dtype.is_eighth:
         return called("operators.to_float8", code, torch_dtype(dtype), saturate=kept)
     if dtype.packed_bits:
@@ -56,7 +68,9 @@ def quantize(call: Call) -> str:
     if target.packed_bits:
         lowest = -(1 << target.packed_bits - 1) if target.held == "int8" else 0
         limits = lowest, lowest + (1 << target.packed_bits) - 1
-    return _linear("quantize_linear", call, call.args(2), call.optional(2), call.dtype, limits=limits)
+    return _linear(
+        "quantize_linear", call, call.args(2), call.optional(2), call.dtype, limits=limits
+    )
 
 
 def dequantize(call: Call) -> str:
@@ -64,13 +78,19 @@ def dequantize(call: Call) -> str:
     plain = call.operand(0).dtype is not DType.FLOAT4E2M1
     point = call.optional(2) if plain or not call.present(2) else wide(call.arg(2))
     return _linear(
-        "dequantize_linear", call, call.arg(0) if plain else wide(call.arg(0)), call.arg(1), point, call.dtype
+        "dequantize_linear",
+        call,
+        call.arg(0) if plain else wide(call.arg(0)),
+        call.arg(1),
+        point,
+        call.dtype,
     )
 
 
 def _linear(function: str, call: Call, *operands: object, **settings: object) -> str:
     """A call of the runtime's function with scales of this axis, in blocks or not."""
-    node, precision = call.node, call.node.integer("precision")
+    node = call.node
+    precision = call.node.integer("precision")
     return called(
         f"operators.{function}",
         *operands,
@@ -88,7 +108,9 @@ def unpack(call: Call) -> str:
 
 
 def element(call: Call, index: int) -> str:
-    """An operand's code, or a number where it is a known scalar and another tensor gives the result its shape."""
+    """An operand's code, or a number where it is a known scalar and another tensor gives the result
+    its shape.
+    """
     value = call.scalar(index)
     if value is None or call.operand(index).dtype is DType.BOOL:
         return call.arg(index)
@@ -116,9 +138,14 @@ def _div(call: Call) -> str:
 
 
 def _pow(call: Call) -> str:
-    base, exponent = call.operand(0).dtype, call.operand(1).dtype
+    base = call.operand(0).dtype
+    exponent = call.operand(1).dtype
     code = f"torch.pow({call.arg(0)}, {element(call, 1)})"
-    return code if base is exponent or (element(call, 1) != call.arg(1) and base.is_floating) else _cast(code, base)
+    return (
+        code
+        if base is exponent or (element(call, 1) != call.arg(1) and base.is_floating)
+        else _cast(code, base)
+    )
 
 
 def _cast(code: str, dtype: DType) -> str:
@@ -126,7 +153,9 @@ def _cast(code: str, dtype: DType) -> str:
 
 
 def _sum(call: Call) -> str:
-    """Return `a + b`; for many operands `sum((a, b, c))`, because Python's parser limits the depth of an expression."""
+    """Return `a + b`; for many operands `sum((a, b, c))`, because Python's parser limits the depth
+    of an expression.
+    """
     if len(call.codes) <= _MOST_TERMS:
         return infix("+")(call)
     return _called_sum(call)
@@ -151,9 +180,13 @@ def _extreme(function: str, bound: str, call: Call) -> str:
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
     codes = [call.arg(index) for index in range(len(call.codes))]
-    while len(codes) > _MOST_TERMS:  # A balanced tree, because Python's parser limits the depth of an expression.
+    while (
+        len(codes) > _MOST_TERMS
+    ):  # A balanced tree, because Python's parser limits the depth of an expression.
         pairs = [codes[index : index + 2] for index in range(0, len(codes), 2)]
-        codes = [f"{function}({pair[0]}, {pair[1]})" if len(pair) == 2 else pair[0] for pair in pairs]
+        codes = [
+            f"{function}({pair[0]}, {pair[1]})" if len(pair) == 2 else pair[0] for pair in pairs
+        ]
     return functools.reduce(lambda left, right: f"{function}({left}, {right})", codes)
 
 
@@ -163,7 +196,11 @@ def _where(call: Call) -> str:
     for side, other in ((2, 1), (1, 2)):
         value = call.scalar(side)
         shape = np.broadcast_shapes(call.operand(0).shape, call.operand(other).shape)
-        if value is not None and shape == call.result().shape and call.operand(side).dtype is not DType.BOOL:
+        if (
+            value is not None
+            and shape == call.result().shape
+            and call.operand(side).dtype is not DType.BOOL
+        ):
             codes[side - 1] = value
             break
     return called("torch.where", call.arg(0), *codes)
@@ -175,12 +212,18 @@ def _clip(call: Call) -> str:
     else:
         given = {name: index for name, index in (("min", 1), ("max", 2)) if call.present(index)}
         known = all(call.scalar(index) is not None for index in given.values())
-        bounds = {name: str(call.scalar(index)) if known else call.arg(index) for name, index in given.items()}
+        bounds = {
+            name: str(call.scalar(index)) if known else call.arg(index)
+            for name, index in given.items()
+        }
     return called("torch.clamp", call.arg(0), **bounds) if bounds else call.arg(0)
 
 
 def _is_inf(call: Call) -> str:
-    signs = bool(call.node.integer("detect_negative", 1)), bool(call.node.integer("detect_positive", 1))
+    signs = (
+        bool(call.node.integer("detect_negative", 1)),
+        bool(call.node.integer("detect_positive", 1)),
+    )
     if not any(signs):
         return f"torch.zeros_like({call.arg(0)}, dtype=torch.bool)"
     function = {(True, True): "isinf", (False, True): "isposinf", (True, False): "isneginf"}[signs]
@@ -193,7 +236,9 @@ def _shift(call: Call) -> str:
 
 
 _WIDER = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DType.INT64}
-"""Where torch lacks arithmetic for an unsigned type: one that has it and holds (of 64 bits: wraps) the same numbers."""
+"""Where torch lacks arithmetic for an unsigned type: one that has it and holds (of 64 bits: wraps)
+the same numbers.
+"""
 
 
 def widened(emit: Emitter, call: Call) -> str:
@@ -202,8 +247,11 @@ def widened(emit: Emitter, call: Call) -> str:
     if not any(wider):
         return emit(call)
     pairs = zip(call.codes, wider, strict=True)
-    codes = tuple(_cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs)
-    code, result = emit(replace(call, codes=codes)), call.result().dtype
+    codes = tuple(
+        _cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs
+    )
+    code = emit(replace(call, codes=codes))
+    result = call.result().dtype
     return _cast(f"({code})", result) if result in _WIDER else code
 
 
@@ -213,7 +261,9 @@ _NUMERIC: dict[str, Emitter] = {
     "Mul": infix("*"),
     "Div": _div,
     "Mod": lambda call: called(
-        "torch.fmod" if call.node.integer("fmod") else "torch.remainder", call.arg(0), element(call, 1)
+        "torch.fmod" if call.node.integer("fmod") else "torch.remainder",
+        call.arg(0),
+        element(call, 1),
     ),
     "Pow": _pow,
     "Sum": _sum,
@@ -239,14 +289,16 @@ def _gelu(call: Call) -> str:
 
 
 def _hard_sigmoid(call: Call) -> str:
-    alpha, beta = call.stated("alpha", 0.2), call.stated("beta", 0.5)
+    alpha = call.stated("alpha", 0.2)
+    beta = call.stated("beta", 0.5)
     if (alpha, beta) == (number(1 / 6), "0.5"):
         return f"F.hardsigmoid({call.arg(0)})"
     return f"torch.clamp({alpha} * {call.arg(0)} + {beta}, 0.0, 1.0)"
 
 
 def _prelu(call: Call) -> str:
-    shape, slope = call.operand(0).shape, call.operand(1)
+    shape = call.operand(0).shape
+    slope = call.operand(1)
     spread = shape[1:2] + (1,) * (len(shape) - 2)
     if call.opset < 7 or (shape[1:] and (slope.elements == 1 or slope.shape == spread)):
         return f"F.prelu({call.arg(0)}, {call.arg(1)}.reshape(-1))"
@@ -265,14 +317,17 @@ def _swish(call: Call) -> str:
 
 
 def _sharpness(call: Call) -> str:
-    """α of x · sigmoid(α x) = silu(α x) / α, which saves one tensor. A zero, for which that has no value, is taken for
-    a number as small as makes no difference."""
+    """α of x · sigmoid(α x) = silu(α x) / α, which saves one tensor. A zero, for which that has no
+    value, is taken for a number as small as makes no difference.
+    """
     return call.stated("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
 
 
 def _swiglu(call: Call) -> str:
     alpha = _sharpness(call)
-    return called("operators.gated", call.args(2), '"silu"', alpha=None if alpha == "1.0" else alpha)
+    return called(
+        "operators.gated", call.args(2), '"silu"', alpha=None if alpha == "1.0" else alpha
+    )
 
 
 _TORCH = (
@@ -298,7 +353,8 @@ def _number(call: Call, value: float) -> str:
 
 def _filled(call: Call) -> str:
     """The frontend keeps the one element of the tensor attribute `value` as a number."""
-    value, shape = call.node.number("value"), call.result().shape
+    value = call.node.number("value")
+    shape = call.result().shape
     if value in (0.0, 1.0):
         return f"torch.{'ones' if value else 'zeros'}({shape}, {_made(call)})"
     return f"torch.full({shape}, {_number(call, value)}, {_made(call)})"
@@ -318,31 +374,45 @@ def _range(call: Call) -> str:
     if call.result().dtype.is_integer:
         ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
         return f"torch.arange({ends}, {_made(call)})"
-    # ONNX fixes the number of elements beforehand and rounds each product, torch may count one more or less.
+    # ONNX fixes the number of elements beforehand and rounds each product, torch may count one more
+    # or less.
     return f"{start} + torch.arange({call.result().elements}, {_made(call)}) * {step}"
 
 
 def _eye_like(call: Call) -> str:
-    (rows, columns), offset = call.result().shape, call.node.integer("k")
+    (rows, columns) = call.result().shape
+    offset = call.node.integer("k")
     if not offset:
         return f"torch.eye({rows}, {columns}, {_made(call)})"
     return f"torch.ones({rows}, {columns}, {_made(call)}).triu({offset}).tril({offset})"
 
 
 def _shape(call: Call) -> str:
-    extents = call.operand(0).shape[call.node.integer("start") : call.node.integer("end", call.rank)]
+    extents = call.operand(0).shape[
+        call.node.integer("start") : call.node.integer("end", call.rank)
+    ]
     return _listed(call, extents)
 
 
 def _listed(call: Call, values: Sequence[float]) -> str:
-    return f"operators.listed([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
+    return (
+        f"operators.listed([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
+    )
 
 
 def _window(function: str, call: Call) -> str:
-    return called(function, call.scalar(0), f"periodic={bool(call.node.integer('periodic', 1))}", _made(call))
+    return called(
+        function, call.scalar(0), f"periodic={bool(call.node.integer('periodic', 1))}", _made(call)
+    )
 
 
-_MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "cubic": "bicubic", "bicubic": "bicubic"}
+_MODES = {
+    "linear": "bilinear",
+    "bilinear": "bilinear",
+    "nearest": "nearest",
+    "cubic": "bicubic",
+    "bicubic": "bicubic",
+}
 """ONNX's words, of both spellings it has had, and torch's."""
 
 
@@ -350,12 +420,20 @@ def _grid_sample(call: Call) -> str:
     mode = _MODES[call.choice("mode", "linear", _MODES)]
     padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
     corners = bool(call.node.integer("align_corners"))
-    return called("F.grid_sample", call.args(2), mode=repr(mode), padding_mode=repr(padding), align_corners=corners)
+    return called(
+        "F.grid_sample",
+        call.args(2),
+        mode=repr(mode),
+        padding_mode=repr(padding),
+        align_corners=corners,
+    )
 
 
 def _affine_grid(call: Call) -> str:
     size = (call.operand(0).shape[0], *call.integers(1)[1:])
-    return called("F.affine_grid", call.arg(0), size, align_corners=bool(call.node.integer("align_corners")))
+    return called(
+        "F.affine_grid", call.arg(0), size, align_corners=bool(call.node.integer("align_corners"))
+    )
 
 
 def _dft(call: Call) -> str:
@@ -367,12 +445,16 @@ def _dft(call: Call) -> str:
 def _stft(call: Call) -> str:
     length = call.scalar(3) if call.present(3) else str(call.operand(2).shape[0])
     onesided = bool(call.node.integer("onesided", 1))
-    return called("operators.stft", call.arg(0), call.scalar(1), call.optional(2), length, onesided=onesided)
+    return called(
+        "operators.stft", call.arg(0), call.scalar(1), call.optional(2), length, onesided=onesided
+    )
 
 
 def _roi_align(call: Call) -> str:
     node = call.node
-    half_pixel = node.text("coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel")
+    half_pixel = node.text(
+        "coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel"
+    )
     return called(
         "operators.roi_align",
         call.args(3),
@@ -385,15 +467,20 @@ def _roi_align(call: Call) -> str:
 
 
 def _max_roi_pool(call: Call) -> str:
-    size, scale = call.result().shape[2:], call.stated("spatial_scale", 1.0)
+    size = call.result().shape[2:]
+    scale = call.stated("spatial_scale", 1.0)
     return called("operators.max_roi_pool", call.args(2), size=size, scale=scale)
 
 
 def _suppressed(call: Call, most: int, slot: int) -> str:
     """Thresholds stand from operand `slot` on: the largest overlap, the least score."""
-    overlap, least = ((call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1))
+    overlap, least = (
+        (call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1)
+    )
     corners = None if call.node.integer("center_point_box") else True
-    return called("operators.suppressed", call.args(2), most, overlap or "0.0", least, corners=corners)
+    return called(
+        "operators.suppressed", call.args(2), most, overlap or "0.0", least, corners=corners
+    )
 
 
 def _rows_kept(call: Call) -> str:
@@ -425,7 +512,9 @@ def _dropout(call: Call) -> str:
 def _drawn(function: str, call: Call, **defaults: float) -> str:
     """Numbers of a distribution whose parameters are float attributes."""
     parameters = (call.stated(*each) for each in defaults.items())
-    return called(f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype)
+    return called(
+        f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype
+    )
 
 
 _UNIFORM = partial(_drawn, "uniform", low=0.0, high=1.0)
@@ -453,7 +542,9 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Elu": formula("F.elu({0}, {alpha})", alpha=1.0),
     "Celu": formula("F.celu({0}, {alpha})", alpha=1.0),
     "Selu": lambda call: (
-        _SCALED_ELU(call) if call.node.has("alpha") or call.node.has("gamma") else f"F.selu({call.arg(0)})"
+        _SCALED_ELU(call)
+        if call.node.has("alpha") or call.node.has("gamma")
+        else f"F.selu({call.arg(0)})"
     ),
     "ThresholdedRelu": formula("F.threshold({0}, {alpha}, 0.0)", alpha=1.0),
     "Shrink": formula("operators.shrink({0}, {lambd}, {bias})", lambd=0.5, bias=0.0),
@@ -462,13 +553,18 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Mish": formula("F.mish({0})"),
     "Swish": _swish,
     "SwiGLU": _swiglu,
-    "autopipe.GatedUnit": lambda call: called("operators.gated", call.args(2), repr(call.node.text("activation"))),
+    "autopipe.GatedUnit": lambda call: called(
+        "operators.gated", call.args(2), repr(call.node.text("activation"))
+    ),
     "ConstantOfShape": _filled,
     "Constant": _constant,
     "Range": _range,
     "autopipe.StopGradient": formula("{0}.detach()"),
     "autopipe.Bounded": lambda call: called(
-        "operators.bounded", call.arg(0), str(call.node.integer("most")), repr(call.node.text("title"))
+        "operators.bounded",
+        call.arg(0),
+        str(call.node.integer("most")),
+        repr(call.node.text("title")),
     ),
     "EyeLike": _eye_like,
     "Shape": _shape,
@@ -476,7 +572,9 @@ ELEMENTWISE: dict[str, Emitter] = {
     "HannWindow": partial(_window, "torch.hann_window"),
     "HammingWindow": partial(_window, "operators.hamming_window"),
     "BlackmanWindow": partial(_window, "torch.blackman_window"),
-    "MelWeightMatrix": lambda call: called("operators.mel_weights", *map(call.scalar, range(5)), _made(call)),
+    "MelWeightMatrix": lambda call: called(
+        "operators.mel_weights", *map(call.scalar, range(5)), _made(call)
+    ),
     "GridSample": in_one_type(_grid_sample),
     "AffineGrid": _affine_grid,
     "QuantizeLinear": quantize,

@@ -12,8 +12,11 @@ from autopipe.ir.program import Compute, StageCode
 
 
 def body_code(loop: Compute) -> StageCode:
-    """One run as a stage: what changes from run to run are its inputs, what is the same in all its parameters."""
-    node, body = loop.signature.node, body_of(loop.signature.node)
+    """One run as a stage: what changes from run to run are its inputs, what is the same in all its
+    parameters.
+    """
+    node = loop.signature.node
+    body = body_of(loop.signature.node)
     degrees = {split.axis: split.degree for split in loop.splits}
     axes = [axis for axis in run_axes(node) if axis.name in degrees]
     cuts = {place: degrees[axis.name] for axis in axes for place in axis.dimensions.items()}
@@ -33,15 +36,21 @@ def body_code(loop: Compute) -> StageCode:
     operations = []
     for index, each in enumerate(body.nodes):
         operands, results = (tuple(map(local, names)) for names in (each.inputs, each.outputs))
-        splits = tuple(Split(axis.nodes[index], degrees[axis.name]) for axis in axes if index in axis.nodes)
-        operations.append(Compute(index, signature_of(body, each).sharded(operands, results), splits))
+        splits = tuple(
+            Split(axis.nodes[index], degrees[axis.name]) for axis in axes if index in axis.nodes
+        )
+        operations.append(
+            Compute(index, signature_of(body, each).sharded(operands, results), splits)
+        )
     changing = 1 + node.integer("states") + len(node.integers("scan_axes"))
     return StageCode(
         stage=0,
         devices=(0,),
         inputs=tuple(known(value.name) for value in body.inputs[:changing]),
         outputs=tuple(map(known, body.outputs)),
-        parameters=tuple((place, known(value.name)) for place, value in enumerate(body.inputs[changing:])),
+        parameters=tuple(
+            (place, known(value.name)) for place, value in enumerate(body.inputs[changing:])
+        ),
         constants=tuple(enumerate(body.constants)),
         operations=tuple(operations),
     )

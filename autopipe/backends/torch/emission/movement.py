@@ -64,7 +64,9 @@ def _slice(call: Call) -> str:
     taken = slices(call)
     backwards = [str(axis) for axis, (_, count, step) in enumerate(taken) if step < 0 and count]
     code = f"{call.arg(0)}.flip({', '.join(backwards)})" if backwards else call.arg(0)
-    parts = [_range(*each, extent) for each, extent in zip(taken, call.operand(0).shape, strict=True)]
+    parts = [
+        _range(*each, extent) for each, extent in zip(taken, call.operand(0).shape, strict=True)
+    ]
     while parts and parts[-1] == ":":
         parts.pop()
     return f"{code}[{', '.join(parts)}]" if parts else code
@@ -75,7 +77,8 @@ def _range(start: int, count: int, step: int, extent: int) -> str:
     if not count:
         return "0:0"
     if step < 0:
-        start, step = extent - 1 - start, -step
+        start = extent - 1 - start
+        step = -step
     if (start, count, step) == (0, extent, 1):
         return ":"
     stop = start + (count - 1) * step + 1
@@ -90,38 +93,53 @@ def _pad(call: Call) -> str:
         return call.arg(0)
     if mode != "constant":
         return f'operators.pad({call.arg(0)}, {pads}, "{mode}")'
-    return padded(call.arg(0), pads, call.stated("value", 0.0) if call.opset < 11 else call.scalar(2) or "0")
+    return padded(
+        call.arg(0), pads, call.stated("value", 0.0) if call.opset < 11 else call.scalar(2) or "0"
+    )
 
 
 def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
     """`F.pad(x, (left, right, top, bottom))`: torch counts from the last dimension."""
     inner = itertools.dropwhile(lambda pair: pair == (0, 0), pads)
     flat = tuple(count for pair in reversed([*inner]) for count in pair)
-    return called("F.pad", code, flat, value=None if value in ("0", "0.0") else value) if flat else code
+    return (
+        called("F.pad", code, flat, value=None if value in ("0", "0.0") else value)
+        if flat
+        else code
+    )
 
 
 def _center_crop_pad(call: Call) -> str:
-    """Crops where the target is smaller (the surplus cell comes off the end), pads where it is larger."""
-    before, after = call.operand(0).shape, call.result().shape
-    parts, pads = [], []
+    """Crops where the target is smaller (the surplus cell comes off the end), pads where it is
+    larger.
+    """
+    before = call.operand(0).shape
+    after = call.result().shape
+    parts = []
+    pads = []
     for extent, target in zip(before, after, strict=True):
         start = max(0, (extent - target) // 2)
         parts.append(_range(start, min(extent, target), 1, extent))
         missing = max(0, target - extent)
         pads.append((missing // 2, missing - missing // 2))
-    cut = f"{call.arg(0)}[{', '.join(parts)}]" if any(part != ":" for part in parts) else call.arg(0)
+    cut = (
+        f"{call.arg(0)}[{', '.join(parts)}]" if any(part != ":" for part in parts) else call.arg(0)
+    )
     return padded(cut, tuple(pads))
 
 
 def _blocks(call: Call, to_space: bool) -> str:
     """Channels that become blocks of pixels, or blocks of pixels that become channels."""
-    block, (batch, channels, height, width) = call.node.integer("blocksize"), call.operand(0).shape
+    block = call.node.integer("blocksize")
+    (batch, channels, height, width) = call.operand(0).shape
     if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
         return f"F.pixel_{'shuffle' if to_space else 'unshuffle'}({call.arg(0)}, {block})"
     if to_space:
-        extents, order = (batch, block, block, channels // block**2, height, width), "0, 3, 4, 1, 5, 2"
+        extents = (batch, block, block, channels // block**2, height, width)
+        order = "0, 3, 4, 1, 5, 2"
     else:
-        extents, order = (batch, channels, height // block, block, width // block, block), "0, 3, 5, 1, 2, 4"
+        extents = (batch, channels, height // block, block, width // block, block)
+        order = "0, 3, 5, 1, 2, 4"
     return reshaped(f"{reshaped(call.arg(0), extents)}.permute({order})", call.result().shape)
 
 
@@ -135,7 +153,8 @@ def _trilu(call: Call) -> str:
 
 
 def _col2im(call: Call) -> str:
-    image, block = call.integers(1), call.integers(2)
+    image = call.integers(1)
+    block = call.integers(2)
     ones = (1,) * len(block)
     settings = {name: call.node.integers(name, ones) for name in ("dilations", "strides")}
     pads = call.node.integers("pads", (0,) * (2 * len(block)))
@@ -143,25 +162,41 @@ def _col2im(call: Call) -> str:
 
 
 def _gather(call: Call) -> str:
-    axis, fixed = call.axis(), _indexing_range(call)
+    axis = call.axis()
+    fixed = _indexing_range(call)
     if group := call.group(f"d{axis}"):
         return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
-    # Indices that are not known are taken to be those of an embedding, which are not negative (torch checks).
+    # Indices that are not known are taken to be those of an embedding, which are not negative
+    # (torch checks).
     may_count = call.constant(1) is None or _counted_from_front(call)
-    if not fixed and axis == 0 and call.rank == 2 and call.operand(0).dtype.is_floating and may_count:
+    if (
+        not fixed
+        and axis == 0
+        and call.rank == 2
+        and call.operand(0).dtype.is_floating
+        and may_count
+    ):
         return f"F.embedding({call.arg(1)}, {call.arg(0)})"
     return f"{call.arg(0)}[{', '.join([*[':'] * axis, fixed or call.arg(1)])}]"
 
 
 def _indexing_range(call: Call) -> str:
-    """Known indices as Python writes them, one place or a range of neighbours; "" where they are neither."""
+    """Known indices as Python writes them, one place or a range of neighbours; "" where they are
+    neither.
+    """
     indices = call.constant(1)
     if indices is None or indices.ndim > 1 or not indices.size:
         return ""
-    first, *others = (positive(index, call.operand(0).shape[call.axis()]) for index in call.integers(1))
+    first, *others = (
+        positive(index, call.operand(0).shape[call.axis()]) for index in call.integers(1)
+    )
     if indices.ndim == 0:
         return str(first)
-    return f"{first}:{first + len(others) + 1}" if others == [*range(first + 1, first + len(others) + 1)] else ""
+    return (
+        f"{first}:{first + len(others) + 1}"
+        if others == [*range(first + 1, first + len(others) + 1)]
+        else ""
+    )
 
 
 def _counted_from_front(call: Call) -> bool:
@@ -200,7 +235,9 @@ def _scatter_elements(call: Call) -> str:
 
 def _tensor_scatter(call: Call) -> str:
     circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
-    return called("operators.tensor_scatter", call.args(2), call.optional(2), call.axis(-2), circular=circular)
+    return called(
+        "operators.tensor_scatter", call.args(2), call.optional(2), call.axis(-2), circular=circular
+    )
 
 
 def _one_hot(call: Call) -> str:
@@ -210,8 +247,11 @@ def _one_hot(call: Call) -> str:
 
 
 def _resize(call: Call) -> str:
-    """Attributes have the defaults of their opset; before opset 11 there was one rule for places."""
-    axes, node = resized_axes(call), call.node
+    """Attributes have the defaults of their opset; before opset 11 there was one rule for
+    places.
+    """
+    axes = resized_axes(call)
+    node = call.node
     if not axes:
         return call.arg(0)
     early = node.op == "Upsample" or call.opset < 11
@@ -220,7 +260,10 @@ def _resize(call: Call) -> str:
     rounding = node.text("nearest_mode", "floor" if early else "round_prefer_floor")
     if code := _interpolate(call, axes, mode, places, rounding):
         return code
-    entries = (f"({each.axis}, {each.result}, {', '.join(map(literal, (each.scale, *each.region)))})" for each in axes)
+    entries = (
+        f"({each.axis}, {each.result}, {', '.join(map(literal, (each.scale, *each.region)))})"
+        for each in axes
+    )
     return called(
         "operators.resize",
         call.arg(0),
@@ -231,20 +274,31 @@ def _resize(call: Call) -> str:
         coefficient=call.stated("cubic_coeff_a", -0.75) if mode == "cubic" else None,
         antialias=call.flag("antialias"),
         exclude_outside=call.flag("exclude_outside"),
-        outside=number(node.number("extrapolation_value")) if places == "tf_crop_and_resize" else None,
+        outside=number(node.number("extrapolation_value"))
+        if places == "tf_crop_and_resize"
+        else None,
     )
 
 
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
-def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str) -> str:
+def _interpolate(
+    call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str
+) -> str:
     """A call of `F.interpolate`, or "" where it computes something else."""
-    node, rank = call.node, call.rank
+    node = call.node
+    rank = call.rank
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)
     floating = call.operand(0).dtype in (DType.FLOAT32, DType.FLOAT64)
     plain = not node.integer("antialias") and not node.integer("exclude_outside")
-    if not (exact and floating and plain and node.number("cubic_coeff_a", -0.75) == -0.75 and rank in _LINEAR):
+    if not (
+        exact
+        and floating
+        and plain
+        and node.number("cubic_coeff_a", -0.75) == -0.75
+        and rank in _LINEAR
+    ):
         return ""
     size = call.result().shape[2:]
     if mode == "nearest":
@@ -272,7 +326,9 @@ MOVEMENT: dict[str, Emitter] = {
     "Identity": formula("{0}"),
     "Transpose": _transpose,
     "Expand": _expand,
-    "Concat": lambda call: call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={call.axis()})",
+    "Concat": lambda call: (
+        call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={call.axis()})"
+    ),
     "Split": _split,
     "Slice": _slice,
     "Pad": _pad,
@@ -281,7 +337,10 @@ MOVEMENT: dict[str, Emitter] = {
     "DepthToSpace": partial(_blocks, to_space=True),
     "SpaceToDepth": partial(_blocks, to_space=False),
     "ReverseSequence": lambda call: called(
-        "operators.reverse_sequence", call.args(2), call.node.integer("time_axis"), call.node.integer("batch_axis", 1)
+        "operators.reverse_sequence",
+        call.args(2),
+        call.node.integer("time_axis"),
+        call.node.integer("batch_axis", 1),
     ),
     "Trilu": _trilu,
     "Compress": _compress,

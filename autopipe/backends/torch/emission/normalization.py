@@ -29,7 +29,8 @@ from autopipe.ir.ops.normalization import (
 
 def _batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
-    momentum, epsilon = call.stated("momentum", 0.9), call.stated("epsilon", 1e-5)
+    momentum = call.stated("momentum", 0.9)
+    epsilon = call.stated("epsilon", 1e-5)
     if not trains(call):
         if mean.startswith("p.") and variance.startswith("p."):
             return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
@@ -39,10 +40,14 @@ def _batch_norm(call: Call) -> str:
     running = "p.running" if mean.startswith("p.w") and variance.startswith("p.w") else None
     if not group and not any(call.results[1:]):
         if running is not None:
-            return called("p.running.batch_norm", call.args(5), momentum, epsilon, unbiased=unbiased)
+            return called(
+                "p.running.batch_norm", call.args(5), momentum, epsilon, unbiased=unbiased
+            )
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
     function = f"operators.batch_norm{'_part' if group else ''}"
-    return call.outputs(called(function, call.args(5), momentum, epsilon, group, running=running, unbiased=unbiased))
+    return call.outputs(
+        called(function, call.args(5), momentum, epsilon, group, running=running, unbiased=unbiased)
+    )
 
 
 def _spatial(call: Call) -> list[str]:
@@ -55,9 +60,11 @@ def _dimensions(call: Call, axes: Iterable[int]) -> str | None:
 
 
 def _layer_norm(call: Call) -> str:
-    axes, epsilon = tuple(normalized_axes(call)), call.stated("epsilon", 1e-5)
+    axes = tuple(normalized_axes(call))
+    epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
-    x, vectors = call.arg(0), f"{call.arg(1)}, {call.optional(2)}"
+    x = call.arg(0)
+    vectors = f"{call.arg(1)}, {call.optional(2)}"
     if group := _dimensions(call, axes):
         return call.outputs(called("operators.layer_norm_part", x, axes, vectors, epsilon, group))
     own_shape = all(call.operand(index).shape == shape for index in (1, 2) if call.present(index))
@@ -69,7 +76,8 @@ def _layer_norm(call: Call) -> str:
 
 def rms_norm(call: Call) -> str:
     """`F.rms_norm`, with a scale of another shape multiplied behind it."""
-    axes, epsilon = tuple(normalized_axes(call)), call.stated("epsilon", 1e-5)
+    axes = tuple(normalized_axes(call))
+    epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
     if group := _dimensions(call, axes):
         return f"operators.rms_norm_part({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
@@ -79,7 +87,8 @@ def rms_norm(call: Call) -> str:
 
 
 def _group_norm(call: Call) -> str:
-    groups, channels = call.share(call.node.integer("num_groups"), "g"), call.operand(0).shape[1]
+    groups = call.share(call.node.integer("num_groups"), "g")
+    channels = call.operand(0).shape[1]
     vectors = [call.arg(1), call.arg(2)]
     if call.operand(1).shape != (channels,):
         vectors = [f"{code}.repeat_interleave({channels // groups})" for code in vectors]
@@ -92,17 +101,22 @@ def _instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
     if group := call.group(*_spatial(call)):
         return f"operators.instance_norm_part({call.args(3)}, {epsilon}, {group})"
-    return f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
+    return (
+        f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
+    )
 
 
 def _variance(call: Call) -> str:
     axes = variance_axes(call)
     group = _dimensions(call, axes)
-    return called(f"operators.mean_variance_norm{'_part' if group else ''}", call.arg(0), axes, group)
+    return called(
+        f"operators.mean_variance_norm{'_part' if group else ''}", call.arg(0), axes, group
+    )
 
 
 def _norm(call: Call) -> str:
-    p, axis = call.node.integer("p", 2), call.node.integer("axis", -1)
+    p = call.node.integer("p", 2)
+    axis = call.node.integer("axis", -1)
     if group := _dimensions(call, [call.axis(-1)]):
         return f"operators.normalize_part({call.arg(0)}, {p}, {axis}, {group})"
     return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
@@ -111,14 +125,22 @@ def _norm(call: Call) -> str:
 def _response(call: Call) -> str:
     size = call.node.integer("size")
     settings = call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)
-    return called(f"{'F' if size % 2 else 'operators'}.local_response_norm", call.arg(0), size, *settings)
+    return called(
+        f"{'F' if size % 2 else 'operators'}.local_response_norm", call.arg(0), size, *settings
+    )
 
 
 def _softmax(function: str, call: Call) -> str:
-    axes, shape, group = softmax_axes(call), call.operand(0).shape, _dimensions(call, softmax_axes(call))
+    axes = softmax_axes(call)
+    shape = call.operand(0).shape
+    group = _dimensions(call, softmax_axes(call))
     name = f"operators.{function}_part" if group else f"F.{function}"
-    if len(axes) == 1 or (not group and all(extent == 1 for extent in shape[axes.start + 1 : axes.stop])):
-        return called(name, call.arg(0), axes.start if group or axes.start < call.rank - 1 else -1, group)
+    if len(axes) == 1 or (
+        not group and all(extent == 1 for extent in shape[axes.start + 1 : axes.stop])
+    ):
+        return called(
+            name, call.arg(0), axes.start if group or axes.start < call.rank - 1 else -1, group
+        )
     flat = called(name, f"{call.arg(0)}.flatten({axes.start})", axes.start if group else -1, group)
     return f"{flat}.reshape({shape})"
 
@@ -139,10 +161,15 @@ def _exact(call: Call) -> str:
 
 
 def _together(call: Call, function: str, *settings: bool) -> str:
-    """A call of the runtime's reduction of all ranks' parts; "" where this rank has the reduced axes whole."""
-    axes, keep = reduced_axes(call), bool(call.node.integer("keepdims", 1))
+    """A call of the runtime's reduction of all ranks' parts; "" where this rank has the reduced
+    axes whole.
+    """
+    axes = reduced_axes(call)
+    keep = bool(call.node.integer("keepdims", 1))
     group = _dimensions(call, axes)
-    return called(f"operators.{function}", call.arg(0), axes, keep, *settings, group) if group else ""
+    return (
+        called(f"operators.{function}", call.arg(0), axes, keep, *settings, group) if group else ""
+    )
 
 
 def _sum(call: Call, code: str) -> str:
@@ -162,8 +189,12 @@ def _reduction_norm(call: Call) -> str:
 
 
 def _product(call: Call) -> str:
-    """torch multiplies along one axis a call; the last goes first, so that the others keep their numbers."""
-    calls = (f".prod(dim={axis}{_kept(call)}{_exact(call)})" for axis in reversed(reduced_axes(call)))
+    """torch multiplies along one axis a call; the last goes first, so that the others keep their
+    numbers.
+    """
+    calls = (
+        f".prod(dim={axis}{_kept(call)}{_exact(call)})" for axis in reversed(reduced_axes(call))
+    )
     return call.arg(0) + "".join(calls)
 
 
@@ -176,7 +207,10 @@ def _extreme(method: str, call: Call) -> str:
         elif not call.result().dtype.is_floating:
             limit = f"torch.iinfo({call.dtype}).{'min' if method == 'amax' else 'max'}"
         return f"torch.full({call.result().shape}, {limit}, dtype={call.dtype}, device=p.device)"
-    return _together(call, "extreme_part", method == "amax") or f"{call.arg(0)}.{method}({_axes(call)})"
+    return (
+        _together(call, "extreme_part", method == "amax")
+        or f"{call.arg(0)}.{method}({_axes(call)})"
+    )
 
 
 def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -> Emitter:
@@ -185,7 +219,9 @@ def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -
 
 
 def _index(function: str, call: Call) -> str:
-    axis, keep, last = call.axis(), _kept(call), bool(call.node.integer("select_last_index"))
+    axis = call.axis()
+    keep = _kept(call)
+    last = bool(call.node.integer("select_last_index"))
     if group := _dimensions(call, [axis]):
         settings = bool(keep), function == "argmax", last
         return called("operators.index_of_extreme_part", call.arg(0), axis, *settings, group)
@@ -197,23 +233,36 @@ def _index(function: str, call: Call) -> str:
 
 def _running(function: str, call: Call) -> str:
     axis = running_axis(call)
-    exclusive, backwards = bool(call.node.integer("exclusive")), bool(call.node.integer("reverse"))
+    exclusive = bool(call.node.integer("exclusive"))
+    backwards = bool(call.node.integer("reverse"))
     if exclusive or backwards:
-        return f"operators.{function}({call.arg(0)}, {axis}, exclusive={exclusive}, reverse={backwards})"
+        return (
+            f"operators.{function}({call.arg(0)}, {axis}, exclusive={exclusive}, "
+            f"reverse={backwards})"
+        )
     return f"torch.{function}({call.arg(0)}, dim={axis}{_exact(call)})"
 
 
 def _top_k(call: Call) -> str:
     count = call.scalar(1) if call.present(1) else call.node.integer("k")
-    return called("operators.top_k", call.arg(0), count, call.axis(-1), largest=bool(call.node.integer("largest", 1)))
+    return called(
+        "operators.top_k",
+        call.arg(0),
+        count,
+        call.axis(-1),
+        largest=bool(call.node.integer("largest", 1)),
+    )
 
 
 def _loss(call: Call, name: str, alone: str) -> str:
-    """A loss of classes, of labels, or of both, of which this rank has a part; `alone` where it has all that matters.
-    Labels are as torch wants them (int64)."""
+    """A loss of classes, of labels, or of both, of which this rank has a part; `alone` where it has
+    all that matters. Labels are as torch wants them (int64).
+    """
     labels = label_axes(call)
-    classes, batch = call.group("c"), call.group(*labels) if weighs_labels(call) else None
-    ignored, averaged = call.node.integer("ignore_index", -100), reduction(call)
+    classes = call.group("c")
+    batch = call.group(*labels) if weighs_labels(call) else None
+    ignored = call.node.integer("ignore_index", -100)
+    averaged = reduction(call)
     function = f"operators.{name}_{'part' if classes else 'share'}" if classes or batch else alone
     return called(
         function,
@@ -231,7 +280,8 @@ def _linear_loss(call: Call) -> str:
     """The operands of the product in torch's order, the weight [classes, features]."""
     labels = label_axes(call)
     batch = call.group(*labels) if weighs_labels(call) else None
-    ignored, averaged = call.node.integer("ignore_index", -100), reduction(call)
+    ignored = call.node.integer("ignore_index", -100)
+    averaged = reduction(call)
     code = called(
         "operators.linear_cross_entropy",
         call.arg(0),
@@ -251,7 +301,9 @@ def _linear_loss(call: Call) -> str:
 
 
 NORMALIZATION: dict[str, Emitter] = {
-    "BatchNormalization": lambda call: (_batch_norm if trains(call) else in_one_type(_batch_norm))(call),
+    "BatchNormalization": lambda call: (_batch_norm if trains(call) else in_one_type(_batch_norm))(
+        call
+    ),
     "LayerNormalization": in_one_type(_layer_norm),
     "RMSNormalization": in_one_type(rms_norm),
     "GroupNormalization": in_one_type(_group_norm),
@@ -263,14 +315,21 @@ NORMALIZATION: dict[str, Emitter] = {
     "LogSoftmax": partial(_softmax, "log_softmax"),
     "ReduceSum": _reduction(lambda call: _sum(call, call.arg(0))),
     "ReduceMean": _reduction(_mean),
-    "ReduceL1": _reduction(lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"),
+    "ReduceL1": _reduction(
+        lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"
+    ),
     "ReduceL2": _reduction(_reduction_norm, lambda code: f"{code}.abs()"),
-    "ReduceSumSquare": _reduction(lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"),
+    "ReduceSumSquare": _reduction(
+        lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"
+    ),
     "ReduceLogSum": _reduction(
-        lambda call: _together(call, "log_sum_part") or f"{_sum(call, call.arg(0))}.log()", lambda code: f"{code}.log()"
+        lambda call: _together(call, "log_sum_part") or f"{_sum(call, call.arg(0))}.log()",
+        lambda code: f"{code}.log()",
     ),
     "ReduceLogSumExp": _reduction(
-        lambda call: _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+        lambda call: (
+            _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+        )
     ),
     "ReduceMax": _reduction(partial(_extreme, "amax")),
     "ReduceMin": _reduction(partial(_extreme, "amin")),

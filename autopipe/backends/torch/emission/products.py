@@ -5,7 +5,14 @@ from __future__ import annotations
 from functools import partial
 from string import ascii_lowercase
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, in_one_type, number
+from autopipe.backends.torch.emission.call import (
+    Call,
+    Emitter,
+    called,
+    formula,
+    in_one_type,
+    number,
+)
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 from autopipe.ir.ops.products import equation_of, has_bias
@@ -20,11 +27,12 @@ def _matmul(call: Call) -> str:
 
 
 def multiply(call: Call, left: str, right: str) -> str:
-    """The product of the first two operands, each as it is or transposed, as `left` and `right` write them.
+    """The product of the first two operands, each as it is or transposed, as `left` and `right`
+    write them.
 
-    `torch.matmul` writes a copy of stacked matrices for each time they are read along an axis only the other factor
-    has, and sums gradients as many; `torch.einsum` takes such an axis for rows of the other factor, as one would by
-    hand.
+    `torch.matmul` writes a copy of stacked matrices for each time they are read along an axis only
+    the other factor has, and sums gradients as many; `torch.einsum` takes such an axis for rows of
+    the other factor, as one would by hand.
     """
     shapes = call.operand(0).shape, call.operand(1).shape
     rank = max(map(len, shapes))
@@ -38,18 +46,29 @@ def multiply(call: Call, left: str, right: str) -> str:
 
 
 def _gemm(call: Call) -> str:
-    """`F.linear` where the weight lies as in torch.nn.Linear, else `torch.addmm` on transposed views."""
-    node, transposed = call.node, bool(call.node.integer("transB"))
+    """`F.linear` where the weight lies as in torch.nn.Linear, else `torch.addmm` on transposed
+    views.
+    """
+    node = call.node
+    transposed = bool(call.node.integer("transB"))
     left = f"{call.arg(0)}.t()" if node.integer("transA") else call.arg(0)
     right = f"{call.arg(1)}.t()" if transposed else call.arg(1)
     whole = call.result().dtype.is_integer
     values = {name: node.number(name, 1.0) for name in ("beta", "alpha")}
-    factors = {name: repr(int(value)) if whole else number(value) for name, value in values.items() if value != 1.0}
+    factors = {
+        name: repr(int(value)) if whole else number(value)
+        for name, value in values.items()
+        if value != 1.0
+    }
     bias = call.bias(2, "k") if has_bias(call) else None
     if bias is None:
         if transposed and "alpha" not in factors:
             return f"F.linear({left}, {call.arg(1)})"
-        return f"{factors['alpha']} * torch.mm({left}, {right})" if "alpha" in factors else f"torch.mm({left}, {right})"
+        return (
+            f"{factors['alpha']} * torch.mm({left}, {right})"
+            if "alpha" in factors
+            else f"torch.mm({left}, {right})"
+        )
     if transposed and not factors and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
     return called("torch.addmm", bias, left, right, **factors)
@@ -67,7 +86,9 @@ def each(values: Extents) -> str:
 
 def pads(begin: Extents, end: Extents) -> str:
     """Pads in the order of `F.pad`: last axis first."""
-    return repr(tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis])))
+    return repr(
+        tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis]))
+    )
 
 
 def _window(call: Call, kernel: Extents) -> SpatialWindow:
@@ -84,26 +105,47 @@ def _kernel(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
 
 def _settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
     """Stride, padding, dilation and groups as keywords, where they are not torch's defaults."""
-    found = {"stride": (window.strides, 1), "padding": (padding, 0), "dilation": (window.dilations, 1)}
+    found = {
+        "stride": (window.strides, 1),
+        "padding": (padding, 0),
+        "dilation": (window.dilations, 1),
+    }
     found["groups"] = (groups,), 1
-    return {name: each(values) for name, (values, neutral) in found.items() if set(values) != {neutral}}
+    return {
+        name: each(values) for name, (values, neutral) in found.items() if set(values) != {neutral}
+    }
 
 
 def _conv(call: Call) -> str:
     window, groups = _kernel(call)
-    source, padding = call.arg(0), window.begin
+    source = call.arg(0)
+    padding = window.begin
     if window.begin != window.end:
-        source, padding = f"F.pad({source}, {pads(window.begin, window.end)})", (0,) * len(window.kernel)
+        source = f"F.pad({source}, {pads(window.begin, window.end)})"
+        padding = (0,) * len(window.kernel)
     bias = call.bias(2, "c") if call.present(2) else None
-    return called(f"F.conv{len(window.kernel)}d", source, call.arg(1), bias, **_settings(window, groups, padding))
+    return called(
+        f"F.conv{len(window.kernel)}d",
+        source,
+        call.arg(1),
+        bias,
+        **_settings(window, groups, padding),
+    )
 
 
 def _conv_transpose(call: Call) -> str:
-    """torch pads both ends alike and adds what is left at the end; other crops are cut out by the runtime."""
+    """torch pads both ends alike and adds what is left at the end; other crops are cut out by the
+    runtime.
+    """
     node = call.node
-    source, kernel, result = call.operand(0).shape[2:], call.operand(1).shape[2:], call.result().shape[2:]
-    none, ones = (0,) * len(kernel), (1,) * len(kernel)
-    window = SpatialWindow(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none)
+    source = call.operand(0).shape[2:]
+    kernel = call.operand(1).shape[2:]
+    result = call.result().shape[2:]
+    none = (0,) * len(kernel)
+    ones = (1,) * len(kernel)
+    window = SpatialWindow(
+        kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none
+    )
     full = window.spread(source)
     # Elements cut off before the first of the result.
     policy = node.text("auto_pad", "NOTSET")
@@ -114,16 +156,22 @@ def _conv_transpose(call: Call) -> str:
     else:
         more = node.integers("output_padding") or none
         totals = [size + extra - kept for size, extra, kept in zip(full, more, result, strict=True)]
-        begin = tuple(total // 2 if policy == "SAME_UPPER" else total - total // 2 for total in totals)
+        begin = tuple(
+            total // 2 if policy == "SAME_UPPER" else total - total // 2 for total in totals
+        )
     groups = call.result().shape[1] // call.operand(1).shape[1]
-    extra = tuple(extent - (size - 2 * pad) for extent, size, pad in zip(result, full, begin, strict=True))
+    extra = tuple(
+        extent - (size - 2 * pad) for extent, size, pad in zip(result, full, begin, strict=True)
+    )
     fits = all(
         0 <= more < max(stride, dilation)
         for more, stride, dilation in zip(extra, window.strides, window.dilations, strict=True)
     )
     if fits and all(pad >= 0 for pad in begin):
         bias = call.bias(2, "c") if call.present(2) else None
-        settings = _settings(window, groups, begin) | {"output_padding": each(extra) if any(extra) else None}
+        settings = _settings(window, groups, begin) | {
+            "output_padding": each(extra) if any(extra) else None
+        }
         return called(f"F.conv_transpose{len(kernel)}d", call.args(2), bias, **settings)
     end = tuple(extent - size + pad for extent, size, pad in zip(result, full, begin, strict=True))
     crop = pads(tuple(-pad for pad in begin), end)
@@ -137,7 +185,13 @@ def _runtime_settings(window: SpatialWindow, groups: int) -> str:
 
 def _deform_conv(call: Call) -> str:
     window, groups = _kernel(call)
-    settings = window.strides, window.begin, window.dilations, groups, call.node.integer("offset_group", 1)
+    settings = (
+        window.strides,
+        window.begin,
+        window.dilations,
+        groups,
+        call.node.integer("offset_group", 1),
+    )
     return called("operators.deform_conv", call.optionals(5), *settings)
 
 
@@ -172,39 +226,58 @@ def _general(function: str, call: Call, *settings: object) -> str:
     """A call of the runtime's pooling, for any windows."""
     window = _pooling_window(call)
     shape = window.kernel, window.strides, window.dilations
-    return called(f"operators.{function}", call.arg(0), *shape, _exact_pads(call, window), *settings)
+    return called(
+        f"operators.{function}", call.arg(0), *shape, _exact_pads(call, window), *settings
+    )
 
 
 def _pooling_settings(window: SpatialWindow, padding: bool) -> list[str]:
     dilated = set(window.dilations) != {1}
-    begin = [each(window.begin) if padding else "0"] if (padding and any(window.begin)) or dilated else []
-    return [each(window.kernel), each(window.strides), *begin, *([each(window.dilations)] if dilated else [])]
+    begin = (
+        [each(window.begin) if padding else "0"]
+        if (padding and any(window.begin)) or dilated
+        else []
+    )
+    return [
+        each(window.kernel),
+        each(window.strides),
+        *begin,
+        *([each(window.dilations)] if dilated else []),
+    ]
 
 
 def _max_pool(call: Call) -> str:
-    window, source, dtype = _pooling_window(call), call.arg(0), call.operand(0).dtype
+    window = _pooling_window(call)
+    source = call.arg(0)
+    dtype = call.operand(0).dtype
     if len(call.node.outputs) > 1 and call.node.outputs[1]:
         return _general("max_pool_with_indices", call, call.node.integer("storage_order"))
     narrow = dtype in (DType.INT8, DType.UINT8)
     if narrow:
         source = f"{source}.float()"
-    fits, fits_up = _fits(call, window), _fits(call, window, ceil=True)
+    fits = _fits(call, window)
+    fits_up = _fits(call, window, ceil=True)
     if not fits and not fits_up:
         source = f'F.pad({source}, {_exact_pads(call, window)}, value=float("-inf"))'
-    function, settings = f"F.max_pool{len(window.kernel)}d", _pooling_settings(window, fits or fits_up)
+    function = f"F.max_pool{len(window.kernel)}d"
+    settings = _pooling_settings(window, fits or fits_up)
     pooled = called(function, source, *settings, ceil_mode=True if fits_up and not fits else None)
     pooled = f"{pooled}.to({call.dtype})" if narrow else pooled
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 
 
 def _average_pool(call: Call) -> str:
-    window, counted = _pooling_window(call), bool(call.node.integer("count_include_pad"))
+    window = _pooling_window(call)
+    counted = bool(call.node.integer("count_include_pad"))
     if _fits(call, window) and set(window.dilations) == {1}:
-        function, settings = f"F.avg_pool{len(window.kernel)}d", _pooling_settings(window, True)
+        function = f"F.avg_pool{len(window.kernel)}d"
+        settings = _pooling_settings(window, True)
         excluded = False if any(window.begin + window.end) and not counted else None
         return called(function, call.arg(0), *settings, count_include_pad=excluded)
     none = (0,) * len(window.kernel)
-    return _general("average_pool", call, pads(window.begin, window.end) if counted else pads(none, none))
+    return _general(
+        "average_pool", call, pads(window.begin, window.end) if counted else pads(none, none)
+    )
 
 
 def _global(template: str, call: Call) -> str:
@@ -220,13 +293,19 @@ def _global_max(call: Call) -> str:
 
 
 def _unpool(call: Call) -> str:
-    """The indices count in a tensor whose shape follows from the window; the result may be another."""
-    node, source = call.node, call.operand(0).shape
+    """The indices count in a tensor whose shape follows from the window; the result may be
+    another.
+    """
+    node = call.node
+    source = call.operand(0).shape
     kernel = node.integers("kernel_shape")
     rank = len(kernel)
-    strides, edges = node.integers("strides", (1,) * rank), node.integers("pads", (0,) * (2 * rank))
+    strides = node.integers("strides", (1,) * rank)
+    edges = node.integers("pads", (0,) * (2 * rank))
     axes = zip(source[2:], strides, edges[:rank], edges[rank:], kernel, strict=True)
-    extents = ((count - 1) * stride - begin - end + size for count, stride, begin, end, size in axes)
+    extents = (
+        (count - 1) * stride - begin - end + size for count, stride, begin, end, size in axes
+    )
     return f"operators.max_unpool({call.args(2)}, {(*source[:2], *extents)}, {call.result().shape})"
 
 
@@ -242,7 +321,9 @@ def _recurrent(call: Call) -> str:
     """Optional operands, and attributes that differ from their defaults, as keywords."""
     node = call.node
     settings: dict[str, object] = {
-        _OPERANDS[index]: call.arg(index) for index in range(3, len(call.codes)) if call.present(index)
+        _OPERANDS[index]: call.arg(index)
+        for index in range(3, len(call.codes))
+        if call.present(index)
     }
     if node.text("direction", "forward") != "forward":
         settings["direction"] = repr(node.text("direction"))
@@ -253,7 +334,11 @@ def _recurrent(call: Call) -> str:
         if values := node.numbers(f"activation_{name}"):
             settings[name] = f"({', '.join(map(number, values))},)"
     settings["clip"] = number(node.number("clip")) if node.has("clip") else None
-    flags = {"linear_before_reset": "reset_after", "input_forget": "coupled", "layout": "batch_first"}
+    flags = {
+        "linear_before_reset": "reset_after",
+        "input_forget": "coupled",
+        "layout": "batch_first",
+    }
     settings |= {word: call.flag(name) for name, word in flags.items()}
     code = called(f"operators.{node.op.lower()}", call.args(3), **settings, group=call.group("h"))
     return call.outputs(code)
@@ -268,9 +353,14 @@ PRODUCTS: dict[str, Emitter] = {
     "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {call.dtype})",
     "Conv": in_one_type(_conv),
     "ConvTranspose": in_one_type(_conv_transpose),
-    "ConvInteger": lambda call: called("operators.conv_integer", call.optionals(4), _runtime_settings(*_kernel(call))),
+    "ConvInteger": lambda call: called(
+        "operators.conv_integer", call.optionals(4), _runtime_settings(*_kernel(call))
+    ),
     "QLinearConv": lambda call: called(
-        "operators.conv_quantized", call.optionals(9), call.dtype, _runtime_settings(*_kernel(call, 3))
+        "operators.conv_quantized",
+        call.optionals(9),
+        call.dtype,
+        _runtime_settings(*_kernel(call, 3)),
     ),
     "DeformConv": _deform_conv,
     "MaxPool": _max_pool,

@@ -1,4 +1,6 @@
-"""Writing a program folder, all files or none: code, and the manifest with what is data, such as names of the model."""
+"""Writing a program folder, all files or none: code, and the manifest with what is data, such as
+names of the model.
+"""
 
 from __future__ import annotations
 
@@ -66,23 +68,29 @@ def manifest_of(
     host_bound: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
     """Return the manifest that is to lie in the folder `home` as a JSON object, which
-    `autopipe.backends.torch.runtime.manifest` reads. Its paths hold after the program, its plan and the model are moved
-    together."""
+    `autopipe.backends.torch.runtime.manifest` reads. Its paths hold after the program, its plan and
+    the model are moved together.
+    """
     move = partial(movable_path, home=home, model=provenance.model)
     data = replace(provenance.data, path=with_path(provenance.data.path, move))
     evaluation = replace(provenance.evaluation, data=with_path(provenance.evaluation.data, move))
-    optimizer, settings = provenance.optimizer, {}
+    optimizer = provenance.optimizer
+    settings = {}
     names = frozenset(provenance.matrices)
     indices = [index for index, each in enumerate(program.parameters) if each.value.name in names]
     matrices = {"matrices": indices} if indices else {}
     if program.train:
-        settings = {name: encode(getattr(provenance, name)) for name in ("lr_scheduler", "training")}
+        settings = {
+            name: encode(getattr(provenance, name)) for name in ("lr_scheduler", "training")
+        }
     return {
         "format": FORMAT,
         "model": {
             "path": relative_path(provenance.model, home),
             "sha256": provenance.model_digest,
-            **({} if provenance.training_graph is None else {"training": provenance.training_graph}),
+            **(
+                {} if provenance.training_graph is None else {"training": provenance.training_graph}
+            ),
             **({"inputs": dict(provenance.fixed_inputs)} if provenance.fixed_inputs else {}),
         },
         "plan": provenance.plan_digest,
@@ -103,7 +111,11 @@ def manifest_of(
         "stages": [_stage(each, each.stage in host_bound) for each in program.stages],
         "channels": [encode(each) for each in program.channels],
         "ranks": [
-            {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
+            {
+                "rank": rank.rank,
+                "stages": [each.stage for each in rank.stages],
+                "shards": [*map(encode, rank.shards)],
+            }
             for rank in program.ranks
         ],
         **({"loss_division": division} if (division := encode(program.loss_division)) else {}),
@@ -111,7 +123,11 @@ def manifest_of(
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if data == DataSettings() else {"data": encode(data)}),
         **({"metrics": metrics} if (metrics := _metrics(provenance)) else {}),
-        **({"running_calls": [*map(encode, program.running_calls)]} if program.running_calls else {}),
+        **(
+            {"running_calls": [*map(encode, program.running_calls)]}
+            if program.running_calls
+            else {}
+        ),
         **({"low_precision": program.low_precision} if program.low_precision else {}),
     }
 
@@ -128,7 +144,8 @@ def _metrics(provenance: Provenance) -> dict[str, float]:
 
 def _stage(stage: StageCode, host_bound: bool) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
-    meshes, whole = stage.meshes(), (MeshAxis(len(stage.devices), 1),)
+    meshes = stage.meshes()
+    whole = (MeshAxis(len(stage.devices), 1),)
     parts = tuple(axes for axes in meshes if axes != whole)
     found: dict[str, Any] = {"ranks": stage.devices, "pipeline": stage.pipeline, "meshes": parts}
     if len(stage.devices) > 1 and whole not in meshes:
@@ -172,8 +189,9 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class ProgramFiles:
-    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks. A rank
-    whose docstring is None is not written."""
+    """A program, the folder inside the written one where it goes, and the docstrings of its stages
+    and ranks. A rank whose docstring is None is not written.
+    """
 
     name: str
     program: Program
@@ -192,11 +210,12 @@ def write_program(
     force: bool = False,
     home: Path | None = None,
 ) -> None:
-    """Write the files of `programs` into `folder` and replace an earlier program there, or leave everything as it was.
+    """Write the files of `programs` into `folder` and replace an earlier program there, or leave
+    everything as it was.
 
-    Edited files of the earlier program are replaced only with `force`. Paths in the manifests are relative to `home`,
-    where the program is to lie (default: `folder`). Raises CodegenError if the text is not valid Python,
-    ConfigurationError if the folder cannot be written.
+    Edited files of the earlier program are replaced only with `force`. Paths in the manifests are
+    relative to `home`, where the program is to lie (default: `folder`). Raises CodegenError if the
+    text is not valid Python, ConfigurationError if the folder cannot be written.
     """
     home = (home or folder).absolute()
     rendered = [(each, _files(each, provenance, home / each.name)) for each in programs]
@@ -209,7 +228,9 @@ def write_program(
                 with naming(folder / each.name / name):
                     (inside / name).write_text(text, encoding="utf-8")
             stored: dict[str, np.ndarray] = {}
-            for index, constant in (pair for stage in each.program.stages for pair in stage.constants):
+            for index, constant in (
+                pair for stage in each.program.stages for pair in stage.constants
+            ):
                 stored[f"c{index}"] = _stored(constant)
             write_arrays(inside / "constants.npz", stored)
             seal(inside, MANIFEST)
@@ -218,8 +239,11 @@ def write_program(
 
 
 def _stored(constant: Constant) -> np.ndarray:
-    """The numbers as numpy writes them: of types that it does not know, the bits, in a field with the type's name."""
-    dtype, array = constant.value.dtype, constant.array
+    """The numbers as numpy writes them: of types that it does not know, the bits, in a field with
+    the type's name.
+    """
+    dtype = constant.value.dtype
+    array = constant.array
     if dtype is DType.FLOAT4E2M1:
         return array.view(np.uint8)
     if dtype.packed_bits:
@@ -230,8 +254,11 @@ def _stored(constant: Constant) -> np.ndarray:
 
 
 def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
-    """Return the text of each file, by its name, for the folder `home`; every Python file is checked to parse."""
-    program, found = files.program, {"run.py": _ENTRY.format(ranks=files.program.world_size)}
+    """Return the text of each file, by its name, for the folder `home`; every Python file is
+    checked to parse.
+    """
+    program = files.program
+    found = {"run.py": _ENTRY.format(ranks=files.program.world_size)}
     for stage, title in zip(program.stages, files.stage_titles, strict=True):
         found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title)
     for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
@@ -241,7 +268,9 @@ def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str,
         try:
             ast.parse(text)
         except SyntaxError as error:
-            raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
+            raise CodegenError(
+                f"generated code is not valid Python: {error}", where=name
+            ) from error
     manifest = manifest_of(program, provenance, home, files.memory_limits, files.host_bound)
     found["manifest.json"] = json.dumps(manifest, indent=1) + "\n"
     return found
@@ -251,9 +280,12 @@ MANIFEST: Final = "manifest.json"
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = False) -> None:
-    """Fill a new folder beside `folder` with `write`, then put it in its place in one step. Raises ConfigurationError
-    as `check_program_folder`, or where the folder cannot be written; what was there is then still there."""
-    folder, hint = folder.absolute(), "choose another with -o"
+    """Fill a new folder beside `folder` with `write`, then put it in its place in one step. Raises
+    ConfigurationError as `check_program_folder`, or where the folder cannot be written; what was
+    there is then still there.
+    """
+    folder = folder.absolute()
+    hint = "choose another with -o"
     check_program_folder(folder, force)
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
@@ -262,11 +294,15 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
             write(made)
     except OSError as error:
         where = str(error.filename or "")
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror}", hint, where) from error
+        raise ConfigurationError(
+            f"{folder} cannot be written: {error.strerror}", hint, where
+        ) from error
     finally:
         if not folder.exists():
             for parent in missing:
-                with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+                with contextlib.suppress(
+                    OSError
+                ):  # somebody else has put something there meanwhile
                     parent.rmdir()
 
 
@@ -274,8 +310,9 @@ _OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants
 
 
 def check_program_folder(folder: Path, force: bool = False) -> None:
-    """Raise ConfigurationError if `folder` exists and holds a file that is not part of a program, or, without `force`,
-    a file of a program that was edited."""
+    """Raise ConfigurationError if `folder` exists and holds a file that is not part of a program,
+    or, without `force`, a file of a program that was edited.
+    """
     if not folder.exists():
         return
     foreign = folder if not folder.is_dir() else next(_foreign(folder), None)
@@ -286,7 +323,9 @@ def check_program_folder(folder: Path, force: bool = False) -> None:
     if edited is not None:
         path, holder = edited
         what = "was edited" if holder else "was edited, or an earlier version of autopipe wrote it"
-        raise ConfigurationError(f"{path} {what}", hint="choose another folder with -o; --force replaces it")
+        raise ConfigurationError(
+            f"{path} {what}", hint="choose another folder with -o; --force replaces it"
+        )
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
@@ -299,7 +338,11 @@ def _foreign(folder: Path) -> Iterator[Path]:
             yield entry
         elif entry.is_dir():
             is_bytecode = entry.name == "__pycache__"
-            yield from (each for each in entry.iterdir() if each.suffix != ".pyc") if is_bytecode else _foreign(entry)
+            yield from (
+                (each for each in entry.iterdir() if each.suffix != ".pyc")
+                if is_bytecode
+                else _foreign(entry)
+            )
         elif _OURS.fullmatch(entry.name) is None:
             yield entry
 
@@ -314,7 +357,9 @@ def _is_program(folder: Path) -> bool:
 
 
 def _edited(folder: Path) -> Iterator[tuple[Path, Seal | None]]:
-    """Yield the files of a program that are not as they were written, with the digests that say so."""
+    """Yield the files of a program that are not as they were written, with the digests that say
+    so.
+    """
     holder = read_seal(folder / MANIFEST)
     for path in sorted(folder.iterdir()):
         if path.is_file() and (holder is None or not holder.holds(path)):

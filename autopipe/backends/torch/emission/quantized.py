@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called
-from autopipe.ir.ops.experts import EXPERTS, LISTED, Layer, activation_of, bits_of_experts, interleaves, layers_of
+from autopipe.ir.ops.experts import (
+    EXPERTS,
+    LISTED,
+    Layer,
+    activation_of,
+    bits_of_experts,
+    interleaves,
+    layers_of,
+)
 from autopipe.ir.ops.quantized import DOMAIN, bits_of
 
 
@@ -15,10 +23,21 @@ def _matmul_nbits(call: Call) -> str:
 
 
 def _gather_blocks(call: Call) -> str:
-    return called("operators.gather_blocks", call.args(3), call.optional(3), call.group("v"), bits=bits_of(call))
+    return called(
+        "operators.gather_blocks",
+        call.args(3),
+        call.optional(3),
+        call.group("v"),
+        bits=bits_of(call),
+    )
 
 
-_ACTIVATIONS = {"relu": "F.relu", "gelu": "operators.gelu_by_tanh", "silu": "F.silu", "identity": "torch.positive"}
+_ACTIVATIONS = {
+    "relu": "F.relu",
+    "gelu": "operators.gelu_by_tanh",
+    "silu": "F.silu",
+    "identity": "torch.positive",
+}
 
 
 def _activation(call: Call, gated: bool) -> str:
@@ -29,7 +48,9 @@ def _activation(call: Call, gated: bool) -> str:
     if gated:
         return "F.silu"
     attributes = {"alpha": "activation_alpha", "beta": "activation_beta", "limit": "swiglu_limit"}
-    settings = {word: call.stated(own, 0.0) for word, own in attributes.items() if call.node.has(own)}
+    settings = {
+        word: call.stated(own, 0.0) for word, own in attributes.items() if call.node.has(own)
+    }
     return called("operators.swiglu", **settings, turns=None if interleaves(call) else False)
 
 
@@ -41,14 +62,18 @@ def _mixture(call: Call) -> str:
             return None
         bias = call.bias(each.bias, "i") if each is second else call.optional(each.bias)
         packed = (
-            [] if each.scales is None or each.points is None else [call.arg(each.scales), call.optional(each.points)]
+            []
+            if each.scales is None or each.points is None
+            else [call.arg(each.scales), call.optional(each.points)]
         )
         return f"({', '.join([call.arg(each.weight), bias, *packed])})"
 
     gated = layer(gate)
     if call.node.op == "Experts":
         settings = {"activation": _activation(call, gated is not None), "group": call.group("e")}
-        return called("operators.experts", call.args(3), layer(first), layer(second), gated, **settings)
+        return called(
+            "operators.experts", call.args(3), layer(first), layer(second), gated, **settings
+        )
     weights = call.optional(14) if call.node.op == "QMoE" and call.present(14) else None
     return called(
         "operators.mixture",

@@ -7,7 +7,16 @@ from itertools import groupby
 
 from autopipe.ir.graph import COUNTED_LABELS, Value
 from autopipe.ir.layout import Box
-from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, Section, StageOnRank, Verb
+from autopipe.ir.program import (
+    Instruction,
+    Loop,
+    MessageBlock,
+    Program,
+    RankCode,
+    Section,
+    StageOnRank,
+    Verb,
+)
 from autopipe.ir.schedule import MicroBatchSlice
 
 
@@ -20,7 +29,9 @@ def rank_module(rank: int) -> str:
 
 
 def emit_rank(program: Program, rank: RankCode, title: str) -> str:
-    """The whole file of a rank. `title` is the docstring's text; it must be plain text of our own."""
+    """The whole file of a rank. `title` is the docstring's text; it must be plain text of our
+    own.
+    """
     modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
     stages = "\n".join(_stage(program, stage) for stage in rank.stages)
     return (
@@ -39,9 +50,15 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     code = program.stages[wired.stage]
     inputs = {value.name: (f"x{position}", value) for position, value in enumerate(code.inputs)}
     outputs = [value.name for value in code.outputs]
-    lines = [f"s{wired.stage} = rank.stage(", f"    {wired.stage},", f"    {stage_module(wired.stage)},"]
+    lines = [
+        f"s{wired.stage} = rank.stage(",
+        f"    {wired.stage},",
+        f"    {stage_module(wired.stage)},",
+    ]
     for data in wired.data:
-        lines.append(f"    runtime.Data({inputs[data.tensor][0]!r}, {data.tensor!r}, {_slices(data.box)}),")
+        lines.append(
+            f"    runtime.Data({inputs[data.tensor][0]!r}, {data.tensor!r}, {_slices(data.box)}),"
+        )
     for block in wired.receives:
         argument, value = inputs[block.tensor]
         ends = _block(block, block.source_rank, block.source_stage)
@@ -50,10 +67,12 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     for block in wired.sends:
         position = outputs.index(block.tensor)
         ends = _block(block, block.target_rank, block.target_stage)
-        part = _part(block, block.sent, code.outputs[position], block.source_slice, block.target_slice)
+        part = _part(
+            block, block.sent, code.outputs[position], block.source_slice, block.target_slice
+        )
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    # Weighted by `share`, the losses of all ranks and micro-batches add up to the loss of the step; the numbers of
-    # labels add up to the fraction of the step's labels that are not ignored.
+    # Weighted by `share`, the losses of all ranks and micro-batches add up to the loss of the step;
+    # the numbers of labels add up to the fraction of the step's labels that are not ignored.
     for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
         if program.train and name in outputs:
             output = next(each for each in program.outputs if each.value.name == name)
@@ -72,7 +91,9 @@ def _block(block: MessageBlock, rank: int, stage: int) -> str:
     return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
 
-def _part(block: MessageBlock, box: Box, value: Value, turn: MicroBatchSlice, other: MicroBatchSlice) -> str:
+def _part(
+    block: MessageBlock, box: Box, value: Value, turn: MicroBatchSlice, other: MicroBatchSlice
+) -> str:
     part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
     part += "" if box.shape == value.shape else f", box={_slices(box)}"
     part += "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
@@ -85,7 +106,11 @@ def _slices(box: Box) -> str:
 
 def _step(rank: RankCode) -> str:
     lines: list[str] = []
-    for title, section in (("warm-up", rank.warm_up), ("repetend", rank.repetend), ("cool-down", rank.cool_down)):
+    for title, section in (
+        ("warm-up", rank.warm_up),
+        ("repetend", rank.repetend),
+        ("cool-down", rank.cool_down),
+    ):
         if section:
             lines += [f"    # {title}", *_section(section)]
     return "\n".join(["def step():", *(lines or ["    pass"]), ""])
@@ -98,12 +123,17 @@ def _section(section: Section) -> list[str]:
         straight = [each for each in items if isinstance(each, Instruction)]
         lines += _lines(straight, "    ", [str(each.micro_batch) for each in straight])
         for loop in (each for each in items if isinstance(each, Loop)):
-            lines += [f"    for i in range({_range(loop)}):", *_lines(loop.body, "        ", _indices(loop))]
+            lines += [
+                f"    for i in range({_range(loop)}):",
+                *_lines(loop.body, "        ", _indices(loop)),
+            ]
     return lines
 
 
 def _range(loop: Loop) -> str:
-    """The loop variable is the micro-batch of the body's first instruction; where strides differ, it counts."""
+    """The loop variable is the micro-batch of the body's first instruction; where strides differ,
+    it counts.
+    """
     if loop.strides:
         return str(loop.count)
     start = loop.body[0].micro_batch
@@ -117,7 +147,9 @@ _TASKS = (Verb.FORWARD, Verb.BACKWARD, Verb.INPUT_GRADIENT, Verb.WEIGHT_GRADIENT
 
 
 def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
-    """One line a task: what is posted before it, the task, and what it sends. `indices` spell the micro-batches."""
+    """One line a task: what is posted before it, the task, and what it sends. `indices` spell the
+    micro-batches.
+    """
     lines: list[list[str]] = []
     done = False
     for item, index in zip(items, indices, strict=True):

@@ -1,4 +1,6 @@
-"""A stage as text: its forward on local shards, one operator a line, in segments where it recomputes."""
+"""A stage as text: its forward on local shards, one operator a line, in segments where it
+recomputes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from autopipe.backends.torch.emission.attention import ATTENTION
-from autopipe.backends.torch.emission.call import Call, Emitter, called, group_code, literal, torch_dtype
+from autopipe.backends.torch.emission.call import (
+    Call,
+    Emitter,
+    called,
+    group_code,
+    literal,
+    torch_dtype,
+)
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.loop import body_code
 from autopipe.backends.torch.emission.movement import MOVEMENT
@@ -30,7 +39,14 @@ from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.words import plural
 
-EMITTERS: dict[str, Emitter] = {**ELEMENTWISE, **MOVEMENT, **PRODUCTS, **NORMALIZATION, **ATTENTION, **QUANTIZED}
+EMITTERS: dict[str, Emitter] = {
+    **ELEMENTWISE,
+    **MOVEMENT,
+    **PRODUCTS,
+    **NORMALIZATION,
+    **ATTENTION,
+    **QUANTIZED,
+}
 
 LINEAR = "Linear"
 """Operator type of a product and the bias added to it; operands x, weight [in, out], bias [out]."""
@@ -39,8 +55,10 @@ Names = tuple[str, ...]
 
 
 def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
-    """The operations, products and their biases as one where nothing else reads the product. The graph keeps them
-    apart, because apart they can be split: a bias added to partial sums would count several times."""
+    """The operations, products and their biases as one where nothing else reads the product. The
+    graph keeps them apart, because apart they can be split: a bias added to partial sums would
+    count several times.
+    """
     reads = Counter(name for operation in stage.operations for name in operation.reads)
     reads.update(value.name for value in stage.outputs)
     products = {
@@ -51,7 +69,8 @@ def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
     operations: dict[int, Operation] = {}
     for operation in stage.operations:
         if isinstance(operation, Compute) and qualified_name(operation.signature.node) == "Add":
-            first, second = operation.signature.operand(0), operation.signature.operand(1)
+            first = operation.signature.operand(0)
+            second = operation.signature.operand(1)
             for value, bias in ((first, second), (second, first)):
                 product = products.get(value.name)
                 if product is not None and reads[value.name] == 1 and takes_bias(value, bias):
@@ -65,13 +84,15 @@ def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
 def _with_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
     """The two as one: the product's node, named after the addition."""
     signature = addition.signature
-    node, operands = replace(signature.node, op=LINEAR, domain="autopipe"), (*product.signature.operands, bias)
+    node = replace(signature.node, op=LINEAR, domain="autopipe")
+    operands = (*product.signature.operands, bias)
     joined = replace(signature, node=node, operands=operands, constants=(None, None, None))
     return replace(addition, node=product.node, signature=joined)
 
 
 _LINE = 120
-_PARAMETER, _CONSTANT = re.compile(r"\bp\.(w\d+)\b"), re.compile(r"\bp\.(c\d+)\b")
+_PARAMETER = re.compile(r"\bp\.(w\d+)\b")
+_CONSTANT = re.compile(r"\bp\.(c\d+)\b")
 _UNSAFE = re.compile(r"[^\x20-\x7e]")
 
 
@@ -104,8 +125,9 @@ class _Segment(NamedTuple):
 
 
 def _segments_of(stage: StageCode) -> list[_Segment]:
-    """The segments that give something to others or to the stage's outputs, with what they read of others. Found from
-    the last to the first: a result is wanted where a later segment reads it."""
+    """The segments that give something to others or to the stage's outputs, with what they read of
+    others. Found from the last to the first: a result is wanted where a later segment reads it.
+    """
     held = _held(stage)
     wanted = {value.name for value in stage.outputs}
     flowing = frozenset(name for segment in stage.segments for name in segment.flowing)
@@ -115,7 +137,10 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
         read = dict.fromkeys(name for each in operations for name in each.reads)
         if results := [name for name in written if name in wanted]:
             arguments = tuple(name for name in read if name not in written and name not in held)
-            own, others = (tuple(name for name in results if (name in flowing) is flows) for flows in (True, False))
+            own, others = (
+                tuple(name for name in results if (name in flowing) is flows)
+                for flows in (True, False)
+            )
             found.append(_Segment(operations, arguments, own, others))
             wanted |= set(arguments)
     return found[::-1]
@@ -123,12 +148,16 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
 
 def _held(stage: StageCode) -> set[str]:
     """Values that `p` has all the time."""
-    return {value.name for _, value in stage.parameters} | {each.value.name for _, each in stage.constants}
+    return {value.name for _, value in stage.parameters} | {
+        each.value.name for _, each in stage.constants
+    }
 
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes the forward of a stage. Identifiers are made by index, never from the model's own names."""
+    """Writes the forward of a stage. Identifiers are made by index, never from the model's own
+    names.
+    """
 
     stage: StageCode
     codes: dict[str, str] = field(default_factory=dict)
@@ -149,13 +178,22 @@ class _Writer:
         if stage.segments:
             lines = self._calls(segments, outputs)
         else:
-            lines = self._body(stage.operations, tuple(value.name for value in stage.inputs), outputs)
+            lines = self._body(
+                stage.operations, tuple(value.name for value in stage.inputs), outputs
+            )
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple(outputs)}", ""])
-        own = [each + "".join(self.loops[name] for name in self.loops if f"{name}(" in each) for each in functions]
+        own = [
+            each + "".join(self.loops[name] for name in self.loops if f"{name}(" in each)
+            for each in functions
+        ]
         read = tuple(tuple(dict.fromkeys(_PARAMETER.findall(each))) for each in own)
         return Forward(
-            "\n\n".join([*self.loops.values(), *functions, text]), arguments, self._of(outputs), read, self.codes
+            "\n\n".join([*self.loops.values(), *functions, text]),
+            arguments,
+            self._of(outputs),
+            read,
+            self.codes,
         )
 
     def _fresh(self, value: Value) -> str:
@@ -187,10 +225,14 @@ class _Writer:
         for number, segment in enumerate(segments):
             drop = self._drop(name for name in last if last[name] == number and name not in outputs)
             call = called(f"segment_{number}", "p", *self._of(segment.arguments))
-            lines.append(f"    {self._tuple(segment.flowing + segment.others)[1:-1]} = {call}{drop}")
+            lines.append(
+                f"    {self._tuple(segment.flowing + segment.others)[1:-1]} = {call}{drop}"
+            )
         return lines
 
-    def _body(self, operations: tuple[Operation, ...], arguments: Names, results: Names) -> list[str]:
+    def _body(
+        self, operations: tuple[Operation, ...], arguments: Names, results: Names
+    ) -> list[str]:
         """Lines of operations; after its last use each value is dropped to free memory."""
         last = dict.fromkeys(arguments, -1)
         for position, operation in enumerate(operations):
@@ -199,25 +241,36 @@ class _Writer:
         kept = {*results, *_held(self.stage)}
         for name in (name for name in last if name not in kept):
             dead[last[name]].append(name)
-        statements = (self._statement(operation, dead[position]) for position, operation in enumerate(operations))
+        statements = (
+            self._statement(operation, dead[position])
+            for position, operation in enumerate(operations)
+        )
         return [line for lines in statements for line in lines]
 
     def _statement(self, operation: Operation, dead: list[str]) -> list[str]:
-        """Return the lines of an operation. `dead` names the values that no later operation reads, in the order of
-        their last assignments. Time is linear in the operation's values and in `dead`."""
-        unread, written = frozenset(dead), frozenset(operation.writes)
+        """Return the lines of an operation. `dead` names the values that no later operation reads,
+        in the order of their last assignments. Time is linear in the operation's values and in
+        `dead`.
+        """
+        unread = frozenset(dead)
+        written = frozenset(operation.writes)
         if isinstance(operation, Collective):
             code, comment = self._collective(operation)
             target = self._fresh(operation.result)
         else:
-            code, comment = self._expression(operation), _comment(operation)
+            code = self._expression(operation)
+            comment = _comment(operation)
             results = operation.signature.results
             target = ", ".join(
-                "_" if value is None or value.name in unread else self._fresh(value) for value in results
+                "_" if value is None or value.name in unread else self._fresh(value)
+                for value in results
             )
             if target == "_":
                 return []
-        statement = f"{self.margin}{target} = {code}{self._drop(name for name in dead if name not in written)}"
+        statement = (
+            f"{self.margin}{target} = "
+            f"{code}{self._drop(name for name in dead if name not in written)}"
+        )
         pad = max(2, 72 - len(statement))
         if len(statement) + pad + len(comment) <= _LINE:
             return [f"{statement}{' ' * pad}# {comment}"]
@@ -230,8 +283,12 @@ class _Writer:
             return self._loop(operation)
         emitter = EMITTERS.get(name)
         if emitter is None:
-            raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
-        codes = tuple(None if value is None else self.codes[value.name] for value in signature.operands)
+            raise CodegenError(
+                f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name)
+            )
+        codes = tuple(
+            None if value is None else self.codes[value.name] for value in signature.operands
+        )
         call = replace(
             Call.of(signature, codes, operation.splits),
             mesh=operation.mesh, devices=len(self.stage.devices), samples=operation.samples,
@@ -240,12 +297,17 @@ class _Writer:
 
     def _loop(self, operation: Compute) -> str:
         """The call of a function that runs a loop's body again and again, which joins `loops`."""
-        node, code = operation.signature.node, body_code(operation)
+        node = operation.signature.node
+        code = body_code(operation)
         code = replace(code, operations=_with_linear(code))
-        run, ports = _Writer(code, numbers=self.numbers, margin=" " * 8), operand_ports(node)
-        states, changing = node.integer("states"), node.integer("states") + len(node.integers("scan_axes"))
+        run = _Writer(code, numbers=self.numbers, margin=" " * 8)
+        ports = operand_ports(node)
+        states = node.integer("states")
+        changing = node.integer("states") + len(node.integers("scan_axes"))
         given: list[tuple[str, str]] = []
-        for place, (port, value) in enumerate(zip(ports, operation.signature.operands, strict=True)):
+        for place, (port, value) in enumerate(
+            zip(ports, operation.signature.operands, strict=True)
+        ):
             source = self.codes[value.name] if value is not None else "None"
             if place >= changing and source.startswith("p."):
                 run.codes[port.name] = source
@@ -253,7 +315,9 @@ class _Writer:
                 given.append((f"x{next(self.numbers)}", source))
                 run.codes[port.name] = given[-1][0]
         own = [name for name, _ in given]
-        number, count, through = code.inputs[0], node.integer("count"), list[tuple[str, str]]()
+        number = code.inputs[0]
+        count = node.integer("count")
+        through = list[tuple[str, str]]()
         if any(number.name in each.reads for each in code.operations) or number in code.outputs:
             through.append((run._fresh(number), f"torch.arange({count}, device=p.device).unbind()"))
         for place in range(states, changing):
@@ -261,16 +325,23 @@ class _Writer:
             rows = f"reversed({rows})" if ports[place].backwards else rows
             through.append((run._fresh(code.inputs[1 + place]), rows))
         body = run._body(
-            code.operations, tuple(each.name for each in code.inputs), tuple(each.name for each in code.outputs)
+            code.operations,
+            tuple(each.name for each in code.inputs),
+            tuple(each.name for each in code.outputs),
         )
-        names, rows = (", ".join(each) for each in zip(*through, strict=True)) if through else ("_", f"range({count})")
-        lists, results = (
-            [f"x{next(self.numbers)}" for _ in code.outputs[states:]],
-            run._of(each.name for each in code.outputs),
+        names, rows = (
+            (", ".join(each) for each in zip(*through, strict=True))
+            if through
+            else ("_", f"range({count})")
         )
+        lists = [f"x{next(self.numbers)}" for _ in code.outputs[states:]]
+        results = run._of(each.name for each in code.outputs)
         lines = [f"    {name} = []" for name in lists]
         lines += [f"    for {names} in {f'zip({rows})' if len(through) > 1 else rows}:", *body]
-        lines += [f"        {name}.append({result})" for name, result in zip(lists, results[states:], strict=True)]
+        lines += [
+            f"        {name}.append({result})"
+            for name, result in zip(lists, results[states:], strict=True)
+        ]
         if own[:states] != list(results[:states]):
             lines.append(f"        {', '.join(own[:states])} = {', '.join(results[:states])}")
         stacks = [
@@ -278,19 +349,29 @@ class _Writer:
             for name, port in zip(lists, result_ports(node)[states:], strict=True)
         ]
         title = f"loop_{len(self.loops)}"
-        head = f"@torch.compiler.disable  # It would write out every run.\ndef {title}({', '.join(['p', *own])}):"
-        self.loops[title] = "\n".join([head, *lines, f"    return {', '.join([*own[:states], *stacks])}", ""])
+        head = (
+            "@torch.compiler.disable  # It would write out every run.\ndef "
+            f"{title}({', '.join(['p', *own])}):"
+        )
+        self.loops[title] = "\n".join(
+            [head, *lines, f"    return {', '.join([*own[:states], *stacks])}", ""]
+        )
         return called(title, "p", *(source for _, source in given))
 
     def _collective(self, operation: Collective) -> tuple[str, str]:
         """The call of a change of layout, and what it costs as a comment."""
-        step, group = operation.relayout, len(self.stage.devices)
-        source, cuts = self.codes[operation.source.name], [_cuts(step.source), _cuts(step.result)]
+        step = operation.relayout
+        group = len(self.stage.devices)
+        source = self.codes[operation.source.name]
+        cuts = [_cuts(step.source), _cuts(step.result)]
         if step.result.windows:
             name = "window" if step.kind == "slice" else step.kind
             if step.source.cuts == step.result.cuts and step.kind == "redistribute":
-                name, cuts = "edges", cuts[:1]
-            code = called(f"p.group.{name}", source, *cuts, _windows(step.result, operation.source.dtype))
+                name = "edges"
+                cuts = cuts[:1]
+            code = called(
+                f"p.group.{name}", source, *cuts, _windows(step.result, operation.source.dtype)
+            )
         elif step.kind == "redistribute":
             code = called("p.group.redistribute", source, *cuts)
         else:
@@ -310,10 +391,14 @@ class _Writer:
 
 
 def _comment(operation: Compute) -> str:
-    """The node's name as a comment can hold it, one line of printable ASCII, its local shape and splits."""
+    """The node's name as a comment can hold it, one line of printable ASCII, its local shape and
+    splits.
+    """
     name = _UNSAFE.sub("?", repr(operation.signature.node.name))
     name = name if len(name) <= 60 else f"{name[:28]}…{name[-28:]}"
-    shapes = ", ".join(str(list(value.shape)) for value in operation.signature.results[:1] if value is not None)
+    shapes = ", ".join(
+        str(list(value.shape)) for value in operation.signature.results[:1] if value is not None
+    )
     return f"{name} {shapes}{''.join(f'  {split}' for split in operation.splits)}"
 
 
@@ -322,7 +407,9 @@ def _cuts(layout: Layout) -> str:
 
 
 def _windows(layout: Layout, dtype: DType) -> str:
-    """The windows of a layout, and what blocks that stick out are filled with: whole numbers have no infinity."""
+    """The windows of a layout, and what blocks that stick out are filled with: whole numbers have
+    no infinity.
+    """
     windows = tuple(
         (dimension, window.step, window.offset, window.length)
         for dimension, window in enumerate(layout.windows)
@@ -337,28 +424,45 @@ _LIBRARIES = ("torch", "F", "operators")
 
 
 def deferred(emitter: Emitter, call: Call) -> str:
-    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(), p.w2)`. What is not
-    one call of a library's function becomes one of the tensors it reads."""
+    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(),
+    p.w2)`. What is not one call of a library's function becomes one of the tensors it reads.
+    """
     code = emitter(call)
     tree = ast.parse(code, mode="eval").body
     if isinstance(tree, ast.Call) and tree.args:
         function = ast.unparse(tree.func)
         names = function.split(".")
-        if names[0] in _LIBRARIES and all(map(str.isidentifier, names)) and code.startswith(f"{function}("):
+        if (
+            names[0] in _LIBRARIES
+            and all(map(str.isidentifier, names))
+            and code.startswith(f"{function}(")
+        ):
             return f"p.weight_grads({function}, {code[len(function) + 1 :]}"
     local = tuple(None if each is None else f"y{index}" for index, each in enumerate(call.codes))
-    arguments, tensors = (", ".join(each for each in codes if each is not None) for codes in (local, call.codes))
+    arguments, tensors = (
+        ", ".join(each for each in codes if each is not None) for codes in (local, call.codes)
+    )
     return f"p.weight_grads(lambda {arguments}: {emitter(replace(call, codes=local))}, {tensors})"
 
 
 def emit_stage(stage: StageCode, title: str) -> str:
-    """The whole file of a stage: docstring, types of what it takes, and its forward. `title` is one line that says what
-    the stage is part of; it must be plain text of our own."""
+    """The whole file of a stage: docstring, types of what it takes, and its forward. `title` is one
+    line that says what the stage is part of; it must be plain text of our own.
+    """
     forward = emit_forward(stage)
-    rows = [("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)]
-    rows += [("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)]
-    lines = [f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}\n" for way, name, value in rows]
-    elements, size = (sum(getattr(value, name) for _, value in stage.parameters) for name in ("elements", "bytes"))
+    rows = [
+        ("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)
+    ]
+    rows += [
+        ("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)
+    ]
+    lines = [
+        f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}\n"
+        for way, name, value in rows
+    ]
+    elements, size = (
+        sum(getattr(value, name) for _, value in stage.parameters) for name in ("elements", "bytes")
+    )
     segments = f"SEGMENTS = {forward.read!r}\n" if forward.read else ""
     draws = "DRAWS = True\n" if "p.random(" in forward.text else ""
     return (
@@ -387,5 +491,7 @@ def _imports(text: str) -> str:
 
 def _types(names: Names, values: tuple[Value, ...]) -> str:
     pairs = zip(names, values, strict=True)
-    lines = [f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs]
+    lines = [
+        f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs
+    ]
     return f"{{\n{''.join(lines)}}}" if lines else "{}"

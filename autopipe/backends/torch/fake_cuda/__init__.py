@@ -1,7 +1,8 @@
-"""A CUDA device that is not there: torch runs fake tensors on `cuda` without a GPU, forward and backward.
+"""A CUDA device that is not there: torch runs fake tensors on `cuda` without a GPU, forward and
+backward.
 
-The device (`device.cpp`) is compiled against the headers that torch comes with, once for each version of torch, and is
-loaded before torch: a process that wants it is started as
+The device (`device.cpp`) is compiled against the headers that torch comes with, once for each
+version of torch, and is loaded before torch: a process that wants it is started as
 
     python -m autopipe.backends.torch.fake_cuda LIBRARY FILE.py ARGUMENT...
 """
@@ -34,14 +35,18 @@ def is_loaded() -> bool:
 
 
 def build(cache: Path | None) -> Path:
-    """The library of the device for the torch that is installed, from `cache` where it was built before; without a
-    cache, in a folder that goes with this process. Raises ConfigurationError where it cannot be built."""
+    """The library of the device for the torch that is installed, from `cache` where it was built
+    before; without a cache, in a folder that goes with this process. Raises ConfigurationError
+    where it cannot be built.
+    """
     torch = _torch_folder()
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _unavailable(f"a C++ compiler builds it, and there is none ({', '.join(_COMPILERS)})")
     version = (torch / "version.py").read_bytes()
-    digest = hashlib.sha256(b"\0".join((version, str(torch).encode(), _SOURCE.read_bytes()))).hexdigest()
+    digest = hashlib.sha256(
+        b"\0".join((version, str(torch).encode(), _SOURCE.read_bytes()))
+    ).hexdigest()
     name = f"fake-cuda-{digest[:32]}.so"
     for folder in _folders(cache):
         library = folder / name
@@ -69,7 +74,9 @@ def _folders(cache: Path | None) -> Iterator[Path]:
 
 
 def _torch_folder() -> Path:
-    """Where the installed torch is. Raises ConfigurationError where no device can be added to it."""
+    """Where the installed torch is. Raises ConfigurationError where no device can be added to
+    it.
+    """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise _unavailable("torch is not installed")
@@ -82,12 +89,25 @@ def _torch_folder() -> Path:
 
 
 def _compile(compiler: str, torch: Path, library: Path) -> None:
-    # Linked with torch's libraries, it comes before them wherever one of their functions is looked for.
+    # Linked with torch's libraries, it comes before them wherever one of their functions is looked
+    # for.
     links = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
-    command = [compiler, *_FLAGS, f"-I{torch / 'include'}", str(_SOURCE), *links, "-o", str(library)]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    command = [
+        compiler,
+        *_FLAGS,
+        f"-I{torch / 'include'}",
+        str(_SOURCE),
+        *links,
+        "-o",
+        str(library),
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no error is named"]
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+            "no error is named"
+        ]
         raise _unavailable(f"{compiler} fails: {errors[0].strip()}")
 
 
@@ -97,7 +117,9 @@ def _unavailable(why: str) -> ConfigurationError:
 
 
 def load(library: Path) -> None:
-    """Make the device of `library` this process's CUDA device. Torch must not have been imported."""
+    """Make the device of `library` this process's CUDA device. Torch must not have been
+    imported.
+    """
     assert "torch" not in sys.modules, "torch has found that there is no CUDA device"
     device = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     from autopipe.backends.torch.fake_cuda import stand_ins

@@ -1,5 +1,7 @@
-"""The parts of torch that would call the CUDA runtime, or would choose otherwise without it, and what stands in for
-them on the fake device: one of compute capability 9.0, with a clock that is the host's, on which nothing takes time."""
+"""The parts of torch that would call the CUDA runtime, or would choose otherwise without it, and
+what stands in for them on the fake device: one of compute capability 9.0, with a clock that is the
+host's, on which nothing takes time.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +108,14 @@ _CUDA: dict[str, object] = {
     **dict.fromkeys(("current_device", "get_sync_debug_mode"), _constant(0)),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _constant(0)),
     **dict.fromkeys(("current_stream", "default_stream"), _constant(_STREAM)),
-    **dict.fromkeys(("set_device", "set_stream", "synchronize", "set_rng_state", "empty_cache", "init"), _nothing),
-    **dict.fromkeys(("reset_peak_memory_stats", "set_per_process_memory_fraction", "set_sync_debug_mode"), _nothing),
+    **dict.fromkeys(
+        ("set_device", "set_stream", "synchronize", "set_rng_state", "empty_cache", "init"),
+        _nothing,
+    ),
+    **dict.fromkeys(
+        ("reset_peak_memory_stats", "set_per_process_memory_fraction", "set_sync_debug_mode"),
+        _nothing,
+    ),
     "device_count": _constant(1),
     "is_current_stream_capturing": _constant(False),
     "mem_get_info": _constant((_MEMORY_BYTES, _MEMORY_BYTES)),
@@ -130,8 +138,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention by the kernel that a GPU of compute capability 9.0 takes: without a GPU torch takes the one that writes
-    all scores."""
+    """Attention by the kernel that a GPU of compute capability 9.0 takes: without a GPU torch takes
+    the one that writes all scores.
+    """
     if query.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         narrow = torch.get_autocast_dtype("cuda")
         query, key, value = (each.to(narrow) for each in (query, key, value))
@@ -144,14 +153,20 @@ def _attention(
             if bias.dtype is torch.bool:
                 bias = torch.where(bias, 0.0, float("-inf"))
             bias = bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-        return efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+        return efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )[0]
     return _scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
 ) -> Kernel:
     """The kernel that programs pin, which is the one that torch would choose without."""
     if query.device.type != "cuda":
@@ -165,6 +180,7 @@ def install() -> None:
     for name, stand_in in _CUDA.items():
         setattr(torch.cuda, name, stand_in)
     F.scaled_dot_product_attention = _attention
-    # The only fused update that torch cannot run on fake tensors: it changes its operands and gives nothing.
+    # The only fused update that torch cannot run on fake tensors: it changes its operands and gives
+    # nothing.
     torch.library.register_fake("aten::_fused_sgd_", _nothing)
     stop_device_initialisation()

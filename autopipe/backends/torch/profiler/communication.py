@@ -1,7 +1,8 @@
-"""Times of messages and collectives between ranks of this machine, and of posting them in a pipeline.
+"""Times of messages and collectives between ranks of this machine, and of posting them in a
+pipeline.
 
-`torchrun … -m autopipe.backends.torch.profiler.communication FILE DEVICE SECONDS` is one of several ranks that time
-messages and collectives together; rank 0 writes what they took.
+`torchrun … -m autopipe.backends.torch.profiler.communication FILE DEVICE SECONDS` is one of several
+ranks that time messages and collectives together; rank 0 writes what they took.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from autopipe.ir.program import Channel
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Messages between two of `ranks`, and collectives of groups of up to all of them, for about `seconds`. Raises
-    LaunchError where a rank fails."""
+    """Messages between two of `ranks`, and collectives of groups of up to all of them, for about
+    `seconds`. Raises LaunchError where a rank fails.
+    """
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
 
     with scratch_folder("profile") as name, rank_environment():
-        found, logs = Path(name) / "exchanges.json", Path(name) / "logs"
+        found = Path(name) / "exchanges.json"
+        logs = Path(name) / "logs"
         logs.mkdir()
         command = (__name__, str(found), device, str(seconds))
         failure = run_agent(command, ranks, Place(), 0, None, logs, False, lambda _: None)
@@ -57,7 +60,9 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
 
 
 def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
-    """The line of least relative squared error through times by bytes, neither coefficient below 0."""
+    """The line of least relative squared error through times by bytes, neither coefficient below
+    0.
+    """
     sizes = np.array([size for size, _ in samples], dtype=float)
     weights = 1 / np.array([timing.seconds for _, timing in samples])
     columns = np.stack([weights, sizes * weights], axis=1)
@@ -75,25 +80,36 @@ Spans = dict[str, tuple[float, float]]
 """When tasks of a step began and ended, in seconds."""
 
 
-def measure_post_overhead(together: Path, apart: Path, laden: Path, messages: int, device: str) -> tuple[float, float]:
-    """Seconds of a rank's own time that an end of a message takes: of a task's first message, and of each further one.
+def measure_post_overhead(
+    together: Path, apart: Path, laden: Path, messages: int, device: str
+) -> tuple[float, float]:
+    """Seconds of a rank's own time that an end of a message takes: of a task's first message, and
+    of each further one.
 
-    The folders hold programs of two same stages, the second the slower one. `together` has them on one rank, each
-    micro-batch through both before the next; `apart` on two ranks under 1F1B, with one message there and one back for
-    each micro-batch; `laden` has `messages` there and as many back. What passes longer between the second stage's tasks
-    is what its ends of these messages take. Raises LaunchError where a program fails.
+    The folders hold programs of two same stages, the second the slower one. `together` has them on
+    one rank, each micro-batch through both before the next; `apart` on two ranks under 1F1B, with
+    one message there and one back for each micro-batch; `laden` has `messages` there and as many
+    back. What passes longer between the second stage's tasks is what its ends of these messages
+    take. Raises LaunchError where a program fails.
     """
 
     def between(spans: Spans, index: int, until: str) -> float:
-        """Seconds from a micro-batch's forward in the second stage until a task, without its own two tasks."""
-        forward, backward = spans[f"1F{index}"], spans[f"1B{index}"]
+        """Seconds from a micro-batch's forward in the second stage until a task, without its own
+        two tasks.
+        """
+        forward = spans[f"1F{index}"]
+        backward = spans[f"1B{index}"]
         return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
 
     def until_first_stage(spans: Spans, micro_batches: int) -> float:
-        return statistics.median(between(spans, index, f"0B{index}") for index in range(1, micro_batches))
+        return statistics.median(
+            between(spans, index, f"0B{index}") for index in range(1, micro_batches)
+        )
 
     def until_next_forward(spans: Spans, micro_batches: int) -> float:
-        return statistics.median(between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
+        return statistics.median(
+            between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1)
+        )
 
     alone = _of_steps(together, device, 0, until_first_stage)
     with_one, with_all = (_of_steps(each, device, 1, until_next_forward) for each in (apart, laden))
@@ -101,32 +117,54 @@ def measure_post_overhead(together: Path, apart: Path, laden: Path, messages: in
 
 
 def measure_period(program: Path, device: str) -> float:
-    """Seconds from one micro-batch to the next in the second of two stages on two ranks under 1F1B, at least four
-    micro-batches a step: that of the slower stage, whichever it is. Raises LaunchError where the program fails."""
+    """Seconds from one micro-batch to the next in the second of two stages on two ranks under 1F1B,
+    at least four micro-batches a step: that of the slower stage, whichever it is. Raises
+    LaunchError where the program fails.
+    """
 
     return _of_steps(
-        program, device, 1, lambda spans, count: period_of([spans[f"1F{each}"][0] for each in range(count)])
+        program,
+        device,
+        1,
+        lambda spans, count: period_of([spans[f"1F{each}"][0] for each in range(count)]),
     )
 
 
 def period_of(starts: Sequence[float]) -> float:
-    """The median from one to the next of when a stage's forwards begin, after the first: a pipeline fills meanwhile."""
+    """The median from one to the next of when a stage's forwards begin, after the first: a pipeline
+    fills meanwhile.
+    """
     return statistics.median(second - first for first, second in itertools.pairwise(starts[1:]))
 
 
-def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
+def _of_steps(
+    program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]
+) -> float:
     """The median over steps of what `seconds` says of one."""
     manifest = read_manifest(program)
     with scratch_folder("profile") as name:
-        data, traces = Path(name) / "samples.npz", Path(name) / "spans"
+        data = Path(name) / "samples.npz"
+        traces = Path(name) / "spans"
         save_samples(manifest, data)
-        words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(traces)]
+        words = [
+            "--device",
+            device,
+            "--steps",
+            str(_STEPS),
+            "--data",
+            str(data),
+            "--trace",
+            str(traces),
+        ]
         launch_program(manifest, words, LaunchConfig())
         steps = (traces / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
 
     found = []
     for line in steps[_WARM_UP_STEPS:]:
-        spans = {task["task"]: (float(task["start"]), float(task["end"])) for task in json.loads(line)["spans"]}
+        spans = {
+            task["task"]: (float(task["start"]), float(task["end"]))
+            for task in json.loads(line)["spans"]
+        }
         found.append(seconds(spans, manifest.micro_batches))
     return statistics.median(found)
 
@@ -135,13 +173,16 @@ def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, i
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
-_LEAST, _MOST, _WARM_UP = 7, 100, 2
+_LEAST = 7
+_MOST = 100
+_WARM_UP = 2
 _ROUNDS = 8
 """How often ranks compute and exchange messages while it is measured what ends take."""
 _TASKS = 6
 """Computation between messages, about half a millisecond."""
 _LEAST_WAY = 0.1
-"""Part of the time from rank to rank that a message is on its way at least, whatever its ends take."""
+"""Part of the time from rank to rank that a message is on its way at least, whatever its ends take.
+"""
 
 
 Case = tuple[str, int, int, Callable[[], float]]
@@ -165,9 +206,17 @@ def _synchronize(transport: Transport) -> None:
         torch.cuda.synchronize()
 
 
-def _collective(transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None) -> float:
-    """Seconds of one collective of a tensor with as many rows as ranks; nothing on a rank outside of the group."""
-    arguments = {"all_reduce": (tensor,), "all_gather": (tensor[:1], 0), "reduce_scatter": (tensor, 0)}
+def _collective(
+    transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None
+) -> float:
+    """Seconds of one collective of a tensor with as many rows as ranks; nothing on a rank outside
+    of the group.
+    """
+    arguments = {
+        "all_reduce": (tensor,),
+        "all_gather": (tensor[:1], 0),
+        "reduce_scatter": (tensor, 0),
+    }
     start = time.perf_counter()
     if group is not None:
         getattr(group, kind)(*arguments.get(kind, (tensor.T, 0, 1)))
@@ -176,19 +225,23 @@ def _collective(transport: Transport, kind: str, tensor: torch.Tensor, group: Gr
 
 
 def _way(transport: Transport, channel: int, size: int) -> float:
-    """Seconds that a message between ranks 0 and 1 is on its way: half of there and back, without the ends' own time.
+    """Seconds that a message between ranks 0 and 1 is on its way: half of there and back, without
+    the ends' own time.
 
-    There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's among them, since they
-    run on the rank's processor; elsewhere the call alone does. Ends of a large message work at the same time, so that
-    little may be left of its way.
+    There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's
+    among them, since they run on the rank's processor; elsewhere the call alone does. Ends of a
+    large message work at the same time, so that little may be left of its way.
     """
     tensor = torch.ones(size // 4, device=transport.device)
     like = (tensor.dtype, tuple(tensor.shape))
-    peer, first = 1 - transport.rank, transport.rank == 0
+    peer = 1 - transport.rank
+    first = transport.rank == 0
     if peer not in (0, 1):
         return 0.0
     _work(transport)
-    start, whole, own = time.perf_counter(), time.process_time(), time.thread_time()
+    start = time.perf_counter()
+    whole = time.process_time()
+    own = time.thread_time()
     arrival = transport.receive(like, peer, channel, first)
     if not first:
         tensor = arrival.wait()
@@ -204,18 +257,22 @@ def _way(transport: Transport, channel: int, size: int) -> float:
 
 
 def _end(transport: Transport, channel: int, size: int) -> float:
-    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its rounds with and
-    without messages. It includes the calls and, on a CPU, gloo's threads and waking the other rank."""
+    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its
+    rounds with and without messages. It includes the calls and, on a CPU, gloo's threads and waking
+    the other rank.
+    """
     alone = _round_seconds(transport, None, size)
     return (_round_seconds(transport, channel, size) - alone) / 2
 
 
 def _round_seconds(transport: Transport, channel: int | None, size: int) -> float:
-    """Seconds of a round of rank 0's: it computes all the time, and in between sends a message over the channel. As in
-    a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits for it: rank 1 computes half as long
-    and waits for the rest of a round. Others compute alone."""
+    """Seconds of a round of rank 0's: it computes all the time, and in between sends a message over
+    the channel. As in a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits
+    for it: rank 1 computes half as long and waits for the rest of a round. Others compute alone.
+    """
     tensor = torch.ones(size // 4, device=transport.device)
-    slow, peer = transport.rank == 0, 1 - transport.rank
+    slow = transport.rank == 0
+    peer = 1 - transport.rank
     channel = channel if peer in (0, 1) else None
 
     def post_receive() -> Callable[[], object]:

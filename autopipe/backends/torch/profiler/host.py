@@ -1,4 +1,6 @@
-"""Time the host: how long it takes to start an operator of an eager program, while the device lags behind."""
+"""Time the host: how long it takes to start an operator of an eager program, while the device lags
+behind.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ _LAYERS = 40
 _OPERATORS_PER_LAYER = 6
 _RUNS = 20
 _SIZE = 8
-"""Rows and columns of the tensors: so small that a device computes faster than any host starts operators."""
+"""Rows and columns of the tensors: so small that a device computes faster than any host starts
+operators.
+"""
 
 
 def measure_host_launch(device: torch.device, precision: str) -> float:
-    """Return the host's seconds per operator: the median over `_RUNS` forwards and backwards of a chain of layers.
+    """Return the host's seconds per operator: the median over `_RUNS` forwards and backwards of a
+    chain of layers.
 
-    A layer has a product with a bias, an activation, a sum, a normalization and two views, as transformers have them.
-    The host waits for the device between runs only, so a run's time is the host's alone. On a CPU, it is the operators'
-    time.
+    A layer has a product with a bias, an activation, a sum, a normalization and two views, as
+    transformers have them. The host waits for the device between runs only, so a run's time is the
+    host's alone. On a CPU, it is the operators' time.
     """
     weight = torch.full((_SIZE, _SIZE), 0.1, device=device, requires_grad=True)
     bias = torch.zeros(_SIZE, device=device, requires_grad=True)
@@ -43,7 +48,9 @@ def measure_host_launch(device: torch.device, precision: str) -> float:
 
 
 def _chain(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return the result of `_LAYERS` layers, each of `_OPERATORS_PER_LAYER` statements as generated code has them."""
+    """Return the result of `_LAYERS` layers, each of `_OPERATORS_PER_LAYER` statements as generated
+    code has them.
+    """
     for _ in range(_LAYERS):
         product = F.linear(values, weight.t(), bias)
         activated = F.gelu(product)

@@ -1,8 +1,10 @@
-"""Time operators, forward and backward, as generated code runs them, and what a rank's tasks take besides them.
+"""Time operators, forward and backward, as generated code runs them, and what a rank's tasks take
+besides them.
 
-Operators run one after the other as often and in the order in which the model has them, all forwards and then all
-backwards: run again and again by itself, an operator finds its code and its operands in the caches, and a small one
-takes half of its time in a model; run once among all the others, it takes twice.
+Operators run one after the other as often and in the order in which the model has them, all
+forwards and then all backwards: run again and again by itself, an operator finds its code and its
+operands in the caches, and a small one takes half of its time in a model; run once among all the
+others, it takes twice.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCos
 from autopipe.ir.program import Block, Bucket, Compute, StageCode
 
 _LARGE_BYTES = 2**16
-"""Gradients of activations from this size on are freed at once, as in a model, where the next operator's take their
-memory."""
+"""Gradients of activations from this size on are freed at once, as in a model, where the next
+operator's take their memory.
+"""
 
 Tensors = tuple[torch.Tensor, ...]
 Pool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
@@ -50,12 +53,14 @@ class Operand:
     numbers: torch.Tensor
     wanted: bool
     parameter: bool
-    """True if each layer has numbers of its own; the others find theirs in the caches, as in a model, where the
-    operator before has just written them.
+    """True if each layer has numbers of its own; the others find theirs in the caches, as in a
+    model, where the operator before has just written them.
     """
 
     def leaf(self) -> torch.Tensor:
-        tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(self.wanted)
+        tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(
+            self.wanted
+        )
         if self.wanted and not self.parameter and tensor.nbytes >= _LARGE_BYTES:
             filler = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
             tensor.register_hook(lambda _: filler)
@@ -71,8 +76,9 @@ class Runnable:
 
     @staticmethod
     def of(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
-        """The sample on a device, run once; the generated file goes to `folder`. Raises CodegenError, saying why, where
-        it does not run, or needs a group."""
+        """The sample on a device, run once; the generated file goes to `folder`. Raises
+        CodegenError, saying why, where it does not run, or needs a group.
+        """
         known, inputs = sample.operands()
         group = math.prod(split.degree for split in sample.splits)
         first, *rest = sample.signatures
@@ -88,7 +94,8 @@ class Runnable:
                 *(Compute(1, each) for each in rest),
             ),
         )
-        text, device = emit_stage(stage, "One operator."), watch.device
+        text = emit_stage(stage, "One operator.")
+        device = watch.device
         if "p.group" in text:
             raise CodegenError("a share of this operator needs the other shares")
         path = folder / f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
@@ -110,7 +117,9 @@ class Runnable:
                 _run([runnable.step()], watch, 0.0)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise CodegenError(f"{sample.operation.operator} does not run by itself: {reason}") from error
+            raise CodegenError(
+                f"{sample.operation.operator} does not run by itself: {reason}"
+            ) from error
         return runnable
 
     @property
@@ -118,34 +127,43 @@ class Runnable:
         return any(each.wanted for each in self.operands)
 
     def step(self) -> tuple[Runnable, Tensors]:
-        """The operation at one place of a lap, with operands of its own, as every layer of a model has them."""
+        """The operation at one place of a lap, with operands of its own, as every layer of a model
+        has them.
+        """
         return self, tuple(each.leaf() for each in self.operands)
 
 
 def _operands(
     sample: Sample, inputs: Sequence[Value], device: torch.device, train: bool, pool: Pool
 ) -> tuple[Operand, ...]:
-    limits, generator = dict(sample.below), np.random.default_rng(0)
+    limits = dict(sample.below)
+    generator = np.random.default_rng(0)
     found = []
     for value in inputs:
         key = value.dtype, value.shape, limits.get(value.name)
         if key not in pool:
-            pool[key] = torch.from_numpy(sample.drawn(value, generator)).to(torch_dtype(value.dtype)).to(device)
+            pool[key] = (
+                torch.from_numpy(sample.drawn(value, generator))
+                .to(torch_dtype(value.dtype))
+                .to(device)
+            )
         wanted = train and bool(sample.operation.gradients) and value.name in sample.wanted
         found.append(Operand(pool[key], wanted, value.name in sample.parameters))
     return tuple(found)
 
 
-_CHAIN, _CHAIN_S = 64, 0.05
+_CHAIN = 64
+_CHAIN_S = 0.05
 """Nodes of a backward by which it is measured what noting them takes, and how long for."""
 
 
 def measure_operations(
     lap: Sequence[Sample], watch: Stopwatch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the samples of `lap` for at most about `seconds` in all, and say why some could not run. `lap` has them
-    as often and in the order in which they run. Backward is measured with `train`, where gradients flow. Generated
-    files go to `folder`."""
+    """Measure the samples of `lap` for at most about `seconds` in all, and say why some could not
+    run. `lap` has them as often and in the order in which they run. Backward is measured with
+    `train`, where gradients flow. Generated files go to `folder`.
+    """
     if watch.device.type == "cpu":
         keep_freed_memory()  # as ranks do
     known: dict[Operation, Runnable] = {}
@@ -169,14 +187,17 @@ def measure_operations(
         places.setdefault(sample.operation, []).append(place)
     found = []
     for operation, own in places.items():
-        forward, backward = (averaged([timings[first + place] for place in own]) for first in (0, len(run)))
+        forward, backward = (
+            averaged([timings[first + place] for place in own]) for first in (0, len(run))
+        )
         found.append(run[own[0]].cost(forward, backward if known[operation].trains else None))
     return tuple(found), tuple(refused.values())
 
 
 def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: float) -> list[float]:
-    """Seconds of every step's forward, then of every one's backward (0 where there is none). `noting` is what noting
-    the begin of a backward takes."""
+    """Seconds of every step's forward, then of every one's backward (0 where there is none).
+    `noting` is what noting the begin of a backward takes.
+    """
     results: list[Tensors] = []
     marks = [watch.mark()]
     for runnable, leaves in steps:
@@ -186,10 +207,13 @@ def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: fl
     return watch.spans(marks) + [max(0.0, each - noting) for each in backward]
 
 
-def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch) -> list[float]:
-    """Run all backwards at once. Autograd takes the latest operator first, so each ends where the next one begins.
-    Gradients are asked for rather than added to leaves, which would copy some of them: in a model they go on to the
-    next operator."""
+def _backwards(
+    results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch
+) -> list[float]:
+    """Run all backwards at once. Autograd takes the latest operator first, so each ends where the
+    next one begins. Gradients are asked for rather than added to leaves, which would copy some of
+    them: in a model they go on to the next operator.
+    """
     marks: list[Mark] = []
     order: list[int] = []
     ends: list[torch.Tensor] = []
@@ -207,10 +231,16 @@ def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        # One gradient for all results of a kind: in a model the operator behind has just written it.
+        # One gradient for all results of a kind: in a model the operator behind has just written
+        # it.
         kinds = {(each.dtype, each.shape): each for each in ends}
-        seeds = {kind: torch.ones_like(each, memory_format=torch.contiguous_format) for kind, each in kinds.items()}
-        torch.autograd.grad(ends, wanted, [seeds[each.dtype, each.shape] for each in ends], allow_unused=True)
+        seeds = {
+            kind: torch.ones_like(each, memory_format=torch.contiguous_format)
+            for kind, each in kinds.items()
+        }
+        torch.autograd.grad(
+            ends, wanted, [seeds[each.dtype, each.shape] for each in ends], allow_unused=True
+        )
         marks.append(watch.mark())
         for index, seconds in zip(order, watch.spans(marks), strict=True):
             found[index] += seconds
@@ -245,7 +275,9 @@ def _as_run(precision: str, device: torch.device) -> contextlib.AbstractContextM
 
 _TENSORS = 16
 _ELEMENTS = (2**8, 2**18)
-"""Of each of the tensors: few, so that what a tensor takes shows, and many, so that a byte's share does."""
+"""Of each of the tensors: few, so that what a tensor takes shows, and many, so that a byte's share
+does.
+"""
 _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
     lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -256,38 +288,54 @@ _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
 
 @dataclass(frozen=True, slots=True)
 class TaskStartOverhead:
-    """How much longer a task's first operators take, in seconds: they find neither their code nor their data in the
-    caches after those of another task."""
+    """How much longer a task's first operators take, in seconds: they find neither their code nor
+    their data in the caches after those of another task.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
 
     def added_to(self, tasks: TaskCosts) -> TaskCosts:
-        forward, backward = tasks.forward_s + self.forward_s, tasks.backward_s + self.backward_s
+        forward = tasks.forward_s + self.forward_s
+        backward = tasks.backward_s + self.backward_s
         return replace(tasks, forward_s=forward, backward_s=backward)
 
 
-def measure_starts(watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float) -> TaskStartOverhead:
-    """Measure the constant part of a task's operator time. The programs have one stage each on one device; `long` has
-    `longer` times the operators of `short`. Raises LaunchError where one does not run."""
-    few, many = (numbers_of("whole", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
+def measure_starts(
+    watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float
+) -> TaskStartOverhead:
+    """Measure the constant part of a task's operator time. The programs have one stage each on one
+    device; `long` has `longer` times the operators of `short`. Raises LaunchError where one does
+    not run.
+    """
+    few, many = (
+        numbers_of("whole", each, watch.device.type, seconds / 2)[:2] for each in (short, long)
+    )
     return TaskStartOverhead(
-        *(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True))
+        *(
+            max(0.0, (longer * one - all_) / (longer - 1))
+            for one, all_ in zip(few, many, strict=True)
+        )
     )
 
 
 def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float) -> TaskCosts:
-    """Measure tasks without their start overhead, updates, and adding up gradients. `program` is a one-device program
-    of two equal stages of a few small operators; the backward of the second is split, and `waiting` of its operators
-    defer their weight gradients. Raises LaunchError where it does not run."""
+    """Measure tasks without their start overhead, updates, and adding up gradients. `program` is a
+    one-device program of two equal stages of a few small operators; the backward of the second is
+    split, and `waiting` of its operators defer their weight gradients. Raises LaunchError where it
+    does not run.
+    """
     forward, backward, split, update = numbers_of("tasks", program, watch.device.type, seconds / 2)
-    sums, buckets = (_by_tensor(watch, timed, seconds / 16) for timed in (_accumulation, _bucketing))
+    sums, buckets = (
+        _by_tensor(watch, timed, seconds / 16) for timed in (_accumulation, _bucketing)
+    )
     updates = tuple(_by_tensor(watch, partial(_update, make), seconds / 24) for make in _OPTIMIZERS)
     return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
 
 
 Timed = Callable[[Stopwatch, int], Callable[[], float]]
-"""From a number of elements to a run over `_TENSORS` tensors of that size, which gives its seconds."""
+"""From a number of elements to a run over `_TENSORS` tensors of that size, which gives its seconds.
+"""
 
 
 def _by_tensor(watch: Stopwatch, timed: Timed, seconds: float) -> TensorCosts:
@@ -310,7 +358,8 @@ def _update(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
 ) -> Callable[[], float]:
     """An update as a rank makes it, with what it does to the gradients."""
-    parameters, gradients = _parameters(watch, count), _gradients(watch, count)
+    parameters = _parameters(watch, count)
+    gradients = _gradients(watch, count)
     optimizer = make(parameters)
 
     def update() -> None:
@@ -327,7 +376,8 @@ def _update(
 
 def _accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
     """Adding a micro-batch's gradients to those before."""
-    sums, gradients = _gradients(watch, count), _gradients(watch, count)
+    sums = _gradients(watch, count)
+    gradients = _gradients(watch, count)
 
     def add() -> None:
         for total, gradient in zip(sums, gradients, strict=True):
@@ -344,10 +394,16 @@ class _Alone(Transport):
 
 
 def _bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
-    """How much longer a backward takes that copies gradients into a bucket as they come, and the sums back."""
-    own, shared, gradients = _parameters(watch, count), _parameters(watch, count), _gradients(watch, count)
+    """How much longer a backward takes that copies gradients into a bucket as they come, and the
+    sums back.
+    """
+    own = _parameters(watch, count)
+    shared = _parameters(watch, count)
+    gradients = _gradients(watch, count)
     blocks = tuple(Block(index, count, "fp32", 4, (0, 1), 0) for index in range(_TENSORS))
-    reduction = GradientReduction(_Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False)
+    reduction = GradientReduction(
+        _Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False
+    )
 
     def backward(parameters: Sequence[torch.Tensor]) -> None:
         torch.autograd.backward([each.neg() for each in parameters], gradients)

@@ -1,6 +1,7 @@
 """One-device programs, timed in processes of their own by marks around what they call.
 
-`… -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes what `numbers_of` gives.
+`… -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes what
+`numbers_of` gives.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ MOST = 200
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times work on one device: on a CPU by the processor time of a thread that works alone, which other processes on
-    the machine do not add to, and by the clock where there are several; by events on a CUDA stream."""
+    """Times work on one device: on a CPU by the processor time of a thread that works alone, which
+    other processes on the machine do not add to, and by the clock where there are several; by
+    events on a CUDA stream.
+    """
 
     device: torch.device
 
@@ -67,8 +70,9 @@ class Stopwatch:
 
 
 def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
-    """`run` gives what each of several parts took; the median of each, after a warm-up, of as many runs as `seconds` of
-    the clock allow."""
+    """`run` gives what each of several parts took; the median of each, after a warm-up, of as many
+    runs as `seconds` of the clock allow.
+    """
     run()
     started = time.perf_counter()
     found: list[Sequence[float]] = []
@@ -86,8 +90,9 @@ def averaged(timings: Sequence[Timing]) -> Timing:
 
 
 def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[float]:
-    """Seconds of the parts of a program, of a `kind` of `KINDS`, measured for about `seconds` in another process.
-    Raises LaunchError with the last line that it wrote where it fails."""
+    """Seconds of the parts of a program, of a `kind` of `KINDS`, measured for about `seconds` in
+    another process. Raises LaunchError with the last line that it wrote where it fails.
+    """
     with scratch_folder("profile") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
         words = (__name__, str(found), kind, str(program), device, str(seconds))
@@ -106,8 +111,9 @@ class TimedProgram:
 
     @staticmethod
     def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
-        """The program in folder `program`, set up. One step's samples are drawn and written to `data`, from where it
-        reads them: drawing is no part of a step."""
+        """The program in folder `program`, set up. One step's samples are drawn and written to
+        `data`, from where it reads them: drawing is no part of a step.
+        """
         sys.path.insert(0, str(program))
         sys.argv = ["rank_000.py", "--device", device.type, "--data", str(data)]
         names = runpy.run_path(str(program / "rank_000.py"))
@@ -117,14 +123,20 @@ class TimedProgram:
         return TimedProgram(rank, names["step"], Stopwatch(device))
 
     def seconds_inside(self) -> dict[str, float]:
-        """Seconds inside generated functions and autograd, under the task's stage and phase, such as `0F`."""
+        """Seconds inside generated functions and autograd, under the task's stage and phase, such
+        as `0F`.
+        """
         calls: list[tuple[Any, str]] = [(stage, "function") for stage in self.rank.stages.values()]
         calls.append((output_edges, "accumulate_gradients"))
         return self.seconds_of(calls, lambda _: self.rank.heartbeat.task[:2])
 
-    def seconds_of(self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str) -> dict[str, float]:
-        """Run a step with marks around the calls of these attributes alone, for others would count in what they are
-        made around. Returns mean seconds by `key` of an attribute's name, asked for behind the call."""
+    def seconds_of(
+        self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str
+    ) -> dict[str, float]:
+        """Run a step with marks around the calls of these attributes alone, for others would count
+        in what they are made around. Returns mean seconds by `key` of an attribute's name, asked
+        for behind the call.
+        """
         found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
         def timed(call: Callable[..., Any], name: str, /, *arguments: Any, **settings: Any) -> Any:
@@ -139,17 +151,22 @@ class TimedProgram:
                 stack.callback(setattr, owner, name, call)
                 setattr(owner, name, partial(timed, call, name))
             self.rank.run(self.step)
-        return {name: statistics.fmean(self.watch.spans(each)[0] for each in own) for name, own in found.items()}
+        return {
+            name: statistics.fmean(self.watch.spans(each)[0] for each in own)
+            for name, own in found.items()
+        }
 
 
 def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Of a program of one stage: a forward's and a backward's operators, and what both tasks take besides them. A
-    forward's operators are what its generated function takes, a backward's what autograd does; 0 for a backward where
-    there is none."""
+    """Of a program of one stage: a forward's and a backward's operators, and what both tasks take
+    besides them. A forward's operators are what its generated function takes, a backward's what
+    autograd does; 0 for a backward where there is none.
+    """
     tasks = [(timed.rank.stages[0], task) for task in ("forward", "backward")]
 
     def run() -> list[float]:
-        inside, whole = timed.seconds_inside(), timed.seconds_of(tasks)
+        inside = timed.seconds_inside()
+        whole = timed.seconds_of(tasks)
         own = inside["0F"], inside.get("0B", 0.0)
         around = whole["forward"] - own[0], whole.get("backward", 0.0) - own[1]
         return [*own, *(max(0.0, each) for each in around)]
@@ -158,15 +175,17 @@ def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
 
 
 def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Of a program of two equal stages, of which the second's backward is split: what a forward and a backward of the
-    first take besides their operators, how much longer a micro-batch of the second takes, and an update. Reading
-    samples counts."""
+    """Of a program of two equal stages, of which the second's backward is split: what a forward and
+    a backward of the first take besides their operators, how much longer a micro-batch of the
+    second takes, and an update. Reading samples counts.
+    """
     rank = timed.rank
     tasks: list[tuple[Any, str]] = [(rank.stages[0], "forward"), (rank.stages[0], "backward")]
     update = [(rank.optimizer, "step"), (rank.optimizer, "zero_grad")]
 
     def run() -> list[float]:
-        own, found = timed.seconds_inside(), timed.seconds_of([*tasks, *update])
+        own = timed.seconds_inside()
+        found = timed.seconds_of([*tasks, *update])
         around = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]
         rank.clock.step.wait()

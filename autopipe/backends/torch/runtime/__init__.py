@@ -1,6 +1,8 @@
-"""The part of autopipe that generated programs import: ranks, stages, operators and all that they stand on. Imports
-autopipe.ir, the format of checkpoints and torch; no solver, no onnx. Torch is loaded with the names below, so that the
-launcher can check data and manifests, which takes a moment, without it."""
+"""The part of autopipe that generated programs import: ranks, stages, operators and all that they
+stand on. Imports autopipe.ir, the format of checkpoints and torch; no solver, no onnx. Torch is
+loaded with the names below, so that the launcher can check data and manifests, which takes a
+moment, without it.
+"""
 
 from __future__ import annotations
 

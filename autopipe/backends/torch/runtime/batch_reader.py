@@ -1,5 +1,6 @@
-"""The blocks of the batch that a rank's forwards take: read where they are asked for, or by a thread that has the next
-ones on the GPU by then."""
+"""The blocks of the batch that a rank's forwards take: read where they are asked for, or by a
+thread that has the next ones on the GPU by then.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ class BlockRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """Of a step whose data was read: how many of its samples are data, its epoch, and the samples at an epoch's end
-    that are left out (see `Source`)."""
+    """Of a step whose data was read: how many of its samples are data, its epoch, and the samples
+    at an epoch's end that are left out (see `Source`).
+    """
 
     samples: int
     epoch: int
@@ -48,7 +50,9 @@ class BatchReader:
         self._inputs = {entry.value.name: entry for entry in manifest.inputs}
 
     def begin_step(self, step: int) -> int:
-        """The samples that there are for a step, the first or that behind the one that was read last; 0 for none."""
+        """The samples that there are for a step, the first or that behind the one that was read
+        last; 0 for none.
+        """
         return self.source.count(step)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
@@ -62,22 +66,34 @@ class BatchReader:
         """Read no more."""
 
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """Return a block in the type of the data: on the device if it is random, otherwise in host memory."""
-        size = self._manifest.micro_batch_size // self._manifest.stages[request.stage].micro_batch_ratio
-        entry, offset = self._inputs[request.name], request.micro_batch * size
+        """Return a block in the type of the data: on the device if it is random, otherwise in host
+        memory.
+        """
+        size = (
+            self._manifest.micro_batch_size
+            // self._manifest.stages[request.stage].micro_batch_ratio
+        )
+        entry = self._inputs[request.name]
+        offset = request.micro_batch * size
         if offset + size <= self.source.count(step):
             sample = self.source.sample(step) + offset
             if isinstance(self.source, RandomSource):
                 return self.source.block(entry, sample, request.box, self._device)
-            return torch.from_numpy(read_block(self.source, self._manifest, entry, sample, request.box))
-        return torch.from_numpy(read_filled_block(self.source, self._manifest, entry, step, offset, request.box))
+            return torch.from_numpy(
+                read_block(self.source, self._manifest, entry, sample, request.box)
+            )
+        return torch.from_numpy(
+            read_filled_block(self.source, self._manifest, entry, step, offset, request.box)
+        )
 
     def _dtype(self, request: BlockRequest) -> torch.dtype:
         return torch_dtype(self._inputs[request.name].value.dtype)
 
 
 _MICRO_BATCHES = 2
-"""As many are read before they are needed: one that the device takes next, and one that is being copied to it."""
+"""As many are read before they are needed: one that the device takes next, and one that is being
+copied to it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +111,15 @@ _Item = TypeVar("_Item", int, StepData, _Prefetched)
 
 
 class PrefetchingReader(BatchReader):
-    """Reads the blocks of the first step where they are asked for, and notes their order, which is every step's. Then a
-    thread reads them in that order, a few micro-batches before they are needed, into pinned memory, and copies them
-    beside what the GPU computes. It alone uses the source then."""
+    """Reads the blocks of the first step where they are asked for, and notes their order, which is
+    every step's. Then a thread reads them in that order, a few micro-batches before they are
+    needed, into pinned memory, and copies them beside what the GPU computes. It alone uses the
+    source then.
+    """
 
-    def __init__(self, manifest: Manifest, source: Source, device: torch.device, steps: int) -> None:
+    def __init__(
+        self, manifest: Manifest, source: Source, device: torch.device, steps: int
+    ) -> None:
         """For steps below number `steps`."""
         super().__init__(manifest, source, device)
         self._steps = steps
@@ -117,10 +137,14 @@ class PrefetchingReader(BatchReader):
             self._requests.append(request)
             return super().read(step, request)
         item = self._take(_Prefetched)
-        assert item.request == request, f"{request} is asked for where a first step asked for {item.request}"
+        assert item.request == request, (
+            f"{request} is asked for where a first step asked for {item.request}"
+        )
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(item.copied)
-        item.tensor.record_stream(stream)  # Its memory is the copying stream's, which must not use it again too soon.
+        item.tensor.record_stream(
+            stream
+        )  # Its memory is the copying stream's, which must not use it again too soon.
         return item.tensor
 
     def end_step(self, step: int) -> StepData:
@@ -128,9 +152,13 @@ class PrefetchingReader(BatchReader):
             return self._take(StepData)
         found = super().end_step(step)
         if self._requests:
-            a_micro_batch = max(Counter((each.stage, each.micro_batch) for each in self._requests).values())
+            a_micro_batch = max(
+                Counter((each.stage, each.micro_batch) for each in self._requests).values()
+            )
             self._items = queue.Queue(_MICRO_BATCHES * a_micro_batch)
-            self._thread = threading.Thread(target=self._run, args=(step + 1,), name="data", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(step + 1,), name="data", daemon=True
+            )
             self._thread.start()
         return found
 
@@ -176,7 +204,9 @@ class PrefetchingReader(BatchReader):
         block = self._block(step, request)
         if block.device.type == "cpu":
             # Torch keeps pinned memory for its next use, once copies from it are done.
-            block = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(block)
+            block = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(
+                block
+            )
         tensor = block.to(self._device, self._dtype(request), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()

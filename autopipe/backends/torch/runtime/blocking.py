@@ -1,9 +1,10 @@
-"""Stages that wait for every message where they come to it: what overlapping messages with tasks is measured by.
+"""Stages that wait for every message where they come to it: what overlapping messages with tasks is
+measured by.
 
-A generated step sends and posts receives where that overlaps best; waiting there would deadlock. So these stages
-exchange messages between tasks, in one order of all tasks and messages that all ranks share: a topological order of
-tasks with each message, one item for both ends, right behind the task that gives it (Lin et al., "Tessel" (HPCA 2024),
-section V).
+A generated step sends and posts receives where that overlaps best; waiting there would deadlock. So
+these stages exchange messages between tasks, in one order of all tasks and messages that all ranks
+share: a topological order of tasks with each message, one item for both ends, right behind the task
+that gives it (Lin et al., "Tessel" (HPCA 2024), section V).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class ChannelEnd:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message on a channel, forwards or, as gradient, back; `number` counts those of its direction in a step."""
+    """One message on a channel, forwards or, as gradient, back; `number` counts those of its
+    direction in a step.
+    """
 
     end: ChannelEnd
     gradient: bool
@@ -51,9 +54,13 @@ class Message:
 Event = Task | Message
 
 
-def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> list[list[Event]]:
-    """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a group's run together. What
-    can start first comes first, so that the order is near to that in which things happen."""
+def global_event_order(
+    lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]
+) -> list[list[Event]]:
+    """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a
+    group's run together. What can start first comes first, so that the order is near to that in
+    which things happen.
+    """
     orders: list[list[Event]] = [[] for _ in lists]
     rest = [deque(tasks) for tasks in lists]
     clocks = [0] * len(lists)
@@ -61,12 +68,17 @@ def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEn
     for rank, tasks in enumerate(lists):
         for stage in {task.stage for task in tasks}:
             ranks[stage].append(rank)
-    # By stage, and whether of gradients: stages whose messages it needs, with its slice and theirs; where its own go.
+    # By stage, and whether of gradients: stages whose messages it needs, with its slice and theirs;
+    # where its own go.
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
     leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
     for end in ends:
-        there, back = (end.source_stage, end.source_slice), (end.target_stage, end.target_slice)
-        for gradient, (source, given), (target, taken) in ((False, there, back), (True, back, there)):
+        there = (end.source_stage, end.source_slice)
+        back = (end.target_stage, end.target_slice)
+        for gradient, (source, given), (target, taken) in (
+            (False, there, back),
+            (True, back, there),
+        ):
             if end.gradient or not gradient:
                 needs[target, gradient].add((taken, source, given))
                 if end.source_rank != end.target_rank:
@@ -76,7 +88,8 @@ def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEn
     def can_run(task: Task) -> bool:
         if any(not rest[rank] or rest[rank][0] != task for rank in ranks[task.stage]):
             return False
-        backward, number = task.phase is not Phase.FORWARD, task.micro_batch
+        backward = task.phase is not Phase.FORWARD
+        number = task.micro_batch
         return task.phase is Phase.WEIGHT_GRADIENT or all(
             (source, backward, given.micro_batch(taken.message(number))) in done
             for taken, source, given in needs[task.stage, backward]
@@ -124,20 +137,28 @@ class BlockingStage(Stage):
             super().forward(micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        if self._rank.training and self._order.reach(Task(self.number, Phase.BACKWARD, micro_batch)):
+        if self._rank.training and self._order.reach(
+            Task(self.number, Phase.BACKWARD, micro_batch)
+        ):
             super().backward(micro_batch)
 
     def input_gradient(self, micro_batch: int) -> None:
-        if self._rank.training and self._order.reach(Task(self.number, Phase.INPUT_GRADIENT, micro_batch)):
+        if self._rank.training and self._order.reach(
+            Task(self.number, Phase.INPUT_GRADIENT, micro_batch)
+        ):
             super().input_gradient(micro_batch)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        if self._rank.training and self._order.reach(Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)):
+        if self._rank.training and self._order.reach(
+            Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)
+        ):
             super().weight_gradient(micro_batch)
 
 
 class GlobalOrder:
-    """This rank's tasks and messages in the one order of all ranks, for one step after the other."""
+    """This rank's tasks and messages in the one order of all ranks, for one step after the
+    other.
+    """
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -146,7 +167,9 @@ class GlobalOrder:
         self._rest: deque[Event] = deque()
 
     def note(self, step: Callable[[], None]) -> list[Event]:
-        """The order; before the first step walk through it noting its tasks, and agree with the other ranks."""
+        """The order; before the first step walk through it noting its tasks, and agree with the
+        other ranks.
+        """
         if self._order is None:
             step()
             self._order = self._agree()
@@ -158,14 +181,17 @@ class GlobalOrder:
         self._rest.extend(order if self._rank.training else filter(_is_forward, order))
 
     def reach(self, task: Task | None) -> bool:
-        """Exchange what comes before a task, or at a step's end (None) behind its last; False if it is only noted."""
+        """Exchange what comes before a task, or at a step's end (None) behind its last; False if it
+        is only noted.
+        """
         if self._order is None:
             assert task is not None, "a step that is noted has no end"
             self._tasks.append(task)
             return False
         while self._rest and (event := self._rest.popleft()) != task:
             assert isinstance(event, Message), f"{event} is left out"
-            end, rank = event.end, self._rank
+            end = event.end
+            rank = self._rank
             leaves = rank.number == end.source_rank
             stage = rank.stages[end.source_stage if leaves else end.target_stage]
             ports: Sequence[Send | Receive] = stage.sends if leaves else stage.receives
@@ -177,20 +203,36 @@ class GlobalOrder:
 
     def _agree(self) -> list[Event]:
         """Tell the others this rank's tasks and channels, and order those of all."""
-        number, stages, train = self._rank.number, self._rank.stages.values(), self._rank.train
+        number = self._rank.number
+        stages = self._rank.stages.values()
+        train = self._rank.train
         own = {
             "tasks": [str(task) for task in self._tasks],
             "ends": [
-                (port.channel, stage.number, number, port.stage, port.rank, port.gradient and train, port.slice)
+                (
+                    port.channel,
+                    stage.number,
+                    number,
+                    port.stage,
+                    port.rank,
+                    port.gradient and train,
+                    port.slice,
+                )
                 for stage in stages
                 for port in stage.sends
             ],
             "arriving": [(port.channel, port.slice) for stage in stages for port in stage.receives],
         }
         every = self._rank.transport.make_control_group().run_collectively("order", lambda: own)
-        arriving = {channel: MicroBatchSlice(*numbers) for each in every for channel, numbers in each["arriving"]}
+        arriving = {
+            channel: MicroBatchSlice(*numbers)
+            for each in every
+            for channel, numbers in each["arriving"]
+        }
         ends = [
             ChannelEnd(*(*end, MicroBatchSlice(*leaving), arriving[end[0]]))
             for *end, leaving in sorted(end for each in every for end in each["ends"])
         ]
-        return global_event_order([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[number]
+        return global_event_order(
+            [[Task.parse(task) for task in each["tasks"]] for each in every], ends
+        )[number]

@@ -17,16 +17,20 @@ _UPDATE = "update"
 
 
 def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
-    """Capture CUDA graphs of this rank's stages, all ranks together, between two steps: of all stages if
-    `--cuda-graphs` is given, otherwise of those that the host bounds. If a stage is captured, so is the rank's update;
-    `capture_update` returns why not. Return a line that says which stages of all ranks are captured, and why others are
-    not."""
+    """Capture CUDA graphs of this rank's stages, all ranks together, between two steps: of all
+    stages if `--cuda-graphs` is given, otherwise of those that the host bounds. If a stage is
+    captured, so is the rank's update; `capture_update` returns why not. Return a line that says
+    which stages of all ranks are captured, and why others are not.
+    """
 
     def capture() -> dict[str, str]:
         if not has_cuda_graphs(rank.device):
             return {str(number): f"{rank.device.type} devices have none" for number in rank.stages}
         resources = CaptureResources(partial(_free_bytes, rank))
-        said = {str(number): _capture(rank, stage, resources) for number, stage in sorted(rank.stages.items())}
+        said = {
+            str(number): _capture(rank, stage, resources)
+            for number, stage in sorted(rank.stages.items())
+        }
         if rank.train and not all(said.values()):
             said[_UPDATE] = capture_update(resources)
         return said
@@ -38,15 +42,18 @@ def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources
 
 
 def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
-    """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does not."""
+    """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does
+    not.
+    """
     if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
         return _NOT_ASKED
     return stage.capture(resources)
 
 
 def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
-    """Return one line about the stages of a program and its update. Each rank gives, by stage or `update`, why it stays
-    eager, "" if it is captured."""
+    """Return one line about the stages of a program and its update. Each rank gives, by stage or
+    `update`, why it stays eager, "" if it is captured.
+    """
     reasons: dict[str, str] = {}
     for own in by_rank:
         for name, reason in own.items():

@@ -1,5 +1,7 @@
-"""Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was committed. A
-program resumes from a checkpoint of the same model and kind of optimizer, whatever the plans are."""
+"""Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was
+committed. A program resumes from a checkpoint of the same model and kind of optimizer, whatever the
+plans are.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from autopipe.ir.layout import Box, whole
 
 
 class HostCopies:
-    """Copies by key, in buffers that the next ones overwrite; page-locked where the tensors are on a GPU."""
+    """Copies by key, in buffers that the next ones overwrite; page-locked where the tensors are on
+    a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -40,8 +44,9 @@ class HostCopies:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Start to copy. On a GPU the copies are made beside its work, of what it has been given up to now; who then
-        writes to the tensors calls `before_write`."""
+        """Start to copy. On a GPU the copies are made beside its work, of what it has been given up
+        to now; who then writes to the tensors calls `before_write`.
+        """
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
         if self._stream is not None:
@@ -49,9 +54,16 @@ class HostCopies:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for key, tensor in tensors.items():
                 buffer = self._buffers.get(key)
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
-                    # Pinned pages where a copy runs beside the GPU's work; a generator's state is on the host already.
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None)
+                if (
+                    buffer is None
+                    or buffer.shape != tensor.shape
+                    or buffer.dtype is not tensor.dtype
+                ):
+                    # Pinned pages where a copy runs beside the GPU's work; a generator's state is
+                    # on the host already.
+                    buffer = torch.empty(
+                        tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None
+                    )
                     self._buffers[key] = buffer
                 buffer.copy_(tensor.detach(), non_blocking=True)
             if self._stream is not None:
@@ -69,7 +81,10 @@ class HostCopies:
             self._copied.synchronize()
         return [
             files.Content(
-                key, dtype_name(each.dtype), tuple(each.shape), each.reshape(-1).view(torch.uint8).numpy().data
+                key,
+                dtype_name(each.dtype),
+                tuple(each.shape),
+                each.reshape(-1).view(torch.uint8).numpy().data,
             )
             for key, each in self._buffers.items()
         ]
@@ -87,27 +102,39 @@ def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[s
         if found is None:
             yield f"model: it has no parameter {value.name!r}"
         elif (found.dtype, found.shape) != (value.dtype.value, value.shape):
-            there, here = f"{found.dtype} {list(found.shape)}", f"{value.dtype.value} {list(value.shape)}"
+            there = f"{found.dtype} {list(found.shape)}"
+            here = f"{value.dtype.value} {list(value.shape)}"
             yield f"model: its parameter {value.name!r} is {there}, the program's is {here}"
     for name in sorted(saved.keys() - {each.value.name for each in manifest.parameters}):
         yield f"model: it has a parameter {name!r}, the program has none"
     if checkpoint.model_digest != manifest.model_digest:
-        there, here = (digest[:_DIGITS] or "none" for digest in (checkpoint.model_digest, manifest.model_digest))
-        yield f"model: {checkpoint.model} had digest {there}, the program's {manifest.model} has {here}"
-    there, here = _kind(checkpoint.optimizer), _kind(manifest.optimizer)
+        there, here = (
+            digest[:_DIGITS] or "none"
+            for digest in (checkpoint.model_digest, manifest.model_digest)
+        )
+        yield (
+            f"model: {checkpoint.model} had digest {there}, the program's {manifest.model} has "
+            f"{here}"
+        )
+    there = _kind(checkpoint.optimizer)
+    here = _kind(manifest.optimizer)
     if there != here:
         yield f"optimizer: {there}, the program's is {here}"
 
 
 def _kind(optimizer: dict[str, Any]) -> str:
-    """Settings of the optimizer that decide which state it keeps; learning rates and the like may change."""
+    """Settings of the optimizer that decide which state it keeps; learning rates and the like may
+    change.
+    """
     name = str(optimizer["name"])
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one rank at a step, but for the numbers, of which `HostCopies` has the copies."""
+    """The state of one rank at a step, but for the numbers, of which `HostCopies` has the
+    copies.
+    """
 
     position: Position
     seed: int
@@ -127,27 +154,42 @@ class Snapshot:
     def checkpoint(
         self, manifest: Manifest, rank: int, file: files.StoredFile, offsets: Mapping[str, int]
     ) -> files.Checkpoint:
-        """The rank's part of the checkpoint's manifest: its file, and where in it each tensor lies."""
+        """The rank's part of the checkpoint's manifest: its file, and where in it each tensor
+        lies.
+        """
 
-        def stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> files.StoredTensor:
-            return files.StoredTensor(dtype_name(tensor.dtype), shape, (files.Block(box, rank, offsets[key], key),))
+        def stored(
+            key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box
+        ) -> files.StoredTensor:
+            return files.StoredTensor(
+                dtype_name(tensor.dtype), shape, (files.Block(box, rank, offsets[key], key),)
+            )
 
         parameters = []
         for index, blocks in groupby(self.blocks, key=lambda block: block.piece.parameter):
-            parameter, tensors = manifest.parameters[index], dict[str, files.StoredTensor]()
+            parameter = manifest.parameters[index]
+            tensors = dict[str, files.StoredTensor]()
             for block in blocks:
                 part = stored(block.key, block.tensor, parameter.value.shape, block.piece.box)
                 known = tensors.get(block.state)
-                tensors[block.state] = part if known is None else replace(part, blocks=known.blocks + part.blocks)
+                tensors[block.state] = (
+                    part if known is None else replace(part, blocks=known.blocks + part.blocks)
+                )
             value = tensors.pop("")
             parameters.append(
                 files.StoredParameter(
-                    parameter.value.name, parameter.trainable, value, tuple(tensors.items()), self.counters[index]
+                    parameter.value.name,
+                    parameter.trainable,
+                    value,
+                    tuple(tensors.items()),
+                    self.counters[index],
                 )
             )
         random = [
             files.StoredGenerator(
-                rank, device, stored(f"random.{device}", state, tuple(state.shape), whole(tuple(state.shape)))
+                rank,
+                device,
+                stored(f"random.{device}", state, tuple(state.shape), whole(tuple(state.shape))),
             )
             for device, state in self.generators.items()
         ]
@@ -185,10 +227,11 @@ class Checkpointer:
         keep_every: int = 0,
         run: str | None = None,
     ) -> None:
-        """`control_group` must serve nothing else: a save uses it while the steps go on. `keep_latest_k` and
-        `keep_every` are as in `files.prune`. `run` names a launch that starts anew: the folder may then hold
-        checkpoints of this launch alone. Raises ConfigurationError where another run saves in the folder, LaunchError
-        where it cannot be written."""
+        """`control_group` must serve nothing else: a save uses it while the steps go on.
+        `keep_latest_k` and `keep_every` are as in `files.prune`. `run` names a launch that starts
+        anew: the folder may then hold checkpoints of this launch alone. Raises ConfigurationError
+        where another run saves in the folder, LaunchError where it cannot be written.
+        """
         self._kept = keep_latest_k, keep_every
         self._run = run
         self._folder = folder
@@ -208,14 +251,21 @@ class Checkpointer:
                 self._lock.claim(self._run)
 
     def save(self, position: Position, seed: int, eval_loss: float | None = None) -> None:
-        """Commit the state at this position, while the next steps run; as the best so far where `eval_loss` is given.
-        Waits for the save before to end. Raises what ended that one."""
+        """Commit the state at this position, while the next steps run; as the best so far where
+        `eval_loss` is given. Waits for the save before to end. Raises what ended that one.
+        """
         self.wait()
         state = self._state
         counters = state.counters({piece.parameter for piece in self._pieces})
         scale = None if state.loss_scaler is None else state.loss_scaler.state()
         snapshot = Snapshot(
-            position, seed, list(state.blocks(self._pieces)), counters, state.generators(), scale, eval_loss
+            position,
+            seed,
+            list(state.blocks(self._pieces)),
+            counters,
+            state.generators(),
+            scale,
+            eval_loss,
         )
         self._copies.take(snapshot.tensors)
         self._saving = future = Future[None]()
@@ -228,7 +278,8 @@ class Checkpointer:
             else:
                 future.set_result(None)
 
-        # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers are gone.
+        # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers
+        # are gone.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def before_update(self) -> None:
@@ -236,11 +287,14 @@ class Checkpointer:
         self._copies.before_write()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait for the save that runs, if there is one, up to `timeout_s`. Raises what has ended it."""
+        """Wait for the save that runs, if there is one, up to `timeout_s`. Raises what has ended
+        it.
+        """
         if self._saving is not None:
             if not wait([self._saving], timeout_s).done:
                 return False
-            saving, self._saving = self._saving, None
+            saving = self._saving
+            self._saving = None
             saving.result()
         return True
 
@@ -261,21 +315,27 @@ class Checkpointer:
     def _write(self, snapshot: Snapshot) -> None:
         """On a thread of its own: files of all ranks, then the commit."""
         together: Callable[[Callable[[], Any]], list[Any]]
-        together, rank = partial(self._control_group.run_collectively, "checkpoint"), self._control_group.rank
-        step, is_best = snapshot.position.steps, snapshot.eval_loss is not None
+        together = partial(self._control_group.run_collectively, "checkpoint")
+        rank = self._control_group.rank
+        step = snapshot.position.steps
+        is_best = snapshot.eval_loss is not None
         folder = self._folder / files.BEST if is_best else self._folder
         temporary = folder / together(partial(self._begin, folder, step))[0]
 
         def write() -> dict[str, Any]:
             if not temporary.is_dir():
                 hint = "all nodes must share it"
-                raise LaunchError("rank 0's checkpoint folder is not here", hint=hint, where=str(temporary))
+                raise LaunchError(
+                    "rank 0's checkpoint folder is not here", hint=hint, where=str(temporary)
+                )
             written = files.write_shard(temporary / files.rank_file(rank), self._copies.contents())
             return files.document_of(snapshot.checkpoint(self._manifest, rank, *written))
 
         def commit() -> None:
             if rank == 0:
-                files.commit(temporary, files.text_of(files.merged([files.parsed(each) for each in parts])))
+                files.commit(
+                    temporary, files.text_of(files.merged([files.parsed(each) for each in parts]))
+                )
                 if is_best:
                     files.keep_only(folder, step)
                 else:
@@ -305,14 +365,22 @@ class Checkpointer:
     def best(self) -> tuple[float, int] | None:
         """The lowest validation loss whose state is kept, and the number of its last step."""
         folder = self._folder / files.BEST
-        found = [files.read_checkpoint(files.checkpoint_path(folder, step)) for step in files.committed_steps(folder)]
-        return min(((each.eval_loss, each.step - 1) for each in found if each.eval_loss is not None), default=None)
+        found = [
+            files.read_checkpoint(files.checkpoint_path(folder, step))
+            for step in files.committed_steps(folder)
+        ]
+        return min(
+            ((each.eval_loss, each.step - 1) for each in found if each.eval_loss is not None),
+            default=None,
+        )
 
     def restore(self) -> files.Checkpoint | None:
-        """Put the newest committed state in place. Returns its manifest, None where there is none. Random numbers go on
-        as they would have under the same plan. Raises ConfigurationError for a checkpoint of another model, LaunchError
-        for a damaged one."""
-        group, manifest = self._control_group, self._manifest
+        """Put the newest committed state in place. Returns its manifest, None where there is none.
+        Random numbers go on as they would have under the same plan. Raises ConfigurationError for a
+        checkpoint of another model, LaunchError for a damaged one.
+        """
+        group = self._control_group
+        manifest = self._manifest
 
         def newest_step() -> tuple[int, str]:
             """Of the newest checkpoint, 0 where there is none, and the digest of its manifest."""
@@ -327,7 +395,9 @@ class Checkpointer:
         if any(each != newest[0] for each in newest):
             steps = ", ".join(sorted({str(step) for step, _ in newest}))
             reason = f"ranks see different newest checkpoints: steps {steps}"
-            raise LaunchError(reason, hint="all nodes must share the folder", where=str(self._folder))
+            raise LaunchError(
+                reason, hint="all nodes must share the folder", where=str(self._folder)
+            )
         step, _ = newest[0]
         if not step:
             return None
@@ -335,7 +405,9 @@ class Checkpointer:
         checkpoint = files.read_checkpoint(path)
         for difference in _differences(checkpoint, manifest):
             hint = "choose another --checkpoint folder"
-            raise ConfigurationError(f"the checkpoint is of another {difference}", hint=hint, where=str(path))
+            raise ConfigurationError(
+                f"the checkpoint is of another {difference}", hint=hint, where=str(path)
+            )
 
         def verify() -> None:
             for file in checkpoint.files[group.rank :: group.world_size]:
@@ -348,8 +420,12 @@ class Checkpointer:
             self._state.loss_scaler.restore(saved.scale, saved.good_steps)
         if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
             own = (each for each in checkpoint.random if each.rank == group.rank)
-            self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})
+            self._state.restore_generators(
+                {each.device: tensor_of(reader.read(each.state), "uint8") for each in own}
+            )
         else:
-            seeds = np.random.SeedSequence((checkpoint.seed, checkpoint.step, group.rank)).generate_state(1, np.uint64)
+            seeds = np.random.SeedSequence(
+                (checkpoint.seed, checkpoint.step, group.rank)
+            ).generate_state(1, np.uint64)
             torch.manual_seed(int(seeds[0] >> np.uint64(1)))
         return checkpoint

@@ -1,5 +1,7 @@
-"""Training state of a rank: its blocks of parameters, the optimizer's state, and random generators; who writes what.
-Every block of every parameter is written once, by one of those who hold it, and about as much by each."""
+"""Training state of a rank: its blocks of parameters, the optimizer's state, and random generators;
+who writes what. Every block of every parameter is written once, by one of those who hold it, and
+about as much by each.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from autopipe.ir.program import ElementRange
 
 _LEAST_BYTES = 2**20  # Smaller blocks are not cut up among their holders.
 _PIECES = 16
-"""About as many pieces a rank as make loads even where all hold everything; more would only swell the manifest."""
+"""About as many pieces a rank as make loads even where all hold everything; more would only swell
+the manifest.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,12 @@ class WriteBlock:
 
 
 def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
-    """The pieces that each rank writes, by rank: the same on all ranks, since all know who holds what.
+    """The pieces that each rank writes, by rank: the same on all ranks, since all know who holds
+    what.
 
-    Blocks of a parameter are equal or apart (`autopipe.passes.lower.shard`), so that none is written twice. What
-    is updated in shares is written by who has the share. Of the rest the largest piece goes first, to whichever of its
-    holders has least to write.
+    Blocks of a parameter are equal or apart (`autopipe.passes.lower.shard`), so that none is
+    written twice. What is updated in shares is written by who has the share. Of the rest the
+    largest piece goes first, to whichever of its holders has least to write.
     """
     numbers = [0] * len(manifest.parameters)
     found: list[list[WriteBlock]] = [[] for _ in range(manifest.world_size)]
@@ -50,8 +55,12 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     if manifest.optimizer["shard"]:
         for rank, pieces in enumerate(found):
             own = {shard.parameter: shard.box for shard in manifest.shards[rank]}
-            for run in (run for bucket in buckets_of_rank(manifest, rank) for run in bucket.runs(rank)):
-                pieces.extend(numbered(run.parameter, box) for box in boxes_of(run, own[run.parameter]))
+            for run in (
+                run for bucket in buckets_of_rank(manifest, rank) for run in bucket.runs(rank)
+            ):
+                pieces.extend(
+                    numbered(run.parameter, box) for box in boxes_of(run, own[run.parameter])
+                )
     holders: dict[tuple[int, Box], list[int]] = {}
     for rank, shards in enumerate(manifest.shards):
         for shard in shards:
@@ -59,13 +68,17 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     settings = manifest.optimizer
     states = Optimizer(settings["name"], momentum=settings["momentum"]).states
     states += manifest.training.ema_decay is not None
-    sizes = [each.value.dtype.itemsize * (1 + states * each.trainable) for each in manifest.parameters]
+    sizes = [
+        each.value.dtype.itemsize * (1 + states * each.trainable) for each in manifest.parameters
+    ]
     blocks = [
         (parameter, box, ranks, box.elements * sizes[parameter])
         for (parameter, box), ranks in holders.items()
         if not (manifest.optimizer["shard"] and is_reduced(manifest, parameter, ranks))
     ]
-    piece_bytes = max(_LEAST_BYTES, sum(size for *_, size in blocks) // (manifest.world_size * _PIECES))
+    piece_bytes = max(
+        _LEAST_BYTES, sum(size for *_, size in blocks) // (manifest.world_size * _PIECES)
+    )
     shared_pieces = []
     for parameter, box, ranks, size in blocks:
         parts = list(_parts(box, min(len(ranks), size // piece_bytes)))
@@ -75,7 +88,9 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
         rank = min(ranks, key=load.__getitem__)
         load[rank] += size
         found[rank].append(piece)
-    return tuple(tuple(sorted(each, key=lambda piece: (piece.parameter, piece.number))) for each in found)
+    return tuple(
+        tuple(sorted(each, key=lambda piece: (piece.parameter, piece.number))) for each in found
+    )
 
 
 def _parts(box: Box, count: int) -> Iterator[Box]:
@@ -97,12 +112,16 @@ def boxes_of(run: ElementRange, block: Box) -> Iterator[Box]:
     return (box.beside(whole(block.shape), block) for box in run.boxes(block.shape))
 
 
-COUNTERS = frozenset({"step"})  # Names of the state that torch's optimizers keep once a tensor, not for each element.
+COUNTERS = frozenset(
+    {"step"}
+)  # Names of the state that torch's optimizers keep once a tensor, not for each element.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedBlock:
-    """A block that a rank writes: of a parameter, or of what the optimizer keeps of it under the name `state`."""
+    """A block that a rank writes: of a parameter, or of what the optimizer keeps of it under the
+    name `state`.
+    """
 
     key: str
     piece: WriteBlock
@@ -111,7 +130,9 @@ class SavedBlock:
 
 
 class TrainingState:
-    """A rank's training state; the optimizer is over its parameters, those of `shards` excepted, and over `shards`."""
+    """A rank's training state; the optimizer is over its parameters, those of `shards` excepted,
+    and over `shards`.
+    """
 
     def __init__(
         self,
@@ -129,13 +150,18 @@ class TrainingState:
         self._boxes = {shard.parameter: shard.box for shard in manifest.shards[rank]}
         self._parameters = parameters
         self._optimizer = optimizer
-        self._updated_in_shards = {run.parameter: (shard, run) for shard in shards for run in shard.runs}
+        self._updated_in_shards = {
+            run.parameter: (shard, run) for shard in shards for run in shard.runs
+        }
         self._optimizer_shards = {id(shard.tensor): shard for shard in shards}
 
     def blocks(self, pieces: Sequence[WriteBlock]) -> Iterator[SavedBlock]:
-        """Blocks to write, as views. Of a parameter that is updated in shards a piece must be one of its runs."""
+        """Blocks to write, as views. Of a parameter that is updated in shards a piece must be one
+        of its runs.
+        """
         for piece in pieces:
-            index, own = piece.parameter, self._boxes[piece.parameter]
+            index = piece.parameter
+            own = self._boxes[piece.parameter]
             box = piece.box.within(own)
             key = f"p{index}.{piece.number}"
             yield SavedBlock(key, piece, "", self._parameters[index].detach()[box.slices])
@@ -144,16 +170,28 @@ class TrainingState:
                     continue
                 if index in self._updated_in_shards:
                     _, run = self._updated_in_shards[index]
-                    first = sum(start * math.prod(own.shape[axis + 1 :]) for axis, start in enumerate(box.starts))
+                    first = sum(
+                        start * math.prod(own.shape[axis + 1 :])
+                        for axis, start in enumerate(box.starts)
+                    )
                     at = run.at + first - run.start
-                    yield SavedBlock(f"{key}.{name}", piece, name, tensor[at : at + box.elements].view(box.shape))
+                    yield SavedBlock(
+                        f"{key}.{name}", piece, name, tensor[at : at + box.elements].view(box.shape)
+                    )
                 else:
                     yield SavedBlock(f"{key}.{name}", piece, name, tensor[box.slices])
 
     def counters(self, parameters: Iterable[int]) -> dict[int, tuple[tuple[str, float], ...]]:
-        """Numbers that the optimizer keeps once a tensor, by parameter; read from a GPU in one copy."""
+        """Numbers that the optimizer keeps once a tensor, by parameter; read from a GPU in one
+        copy.
+        """
         kept = {parameter: self._kept(parameter) for parameter in parameters}
-        found = [value.reshape(1) for each in kept.values() for name, value in each.items() if name in COUNTERS]
+        found = [
+            value.reshape(1)
+            for each in kept.values()
+            for name, value in each.items()
+            if name in COUNTERS
+        ]
         values = iter(torch.cat(found).tolist() if found else ())
         return {
             parameter: tuple((name, next(values)) for name in each if name in COUNTERS)
@@ -165,7 +203,9 @@ class TrainingState:
         found = self._updated_in_shards.get(parameter)
         tensor = self._parameters[parameter] if found is None else found[0].tensor
         state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
-        return {name: value for name, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
+        return {
+            name: value for name, value in sorted(state.items()) if isinstance(value, torch.Tensor)
+        }
 
     def generators(self) -> dict[str, torch.Tensor]:
         found = {"cpu": torch.get_rng_state()}
@@ -174,8 +214,9 @@ class TrainingState:
         return found
 
     def restore(self, reader: Reader, saved: Mapping[str, StoredParameter]) -> None:
-        """Put this rank's blocks in place, of parameters that are all there, by name. They may have been saved under
-        another plan."""
+        """Put this rank's blocks in place, of parameters that are all there, by name. They may have
+        been saved under another plan.
+        """
         for index, parameter in self._parameters.items():
             with torch.no_grad():
                 parameter.copy_(_read(reader, self._stored(saved, index).value, self._boxes[index]))
@@ -192,7 +233,10 @@ class TrainingState:
             else:
                 index = indices[id(tensor)]
                 stored = self._stored(saved, index)
-                state = {name: _read(reader, each, self._boxes[index]) for name, each in self._restored(stored)}
+                state = {
+                    name: _read(reader, each, self._boxes[index])
+                    for name, each in self._restored(stored)
+                }
                 state |= _scalars([stored])
             if state:
                 form["state"][position] = state
@@ -202,14 +246,18 @@ class TrainingState:
         return saved[self._manifest.parameters[parameter].value.name]
 
     def _restored(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:
-        """State of a parameter that the program keeps: an average of weights only where it makes one."""
+        """State of a parameter that the program keeps: an average of weights only where it makes
+        one.
+        """
         averages = self._manifest.training.ema_decay is not None
         return (pair for pair in stored.state if averages or pair[0] != AVERAGE)
 
     def _restored_shard(
         self, reader: Reader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
     ) -> dict[str, torch.Tensor]:
-        """State of the runs of a shard's parameters; zeros where one has none, as before the first update."""
+        """State of the runs of a shard's parameters; zeros where one has none, as before the first
+        update.
+        """
         found: dict[str, torch.Tensor] = {}
         for run in shard.runs:
             for name, tensor in self._restored(self._stored(saved, run.parameter)):

@@ -1,5 +1,6 @@
-"""Times of a step and its tasks: by the host's clock on a CPU, by events on a CUDA stream, read once they are past;
-and torch's profiler over some steps of a rank."""
+"""Times of a step and its tasks: by the host's clock on a CPU, by events on a CUDA stream, read
+once they are past; and torch's profiler over some steps of a rank.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +49,15 @@ class LateMessage:
 
 
 class StepTimes:
-    """When a step and its tasks began and ended on the device. After `wait` the figures can be read."""
+    """When a step and its tasks began and ended on the device. After `wait` the figures can be
+    read.
+    """
 
     def __init__(self, begin: Mark, previous: StepTimes | None) -> None:
         self.began = time.time()
-        """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
+        """When the step began, in seconds since 1970: what puts the steps of several ranks on one
+        axis.
+        """
         self.begin = self._end = begin
         self._tasks: list[tuple[str, Mark, Mark]] = []
         self._waits: list[tuple[str, int, int, Mark, Mark]] = []
@@ -71,7 +76,9 @@ class StepTimes:
         """Wait until the device has done the step. What it was given since goes on."""
         if not isinstance(self._end, float):
             self._end.synchronize()
-            if self._previous is not None:  # A device begins a step no earlier than the host, but may long after.
+            if (
+                self._previous is not None
+            ):  # A device begins a step no earlier than the host, but may long after.
                 since = seconds_between(self._previous.begin, self.begin)
                 self.began = max(self.began, self._previous.began + since)
         self._previous = None
@@ -93,12 +100,16 @@ class StepTimes:
 
 
 class Clock:
-    """Marks in time. On a CUDA stream they are events, which the host makes without waiting for the device."""
+    """Marks in time. On a CUDA stream they are events, which the host makes without waiting for the
+    device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.keeps_waits = False
-        """True if waits for messages are marked, too, which on a GPU takes two events for each message."""
+        """True if waits for messages are marked, too, which on a GPU takes two events for each
+        message.
+        """
         self.step = StepTimes(0.0, None)
 
     def mark(self) -> Mark:
@@ -133,12 +144,21 @@ class Clock:
 
 
 class StepProfiler:
-    """Profiles `steps`, if any, and writes `rank_000.json` into `folder`. Tasks are marked by the heartbeat."""
+    """Profiles `steps`, if any, and writes `rank_000.json` into `folder`. Tasks are marked by the
+    heartbeat.
+    """
 
     def __init__(
-        self, steps: range, folder: Path | None, rank: int, device: torch.device, heartbeat: Heartbeat
+        self,
+        steps: range,
+        folder: Path | None,
+        rank: int,
+        device: torch.device,
+        heartbeat: Heartbeat,
     ) -> None:
-        self._steps, self._folder, self._heartbeat = steps, folder, heartbeat
+        self._steps = steps
+        self._folder = folder
+        self._heartbeat = heartbeat
         self._name = f"rank_{rank:03d}.json"
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":

@@ -1,6 +1,8 @@
-"""Exchanges inside a stage's group, as generated code calls them: differentiable, each one's backward its transpose.
-The ranks of a group compute one function together. A rank's gradient of a tensor it holds a copy of is its share: the
-shares of all copies add up to the gradient. See `autopipe.passes.lower.shard`."""
+"""Exchanges inside a stage's group, as generated code calls them: differentiable, each one's
+backward its transpose. The ranks of a group compute one function together. A rank's gradient of a
+tensor it holds a copy of is its share: the shares of all copies add up to the gradient. See
+`autopipe.passes.lower.shard`.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,41 @@ from autopipe.backends.torch.runtime.transport import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
+from autopipe.ir.layout import (
+    Layout,
+    MeshAxes,
+    MeshAxis,
+    WindowedBlocks,
+    degree_of,
+    members,
+    moves_between,
+)
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and stride."""
+"""For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and
+stride.
+"""
 
 Windows = tuple[tuple[int, int, int, int], ...]
-"""Dimensions read through windows, each with the step, offset and length of its blocks: see `WindowedBlocks`."""
+"""Dimensions read through windows, each with the step, offset and length of its blocks: see
+`WindowedBlocks`.
+"""
 
 Slices = tuple[slice, ...]
 Blocks = tuple[tuple[Slices, ...], ...]  # By position.
 
 
 class Group:
-    """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes of its mesh."""
+    """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes
+    of its mesh.
+    """
 
     def __init__(self, ranks: tuple[int, ...], transport: Transport) -> None:
-        """As the rank of `transport`, one of `ranks`, sees it; what it exchanges is counted there."""
+        """As the rank of `transport`, one of `ranks`, sees it; what it exchanges is counted
+        there.
+        """
         self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(transport.rank)
@@ -51,11 +69,15 @@ class Group:
 
     @cached_property
     def _process_group(self) -> dist.ProcessGroup | None:
-        """Made only where its ranks exchange anything: a stage's ranks may do so along axes of their mesh alone."""
+        """Made only where its ranks exchange anything: a stage's ranks may do so along axes of
+        their mesh alone.
+        """
         return self._transport.group(self.ranks)
 
     def along(self, *axes: tuple[int, int]) -> Group:
-        """The ranks that differ from this one along `axes` alone, each given as degree and stride, outer to inner."""
+        """The ranks that differ from this one along `axes` alone, each given as degree and stride,
+        outer to inner.
+        """
         wanted = tuple(MeshAxis(*axis) for axis in axes)
         if wanted not in self._along:
             ranks = tuple(self.ranks[position] for position in members(wanted, self.position))
@@ -69,23 +91,42 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """The ranks' shards joined along `dimension`."""
-        return _exchange(tensor, partial(self._gather, dimension), partial(self._scatter, dimension))
+        return _exchange(
+            tensor, partial(self._gather, dimension), partial(self._scatter, dimension)
+        )
 
-    def reduce_scatter(self, tensor: torch.Tensor, dimension: int, divisor: int = 1) -> torch.Tensor:
-        """This rank's shard along `dimension` of the sum of all ranks' tensors, divided by `divisor`."""
-        total = _exchange(tensor, partial(self._scatter, dimension), partial(self._gather, dimension))
+    def reduce_scatter(
+        self, tensor: torch.Tensor, dimension: int, divisor: int = 1
+    ) -> torch.Tensor:
+        """This rank's shard along `dimension` of the sum of all ranks' tensors, divided by
+        `divisor`.
+        """
+        total = _exchange(
+            tensor, partial(self._scatter, dimension), partial(self._gather, dimension)
+        )
         return total / divisor if divisor > 1 else total
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
         """Of shards along `origin` this rank's shard along `dimension`."""
-        return _exchange(tensor, partial(self._reshard, origin, dimension), partial(self._reshard, dimension, origin))
+        return _exchange(
+            tensor,
+            partial(self._reshard, origin, dimension),
+            partial(self._reshard, dimension, origin),
+        )
 
     def redistribute(
-        self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows = (), fill: float = 0.0
+        self,
+        tensor: torch.Tensor,
+        source: Cuts,
+        target: Cuts,
+        windows: Windows = (),
+        fill: float = 0.0,
     ) -> torch.Tensor:
-        """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension. Ranks send one
-        another what they lack. Blocks of `windows` may overlap; where one sticks out of the tensor it is filled.
-        Backward sends every block's gradient to where it came from, which adds up what comes back."""
+        """This rank's block under `target` of a tensor held as `source` says, both as axes by
+        dimension. Ranks send one another what they lack. Blocks of `windows` may overlap; where one
+        sticks out of the tensor it is filled. Backward sends every block's gradient to where it
+        came from, which adds up what comes back.
+        """
         origin = tuple(tensor.shape)
         shape, sent, received = _moves(origin, self.size, self.position, source, target, windows)
 
@@ -103,15 +144,21 @@ class Group:
 
         return _exchange(tensor, there, back)
 
-    def edges(self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0) -> torch.Tensor:
-        """This rank's block with what `windows` read of its neighbours': the same where no axes change."""
+    def edges(
+        self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0
+    ) -> torch.Tensor:
+        """This rank's block with what `windows` read of its neighbours': the same where no axes
+        change.
+        """
         return self.redistribute(tensor, cuts, cuts, windows, fill)
 
     def window(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
         """The same block where no rank lacks any of it: nothing is sent."""
-        shape, sent, received = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
+        shape, sent, received = _moves(
+            tuple(tensor.shape), self.size, self.position, source, target, windows
+        )
         result = tensor.new_full(shape, fill)
         for before, after in zip(sent[self.position], received[self.position], strict=True):
             result[after] = tensor[before]
@@ -122,7 +169,9 @@ class Group:
         return self._sum(tensor.detach())
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' tensors, element by element, as a number without a gradient of its own."""
+        """The largest of all ranks' tensors, element by element, as a number without a gradient of
+        its own.
+        """
         return self._sum(tensor.detach(), dist.ReduceOp.MAX)
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
@@ -130,7 +179,9 @@ class Group:
         extent = tensor.shape[dimension] // self.size
         return tensor.narrow(dimension, self.position * extent, extent)
 
-    def _sum(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    def _sum(
+        self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
         self._traffic["all_reduce"] += tensor.nbytes
         with self._waiting():
             return start_all_reduce(tensor, self._process_group, how, in_place=False).wait()
@@ -152,22 +203,32 @@ class Group:
     def _reshard(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         parts = [part.contiguous() for part in tensor.chunk(self.size, dimension)]
         self._traffic["all_to_all"] += tensor.nbytes
-        arrived = self._all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * self.size)
+        arrived = self._all_to_all(
+            [part.reshape(-1) for part in parts], [parts[0].numel()] * self.size
+        )
         return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
 
     def _swap(
         self, before: torch.Tensor, sent: Blocks, after: torch.Tensor, received: Blocks
     ) -> Iterator[tuple[Slices, torch.Tensor]]:
-        """Send the blocks `sent[i]` of one tensor to position i; where in the other what comes back belongs, and it."""
+        """Send the blocks `sent[i]` of one tensor to position i; where in the other what comes back
+        belongs, and it.
+        """
         parts = [
-            torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0) for boxes in sent
+            torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0)
+            for boxes in sent
         ]
         shapes = [[after[box].shape for box in boxes] for boxes in received]
         sizes = [sum(shape.numel() for shape in each) for each in shapes]
         self._traffic["redistribute"] += (sum(sizes) - sizes[self.position]) * after.element_size()
-        for boxes, each, whole in zip(received, shapes, self._all_to_all(parts, sizes), strict=True):
+        for boxes, each, whole in zip(
+            received, shapes, self._all_to_all(parts, sizes), strict=True
+        ):
             flat = whole.split([shape.numel() for shape in each])
-            yield from ((box, part.reshape(shape)) for box, shape, part in zip(boxes, each, flat, strict=True))
+            yield from (
+                (box, part.reshape(shape))
+                for box, shape, part in zip(boxes, each, flat, strict=True)
+            )
 
     def _all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """Flat parts to each position for flat parts of `sizes` elements from each position."""
@@ -179,7 +240,9 @@ class Group:
         if backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
             received.zero_()
         else:
-            device = "cpu" if backend == "gloo" else sent.device  # Gloo exchanges tensors of the host alone.
+            device = (
+                "cpu" if backend == "gloo" else sent.device
+            )  # Gloo exchanges tensors of the host alone.
             arrives = received.to(device)
             with self._waiting():
                 all_to_all(arrives, sent.to(device), incoming, outgoing, self._process_group)
@@ -192,7 +255,9 @@ class _Transposed(torch.autograd.Function):
     """An exchange whose backward is another one, its transpose."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
+    def forward(
+        context: Any, tensor: torch.Tensor, run: Exchange, transpose: Exchange
+    ) -> torch.Tensor:
         context.transpose = transpose
         return run(tensor)
 
@@ -210,13 +275,19 @@ def _exchange(tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch
 def _moves(
     shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts, windows: Windows
 ) -> tuple[tuple[int, ...], Blocks, Blocks]:
-    """For the rank at `position` of `size`, whose block before has `shape`: the shape of its block after, and the parts
-    of the first that it sends to each position and of the second that it receives from each."""
-    before, after = (tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target))
+    """For the rank at `position` of `size`, whose block before has `shape`: the shape of its block
+    after, and the parts of the first that it sends to each position and of the second that it
+    receives from each.
+    """
+    before, after = (
+        tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target)
+    )
     whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
     through = {dimension: WindowedBlocks(*numbers) for dimension, *numbers in windows}
     have = Layout(whole, before)
-    need = Layout(whole, after, windows=tuple(map(through.get, range(len(whole)))) if windows else ())
+    need = Layout(
+        whole, after, windows=tuple(map(through.get, range(len(whole)))) if windows else ()
+    )
     sent: list[list[Slices]] = [[] for _ in range(size)]
     received: list[list[Slices]] = [[] for _ in range(size)]
     for move in moves_between(have, need, size):

@@ -1,8 +1,9 @@
-"""NCCL communicators: one for each set of ranks that form a group, one for each ordered pair that exchange messages.
+"""NCCL communicators: one for each set of ranks that form a group, one for each ordered pair that
+exchange messages.
 
-A communicator that is made by its first message blocks the host until the other end gets there, and receives are posted
-early: ranks would wait in circles. So all are made, and used once, before the first step, in one order that every rank
-derives from the program.
+A communicator that is made by its first message blocks the host until the other end gets there, and
+receives are posted early: ranks would wait in circles. So all are made, and used once, before the
+first step, in one order that every rank derives from the program.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
-    """The keys in rounds, in each of which no rank is a member twice: its ranks need not wait for one another. A chain
-    of ranks takes two rounds, however long it is. Keys that come first are in early rounds."""
+    """The keys in rounds, in each of which no rank is a member twice: its ranks need not wait for
+    one another. A chain of ranks takes two rounds, however long it is. Keys that come first are in
+    early rounds.
+    """
     busy = defaultdict[int, set[int]](set)
     rounds: dict[_Key, int] = {}
     for key, ranks in members.items():
@@ -63,7 +66,9 @@ def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
 
 
 class NcclCommunicators:
-    """A rank's communicators. All ranks call the same methods with the same arguments, in the same order."""
+    """A rank's communicators. All ranks call the same methods with the same arguments, in the same
+    order.
+    """
 
     def __init__(self, rank: int, device: torch.device, patience: timedelta) -> None:
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -77,10 +82,14 @@ class NcclCommunicators:
 
     def make_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Make those of groups, each as ascending ranks."""
-        for ranks in order_in_rounds({ranks: ranks for ranks in sorted(set(groups) - self.groups.keys())}):
+        for ranks in order_in_rounds(
+            {ranks: ranks for ranks in sorted(set(groups) - self.groups.keys())}
+        ):
             if (made := self._make(ranks)) is not None:
                 self.groups[ranks] = made
-                work = dist.all_reduce(torch.zeros(1, device=self._device), group=made, async_op=True)
+                work = dist.all_reduce(
+                    torch.zeros(1, device=self._device), group=made, async_op=True
+                )
                 assert work is not None, "a member gets a handle"
                 self._first.append(work)
 
@@ -94,25 +103,35 @@ class NcclCommunicators:
                 self.messages[path] = made
                 source, target = path
                 act, peer = (dist.isend, target) if self._rank == source else (dist.irecv, source)
-                self._first.append(exchange([dist.P2POp(act, torch.zeros(1, device=self._device), peer, made)]))
+                self._first.append(
+                    exchange([dist.P2POp(act, torch.zeros(1, device=self._device), peer, made)])
+                )
 
     def _make(self, ranks: tuple[int, ...], most_ctas: int = 0) -> dist.ProcessGroup | None:
-        """None where this rank is no member. `most_ctas` is given for messages, which then go first on the GPU.
+        """None where this rank is no member. `most_ctas` is given for messages, which then go first
+        on the GPU.
 
-        Those that are no members call `new_group` too, which only counts for them: 1,920 calls take 0.05 s, and there
-        is no barrier unless TORCH_DIST_INIT_BARRIER asks for one. With `use_local_synchronization` they need not, but a
-        group's name then holds the number of groups that a rank has made, and its members, which may be in different
-        numbers of groups, would look for one another under different names.
+        Those that are no members call `new_group` too, which only counts for them: 1,920 calls take
+        0.05 s, and there is no barrier unless TORCH_DIST_INIT_BARRIER asks for one. With
+        `use_local_synchronization` they need not, but a group's name then holds the number of
+        groups that a rank has made, and its members, which may be in different numbers of groups,
+        would look for one another under different names.
         """
         options = None
         if self._rank in ranks:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=most_ctas > 0)
             set_timeout(options, self._patience)
-            options.config.blocking = 1  # Else a communicator may not be there yet when `new_group` returns.
+            options.config.blocking = (
+                1  # Else a communicator may not be there yet when `new_group` returns.
+            )
             if most_ctas:
                 options.config.max_ctas = most_ctas
         made = dist.new_group(
-            list(ranks), timeout=self._patience, backend="nccl", pg_options=options, device_id=self._device
+            list(ranks),
+            timeout=self._patience,
+            backend="nccl",
+            pg_options=options,
+            device_id=self._device,
         )
         return made if self._rank in ranks else None
 
@@ -126,15 +145,24 @@ class NcclCommunicators:
 
 
 def exchange(operations: list[dist.P2POp]) -> dist.Work:
-    """Start messages between this rank and one other, all over one communicator, as one. A message alone goes this way
-    too: outside of a batch, torch may use a communicator of its own for it, made when first needed."""
+    """Start messages between this rank and one other, all over one communicator, as one. A message
+    alone goes this way too: outside of a batch, torch may use a communicator of its own for it,
+    made when first needed.
+    """
     (work,) = dist.batch_isend_irecv(operations)
     return work
 
 
 _NCCL_TYPES = frozenset(
     (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ),
         *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     )
 )
@@ -156,7 +184,9 @@ def check_sum(tensor: torch.Tensor) -> None:
 
 
 def gpu_of_rank(device: torch.device) -> str:
-    """The GPU, as no other in the cluster is called; "" for the CPU. NCCL tells hosts apart by NCCL_HOSTID if set."""
+    """The GPU, as no other in the cluster is called; "" for the CPU. NCCL tells hosts apart by
+    NCCL_HOSTID if set.
+    """
     if device.type != "cuda":
         return ""
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
@@ -164,8 +194,9 @@ def gpu_of_rank(device: torch.device) -> str:
 
 
 def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[bool, str]:
-    """True if messages go over NCCL, the same on all ranks, and why; no reason where no rank has a GPU. Rank 0 decides
-    by what each says of its GPU: NCCL wants one for each rank."""
+    """True if messages go over NCCL, the same on all ranks, and why; no reason where no rank has a
+    GPU. Rank 0 decides by what each says of its GPU: NCCL wants one for each rank.
+    """
     store.set(f"gpu of rank {rank}", gpu)
     if rank == 0:
         gpus = [store.get(f"gpu of rank {each}").decode() for each in range(world_size)]

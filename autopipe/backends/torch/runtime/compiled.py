@@ -1,6 +1,7 @@
-"""Forwards of stages through `torch.compile`, with their backwards. A micro-batch of zeros compiles them before the
-first step, so that no step does. What waits for other ranks, and what waits for the second half of a split backward,
-runs eagerly between compiled parts."""
+"""Forwards of stages through `torch.compile`, with their backwards. A micro-batch of zeros compiles
+them before the first step, so that no step does. What waits for other ranks, and what waits for the
+second half of a split backward, runs eagerly between compiled parts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from autopipe.ir.errors import ConfigurationError
 
 _LOCAL = {"slice", "along"}
 """Methods of a group that exchange nothing."""
-_EAGER = {"group": "exchanges between its ranks", "weight_grads": "operators whose gradients of weights wait"}
+_EAGER = {
+    "group": "exchanges between its ranks",
+    "weight_grads": "operators whose gradients of weights wait",
+}
 """By attribute of a forward's `p`, what no graph can hold."""
 _NO_COMPILER = {
     "No working C++ compiler": "install g++, or name a compiler in CXX",
@@ -32,9 +36,11 @@ _NO_COMPILER = {
 
 
 def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[str]:
-    """Compile this rank's stages, all ranks together, so that no step waits for a compiler: in the order of their
-    numbers, since exchanges wait for a stage's group. Returns a line for each stage of any rank that is not compiled as
-    one. Raises ConfigurationError where there is no compiler for the device."""
+    """Compile this rank's stages, all ranks together, so that no step waits for a compiler: in the
+    order of their numbers, since exchanges wait for a stage's group. Returns a line for each stage
+    of any rank that is not compiled as one. Raises ConfigurationError where there is no compiler
+    for the device.
+    """
     _set_up_compiler()
     said = _said_of_stages(stages, transport, _compile)
     transport.traffic.clear()
@@ -44,7 +50,9 @@ def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[st
 def _said_of_stages(
     stages: Mapping[int, Stage], transport: Transport, act: Callable[[Stage], str]
 ) -> list[tuple[int, str]]:
-    """Do something with each stage, on all ranks, and give what is said of the stages of any of them."""
+    """Do something with each stage, on all ranks, and give what is said of the stages of any of
+    them.
+    """
 
     def run() -> dict[str, str]:
         return {str(number): act(stage) for number, stage in sorted(stages.items())}
@@ -57,24 +65,36 @@ def _said_of_stages(
 
 
 def _set_up_compiler() -> None:
-    """From now on no graph holds what waits for other ranks, or for the second half of a backward; kernels are kept in
-    one folder for all ranks of a node, which nobody else writes, and nothing that is kept is a pickle."""
+    """From now on no graph holds what waits for other ranks, or for the second half of a backward;
+    kernels are kept in one folder for all ranks of a node, which nobody else writes, and nothing
+    that is kept is a pickle.
+    """
     configure_compiler()
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (folder := _cache_folder()) is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     for kind in (Group, WeightGradQueue):
         for name, method in list(vars(kind).items()):
-            if isinstance(method, FunctionType) and (name == "__call__" or name[0] != "_") and name not in _LOCAL:
+            if (
+                isinstance(method, FunctionType)
+                and (name == "__call__" or name[0] != "_")
+                and name not in _LOCAL
+            ):
                 setattr(kind, name, torch.compiler.disable(method))
 
 
 def _compile(stage: Stage) -> str:
-    """Compile a stage's forward, or the segments of it that run again. Returns what runs eagerly all the same, and why;
-    "" for nothing."""
-    from autopipe.backends.torch.torch_interfaces import TorchDynamoException, Unsupported  # Takes a second to import.
+    """Compile a stage's forward, or the segments of it that run again. Returns what runs eagerly
+    all the same, and why; "" for nothing.
+    """
+    from autopipe.backends.torch.torch_interfaces import (
+        TorchDynamoException,
+        Unsupported,
+    )  # Takes a second to import.
 
     forward = stage.module.forward
-    segments = [(each, each.segment) for each in vars(stage.module).values() if isinstance(each, recompute)]
+    segments = [
+        (each, each.segment) for each in vars(stage.module).values() if isinstance(each, recompute)
+    ]
     functions = [function for _, function in segments] or [forward]
     said = ""
     for fullgraph in (True, False):
@@ -93,7 +113,9 @@ def _compile(stage: Stage) -> str:
         except TorchDynamoException as error:
             for words, hint in _NO_COMPILER.items():
                 if words in str(error):
-                    raise ConfigurationError(f"--compile: {words.lower()} is there", hint) from error
+                    raise ConfigurationError(
+                        f"--compile: {words.lower()} is there", hint
+                    ) from error
             said = f"all of it eagerly: {_first_line(error)}"
             break
     for segment, function in segments:

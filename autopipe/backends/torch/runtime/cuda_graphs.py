@@ -1,14 +1,16 @@
-"""CUDA graphs of a stage: its forward and backward, captured once and replayed for every micro-batch.
+"""CUDA graphs of a stage: its forward and backward, captured once and replayed for every
+micro-batch.
 
-A CUDA graph reads and writes the same memory at each replay. So a stage has a `Slot` of static tensors and graphs for
-each micro-batch in flight (forward has run, backward has not). Each slot has a memory pool of its own: its graphs are
-replayed in the order in which they were captured, and another slot's graphs, which run in between, cannot overwrite
-what the forward graph saved for the backward graph.
+A CUDA graph reads and writes the same memory at each replay. So a stage has a `Slot` of static
+tensors and graphs for each micro-batch in flight (forward has run, backward has not). Each slot has
+a memory pool of its own: its graphs are replayed in the order in which they were captured, and
+another slot's graphs, which run in between, cannot overwrite what the forward graph saved for the
+backward graph.
 
 Autograd runs in Python only during the capture. A captured backward adds to static gradient tensors
-(`StaticGradients`), which become `parameter.grad`. During the capture, the stage reads its parameters through aliases
-that are made on the capturing stream: autograd runs each node on the stream on which the node was made, and a node of
-the default stream would break the capture.
+(`StaticGradients`), which become `parameter.grad`. During the capture, the stage reads its
+parameters through aliases that are made on the capturing stream: autograd runs each node on the
+stream on which the node was made, and a node of the default stream would break the capture.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ def has_cuda_graphs(device: torch.device) -> bool:
 
 
 def why_not_captured(names: Collection[str]) -> str:
-    """Return the reason why a stage cannot be captured, "" if it may be. `names` are the dotted names in the stage's
-    text (`names_in`)."""
+    """Return the reason why a stage cannot be captured, "" if it may be. `names` are the dotted
+    names in the stage's text (`names_in`).
+    """
     for name, reason in _NEVER.items():
         if any(each == name or each.startswith(f"{name}.") for each in names):
             return reason
@@ -66,11 +69,14 @@ class NotCaptured(Exception):
 
 
 class StaticGradients:
-    """The static gradient tensors of a rank's parameters, to which captured backwards add. Stages that share a
-    parameter share its tensor."""
+    """The static gradient tensors of a rank's parameters, to which captured backwards add. Stages
+    that share a parameter share its tensor.
+    """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, torch.Tensor] = {}  # By the identity of the parameter, which the rank keeps alive.
+        self._buffers: dict[
+            int, torch.Tensor
+        ] = {}  # By the identity of the parameter, which the rank keeps alive.
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the static gradient of `parameter`; allocate it at the first call."""
@@ -79,11 +85,15 @@ class StaticGradients:
         return self._buffers[id(parameter)]
 
     def missing_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
-        """Return the memory that the static gradients of `parameters` take in addition to those allocated."""
+        """Return the memory that the static gradients of `parameters` take in addition to those
+        allocated.
+        """
         return sum(each.nbytes for each in parameters if id(each) not in self._buffers)
 
     def place(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make each parameter's static tensor its gradient, with the value that the gradient has: zero if none."""
+        """Make each parameter's static tensor its gradient, with the value that the gradient has:
+        zero if none.
+        """
         fresh: list[torch.Tensor] = []
         moved: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -122,10 +132,12 @@ class CaptureResources:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """While the block runs, the stream is the current one. Any error becomes NotCaptured. Nothing is under way on
-        the device before and behind the block."""
+        """While the block runs, the stream is the current one. Any error becomes NotCaptured.
+        Nothing is under way on the device before and behind the block.
+        """
         torch.cuda.synchronize()
-        # A capture that ends with an error leaves its stream the current one: this context restores it.
+        # A capture that ends with an error leaves its stream the current one: this context restores
+        # it.
         with torch.cuda.stream(self.stream):
             try:
                 yield
@@ -138,11 +150,15 @@ class CaptureResources:
                 torch.cuda.empty_cache()
 
     def capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        """Return the graph of the kernels that `run` launches; its memory is in `pool`. In `capturing` only."""
+        """Return the graph of the kernels that `run` launches; its memory is in `pool`. In
+        `capturing` only.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use the device: that of the data copies batches.
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 run()
         except Exception:
             abandon_capture(pool)
@@ -151,10 +167,14 @@ class CaptureResources:
 
 
 class _NarrowAlias(torch.autograd.Function):
-    """The 16-bit copy of a parameter, as a cast of the parameter's alias: gradients go on in the parameter's type."""
+    """The 16-bit copy of a parameter, as a cast of the parameter's alias: gradients go on in the
+    parameter's type.
+    """
 
     @staticmethod
-    def forward(context: Any, alias: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def forward(
+        context: Any, alias: torch.Tensor, copy: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         context.dtype = alias.dtype
         return copy()
 
@@ -173,7 +193,9 @@ class Captured:
     make_arguments: Callable[[], Tensors]
     """Make arguments of zeros, which require gradients as those of every micro-batch do."""
     parameters: Mapping[str, torch.Tensor]
-    """The parameters that the stage reads, by their name in `p`; in fp32 where `p` has a 16-bit copy."""
+    """The parameters that the stage reads, by their name in `p`; in fp32 where `p` has a 16-bit
+    copy.
+    """
     seeded: frozenset[int]
     """Indices of the results to which gradients come; empty in inference."""
 
@@ -199,11 +221,14 @@ class StageGraphs:
             grown = torch.cuda.memory_reserved() - before
             found = [name for name, alias in aliases.items() if alias.grad is not None]
             self._trained = [self._stage.parameters[name] for name in found]
-            a_slot = max(0, grown - sum(each.nbytes for each in self._trained))  # Gradients are common to all slots.
+            a_slot = max(
+                0, grown - sum(each.nbytes for each in self._trained)
+            )  # Gradients are common to all slots.
             for name in aliases:
                 aliases[name].grad = None
             torch.cuda.empty_cache()
-            # One more for what stays eager: validation, and micro-batches for which no slot is left.
+            # One more for what stays eager: validation, and micro-batches for which no slot is
+            # left.
             gradients = self._resources.gradients
             self._resources.reserve((slots + 1) * a_slot + gradients.missing_bytes(self._trained))
             for name in found:
@@ -213,10 +238,13 @@ class StageGraphs:
 
     @contextmanager
     def _aliases(self) -> Iterator[Tensors]:
-        """While the block runs, the stage reads aliases of its trained parameters. Yields the aliases by name."""
+        """While the block runs, the stage reads aliases of its trained parameters. Yields the
+        aliases by name.
+        """
         p = self._stage.p
         read = {name: getattr(p, name) for name in self._stage.parameters}
-        queue, state = p.weight_grads, p.random.state
+        queue = p.weight_grads
+        state = p.random.state
         aliases = {
             name: parameter.data.requires_grad_(True)
             for name, parameter in self._stage.parameters.items()
@@ -236,8 +264,9 @@ class StageGraphs:
             p.random.state = state
 
     def _warm_up(self) -> None:
-        """Run the stage eagerly on the capturing stream: libraries allocate their workspaces, and an operator that
-        waits for the device raises an error."""
+        """Run the stage eagerly on the capturing stream: libraries allocate their workspaces, and
+        an operator that waits for the device raises an error.
+        """
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
@@ -261,7 +290,9 @@ class StageGraphs:
         return self.free.pop() if self.free else None
 
     def place_gradients(self) -> None:
-        """Have the parameters' gradients in static tensors, as the step's captured backwards expect."""
+        """Have the parameters' gradients in static tensors, as the step's captured backwards
+        expect.
+        """
         if not self._placed:
             self._resources.gradients.place(self._trained)
             self._placed = True
@@ -303,7 +334,9 @@ class _Pass:
     def run_backward(self) -> None:
         if self.seeds:
             run_backward(self.edges, self.seeds)
-        self.waiting += self.stage.p.weight_grads.take()  # Segments that run again in the backward leave these.
+        self.waiting += (
+            self.stage.p.weight_grads.take()
+        )  # Segments that run again in the backward leave these.
 
     def run_weight_gradients(self) -> None:
         compute_all(self.waiting)
@@ -315,7 +348,9 @@ class Slot:
     def __init__(self, stage: Captured, resources: CaptureResources, graphs: StageGraphs) -> None:
         """Capture the graphs."""
         self._graphs = graphs
-        self._state = StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
+        self._state = (
+            StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
+        )
         self._pass = _Pass(stage, stage.make_arguments())
         self._has_backward = False
         pool = torch.cuda.graph_pool_handle()
@@ -335,7 +370,9 @@ class Slot:
         return self._pass.edges
 
     def forward(self, arguments: Tensors, state: ForwardState) -> tuple[torch.Tensor, ...]:
-        """Replay the forward for a micro-batch. Returns its results, which no later replay changes."""
+        """Replay the forward for a micro-batch. Returns its results, which no later replay
+        changes.
+        """
         with torch.no_grad():
             if self._pass.arguments:
                 foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
@@ -346,12 +383,15 @@ class Slot:
             return tuple(each.clone() for each in self._pass.results)
 
     def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
-        """Replay the backward from the gradients of results. Returns the gradients of the arguments; those of
-        parameters that wait are added by `weight_gradients`."""
+        """Replay the backward from the gradients of results. Returns the gradients of the
+        arguments; those of parameters that wait are added by `weight_gradients`.
+        """
         asking = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
         self._has_backward = bool(seeds) and self._backward is not None
         if self._backward is None or not seeds:
-            return {name: torch.zeros_like(each, requires_grad=False) for name, each in asking.items()}
+            return {
+                name: torch.zeros_like(each, requires_grad=False) for name, each in asking.items()
+            }
         self._graphs.place_gradients()
         with torch.no_grad():
             for index, seed in self._pass.seeds.items():

@@ -1,4 +1,6 @@
-"""The batches: random ones, arrays that lie in files, or a Python function. Each rank reads only blocks it needs."""
+"""The batches: random ones, arrays that lie in files, or a Python function. Each rank reads only
+blocks it needs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from autopipe.backends.torch.runtime.input_checks import (
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.sample_order import START, Numbers, Position, SampleOrder
 from autopipe.backends.torch.runtime.sample_source import Slices, Source
-from autopipe.backends.torch.runtime.stored_arrays import Archive, Array, ArrayFiles, StoredArrays, TokenFile
+from autopipe.backends.torch.runtime.stored_arrays import (
+    Archive,
+    Array,
+    ArrayFiles,
+    StoredArrays,
+    TokenFile,
+)
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import lfs_error
 from autopipe.ir.program import InputRange
@@ -41,13 +49,20 @@ _MOST_CHECKED = 1 << 29  # Bytes of an array that are looked at before ranks sta
 
 
 def open_source(
-    manifest: Manifest, data: str | None, seed: int, begin: Position = START, settings: DataSettings | None = None
+    manifest: Manifest,
+    data: str | None,
+    seed: int,
+    begin: Position = START,
+    settings: DataSettings | None = None,
 ) -> Source:
-    """The source that `data` names (see `DataSettings.path`), for a run that goes on from `begin`. Raises
-    ConfigurationError where it does not fit the model."""
+    """The source that `data` names (see `DataSettings.path`), for a run that goes on from `begin`.
+    Raises ConfigurationError where it does not fit the model.
+    """
     settings = settings or DataSettings()
     if data is None:
-        from autopipe.backends.torch.runtime.random_batches import RandomSource  # It imports torch, which takes long.
+        from autopipe.backends.torch.runtime.random_batches import (
+            RandomSource,
+        )  # It imports torch, which takes long.
 
         return RandomSource(manifest, seed, begin)
     if is_data_function(data):
@@ -56,7 +71,9 @@ def open_source(
 
 
 def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> StoredArrays:
-    """The arrays that lie at a path. Raises ConfigurationError for a kind that is not known, or a damaged one."""
+    """The arrays that lie at a path. Raises ConfigurationError for a kind that is not known, or a
+    damaged one.
+    """
     path = Path(data)
     for file in sorted(path.iterdir()) if path.is_dir() else (path,):
         if pointer := lfs_error(file):
@@ -69,22 +86,37 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
         return ArrayFiles(path, manifest)
     if files := table_files(path):
         return ArrowTable(path, files, manifest)
-    kinds = "FILE.npz, FILE.npy, a folder of .npy files, FILE.bin of tokens, Parquet, Arrow, or module:function"
-    missing = f"{data!r} does not exist" if not path.exists() else f"{data!r} is no data that can be read"
+    kinds = (
+        "FILE.npz, FILE.npy, a folder of .npy files, FILE.bin of tokens, Parquet, Arrow, or "
+        "module:function"
+    )
+    missing = (
+        f"{data!r} does not exist" if not path.exists() else f"{data!r} is no data that can be read"
+    )
     raise ConfigurationError(missing, hint=f"data is {kinds}")
 
 
-def read_block(source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices) -> np.ndarray:
-    """The block `box` of the micro-batch that starts at sample number `sample`; a copy, row-major."""
-    return _block(lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box)
+def read_block(
+    source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices
+) -> np.ndarray:
+    """The block `box` of the micro-batch that starts at sample number `sample`; a copy,
+    row-major.
+    """
+    return _block(
+        lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box
+    )
 
 
 def read_filled_block(
     source: Source, manifest: Manifest, entry: InputRange, step: int, offset: int, box: Slices
 ) -> np.ndarray:
-    """`read_block` of the micro-batch that starts `offset` samples into a step which has less than a batch."""
+    """`read_block` of the micro-batch that starts `offset` samples into a step which has less than
+    a batch.
+    """
     return _block(
-        lambda first, stop: filled_rows(source, manifest, entry, step, offset + first, offset + stop, offset),
+        lambda first, stop: filled_rows(
+            source, manifest, entry, step, offset + first, offset + stop, offset
+        ),
         manifest,
         entry,
         box,
@@ -92,26 +124,40 @@ def read_filled_block(
 
 
 def filled_rows(
-    source: Source, manifest: Manifest, entry: InputRange, step: int, start: int, stop: int, micro_batch: int = 0
+    source: Source,
+    manifest: Manifest,
+    entry: InputRange,
+    step: int,
+    start: int,
+    stop: int,
+    micro_batch: int = 0,
 ) -> np.ndarray:
-    """Rows of samples [start, stop) of a step's batch, in which the step's first sample stands for those behind its
-    last. In training their labels are the one that counts for nothing, where the loss has one and the micro-batch that
-    starts at sample `micro_batch` has others; one without any is weighed with 0 (`Stage`)."""
-    sample, count = source.sample(step), source.count(step)
+    """Rows of samples [start, stop) of a step's batch, in which the step's first sample stands for
+    those behind its last. In training their labels are the one that counts for nothing, where the
+    loss has one and the micro-batch that starts at sample `micro_batch` has others; one without any
+    is weighed with 0 (`Stage`).
+    """
+    sample = source.sample(step)
+    count = source.count(step)
     if entry.batch_axis is None:
         return source.rows(entry, sample, sample)
     present = max(start, min(stop, count))
     parts = [source.rows(entry, sample + start, sample + present)] if present > start else []
     if present < stop:
-        filler = np.concatenate([source.rows(entry, sample, sample + 1)] * (stop - present), entry.batch_axis)
+        filler = np.concatenate(
+            [source.rows(entry, sample, sample + 1)] * (stop - present), entry.batch_axis
+        )
         if manifest.train and entry.ignored is not None and micro_batch < count:
             filler = np.full_like(filler, entry.ignored)
         parts.append(filler)
     return parts[0] if len(parts) == 1 else np.concatenate(parts, entry.batch_axis)
 
 
-def _block(rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: Slices) -> np.ndarray:
-    axis, block = entry.batch_axis, [slice(*each) for each in box]
+def _block(
+    rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: Slices
+) -> np.ndarray:
+    axis = entry.batch_axis
+    block = [slice(*each) for each in box]
     if axis is None:
         return np.array(rows(0, 0)[tuple(block)])
     start, stop = box[axis]
@@ -123,18 +169,28 @@ def _block(rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: In
 
 
 def save_samples(manifest: Manifest, target: Path) -> None:
-    """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of a step."""
+    """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of
+    a step.
+    """
     source = open_source(manifest, None, 0)
-    drawn = {entry.value.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs}
+    drawn = {
+        entry.value.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs
+    }
     np.savez(target, **drawn)  # type: ignore[arg-type]
 
 
 class StoredSource(Source):
-    """Arrays that lie in files, one an input, samples along the batch axis, as many in each. Their end is the end of an
-    epoch; inference ends with the first."""
+    """Arrays that lie in files, one an input, samples along the batch axis, as many in each. Their
+    end is the end of an epoch; inference ends with the first.
+    """
 
     def __init__(
-        self, manifest: Manifest, arrays: StoredArrays, seed: int, begin: Position, settings: DataSettings
+        self,
+        manifest: Manifest,
+        arrays: StoredArrays,
+        seed: int,
+        begin: Position,
+        settings: DataSettings,
     ) -> None:
         super().__init__(manifest, begin)
         self._where = str(arrays.path)
@@ -144,21 +200,35 @@ class StoredSource(Source):
         for name in names:
             if name not in arrays.names:
                 have = ", ".join(arrays.names) or "nothing"
-                raise ConfigurationError(f"no array for input {name!r}", hint=f"it has {have}", where=self._where)
-        self.samples = count_samples(manifest, {name: arrays.shape(name) for name in names}, self._where)
+                raise ConfigurationError(
+                    f"no array for input {name!r}", hint=f"it has {have}", where=self._where
+                )
+        self.samples = count_samples(
+            manifest, {name: arrays.shape(name) for name in names}, self._where
+        )
         """How many there are; None where no input has samples."""
-        train, batch = manifest.train, manifest.batch_size
+        train = manifest.train
+        batch = manifest.batch_size
         keeps_last = not train or settings.last_batch == "pad"
         self._order: SampleOrder | None = None
         if self.samples is None:
             return
         if not keeps_last and self.samples < batch:
             raise ConfigurationError(
-                f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no batch of {batch}",
-                hint="plan with a smaller --batch-size, give more data, or plan with --set data.last_batch=pad",
+                (
+                    f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no "
+                    "batch of "
+                    f"{batch}"
+                ),
+                hint=(
+                    "plan with a smaller --batch-size, give more data, or plan with --set "
+                    "data.last_batch=pad"
+                ),
                 where=self._where,
             )
-        shuffle, epochs = (seed if settings.shuffle else None, settings.epochs) if train else (None, 1)
+        shuffle, epochs = (
+            (seed if settings.shuffle else None, settings.epochs) if train else (None, 1)
+        )
         self._order = SampleOrder(self.samples, batch, keeps_last, shuffle, epochs, begin)
         self.left_over = self._order.left_over
 
@@ -184,12 +254,14 @@ class StoredSource(Source):
         return converted(found, entry, self._where, numbers)
 
     def check(self, samples: int | None = None) -> str:
-        """Look at all, or the first `samples`, of each array, a piece at a time; of a large one at pieces from the
-        first to the last, which the line that is returned says. Raises ConfigurationError for numbers that the model
-        cannot take."""
+        """Look at all, or the first `samples`, of each array, a piece at a time; of a large one at
+        pieces from the first to the last, which the line that is returned says. Raises
+        ConfigurationError for numbers that the model cannot take.
+        """
         partly = []
         for entry in self._manifest.inputs:
-            name, dtype = entry.value.name, numpy_dtype(entry)
+            name = entry.value.name
+            dtype = numpy_dtype(entry)
             array = self._array(name)
             if not entry.allowed and (array.dtype == dtype or dtype.kind not in "biu"):
                 check_type(array.dtype, entry, self._where)
@@ -207,12 +279,19 @@ class StoredSource(Source):
             for first in starts:
                 rows, numbers = self._taken(array, entry, range(first, min(first + piece, stop)))
                 check_rows(rows, entry, self._where, numbers)
-        return f"checked {', '.join(partly)}; ranks check the others as they read them" if partly else ""
+        return (
+            f"checked {', '.join(partly)}; ranks check the others as they read them"
+            if partly
+            else ""
+        )
 
-    def _taken(self, array: Array, entry: InputRange, samples: range | Numbers) -> tuple[np.ndarray, range | Numbers]:
+    def _taken(
+        self, array: Array, entry: InputRange, samples: range | Numbers
+    ) -> tuple[np.ndarray, range | Numbers]:
         """The rows of samples, and their numbers; consecutive ones are no copy."""
         assert entry.batch_axis is not None
-        extent, before = rows_per_sample(entry, self._manifest), (slice(None),) * entry.batch_axis
+        extent = rows_per_sample(entry, self._manifest)
+        before = (slice(None),) * entry.batch_axis
         if isinstance(samples, range):
             numbers = range(samples.start * extent, samples.stop * extent)
             return array[(*before, slice(numbers.start, numbers.stop))], numbers
@@ -222,27 +301,36 @@ class StoredSource(Source):
     def notes(self, steps: int) -> list[str]:
         """How files are read, and what these steps leave out, repeat or lack."""
         described = [f"{self._where}: {text}"] if (text := self._stored.describe()) else []
-        order, batch = self._order, self._manifest.batch_size
+        order = self._order
+        batch = self._manifest.batch_size
         if order is None:
             return described
-        samples, batches, rest = (
-            f"{self._where}: {order.samples:,} {plural(order.samples, 'sample')}",
-            order.steps_per_epoch,
-            order.samples % batch,
-        )
+        samples = f"{self._where}: {order.samples:,} {plural(order.samples, 'sample')}"
+        batches = order.steps_per_epoch
+        rest = order.samples % batch
         if self._manifest.train:
-            ending = f", the last {order.left_over:,} of each epoch left out" if order.left_over else ""
+            ending = (
+                f", the last {order.left_over:,} of each epoch left out" if order.left_over else ""
+            )
             if rest and not order.left_over:
                 ending = f", the last of {rest:,}, filled up with samples that count nothing"
             if steps > batches:
                 ending += (
-                    f"; {steps:,} {plural(steps, 'step goes', 'steps go')} on into epoch {self.epoch(steps - 1):,}"
+                    f"; {steps:,} {plural(steps, 'step goes', 'steps go')} on into epoch "
+                    f"{self.epoch(steps - 1):,}"
                 )
         else:
             ending = f", the last of {rest:,}" if rest and steps >= batches else ""
-            without = [repr(output.value.name) for output in self._manifest.outputs if output.batch_axis is None]
+            without = [
+                repr(output.value.name)
+                for output in self._manifest.outputs
+                if output.batch_axis is None
+            ]
             if ending and without:
-                ending += f" ({', '.join(without)}: the last value also counts what fills its micro-batch up)"
+                ending += (
+                    f" ({', '.join(without)}: the last value also counts what fills its "
+                    "micro-batch up)"
+                )
             if steps > batches:
                 ending += f"; it ends before step {batches:,} of {steps:,}"
         return (
@@ -259,13 +347,15 @@ CONTRACT = "it takes none, or some, of step, batch_size and seed"
 class FunctionSource(Source):
     """A Python function `module:function` that gives batches, each a mapping of input to array.
 
-    One that takes `step` returns the batch of any step, and None where there is none. Another one returns an iterator
-    of batches, of which number i is what step i runs on; it cannot go back, so a run that continues takes the batches
-    before it too. Its end is the end of an epoch: for the next one the function is called again, in training. Either
-    may take `batch_size` and `seed`.
+    One that takes `step` returns the batch of any step, and None where there is none. Another one
+    returns an iterator of batches, of which number i is what step i runs on; it cannot go back, so
+    a run that continues takes the batches before it too. Its end is the end of an epoch: for the
+    next one the function is called again, in training. Either may take `batch_size` and `seed`.
     """
 
-    def __init__(self, manifest: Manifest, name: str, seed: int, begin: Position, settings: DataSettings) -> None:
+    def __init__(
+        self, manifest: Manifest, name: str, seed: int, begin: Position, settings: DataSettings
+    ) -> None:
         module, _, function = name.rpartition(":")
         super().__init__(manifest, begin)
         self._name = name
@@ -278,7 +368,9 @@ class FunctionSource(Source):
             self._function = getattr(_module(module), function)
             takes = inspect.signature(self._function).parameters
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
+            raise ConfigurationError(
+                f"data function {name!r} cannot be imported: {error}"
+            ) from error
         given = {"step": 0, "batch_size": manifest.batch_size, "seed": seed}
         self._by_step = "step" in takes
         self._given = {each: given[each] for each in takes if each in given}
@@ -290,14 +382,17 @@ class FunctionSource(Source):
         ):
             raise ConfigurationError(f"{name!r} takes {', '.join(takes)}", hint=CONTRACT)
         if self._by_step and manifest.train and settings.epochs is not None:
-            raise ConfigurationError("a function of the step has no epochs", hint="give --steps", where=name)
+            raise ConfigurationError(
+                "a function of the step has no epochs", hint="give --steps", where=name
+            )
         self._batches = self._numbered()
         self._step = begin.steps - 1 if self._by_step else -1
         self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
 
     def count(self, step: int) -> int:
-        """Batches are taken where only that says it: in inference, or where training ends with an epoch or keeps its
-        last batch. Elsewhere a rank that reads no input need not take any."""
+        """Batches are taken where only that says it: in inference, or where training ends with an
+        epoch or keeps its last batch. Elsewhere a rank that reads no input need not take any.
+        """
         if self._manifest.train and self._epochs is None and not self._keeps_last:
             return self._manifest.batch_size
         return self._current[2] if self._advance(step) else 0
@@ -306,7 +401,9 @@ class FunctionSource(Source):
         return self._current[0]
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        begin, batch_size, name = self._begin, self._manifest.batch_size, entry.value.name
+        begin = self._begin
+        batch_size = self._manifest.batch_size
+        name = entry.value.name
         step = begin.steps + (start - begin.samples) // batch_size
         where = f"{self._name}, batch {step}"
         if not self._advance(step):
@@ -319,7 +416,8 @@ class FunctionSource(Source):
             return converted(array, entry, where)
         offset = begin.samples + (step - begin.steps) * batch_size
         extent = rows_per_sample(entry, self._manifest)
-        first, last = (start - offset) * extent, (stop - offset) * extent
+        first = (start - offset) * extent
+        last = (stop - offset) * extent
         rows = array[(slice(None),) * entry.batch_axis + (slice(first, last),)]
         return converted(rows, entry, where, range(first, last))
 
@@ -335,12 +433,15 @@ class FunctionSource(Source):
         return True
 
     def _numbered(self) -> Iterator[tuple[int, _Batch, int]]:
-        """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack some."""
+        """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack
+        some.
+        """
         batch_size = self._manifest.batch_size
         for epoch in itertools.count(1):
             if self._epochs is not None and epoch > self._epochs:
                 return
-            number, short = -1, None
+            number = -1
+            short = None
             for number, batch in self._epoch():
                 if short is not None:
                     message = (
@@ -349,7 +450,9 @@ class FunctionSource(Source):
                     )
                     raise ConfigurationError(message, where=self._name)
                 if not isinstance(batch, Mapping):
-                    message = f"batch {number} is {type(batch).__name__}, not a dict of arrays by input"
+                    message = (
+                        f"batch {number} is {type(batch).__name__}, not a dict of arrays by input"
+                    )
                     raise ConfigurationError(message, where=self._name)
                 shapes = {name: np.shape(array) for name, array in batch.items()}
                 count = count_samples(self._manifest, shapes, f"{self._name}, batch {number}")
@@ -357,7 +460,8 @@ class FunctionSource(Source):
                     yield epoch, batch, batch_size
                 elif count > batch_size:
                     raise ConfigurationError(
-                        f"batch {number} has {count} {plural(count, 'sample')}, not {batch_size}", where=self._name
+                        f"batch {number} has {count} {plural(count, 'sample')}, not {batch_size}",
+                        where=self._name,
                     )
                 else:
                     short = batch, count
@@ -368,7 +472,8 @@ class FunctionSource(Source):
                 return
             if number < 0 or (number == 0 and short and not self._keeps_last):
                 raise ConfigurationError(
-                    f"epoch {epoch} has no batch of {batch_size} {plural(batch_size, 'sample')}", where=self._name
+                    f"epoch {epoch} has no batch of {batch_size} {plural(batch_size, 'sample')}",
+                    where=self._name,
                 )
 
     def _epoch(self) -> Iterator[tuple[int, Any]]:
@@ -389,21 +494,30 @@ def check_data(
     settings: DataSettings | None = None,
     begin: Position = START,
 ) -> tuple[StoredSource | None, str]:
-    """The arrays that lie where `data` says, looked at as far as `steps` read them, and a line about those that were
-    not; None where it is a function, or random. Raises ConfigurationError where they do not fit the model or one
-    another."""
+    """The arrays that lie where `data` says, looked at as far as `steps` read them, and a line
+    about those that were not; None where it is a function, or random. Raises ConfigurationError
+    where they do not fit the model or one another.
+    """
     if data is None or is_data_function(data):
         return None, ""
     settings = settings or DataSettings()
     source = StoredSource(manifest, open_arrays(manifest, data, settings), 0, begin, settings)
-    return source, source.check(None if steps is None or settings.shuffle else steps * manifest.batch_size)
+    return source, source.check(
+        None if steps is None or settings.shuffle else steps * manifest.batch_size
+    )
 
 
 def _module(name: str) -> ModuleType:
-    """The module of that name in the current folder, or else on the module path. From then on, the folder comes last on
-    the path, for what the module imports from beside it."""
-    folder, first = os.getcwd(), name.partition(".")[0]
-    spec = None if first in sys.modules or first in sys.stdlib_module_names else PathFinder.find_spec(first, [folder])
+    """The module of that name in the current folder, or else on the module path. From then on, the
+    folder comes last on the path, for what the module imports from beside it.
+    """
+    folder = os.getcwd()
+    first = name.partition(".")[0]
+    spec = (
+        None
+        if first in sys.modules or first in sys.stdlib_module_names
+        else PathFinder.find_spec(first, [folder])
+    )
     if spec is not None and folder not in sys.path:
         sys.path.append(folder)
     if spec is not None and spec.origin is not None and spec.loader is not None:

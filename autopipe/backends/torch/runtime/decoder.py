@@ -1,4 +1,6 @@
-"""A program that generates tokens: its inputs and outputs by what they mean, and the request that ranks carry out."""
+"""A program that generates tokens: its inputs and outputs by what they mean, and the request that
+ranks carry out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from autopipe.ir.kv_cache import LOGITS, MASK, POSITIONS, TOKENS, cache_pairs, i
 from autopipe.ir.program import InputRange, Output
 from autopipe.ir.words import plural
 
-REQUEST_FILE, GENERATED_FILE = "request.json", "generated.json"
+REQUEST_FILE = "request.json"
+GENERATED_FILE = "generated.json"
 """In the folder that ranks are told: what to generate, and what rank 0 leaves there."""
 PREFILL = "prefill"
 """Folder, in that of a program, of the one whose steps feed more tokens of a prompt."""
@@ -25,9 +28,11 @@ PREFILL = "prefill"
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Prompts as token ids, and how to go on from each: until one of the `eos` tokens, or `max_new_tokens`. Tokens are
-    the likeliest where `temperature` is 0, else drawn from the softmax of the logits divided by it, of the `top_k`
-    largest and of the fewest whose probabilities add up to `top_p`."""
+    """Prompts as token ids, and how to go on from each: until one of the `eos` tokens, or
+    `max_new_tokens`. Tokens are the likeliest where `temperature` is 0, else drawn from the softmax
+    of the logits divided by it, of the `top_k` largest and of the fewest whose probabilities add up
+    to `top_p`.
+    """
 
     prompts: tuple[tuple[Index, ...], ...]
     max_new_tokens: Count
@@ -50,8 +55,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """Keys or values of a layer: the input `past` of one step is made of the output `present` of the step before. Both
-    have a position of each token along `axis`."""
+    """Keys or values of a layer: the input `past` of one step is made of the output `present` of
+    the step before. Both have a position of each token along `axis`.
+    """
 
     past: InputRange
     present: Output
@@ -59,15 +65,19 @@ class CacheEntry:
 
     @property
     def grows(self) -> bool:
-        """True if a step's tokens stand behind those of the cache; else they are written into it."""
+        """True if a step's tokens stand behind those of the cache; else they are written into
+        it.
+        """
         return self.past.value.shape[self.axis] < self.present.value.shape[self.axis]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The inputs and outputs of a decoder. A step feeds up to `step_length` tokens of each sequence, behind
-    `cache_length` places for the tokens before them, of which the mask says which are filled. Or, `in_place`, it writes
-    them into those places: the mask says how many are filled then, the first ones."""
+    """The inputs and outputs of a decoder. A step feeds up to `step_length` tokens of each
+    sequence, behind `cache_length` places for the tokens before them, of which the mask says which
+    are filled. Or, `in_place`, it writes them into those places: the mask says how many are filled
+    then, the first ones.
+    """
 
     tokens: InputRange
     mask: InputRange
@@ -81,7 +91,9 @@ class Decoder:
 
     @staticmethod
     def of(manifest: Manifest) -> Decoder:
-        """The program's decoder. Raises ConfigurationError where it is none that can be run step by step."""
+        """The program's decoder. Raises ConfigurationError where it is none that can be run step by
+        step.
+        """
         if manifest.train:
             raise ConfigurationError("the program trains", hint="plan with --mode infer")
         inputs = {entry.value.name: entry for entry in manifest.inputs}
@@ -89,18 +101,35 @@ class Decoder:
         pairs = cache_pairs(inputs, outputs)
         if not pairs:
             raise ConfigurationError(
-                "the model has no cache: no inputs past_key_values.N.key with outputs present.N.key",
-                hint="export the decoder with its cache, as optimum-cli does with --task text-generation-with-past",
+                (
+                    "the model has no cache: no inputs past_key_values.N.key with outputs "
+                    "present.N.key"
+                ),
+                hint=(
+                    "export the decoder with its cache, as optimum-cli does with --task "
+                    "text-generation-with-past"
+                ),
             )
-        for name, hint in ((TOKENS, ""), (MASK, "without one, sequences of different lengths cannot be told apart")):
-            if name not in inputs or len(inputs[name].value.shape) != 2 or inputs[name].batch_axis != 0:
-                raise ConfigurationError(f"the model has no input {name!r} [batch, tokens]", hint=hint)
+        for name, hint in (
+            (TOKENS, ""),
+            (MASK, "without one, sequences of different lengths cannot be told apart"),
+        ):
+            if (
+                name not in inputs
+                or len(inputs[name].value.shape) != 2
+                or inputs[name].batch_axis != 0
+            ):
+                raise ConfigurationError(
+                    f"the model has no input {name!r} [batch, tokens]", hint=hint
+                )
         for name in inputs:
             if name not in pairs and name not in (TOKENS, MASK, POSITIONS):
                 where = " and no output for it" if is_cache_input(name) else ""
                 raise ConfigurationError(f"nothing says what input {name!r} is{where}")
         length = inputs[TOKENS].value.shape[1]
-        cache = {past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()}
+        cache = {
+            past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()
+        }
         lengths = {entry.past.value.shape[entry.axis] for entry in cache.values()}
         in_place = not any(entry.grows for entry in cache.values())
         alike = len(lengths) == 1 and len({entry.grows for entry in cache.values()}) == 1
@@ -109,22 +138,31 @@ class Decoder:
                 f"the cache has {', '.join(map(str, sorted(lengths)))} places, "
                 f"a step {length} {plural(length, 'token')}, "
                 f"the mask {inputs[MASK].value.shape[1]}",
-                hint="the mask is as long as cache and step together, or as a cache that is written in place: "
+                hint="the mask is as long as cache and step together, or as a cache that is written "
+                "in place: "
                 "plan with other --dim",
             )
-        logits = _logits([output for name, output in outputs.items() if name not in pairs.values()], length)
+        logits = _logits(
+            [output for name, output in outputs.items() if name not in pairs.values()], length
+        )
         positions = inputs.get(POSITIONS)
-        return Decoder(inputs[TOKENS], inputs[MASK], positions, cache, logits, max(lengths), length, in_place)
+        return Decoder(
+            inputs[TOKENS], inputs[MASK], positions, cache, logits, max(lengths), length, in_place
+        )
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ConfigurationError for prompts that the model cannot take, or go on from for so long."""
+        """Raise ConfigurationError for prompts that the model cannot take, or go on from for so
+        long.
+        """
         below = _rows(self.tokens) or self.logits.value.shape[2]
         places = self.cache_length + (0 if self.in_place else 1)
         if self.positions is not None and (rows := _rows(self.positions)):
             places = min(places, rows)
         for number, prompt in enumerate(request.prompts):
             if not prompt:
-                raise ConfigurationError(f"prompt {number} is empty", hint="begin it with the model's first token")
+                raise ConfigurationError(
+                    f"prompt {number} is empty", hint="begin it with the model's first token"
+                )
             if (worst := max(prompt)) >= below:
                 raise ConfigurationError(
                     f"prompt {number} has token {worst}, the model {below} {plural(below, 'token')}"
@@ -155,17 +193,23 @@ def _rows(entry: InputRange) -> int | None:
 
 
 def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
-    before, behind = past.value.shape, present.value.shape
+    before = past.value.shape
+    behind = present.value.shape
     where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
     # A stage may have micro-batches of its own size: the output is of those.
     pairs = enumerate(zip(before, behind, strict=False))
     axes = [axis for axis, pair in pairs if axis != past.batch_axis and pair[0] != pair[1]]
     if len(before) == len(behind) == 4 and not axes:
         axes = [2]  # Written in place.
-    grows = len(before) == len(behind) and len(axes) == 1 and behind[axes[0]] - before[axes[0]] in (0, length)
+    grows = (
+        len(before) == len(behind)
+        and len(axes) == 1
+        and behind[axes[0]] - before[axes[0]] in (0, length)
+    )
     if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
         hint = (
-            f"a step of {length} {plural(length, 'token')} makes one axis longer by as many; another one counts samples"
+            f"a step of {length} {plural(length, 'token')} makes one axis longer by as many; "
+            "another one counts samples"
         )
         raise ConfigurationError("the cache does not grow by a step's tokens", hint, where)
     return CacheEntry(past, present, axes[0])
@@ -174,18 +218,29 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
 def _logits(outputs: list[Output], length: int) -> Output:
     named = [output for output in outputs if output.value.name == LOGITS] or outputs
     if len(named) != 1:
-        raise ConfigurationError(f"none of {len(outputs)} {plural(len(outputs), 'output')} is called {LOGITS!r}")
+        raise ConfigurationError(
+            f"none of {len(outputs)} {plural(len(outputs), 'output')} is called {LOGITS!r}"
+        )
     logits = named[0]
-    shape, floats = logits.value.shape, (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
-    if len(shape) != 3 or shape[1] != length or logits.batch_axis != 0 or logits.value.dtype not in floats:
+    shape = logits.value.shape
+    floats = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
+    if (
+        len(shape) != 3
+        or shape[1] != length
+        or logits.batch_axis != 0
+        or logits.value.dtype not in floats
+    ):
         form = f"{logits.value.dtype.value} {list(shape)}"
-        raise ConfigurationError(f"output {logits.value.name!r} is {form}, not logits [batch, tokens, vocabulary]")
+        raise ConfigurationError(
+            f"output {logits.value.name!r} is {form}, not logits [batch, tokens, vocabulary]"
+        )
     return logits
 
 
 class Slot:
-    """A row of the batch: the sequences that it takes one after the other, and how far it is with the present one.
-    Ranks that know the same tokens have the same slots."""
+    """A row of the batch: the sequences that it takes one after the other, and how far it is with
+    the present one. Ranks that know the same tokens have the same slots.
+    """
 
     def __init__(self, request: GenerationRequest, number: int, slots: int) -> None:
         self._request = request
@@ -207,7 +262,9 @@ class Slot:
 
     @property
     def waiting(self) -> int:
-        """Tokens that the next step could feed, as far as that is known without the token that this one gives."""
+        """Tokens that the next step could feed, as far as that is known without the token that this
+        one gives.
+        """
         if rest := len(self.tokens) - self.cached - self.feed:
             return rest
         if self.samples and len(self.new) + 1 < self._request.max_new_tokens:
@@ -215,8 +272,9 @@ class Slot:
         return len(self._request.prompts[self._queue[0]]) if self._queue else 0
 
     def begin_step(self, token: int | None, most: int) -> tuple[int, list[int]] | None:
-        """Go on to a step that feeds up to `most` tokens; `token` is what the step before gave. Returns a sequence that
-        ended with it, and its new tokens."""
+        """Go on to a step that feeds up to `most` tokens; `token` is what the step before gave.
+        Returns a sequence that ended with it, and its new tokens.
+        """
         self.cached += self.feed
         ended = None
         if token is not None:
@@ -224,7 +282,10 @@ class Slot:
             self.tokens.append(token)
             if token in self._request.eos or len(self.new) == self._request.max_new_tokens:
                 ended = self.sequence, self.new
-                self.sequence, self.new, self.tokens, self.cached = -1, [], [], 0
+                self.sequence = -1
+                self.new = []
+                self.tokens = []
+                self.cached = 0
         if self.sequence < 0 and self._queue:
             self.sequence = self._queue.popleft()
             self.tokens = list(self._request.prompts[self.sequence])

@@ -1,7 +1,9 @@
-"""One rank's program without the other ranks: what comes from them is zeros, what goes to them is only counted. With
-`--device meta` tensors have no memory. They are torch's fake tensors, which say that they are on the CPU: on torch's
-own device `meta` there is no autocast, so that a plan in bf16 would be run in other types. With `--device cuda`, where
-there is no GPU, they say that they are on it (`fake_cuda`)."""
+"""One rank's program without the other ranks: what comes from them is zeros, what goes to them is
+only counted. With `--device meta` tensors have no memory. They are torch's fake tensors, which say
+that they are on the CPU: on torch's own device `meta` there is no autocast, so that a plan in bf16
+would be run in other types. With `--device cuda`, where there is no GPU, they say that they are on
+it (`fake_cuda`).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class DryTransport(Transport):
 
     def start(self) -> None:
         if self.world_size > 1:
-            dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
+            dist.init_process_group(
+                "fake", rank=self.rank, world_size=self.world_size, store=FakeStore()
+            )
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
         self._count(tensor, self.rank, rank, channel, gradient)
@@ -71,17 +75,23 @@ class DryTransport(Transport):
         self._count(pending.buffer, rank, self.rank, channel, gradient)
         return pending
 
-    def _count(self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool) -> None:
+    def _count(
+        self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool
+    ) -> None:
         form = dtype_name(tensor.dtype), tuple(tensor.shape)
         self.messages[Message(channel, gradient, source, target, *form, tensor.nbytes)] += 1
 
 
 class DryStage(Stage):
-    """A stage that compares all it computes with what its file says of it, as no other rank is there to mind."""
+    """A stage that compares all it computes with what its file says of it, as no other rank is
+    there to mind.
+    """
 
     def start_send(self, port: Receive | Send, micro_batch: int) -> PendingSend:
         block = self._leaving[micro_batch, isinstance(port, Receive)][port.channel]
-        self._compare(f"what goes to rank {port.rank} on channel {port.channel}", block, self._form(port))
+        self._compare(
+            f"what goes to rank {port.rank} on channel {port.channel}", block, self._form(port)
+        )
         return super().start_send(port, micro_batch)
 
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
@@ -103,13 +113,17 @@ class DryStage(Stage):
 class DryReporter(Reporter):
     """Says what the rank did in one step instead of gathering figures of all ranks."""
 
-    def __init__(self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None) -> None:
+    def __init__(
+        self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None
+    ) -> None:
         super().__init__(rank)
         self._transport = transport
         self._tracker = tracker
 
     def end_step(self) -> None:
-        rank, messages, tracker = self._rank, self._transport.messages, self._tracker
+        rank = self._rank
+        messages = self._transport.messages
+        tracker = self._tracker
         times = rank.clock.end_step()
         times.wait()
         sent: Counter[int] = Counter()
@@ -125,14 +139,17 @@ class DryReporter(Reporter):
             "stages": tuple(rank.stages),
             "tasks": tuple(span.task for span in times.spans()),
             "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
-            # Activations and their gradients, by the rank at the other end; then all exchanges by kind.
+            # Activations and their gradients, by the rank at the other end; then all exchanges by
+            # kind.
             "sent_bytes": dict(sorted(sent.items())),
             "received_bytes": dict(sorted(received.items())),
             "communication_bytes": by_kind(self._transport.traffic),
             "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
             "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
             # Without values: of all tensors that would be alive at once.
-            "peak_memory_bytes": peak_memory(rank.device) if tracker is None else tracker.peak_bytes,
+            "peak_memory_bytes": peak_memory(rank.device)
+            if tracker is None
+            else tracker.peak_bytes,
         }
         messages.clear()
         if rank.options.report is not None:
@@ -146,8 +163,10 @@ _NO_NUMBERS = "is not supported for tensor subclasses"
 
 @contextmanager
 def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
-    """From now on new tensors have no values, and exchanges return at once; memory of `device` is counted. Raises
-    LaunchError at an operator that needs values to know what to do, or how large its result is."""
+    """From now on new tensors have no values, and exchanges return at once; memory of `device` is
+    counted. Raises LaunchError at an operator that needs values to know what to do, or how large
+    its result is.
+    """
     tensors = MemoryTracker(device)
     try:
         # What is read as it is, data and constants, becomes such a tensor where it meets one.
@@ -163,8 +182,9 @@ def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Sees all that operators make, and counts the bytes that the tensors on a device alive at once would have taken at
-    most."""
+    """Sees all that operators make, and counts the bytes that the tensors on a device alive at once
+    would have taken at most.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -173,7 +193,9 @@ class MemoryTracker(TorchDispatchMode):
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator, or, if it is an exchange, say that it is done."""
         if function.namespace == "c10d":
             done = completed_work()

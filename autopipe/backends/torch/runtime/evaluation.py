@@ -1,8 +1,10 @@
-"""Validation on the ranks that train: the step's forwards alone, over all samples of other data, each counted once.
+"""Validation on the ranks that train: the step's forwards alone, over all samples of other data,
+each counted once.
 
-The loss is a mean over the samples of a micro-batch. So that the last, partial one counts its own samples alone, it is
-filled up with one sample, repeated, and a micro-batch of nothing but that sample says what is to be taken off again.
-Where labels may be ignored, what fills up has such labels instead, which count for nothing.
+The loss is a mean over the samples of a micro-batch. So that the last, partial one counts its own
+samples alone, it is filled up with one sample, repeated, and a micro-batch of nothing but that
+sample says what is to be taken off again. Where labels may be ignored, what fills up has such
+labels instead, which count for nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from autopipe.ir.words import plural
 def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
     """The settings of a run: those of the manifest, with what the options say in their place."""
     found = manifest.evaluation
-    data, interval = options.eval_data or found.data, options.eval_interval or found.interval
+    data = options.eval_data or found.data
+    interval = options.eval_interval or found.interval
     if options.dry_run or options.record is not None:
         data = None
     return replace(found, data=data, interval=interval)
@@ -40,9 +43,9 @@ def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
 class EverySample(Source):
     """All samples of a source that ends, once.
 
-    The last batch is filled up with the last sample, of which there may be another batch: it has a whole micro-batch of
-    that sample, unless labels that are ignored do the filling. If the loss of a batch does not follow from the losses
-    of its parts, samples that fill no batch are left out.
+    The last batch is filled up with the last sample, of which there may be another batch: it has a
+    whole micro-batch of that sample, unless labels that are ignored do the filling. If the loss of
+    a batch does not follow from the losses of its parts, samples that fill no batch are left out.
     """
 
     def __init__(self, manifest: Manifest, source: Source) -> None:
@@ -53,8 +56,11 @@ class EverySample(Source):
         self._ignores = any(entry.ignored is not None for entry in manifest.inputs)
 
     def count(self, step: int) -> int:
-        """A batch, filled up where samples lack, or 0 where all have been there. Steps are asked for in order."""
-        batch, size = self._manifest.batch_size, self._manifest.micro_batch_size
+        """A batch, filled up where samples lack, or 0 where all have been there. Steps are asked
+        for in order.
+        """
+        batch = self._manifest.batch_size
+        size = self._manifest.micro_batch_size
         if self.samples is None and (count := self.source.count(step)) < batch:
             self.samples = step * batch + (count if self._manifest.loss_division.divisible else 0)
         if self.samples is None:
@@ -64,7 +70,8 @@ class EverySample(Source):
         return batch if step * batch < end else 0
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        samples, axis = self.samples, entry.batch_axis
+        samples = self.samples
+        axis = entry.batch_axis
         if samples is None or stop <= samples:
             return self.source.rows(entry, start, stop)
         if axis is None:
@@ -78,7 +85,9 @@ class EverySample(Source):
         return np.concatenate(parts, axis)
 
     def weight(self, start: int, size: int) -> int:
-        """Samples that the loss of a micro-batch of `size` stands for, of which the first is number `start`."""
+        """Samples that the loss of a micro-batch of `size` stands for, of which the first is number
+        `start`.
+        """
         left = size if self.samples is None else self.samples - start
         if self._ignores:
             return min(max(left, 0), size)
@@ -98,7 +107,11 @@ class EvaluationReport:
     best_step: int
 
     def line(self) -> str:
-        best = "best" if self.step == self.best_step else f"best {self.best_loss:.6f} of step {self.best_step}"
+        best = (
+            "best"
+            if self.step == self.best_step
+            else f"best {self.best_loss:.6f} of step {self.best_step}"
+        )
         return (
             f"evaluation after step {self.step}  loss {self.eval_loss:.6f} ({best})  "
             f"{self.eval_samples:,} {plural(self.eval_samples, 'sample')}  "
@@ -107,7 +120,9 @@ class EvaluationReport:
 
 
 class Evaluator:
-    """Validates when it is due. All ranks come to the same figures, and so to the same decisions."""
+    """Validates when it is due. All ranks come to the same figures, and so to the same
+    decisions.
+    """
 
     def __init__(self, rank: RankContext, settings: Evaluation, steps: int) -> None:
         self._rank = rank
@@ -121,8 +136,11 @@ class Evaluator:
         self._validated = 0  # Steps that were done at the last.
 
     def is_due(self, last: bool) -> bool:
-        """True if the step that was done last is one to validate after; `last` if no other follows."""
-        done, interval = self._rank.steps_done, self._settings.interval
+        """True if the step that was done last is one to validate after; `last` if no other
+        follows.
+        """
+        done = self._rank.steps_done
+        interval = self._settings.interval
         return done > self._validated and (
             last or done == self._steps or (interval is not None and done % interval == 0)
         )
@@ -137,14 +155,22 @@ class Evaluator:
         self._failed = max(0, self._rank.steps_done // interval - (best[1] + 1) // interval)
 
     def run(self, step: Callable[[], None]) -> EvaluationReport:
-        """Run a step's forwards over all of the data. Raises LaunchError for a loss of NaN or infinity."""
-        rank, began, by_label = self._rank, time.perf_counter(), self._rank.manifest.counts_labels
+        """Run a step's forwards over all of the data. Raises LaunchError for a loss of NaN or
+        infinity.
+        """
+        rank = self._rank
+        began = time.perf_counter()
+        by_label = self._rank.manifest.counts_labels
         if by_label:
             rank.counted = torch.zeros((), dtype=torch.float64, device=rank.device)
         data = self._settings.data
         settings = DataSettings(sequence_length=rank.manifest.data.sequence_length)
-        source = EverySample(self._manifest, open_source(self._manifest, data, rank.seed, settings=settings))
-        reader, total, number = BatchReader(self._manifest, source, rank.device), 0.0, 0
+        source = EverySample(
+            self._manifest, open_source(self._manifest, data, rank.seed, settings=settings)
+        )
+        reader = BatchReader(self._manifest, source, rank.device)
+        total = 0.0
+        number = 0
         while source.count(number):
             rank.evaluated = EvaluationStep(reader, number)
             step()
@@ -170,11 +196,14 @@ class Evaluator:
             loss = rank.manifest.loss_division.loss(loss / source.samples)
         done = rank.steps_done - 1
         if not math.isfinite(loss):
-            raise LaunchError(f"the validation loss after step {done} is not a finite number", where=data or "")
+            raise LaunchError(
+                f"the validation loss after step {done} is not a finite number", where=data or ""
+            )
         self._validated = rank.steps_done
         self._failed += 1
         if self.best is None or loss < self.best[0]:
-            self.best, self._failed = (loss, done), 0
+            self.best = (loss, done)
+            self._failed = 0
         return EvaluationReport(done, loss, source.samples, time.perf_counter() - began, *self.best)
 
     def _loss(self, source: EverySample, number: int) -> float:
@@ -184,8 +213,12 @@ class Evaluator:
             count = self._manifest.micro_batches_at(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                if self._rank.manifest.counts_labels:  # A sum, of labels of samples that fill a batch up nothing.
+                if (
+                    self._rank.manifest.counts_labels
+                ):  # A sum, of labels of samples that fill a batch up nothing.
                     total += float(loss) * stage.loss_share
-                elif weight := source.weight(number * self._manifest.batch_size + micro_batch * size, size):
+                elif weight := source.weight(
+                    number * self._manifest.batch_size + micro_batch * size, size
+                ):
                     total += float(loss) * stage.loss_share * count * weight
         return total

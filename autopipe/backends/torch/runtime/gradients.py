@@ -1,8 +1,10 @@
-"""Adding up gradients over the ranks that hold the same block of a parameter: in buckets, overlapped with backward.
+"""Adding up gradients over the ranks that hold the same block of a parameter: in buckets,
+overlapped with backward.
 
-With ZeRO-1 each of the ranks updates a share of a bucket, and keeps the optimizer's state of that share only
-(Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
-section 5.1). Updates are element by element, so a share is any part of a bucket's row: see `autopipe.ir.program`.
+With ZeRO-1 each of the ranks updates a share of a bucket, and keeps the optimizer's state of that
+share only (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion
+parameter models", SC 2020, section 5.1). Updates are element by element, so a share is any part of
+a bucket's row: see `autopipe.ir.program`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ _ALIKE: Mapping[int, int] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerShard:
-    """A tensor that the optimizer updates in place of parameters, and which elements of them it is."""
+    """A tensor that the optimizer updates in place of parameters, and which elements of them it
+    is.
+    """
 
     tensor: torch.Tensor
     runs: tuple[ElementRange, ...]
     start: int = 0
-    """Where the tensor begins in the rank's share of the bucket; its runs are counted from there."""
+    """Where the tensor begins in the rank's share of the bucket; its runs are counted from there.
+    """
 
     @property
     def part(self) -> slice:
@@ -38,11 +43,15 @@ class OptimizerShard:
 class ReducedBucket:
     """A bucket of which each rank gets all sums."""
 
-    def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
+    def __init__(
+        self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]
+    ) -> None:
         self.bucket = bucket
         self.parameters = parameters
         self.missing = 0
-        """Gradients that its stage's last backward has still to give; where that has not begun, it only falls."""
+        """Gradients that its stage's last backward has still to give; where that has not begun, it
+        only falls.
+        """
         self.pending: PendingRecv | None = None  # From its start to its end the exchange.
         self._transport = transport
         if bucket.home is not None:
@@ -55,7 +64,9 @@ class ReducedBucket:
             self.start()
 
     def start(self) -> None:
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        gradients = [
+            torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters
+        ]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
             parameter.grad = None  # It is in the message now, and comes back from there.
@@ -64,7 +75,8 @@ class ReducedBucket:
     def finish(self) -> None:
         assert self.pending is not None
         self._place(self.pending.wait())
-        self.pending, self.missing = None, 0
+        self.pending = None
+        self.missing = 0
 
     def _place(self, sums: torch.Tensor) -> None:
         parts = torch.split(sums, [parameter.numel() for parameter in self.parameters])
@@ -73,11 +85,16 @@ class ReducedBucket:
 
 
 class ShardedBucket(ReducedBucket):
-    """A bucket of which each rank gets a share of the sums, and updates that. Its parameters lie in one row, and the
-    share is a part of it: what is gathered after an update is in place."""
+    """A bucket of which each rank gets a share of the sums, and updates that. Its parameters lie in
+    one row, and the share is a part of it: what is gathered after an update is in place.
+    """
 
     def __init__(
-        self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor], groups: Mapping[int, int]
+        self,
+        transport: Transport,
+        bucket: Bucket,
+        parameters: list[torch.Tensor],
+        groups: Mapping[int, int],
     ) -> None:
         super().__init__(transport, bucket, parameters)
         self._row = parameters[0].detach().new_zeros(bucket.elements)
@@ -86,16 +103,22 @@ class ShardedBucket(ReducedBucket):
         self.shards = tuple(self._shards_of(groups))
 
     def _shards_of(self, groups: Mapping[int, int]) -> Iterator[OptimizerShard]:
-        """The rank's share, in parts whose parameters are updated alike: all of it where these are of one group."""
-        own, runs = self._own(self._row), tuple(self.bucket.runs(self._transport.rank))
+        """The rank's share, in parts whose parameters are updated alike: all of it where these are
+        of one group.
+        """
+        own = self._own(self._row)
+        runs = tuple(self.bucket.runs(self._transport.rank))
         if len({groups.get(run.parameter, 0) for run in runs}) < 2:
             yield OptimizerShard(own, runs)
             return
         for _, part in groupby(runs, key=lambda run: groups.get(run.parameter, 0)):
             together = tuple(part)
-            start, last = together[0].at, together[-1]
+            start = together[0].at
+            last = together[-1]
             tensor = own[start : last.at + last.stop - last.start]
-            yield OptimizerShard(tensor, tuple(replace(run, at=run.at - start) for run in together), start)
+            yield OptimizerShard(
+                tensor, tuple(replace(run, at=run.at - start) for run in together), start
+            )
 
     def _own(self, row: torch.Tensor) -> torch.Tensor:
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
@@ -123,7 +146,9 @@ class ShardedBucket(ReducedBucket):
         self._transport.gather(self._row, self.bucket.ranks)
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients by parameter, whole. All of the bucket's ranks together; not counted as a step's."""
+        """The gradients by parameter, whole. All of the bucket's ranks together; not counted as a
+        step's.
+        """
         row = torch.zeros_like(self._row)
         for shard in self.shards:
             assert shard.tensor.grad is not None
@@ -134,8 +159,10 @@ class ShardedBucket(ReducedBucket):
 
 
 class GradientReduction:
-    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order. Buckets of parameters
-    with a home stage start as soon as the stage's last backward has their gradients, the others at the end."""
+    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order.
+    Buckets of parameters with a home stage start as soon as the stage's last backward has their
+    gradients, the others at the end.
+    """
 
     def __init__(
         self,
@@ -145,12 +172,14 @@ class GradientReduction:
         shared: bool,
         groups: Mapping[int, int] = _ALIKE,
     ) -> None:
-        """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into one row. `groups`
-        are those of the optimizer, by parameter, 0 where it is not listed."""
+        """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into
+        one row. `groups` are those of the optimizer, by parameter, 0 where it is not listed.
+        """
         self._parameters = parameters
         make = partial(ShardedBucket, groups=groups) if shared else ReducedBucket
         self._buckets = [
-            make(transport, each, [parameters[block.parameter] for block in each.blocks]) for each in buckets
+            make(transport, each, [parameters[block.parameter] for block in each.blocks])
+            for each in buckets
         ]
         self.shared = [each for each in self._buckets if isinstance(each, ShardedBucket)]
 
@@ -171,14 +200,20 @@ class GradientReduction:
         return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
 
     def counted(self, rank: int, shards: Iterable[Shard]) -> list[torch.Tensor]:
-        """The tensors among `updated` that are counted here and on no other rank; `shards` are the rank's blocks."""
-        first = {shard.parameter for shard in shards if min(shard.gradient_ranks, default=rank) == rank}
+        """The tensors among `updated` that are counted here and on no other rank; `shards` are the
+        rank's blocks.
+        """
+        first = {
+            shard.parameter for shard in shards if min(shard.gradient_ranks, default=rank) == rank
+        }
         own = [each for index, each in self.updated_parameters.items() if index in first]
         return own + [shard.tensor for shard in self.shards]
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
-        """Mark the stage's next backward as its last: buckets start when their gradients are complete. `times` is how
-        often a backward adds to the gradient of a parameter, by its index; once where it is not listed."""
+        """Mark the stage's next backward as its last: buckets start when their gradients are
+        complete. `times` is how often a backward adds to the gradient of a parameter, by its index;
+        once where it is not listed.
+        """
         for each in self._buckets:
             if each.bucket.home == stage:
                 each.missing = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)
@@ -198,7 +233,9 @@ class GradientReduction:
             each.finish()
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients of the rank's trained blocks by parameter, all of them: what verification compares."""
+        """The gradients of the rank's trained blocks by parameter, all of them: what verification
+        compares.
+        """
         found = {
             index: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for index, parameter in self._parameters.items()
@@ -210,29 +247,45 @@ class GradientReduction:
 
 
 def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool:
-    """True if the gradients of a block that `ranks` hold are added up, so that its optimizer's state may be shared."""
+    """True if the gradients of a block that `ranks` hold are added up, so that its optimizer's
+    state may be shared.
+    """
     found = manifest.parameters[parameter]
     return len(ranks) > 1 and found.trainable and found.value.dtype.is_floating
 
 
 def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
-    """The ranks of all groups of a program that exchange anything, for its stages or to add up gradients."""
+    """The ranks of all groups of a program that exchange anything, for its stages or to add up
+    gradients.
+    """
     found = {ranks for stage in manifest.stages for ranks in stage.groups()}
     if manifest.train:
         for shards in manifest.shards:
             found |= {
-                each.gradient_ranks for each in shards if is_reduced(manifest, each.parameter, each.gradient_ranks)
+                each.gradient_ranks
+                for each in shards
+                if is_reduced(manifest, each.parameter, each.gradient_ranks)
             }
     return found
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
-    """Buckets of the trained blocks that the rank holds together with others, in the order of their exchanges."""
+    """Buckets of the trained blocks that the rank holds together with others, in the order of their
+    exchanges.
+    """
     found = []
     for shard in manifest.shards[rank]:
         if is_reduced(manifest, shard.parameter, shard.gradient_ranks):
-            dtype, elements = manifest.parameters[shard.parameter].value.dtype, shard.box.elements
+            dtype = manifest.parameters[shard.parameter].value.dtype
+            elements = shard.box.elements
             found.append(
-                Block(shard.parameter, elements, dtype.value, dtype.itemsize, shard.gradient_ranks, shard.home)
+                Block(
+                    shard.parameter,
+                    elements,
+                    dtype.value,
+                    dtype.itemsize,
+                    shard.gradient_ranks,
+                    shard.home,
+                )
             )
     return buckets_of(found)

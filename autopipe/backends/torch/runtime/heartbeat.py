@@ -1,6 +1,8 @@
-"""A rank's heartbeat: its task, since when, and that it lives, in a file that can be read after it has died. The
-launcher on the same machine reads it (`backends/torch/elastic_agent.py`). A rank states only that it waits for others;
-which rank hangs is for the launcher to find, which sees several of them."""
+"""A rank's heartbeat: its task, since when, and that it lives, in a file that can be read after it
+has died. The launcher on the same machine reads it (`backends/torch/elastic_agent.py`). A rank
+states only that it waits for others; which rank hangs is for the launcher to find, which sees
+several of them.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,29 @@ _SIZE = _BEAT.size + _TASK.size
 
 def phase_of(task: str) -> str:
     """The phase to which a task belongs: `start`, `step` or `checkpoint`."""
-    return {"": "start", "start": "start", "compile": "start", "restore": "checkpoint", "checkpoint": "checkpoint"}.get(
-        task, "step"
-    )
+    return {
+        "": "start",
+        "start": "start",
+        "compile": "start",
+        "restore": "checkpoint",
+        "checkpoint": "checkpoint",
+    }.get(task, "step")
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that a rank may take in each phase, without getting further or giving a sign of life."""
+    """Seconds that a rank may take in each phase, without getting further or giving a sign of
+    life.
+    """
 
     start_s: float = 1800.0
     step_s: float = 600.0  # One task of a step; the first one may compile kernels.
     checkpoint_s: float = 7200.0
 
     def of(self, task: str) -> float:
-        return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[phase_of(task)]
+        return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[
+            phase_of(task)
+        ]
 
 
 DEFAULTS = Timeouts()
@@ -47,13 +57,17 @@ DEFAULTS = Timeouts()
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRecord:
-    """A record in the heartbeat file; times are those of the machine's monotonic clock, in seconds."""
+    """A record in the heartbeat file; times are those of the machine's monotonic clock, in
+    seconds.
+    """
 
     at: float
     since: float  # Since when the rank does what it does.
     waits: bool
     task: str
-    peer: int = -1  # The rank whose message on `channel` it waits for; -1 where it is not one alone.
+    peer: int = (
+        -1
+    )  # The rank whose message on `channel` it waits for; -1 where it is not one alone.
     channel: int = -1
 
 
@@ -66,8 +80,12 @@ class Heartbeat:
         """Called with each task as it begins, where somebody wants to know."""
         self.task = "start"
         self.awaited = _NOBODY
-        """The peer and channel that the rank waits for, or waited for when that ended in an error; -1 for none."""
-        if file is not None:  # What is written to its bytes is in the file at once, even if the process never goes on.
+        """The peer and channel that the rank waits for, or waited for when that ended in an error;
+        -1 for none.
+        """
+        if (
+            file is not None
+        ):  # What is written to its bytes is in the file at once, even if the process never goes on.
             made = file.with_suffix(".new")
             made.write_bytes(self._record)
             with made.open("r+b") as opened:
@@ -98,7 +116,9 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
-        """While the block runs, the rank waits for others: for the rank `peer`, where it is a message on `channel`."""
+        """While the block runs, the rank waits for others: for the rank `peer`, where it is a
+        message on `channel`.
+        """
         self.awaited = peer, channel
         _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), True, peer, channel)
         try:
@@ -109,8 +129,9 @@ class Heartbeat:
 
     @contextmanager
     def posting(self, peer: int, channel: int) -> Iterator[None]:
-        """The block posts a message to or from the rank `peer`. If the block raises, `awaited` names that rank: torch
-        may find only now that the connection is closed."""
+        """The block posts a message to or from the rank `peer`. If the block raises, `awaited`
+        names that rank: torch may find only now that the connection is closed.
+        """
         try:
             yield
         except RuntimeError:
@@ -131,4 +152,6 @@ def read_heartbeat(file: Path) -> HeartbeatRecord | None:
     if len(record) < _SIZE:
         return None
     since, waits, peer, channel, task = _TASK.unpack_from(record, _BEAT.size)
-    return HeartbeatRecord(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"), peer, channel)
+    return HeartbeatRecord(
+        _BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"), peer, channel
+    )

@@ -1,12 +1,14 @@
 """How a rank uses its machine: processors, threads of gloo's, memory.
 
-Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor of the rank that
-sent it, behind what that one computes: a tick of up to four milliseconds. So each rank keeps to processors of its own,
-gloo's threads with it. There such a thread preempts the rank's own, mostly while that one holds the connection's lock,
-and spins until the next tick. So gloo's threads preempt none, and a rank's thread gives way where it has started an
-exchange; not where ranks take a processor in turn, since another rank would compute first.
+Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor
+of the rank that sent it, behind what that one computes: a tick of up to four milliseconds. So each
+rank keeps to processors of its own, gloo's threads with it. There such a thread preempts the rank's
+own, mostly while that one holds the connection's lock, and spins until the next tick. So gloo's
+threads preempt none, and a rank's thread gives way where it has started an exchange; not where
+ranks take a processor in turn, since another rank would compute first.
 
-A rank with a GPU keeps to the processors next to it, as copies and launches from elsewhere cross between sockets.
+A rank with a GPU keeps to the processors next to it, as copies and launches from elsewhere cross
+between sockets.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from autopipe.backends.torch.runtime.job import numbers_of
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Threads that are started in the block preempt no others (Linux alone has that): they take over how this one is
-    scheduled meanwhile."""
+    """Threads that are started in the block preempt no others (Linux alone has that): they take
+    over how this one is scheduled meanwhile.
+    """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
@@ -43,7 +46,9 @@ def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset
 
 
 def _allowed(process: int = 0) -> set[int]:
-    """Processors on which a process (0: this one) may run; empty where the system, other than Linux, does not tell."""
+    """Processors on which a process (0: this one) may run; empty where the system, other than
+    Linux, does not tell.
+    """
     try:
         return os.sched_getaffinity(process)
     except (AttributeError, OSError):
@@ -51,32 +56,41 @@ def _allowed(process: int = 0) -> set[int]:
 
 
 def _has_own() -> bool:
-    """True if this thread may not run wherever its parent may, since job managers bind what they start; also where the
-    system does not tell of a parent."""
+    """True if this thread may not run wherever its parent may, since job managers bind what they
+    start; also where the system does not tell of a parent.
+    """
     return _allowed() != _allowed(os.getppid())
 
 
 def pin_to_cores(rank: int, ranks: int) -> None:
-    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks. Nothing
-    changes for a rank alone, nor where who started it has given it processors of its own."""
+    """Keep this thread, and those that it starts from now on, to the processors of one of a
+    machine's ranks. Nothing changes for a rank alone, nor where who started it has given it
+    processors of its own.
+    """
     if ranks > 1 and (processors := _allowed()) and not _has_own():
         os.sched_setaffinity(0, processors_of(rank, ranks, sorted(processors)))
 
 
 def processors_near(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
-    """Processors of the NUMA node where the device with this PCI address is; none where the system does not tell."""
+    """Processors of the NUMA node where the device with this PCI address is; none where the system
+    does not tell.
+    """
     try:
         node = int((system / "bus/pci/devices" / bus_id / "numa_node").read_text(encoding="ascii"))
-        cores = (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+        cores = (
+            (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+        )
     except (OSError, ValueError):
         return frozenset()
     return frozenset(map(int, numbers_of(cores))) if cores else frozenset()
 
 
 def pin_near(bus_id: str, system: Path = Path("/sys")) -> None:
-    """Keep this thread, and those that it starts from now on, to the processors of a GPU's NUMA node. Memory is then of
-    that node, too: Linux takes it where the thread runs that first writes there. Nothing changes where who started this
-    rank has given it processors of its own, nor where none of its processors are near."""
+    """Keep this thread, and those that it starts from now on, to the processors of a GPU's NUMA
+    node. Memory is then of that node, too: Linux takes it where the thread runs that first writes
+    there. Nothing changes where who started this rank has given it processors of its own, nor where
+    none of its processors are near.
+    """
     if not _has_own() and (near := processors_near(bus_id, system) & _allowed()):
         os.sched_setaffinity(0, near)
 
@@ -97,16 +111,18 @@ def processor_count() -> int:
     return len(_allowed()) or os.cpu_count() or 1
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors on the CPU free, up to a GiB at the heap's end.
 
-    Else it gives large blocks back to the system at every step, and gets them anew, cleared: a stage of convolutions
-    took 1.8 times as long forward. Blocks of all sizes come from the heap, since others go back as soon as they are
-    freed. Other libraries' allocators are left as they are.
+    Else it gives large blocks back to the system at every step, and gets them anew, cleared: a
+    stage of convolutions took 1.8 times as long forward. Blocks of all sizes come from the heap,
+    since others go back as soon as they are freed. Other libraries' allocators are left as they
+    are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

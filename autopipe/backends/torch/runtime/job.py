@@ -1,8 +1,10 @@
-"""The variables in which Slurm and Kubernetes say where a process runs, for a launch on a node and for a rank;
-and addresses and interfaces of this machine, without torch: where nodes find one another, and on which network.
+"""The variables in which Slurm and Kubernetes say where a process runs, for a launch on a node and
+for a rank; and addresses and interfaces of this machine, without torch: where nodes find one
+another, and on which network.
 
-A rank that torchrun, `autopipe launch` or a PyTorchJob starts finds torch's own: RANK, WORLD_SIZE, MASTER_ADDR. A task
-of `srun` finds Slurm's. Those of a batch script, which describe the job and no step of it, are not looked at.
+A rank that torchrun, `autopipe launch` or a PyTorchJob starts finds torch's own: RANK, WORLD_SIZE,
+MASTER_ADDR. A task of `srun` finds Slurm's. Those of a batch script, which describe the job and no
+step of it, are not looked at.
 """
 
 from __future__ import annotations
@@ -47,19 +49,27 @@ def endpoint_of(text: str) -> Endpoint:
     try:
         found = socket.getaddrinfo(host, int(digits), type=socket.SOCK_STREAM)[0][4]
     except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"the meeting point has no address: {error}", where=where) from error
+        raise ConfigurationError(
+            f"the meeting point has no address: {error}", where=where
+        ) from error
     address = str(found[0])
     meant = ipaddress.ip_address(address)
     # A name of this machine may stand for its loopback address here alone.
-    if meant.is_unspecified or (meant.is_loopback and host != "localhost" and not _is_address(host)):
+    if meant.is_unspecified or (
+        meant.is_loopback and host != "localhost" and not _is_address(host)
+    ):
         hint = "give the address of the interface that the nodes shall use"
-        raise ConfigurationError(f"{host} is {address} here, where no other machine comes", hint=hint, where=where)
+        raise ConfigurationError(
+            f"{host} is {address} here, where no other machine comes", hint=hint, where=where
+        )
     # Where packets to the address would come from; no packet is sent.
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, int(digits)))
         except OSError as error:
-            raise ConfigurationError(f"there is no way to {address}: {error.strerror}", where=where) from error
+            raise ConfigurationError(
+                f"there is no way to {address}: {error.strerror}", where=where
+            ) from error
         return Endpoint(address, int(digits), str(probe.getsockname()[0]))
 
 
@@ -75,7 +85,9 @@ def family(address: str) -> socket.AddressFamily:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface with this address, the first of its addresses. Raises ConfigurationError."""
+    """The name of the interface with this address, the first of its addresses. Raises
+    ConfigurationError.
+    """
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback and wanted.version == 4:
         wanted = ipaddress.ip_address(LOOPBACK)
@@ -89,7 +101,10 @@ def interface_of(address: str) -> str:
 def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """The first address of version 4 of an interface, and all of version 6."""
     request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
         yield ipaddress.IPv4Address(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
@@ -98,7 +113,9 @@ def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv
                 yield ipaddress.IPv6Address(bytes.fromhex(row[0]))
 
 
-_FIRST_PORT, _PORTS = 20000, 10000  # Below those that Linux gives to connections.
+# Below those that Linux gives to connections.
+_FIRST_PORT = 20000
+_PORTS = 10000
 NETWORK_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "GLOO_SOCKET_IFNAME",
@@ -125,7 +142,9 @@ class Job:
 
 
 def job_of(environment: Mapping[str, str]) -> Job | None:
-    """The job whose manager started this launch; None where none of several nodes did. Raises ConfigurationError."""
+    """The job whose manager started this launch; None where none of several nodes did. Raises
+    ConfigurationError.
+    """
     if "PET_NNODES" in environment:  # Kubernetes' training operator, in torchrun's words.
         return _pet_job(environment)
     if "SLURM_STEP_NODELIST" not in environment:
@@ -134,20 +153,35 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks > len(hosts):
         hint = (
-            "srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python PROGRAM/run.py with a task for each rank"
+            "srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python PROGRAM/run.py with "
+            "a task for each rank"
         )
         raise ConfigurationError(
-            f"srun starts {tasks} {plural(tasks, 'launch')} on {len(hosts)} {plural(len(hosts), 'node')}", hint=hint
+            (
+                f"srun starts {tasks} {plural(tasks, 'launch')} on {len(hosts)} "
+                f"{plural(len(hosts), 'node')}"
+            ),
+            hint=hint,
         )
     if len(hosts) == 1:
         return None
     name = f"slurm-{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
     endpoint = f"{hosts[0]}:{_slurm_port(environment)}"
-    return Job("Slurm", str(len(hosts)), _number(environment, "SLURM_NODEID"), endpoint, name=name, hosts=hosts)
+    return Job(
+        "Slurm",
+        str(len(hosts)),
+        _number(environment, "SLURM_NODEID"),
+        endpoint,
+        name=name,
+        hosts=hosts,
+    )
 
 
 def _pet_job(environment: Mapping[str, str]) -> Job:
-    host, port = (environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}")) for name in ("ADDR", "PORT"))
+    host, port = (
+        environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}"))
+        for name in ("ADDR", "PORT")
+    )
     ranks = environment.get("PET_NPROC_PER_NODE", "")  # Or `auto`, `gpu`.
     return Job(
         "Kubernetes",
@@ -160,11 +194,13 @@ def _pet_job(environment: Mapping[str, str]) -> Job:
 
 
 def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Torch's variables of a rank that has none, or not all: its place in the world, the address where ranks meet, and
-    the interface on the way there. Raises ConfigurationError."""
+    """Torch's variables of a rank that has none, or not all: its place in the world, the address
+    where ranks meet, and the interface on the way there. Raises ConfigurationError.
+    """
     found: dict[str, str] = {}
     if "RANK" not in environment and "SLURM_STEP_NODELIST" in environment:
-        hosts, tasks = hosts_of(environment["SLURM_STEP_NODELIST"]), _tasks_of(environment)
+        hosts = hosts_of(environment["SLURM_STEP_NODELIST"])
+        tasks = _tasks_of(environment)
         node = _number(environment, "SLURM_NODEID")
         if node >= len(tasks):
             raise ConfigurationError(f"there is no node {node}", where="SLURM_STEP_TASKS_PER_NODE")
@@ -173,24 +209,35 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
             "WORLD_SIZE": str(sum(tasks)),
             "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
             "LOCAL_WORLD_SIZE": str(tasks[node]),
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else LOOPBACK),
+            "MASTER_ADDR": environment.get("MASTER_ADDR")
+            or (hosts[0] if len(hosts) > 1 else LOOPBACK),
             "MASTER_PORT": environment.get("MASTER_PORT") or str(_slurm_port(environment)),
         }
-    elif "LOCAL_RANK" not in environment and "KUBERNETES_SERVICE_HOST" in environment and "RANK" in environment:
+    elif (
+        "LOCAL_RANK" not in environment
+        and "KUBERNETES_SERVICE_HOST" in environment
+        and "RANK" in environment
+    ):
         found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # A pod for each rank.
     world = {**environment, **found}
-    if int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1")) and "MASTER_ADDR" in world:
-        # A machine's name often stands for its loopback address on itself, and gloo would listen there. Where it does
-        # so here, torch is left to find an interface.
+    if (
+        int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1"))
+        and "MASTER_ADDR" in world
+    ):
+        # A machine's name often stands for its loopback address on itself, and gloo would listen
+        # there. Where it does so here, torch is left to find an interface.
         with contextlib.suppress(ConfigurationError):
             endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
             found |= interface_variables(world, lambda: endpoint_of(endpoint).own)
     return found
 
 
-def interface_variables(environment: Mapping[str, str], address: Callable[[], str]) -> dict[str, str]:
-    """The interface that gloo and NCCL use: the one with the address, where the environment does not name it. Raises
-    ConfigurationError."""
+def interface_variables(
+    environment: Mapping[str, str], address: Callable[[], str]
+) -> dict[str, str]:
+    """The interface that gloo and NCCL use: the one with the address, where the environment does
+    not name it. Raises ConfigurationError.
+    """
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
     given = {name: environment[name] for name in names if environment.get(name)}
     if len(given) == len(names):
@@ -229,14 +276,20 @@ def _tasks_of(environment: Mapping[str, str]) -> list[int]:
     for each in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
         if match is None:
-            raise ConfigurationError(f"{text!r} is no list of numbers of tasks", where="SLURM_STEP_TASKS_PER_NODE")
+            raise ConfigurationError(
+                f"{text!r} is no list of numbers of tasks", where="SLURM_STEP_TASKS_PER_NODE"
+            )
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
-    """A port that all tasks of a step work out, and another for the next step or job on the same node."""
-    job, step = (re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) for name in ("JOB", "STEP"))
+    """A port that all tasks of a step work out, and another for the next step or job on the same
+    node.
+    """
+    job, step = (
+        re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) for name in ("JOB", "STEP")
+    )
     return _FIRST_PORT + (int(job or 0) * 31 + int(step or 0)) % _PORTS
 
 

@@ -1,5 +1,6 @@
-"""Parameters and constants put into a program's stages; and a second program in the process of a rank, whose stages
-have the rank's parameters and connections."""
+"""Parameters and constants put into a program's stages; and a second program in the process of a
+rank, whose stages have the rank's parameters and connections.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +28,26 @@ def equip_stages(rank: RankContext) -> None:
     """Give all stages their parameters, constants, group and random numbers."""
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
-    if step := rank.options.perturb:  # Scales of whole numbers too: nothing else is there to be moved in some models.
+    if (
+        step := rank.options.perturb
+    ):  # Scales of whole numbers too: nothing else is there to be moved in some models.
         for key, name in enumerate(sorted(constants)):
             if constants[name].numel() == 1:
                 constants[name] = perturbed(constants[name], step, key)
-    copies, held = rank.low_precision_copies.tensors, frozenset(rank.manifest.low_precision)
-    read = {index: copies.get(index, tensor) if index in held else tensor for index, tensor in rank.parameters.items()}
+    copies = rank.low_precision_copies.tensors
+    held = frozenset(rank.manifest.low_precision)
+    read = {
+        index: copies.get(index, tensor) if index in held else tensor
+        for index, tensor in rank.parameters.items()
+    }
     named = constants | {f"w{index}": tensor for index, tensor in read.items()}
     for number, stage in rank.stages.items():
         for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
             setattr(stage.p, name, named[name])
         stage.p.group = Group(rank.manifest.stages[number].ranks, rank.transport)
-        stage.p.random = Random(rank.device, stage.p.group.position, getattr(stage.module, "DRAWS", False))
+        stage.p.random = Random(
+            rank.device, stage.p.group.position, getattr(stage.module, "DRAWS", False)
+        )
         stage.p.running = RunningStatistics()
         stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
 
@@ -56,12 +65,17 @@ class _Stages:
 
 
 def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
-    """The same rank of the program in `folder`, and its step. The program has the rank's parameters, groups and
-    channels, and other shapes."""
-    context = RankContext(rank.number, rank.options, read_manifest(folder), rank.transport, rank.heartbeat)
+    """The same rank of the program in `folder`, and its step. The program has the rank's
+    parameters, groups and channels, and other shapes.
+    """
+    context = RankContext(
+        rank.number, rank.options, read_manifest(folder), rank.transport, rank.heartbeat
+    )
     context.parameters = rank.parameters
     context.low_precision_copies = rank.low_precision_copies
-    spec = importlib.util.spec_from_file_location(f"{folder.name}_rank", folder / f"rank_{rank.number:03d}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{folder.name}_rank", folder / f"rank_{rank.number:03d}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

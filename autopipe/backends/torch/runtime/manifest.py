@@ -24,12 +24,16 @@ from autopipe.ir.words import plural
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
-_SHARDS = Coded(list, lambda ranks: tuple(rank.get("shards", tuple[Shard, ...]) for rank in ranks.items()))
+_SHARDS = Coded(
+    list, lambda ranks: tuple(rank.get("shards", tuple[Shard, ...]) for rank in ranks.items())
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """A stage's group, its pipeline, and the sub-meshes along which the group's ranks exchange anything."""
+    """A stage's group, its pipeline, and the sub-meshes along which the group's ranks exchange
+    anything.
+    """
 
     ranks: tuple[Index, ...]
     pipeline: Index
@@ -40,12 +44,16 @@ class StageEntry:
     whole: Annotated[bool, Sparse()] = True
     """False where the group's ranks exchange along sub-meshes alone, if at all."""
     host_bound: Annotated[bool, Sparse()] = False
-    """True if the plan predicts that starting the stage's operators takes the host longer than they take the device."""
+    """True if the plan predicts that starting the stage's operators takes the host longer than they
+    take the device.
+    """
 
     def groups(self) -> set[tuple[int, ...]]:
         """All sets of ranks, ascending, that exchange anything."""
         meshes = [tuple(MeshAxis(*axis) for axis in axes) for axes in self.meshes]
-        positions = [members(axes, position) for axes in meshes for position in range(len(self.ranks))]
+        positions = [
+            members(axes, position) for axes in meshes for position in range(len(self.ranks))
+        ]
         found = {tuple(sorted(self.ranks[each] for each in group)) for group in positions}
         return found | {tuple(sorted(self.ranks))} if self.whole else found
 
@@ -80,12 +88,16 @@ class Manifest:
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
     training_graph: Annotated[bool | None, At("model.training"), Sparse()] = None
-    fixed_inputs: Annotated[tuple[tuple[str, bool | int | float], ...], At("model.inputs"), Sparse()] = ()
+    fixed_inputs: Annotated[
+        tuple[tuple[str, bool | int | float], ...], At("model.inputs"), Sparse()
+    ] = ()
     evaluation: Annotated[Evaluation, At("eval"), Sparse()] = field(default=Evaluation())
     model_flops: Annotated[float | None, At("metrics.model_flops"), Sparse()] = None
-    """Operations of the model in a step, over all ranks; what recomputation repeats is not counted."""
+    """Operations of the model in a step, over all ranks; what recomputation repeats is not counted.
+    """
     peak_flops: Annotated[float | None, At("metrics.peak_flops"), Sparse()] = None
-    """Operations a second that the plan's devices do together at most, in the program's precision."""
+    """Operations a second that the plan's devices do together at most, in the program's precision.
+    """
     predicted_memory_bytes: Annotated[int | None, At("metrics.memory_bytes"), Sparse()] = None
     """Peak of the rank that needs most."""
     low_precision: Annotated[tuple[Index, ...], Sparse()] = ()
@@ -103,8 +115,10 @@ class Manifest:
 
     @property
     def output_keys(self) -> tuple[str, ...]:
-        """Names of the outputs' arrays in an `.npz` file: their own, or `output_N` with the output's number if that is
-        no plain name of a file. Underscores are added to such a name until no other output has it."""
+        """Names of the outputs' arrays in an `.npz` file: their own, or `output_N` with the
+        output's number if that is no plain name of a file. Underscores are added to such a name
+        until no other output has it.
+        """
         names = [output.value.name for output in self.outputs]
         plain = {name for name in names if _is_plain(name)}
         keys = []
@@ -117,13 +131,17 @@ class Manifest:
 
     @property
     def is_training_graph(self) -> bool:
-        """True if Dropout drops and BatchNormalization takes the batch's statistics, where the model says so."""
+        """True if Dropout drops and BatchNormalization takes the batch's statistics, where the
+        model says so.
+        """
         return self.train if self.training_graph is None else self.training_graph
 
     @property
     def batch_size(self) -> int:
         """Samples that a step takes, and an update."""
-        return self.micro_batches * self.micro_batch_size * self.training.gradient_accumulation_steps
+        return (
+            self.micro_batches * self.micro_batch_size * self.training.gradient_accumulation_steps
+        )
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -149,7 +167,9 @@ _PARTIAL = re.compile(r"\d+\.(npy|moved)|whole\.npz")
 
 
 def remove_partial(path: Path) -> None:
-    """Remove the unfinished outputs that shall become `path`, and their folder unless it holds another file."""
+    """Remove the unfinished outputs that shall become `path`, and their folder unless it holds
+    another file.
+    """
     folder = partial_folder(path)
     with contextlib.suppress(OSError):
         for each in folder.iterdir():
@@ -159,7 +179,9 @@ def remove_partial(path: Path) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if a name leads nowhere else as a path inside an archive, and numpy does not take it for a member."""
+    """Return True if a name leads nowhere else as a path inside an archive, and numpy does not take
+    it for a member.
+    """
     parts = name.split("/")
     return (
         not name.endswith(".npy")
@@ -171,16 +193,22 @@ def _is_plain(name: str) -> bool:
 
 
 def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
-    """Return the manifest of a program folder, with the file `model` in place of its own if that is given. Raises
-    ConfigurationError if there is none or it cannot be read."""
+    """Return the manifest of a program folder, with the file `model` in place of its own if that is
+    given. Raises ConfigurationError if there is none or it cannot be read.
+    """
     path = folder / "manifest.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         hint = "run autopipe codegen"
         if (folder / "plan.json").is_file():
-            hint = f"it is a plan: autopipe codegen {shlex.quote(str(folder))} makes {folder / 'program'}"
-        raise ConfigurationError(f"{folder} is not a program folder: {error.strerror}", hint=hint) from error
+            hint = (
+                f"it is a plan: autopipe codegen {shlex.quote(str(folder))} makes "
+                f"{folder / 'program'}"
+            )
+        raise ConfigurationError(
+            f"{folder} is not a program folder: {error.strerror}", hint=hint
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"not valid JSON: {error}", where=str(path)) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -213,12 +241,15 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
 
 
 def _with_absolute_paths(manifest: Manifest) -> Manifest:
-    """Return the manifest with paths that do not depend on the working folder; they are relative to its own folder, or
-    absolute."""
+    """Return the manifest with paths that do not depend on the working folder; they are relative to
+    its own folder, or absolute.
+    """
 
     def found(path: str) -> str:
         return path_from(manifest.folder, path)
 
     data = replace(manifest.data, path=with_path(manifest.data.path, found))
     evaluation = replace(manifest.evaluation, data=with_path(manifest.evaluation.data, found))
-    return replace(manifest, model=Path(found(str(manifest.model))), data=data, evaluation=evaluation)
+    return replace(
+        manifest, model=Path(found(str(manifest.model))), data=data, evaluation=evaluation
+    )

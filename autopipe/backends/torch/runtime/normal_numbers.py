@@ -1,15 +1,18 @@
-"""Standard normal numbers from random words: the inverse of the distribution function, interpolated from a table.
+"""Standard normal numbers from random words: the inverse of the distribution function, interpolated
+from a table.
 
-A word w, read as a signed integer, gives u = w + ½. The number has the sign of u, and |u| / 2³² is the probability that
-a standard normal number lies beyond it, in (0, ½]. The table is indexed by the sign, the exponent and the first bits of
-the mantissa of u as a float32: the steps get finer towards the tails. Within a step the number is linear in u.
+A word w, read as a signed integer, gives u = w + ½. The number has the sign of u, and |u| / 2³² is
+the probability that a standard normal number lies beyond it, in (0, ½]. The table is indexed by the
+sign, the exponent and the first bits of the mantissa of u as a float32: the steps get finer towards
+the tails. Within a step the number is linear in u.
 
-The error is below 1e-6: that of the chord with 2⁸ steps per power of two, and the rounding to float32. The largest
-number is 6.34. Numbers near 0 are multiples of about 4e-8, because u has 24 bits.
+The error is below 1e-6: that of the chord with 2⁸ steps per power of two, and the rounding to
+float32. The largest number is 6.34. Numbers near 0 are multiples of about 4e-8, because u has 24
+bits.
 
-All results are equal bit for bit on every machine. The table is computed by sums, products, quotients and roots, which
-IEEE 754 rounds in one way. A slope and u have 24 bits each, so their product is exact in float64, and a compiler that
-contracts product and sum changes nothing.
+All results are equal bit for bit on every machine. The table is computed by sums, products,
+quotients and roots, which IEEE 754 rounds in one way. A slope and u have 24 bits each, so their
+product is exact in float64, and a compiler that contracts product and sum changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +50,12 @@ def standard_normal(words: Tensor) -> Tensor:
 def _interpolate(words: Tensor) -> Tensor:
     intercepts, slopes = _tables_on(words.device)
     shifted = words.to(torch.float32).add_(0.5)
-    index = shifted.view(torch.int32).bitwise_right_shift(_DROPPED_BITS).bitwise_and_(_INDEX_MASK).reshape(-1)
+    index = (
+        shifted.view(torch.int32)
+        .bitwise_right_shift(_DROPPED_BITS)
+        .bitwise_and_(_INDEX_MASK)
+        .reshape(-1)
+    )
     numbers = intercepts.index_select(0, index)
     numbers.addcmul_(slopes.index_select(0, index), shifted.to(torch.float64).reshape(-1))
     return numbers.to(torch.float32).view(words.shape)
@@ -82,8 +90,14 @@ def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _tables() -> tuple[Doubles, Doubles]:
-    """Return (intercepts, slopes): where u has index i, its number is intercepts[i] + slopes[i] · u."""
-    ends = (np.arange(_FIRST, _LAST + 2, dtype=np.int32) << _DROPPED_BITS).view(np.float32).astype(np.float64)
+    """Return (intercepts, slopes): where u has index i, its number is intercepts[i] + slopes[i] ·
+    u.
+    """
+    ends = (
+        (np.arange(_FIRST, _LAST + 2, dtype=np.int32) << _DROPPED_BITS)
+        .view(np.float32)
+        .astype(np.float64)
+    )
     numbers = -quantiles(np.minimum(ends, 2.0**31) * 2.0**-32)
     slope = (np.diff(numbers) / np.diff(ends)).astype(np.float32).astype(np.float64)
     intercept = numbers[:-1] - slope * ends[:-1]
@@ -97,7 +111,8 @@ def _tables() -> tuple[Doubles, Doubles]:
 
 
 def quantiles(probabilities: Doubles) -> Doubles:
-    """Return the standard normal quantiles of probabilities in (0, ½], with a relative error of about 1e-15.
+    """Return the standard normal quantiles of probabilities in (0, ½], with a relative error of
+    about 1e-15.
 
     Wichura, "Algorithm AS 241", Applied Statistics 37(3), 1988: PPND16.
     """
@@ -126,11 +141,15 @@ _MANTISSA: Final = 52
 _ROOT_OF_HALF: Final = np.float64(math.sqrt(0.5)).view(np.int64)
 _LN_2: Final = 0.6931471805599453
 _ARTANH: Final = tuple(1.0 / n for n in range(19, 0, -2))
-"""artanh(s) = s · Σ s²ᵏ / (2k + 1), from the last term on; below s = 0.172 the next term is below 3e-17."""
+"""artanh(s) = s · Σ s²ᵏ / (2k + 1), from the last term on; below s = 0.172 the next term is below
+3e-17.
+"""
 
 
 def _log(values: Doubles) -> Doubles:
-    """Return natural logarithms of positive numbers, equal on every machine: libraries differ in the last bit."""
+    """Return natural logarithms of positive numbers, equal on every machine: libraries differ in
+    the last bit.
+    """
     bits = values.view(np.int64)
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
     mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)  # In [√½, √2).
@@ -181,4 +200,6 @@ _TAILS: Final = (
         ),
     ),
 )  # fmt: skip
-"""For the other probabilities p: the number subtracted from √(-ln p), then numerator and denominator."""
+"""For the other probabilities p: the number subtracted from √(-ln p), then numerator and
+denominator.
+"""

@@ -13,7 +13,9 @@ from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 @dataclass(frozen=True, slots=True)
 class OutputEdge:
-    """A result's place in autograd's graph (None if no gradient flows through it), without the result's values."""
+    """A result's place in autograd's graph (None if no gradient flows through it), without the
+    result's values.
+    """
 
     edge: GradientEdge | None
     form: Form

@@ -1,5 +1,7 @@
-"""Outputs of inference: rank 0 gathers each step's while the next one runs, and appends them to files that become one
-`.npz` or `.npy` in the end, so that no rank holds more than two steps of them."""
+"""Outputs of inference: rank 0 gathers each step's while the next one runs, and appends them to
+files that become one `.npz` or `.npy` in the end, so that no rank holds more than two steps of
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class RowFile:
 
     def append(self, rows: np.ndarray) -> None:
         self._rows += len(rows)
-        self._shape, self._dtype = rows.shape[1:], rows.dtype
+        self._shape = rows.shape[1:]
+        self._dtype = rows.dtype
         with naming(self.path):
             self._file.write(np.ascontiguousarray(rows).data)
 
@@ -63,15 +66,23 @@ class RowFile:
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """Of format 1.0, row-major (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html)."""
-    described = repr({"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
-    magic, length = b"\x93NUMPY\x01\x00", _HEADER - 10
-    return magic + length.to_bytes(2, "little") + described.encode("latin1").ljust(length - 1) + b"\n"
+    """Of format 1.0, row-major
+    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+    """
+    described = repr(
+        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+    magic = b"\x93NUMPY\x01\x00"
+    length = _HEADER - 10
+    return (
+        magic + length.to_bytes(2, "little") + described.encode("latin1").ljust(length - 1) + b"\n"
+    )
 
 
 class OutputCollector:
-    """This rank's part in gathering the outputs. Blocks are sent to rank 0 when a step ends; rank 0 takes those of the
-    step before, which are there by then."""
+    """This rank's part in gathering the outputs. Blocks are sent to rank 0 when a step ends; rank 0
+    takes those of the step before, which are there by then.
+    """
 
     def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
         self._manifest = manifest
@@ -81,21 +92,29 @@ class OutputCollector:
         """By output and stage, the results of the step by micro-batch."""
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._waiting: tuple[dict[tuple[int, int], torch.Tensor], int] | None = None
-        """On rank 0 its own blocks of the step before, by output and stage, and that step's samples."""
+        """On rank 0 its own blocks of the step before, by output and stage, and that step's
+        samples.
+        """
         self._files: list[RowFile] = []
         if self._path is not None and transport.rank == 0:
             folder = partial_folder(self._path)
             remove_partial(self._path)
             folder.mkdir()
-            self._files = [RowFile(folder / f"{index}.npy") for index in range(len(manifest.outputs))]
+            self._files = [
+                RowFile(folder / f"{index}.npy") for index in range(len(manifest.outputs))
+            ]
 
     def keep(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Keep what a forward gave, if outputs are to be written; micro-batches are counted over all steps."""
+        """Keep what a forward gave, if outputs are to be written; micro-batches are counted over
+        all steps.
+        """
         if self._path is None:
             return
         for index, output in enumerate(self._manifest.outputs):
             for place in output.places:
-                if place.stage == stage and any(shard.rank == self._transport.rank for shard in needed_shards(place)):
+                if place.stage == stage and any(
+                    shard.rank == self._transport.rank for shard in needed_shards(place)
+                ):
                     result = results[place.position].detach().cpu().contiguous()
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
 
@@ -103,7 +122,10 @@ class OutputCollector:
         """Send off the outputs of a step, of which the first `samples` are data."""
         if self._path is None:
             return
-        stacked = {key: torch.stack([part for _, part in sorted(parts.items())]) for key, parts in self._kept.items()}
+        stacked = {
+            key: torch.stack([part for _, part in sorted(parts.items())])
+            for key, parts in self._kept.items()
+        }
         self._kept.clear()
         if self._transport.rank == 0:
             self._write()
@@ -153,7 +175,8 @@ class OutputCollector:
         """Append the step before, as far as there is one."""
         if self._waiting is None:
             return
-        (own, samples), self._waiting = self._waiting, None
+        (own, samples) = self._waiting
+        self._waiting = None
         parts: dict[int, list[tuple[OutputPlace, Box, torch.Tensor]]] = {}
         for index, place, shard in self._blocks():
             if shard.rank == 0:
@@ -168,9 +191,12 @@ class OutputCollector:
         for index, found in parts.items():
             self._files[index].append(self._rows(self._manifest.outputs[index], found, samples))
 
-    def _rows(self, output: Output, parts: Sequence[tuple[OutputPlace, Box, torch.Tensor]], samples: int) -> np.ndarray:
-        """A step's output from the blocks of its places, rows of the first `samples` in front; of values without
-        samples one for each micro-batch."""
+    def _rows(
+        self, output: Output, parts: Sequence[tuple[OutputPlace, Box, torch.Tensor]], samples: int
+    ) -> np.ndarray:
+        """A step's output from the blocks of its places, rows of the first `samples` in front; of
+        values without samples one for each micro-batch.
+        """
         manifest = self._manifest
         count = manifest.micro_batches_at(parts[0][0].stage)
         whole = torch.zeros((count, *output.value.shape), dtype=parts[0][2].dtype)
@@ -181,7 +207,8 @@ class OutputCollector:
                 block.copy_(part.reshape(block.shape))
             else:
                 block.add_(part.reshape(block.shape) / place.copies)
-        axis, size = output.batch_axis, manifest.batch_size // count
+        axis = output.batch_axis
+        size = manifest.batch_size // count
         if axis is not None:
             whole = whole.movedim(axis + 1, 1).flatten(0, 1)
         length = -(-samples // size) if axis is None else output.value.shape[axis] * samples // size

@@ -1,7 +1,9 @@
-"""A rank's parameters: its own blocks only, read from the ONNX file by offset or initialised from the seed.
+"""A rank's parameters: its own blocks only, read from the ONNX file by offset or initialised from
+the seed.
 
-Element i of an initialised parameter is made from word i of the key of the seed and the parameter's name. So every
-sharding starts from the values of one device, and another element type rounds these values.
+Element i of an initialised parameter is made from word i of the key of the seed and the parameter's
+name. So every sharding starts from the values of one device, and another element type rounds these
+values.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from autopipe.backends.torch.runtime.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.philox import Purpose, key_of
 from autopipe.backends.torch.runtime.random_tensors import draw_block
 from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.graph import DType, FileSlice, Fill, FoldedSlice, Initializer, Parameter, VarintSlice
+from autopipe.ir.graph import (
+    DType,
+    FileSlice,
+    Fill,
+    FoldedSlice,
+    Initializer,
+    Parameter,
+    VarintSlice,
+)
 from autopipe.ir.layout import Box
 from autopipe.ir.varints import varint_bits
 
@@ -31,7 +41,9 @@ _CPU: Final = torch.device("cpu")
 def init_shard(
     parameter: Parameter, box: Box, seed: int, threads: int = 1, device: torch.device = _CPU
 ) -> torch.Tensor:
-    """Return a block of a parameter that is initialised from the seed, on `device`, in the parameter's element type."""
+    """Return a block of a parameter that is initialised from the seed, on `device`, in the
+    parameter's element type.
+    """
     value = parameter.value
     storage = parameter.storage
     assert isinstance(storage, Initializer)
@@ -39,7 +51,12 @@ def init_shard(
     if storage.scheme in ("zeros", "ones"):
         return torch.full(box.shape, float(storage.scheme == "ones"), dtype=dtype, device=device)
     key = key_of(seed, Purpose.PARAMETER, _number_of(value.name))
-    make = partial(_elements, normal=storage.scheme == "normal", scale=storage.scale, whole=not dtype.is_floating_point)
+    make = partial(
+        _elements,
+        normal=storage.scheme == "normal",
+        scale=storage.scale,
+        whole=not dtype.is_floating_point,
+    )
     return draw_block(value.shape, box, key, make, dtype, device, threads)
 
 
@@ -53,8 +70,12 @@ def _elements(words: torch.Tensor, *, normal: bool, scale: float, whole: bool) -
 
 
 def _number_of(name: str) -> int:
-    """Return a number that only this name has. A parameter's index depends on the graph, its name does not."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little")
+    """Return a number that only this name has. A parameter's index depends on the graph, its name
+    does not.
+    """
+    return int.from_bytes(
+        hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little"
+    )
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -69,7 +90,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor on the array's memory; of types that numpy does not know, the array holds the bits."""
+    """A tensor on the array's memory; of types that numpy does not know, the array holds the
+    bits.
+    """
     if dtype == "bfloat16" or dtype.startswith("float8"):
         bits = torch.from_numpy(array.view(np.int16 if dtype == "bfloat16" else np.uint8))
         return bits.view(torch_dtype(DType(dtype)))
@@ -84,10 +107,11 @@ def load_parameters(
     narrow: torch.dtype | None = None,
     valued: bool = True,
 ) -> dict[int, torch.Tensor]:
-    """Return the rank's blocks by parameter index, on `device`, with gradients enabled for trainable ones in training.
+    """Return the rank's blocks by parameter index, on `device`, with gradients enabled for
+    trainable ones in training.
 
-    `narrow` is the type of the parameters that stages read in 16 bits, or None for the parameter's type. Unless
-    `valued`, the tensors have shapes and types only.
+    `narrow` is the type of the parameters that stages read in 16 bits, or None for the parameter's
+    type. Unless `valued`, the tensors have shapes and types only.
     """
     found: dict[int, torch.Tensor] = {}
     threads = processors_of_this_rank()
@@ -97,7 +121,11 @@ def load_parameters(
         if narrow is not None and shard.parameter in manifest.low_precision:
             dtype = narrow
         if valued:
-            tensor = read_block(manifest.model, parameter, shard.box, seed, threads, device).to(dtype).to(device)
+            tensor = (
+                read_block(manifest.model, parameter, shard.box, seed, threads, device)
+                .to(dtype)
+                .to(device)
+            )
         else:
             tensor = torch.empty(shard.box.shape, dtype=dtype, device=device)
         tensor.requires_grad_(manifest.train and parameter.trainable and tensor.is_floating_point())
@@ -106,14 +134,22 @@ def load_parameters(
 
 
 def read_block(
-    model: Path, parameter: Parameter, box: Box, seed: int, threads: int = 1, device: torch.device = _CPU
+    model: Path,
+    parameter: Parameter,
+    box: Box,
+    seed: int,
+    threads: int = 1,
+    device: torch.device = _CPU,
 ) -> torch.Tensor:
     """Return one block of one parameter of the ONNX file `model`.
 
-    A block that is read from the file is on the CPU, an initialised block on `device`. Raises ConfigurationError if the
-    file does not exist, LaunchError if it cannot be read or is too short.
+    A block that is read from the file is on the CPU, an initialised block on `device`. Raises
+    ConfigurationError if the file does not exist, LaunchError if it cannot be read or is too short.
     """
-    storage, name, dtype, shape = parameter.storage, parameter.value.name, parameter.value.dtype, parameter.value.shape
+    storage = parameter.storage
+    name = parameter.value.name
+    dtype = parameter.value.dtype
+    shape = parameter.value.shape
     if isinstance(storage, Fill):
         return torch.full(box.shape, storage.value, dtype=torch_dtype(dtype))
     if isinstance(storage, Initializer):
@@ -125,7 +161,9 @@ def read_block(
     whole: np.ndarray
     try:
         if isinstance(storage, VarintSlice):
-            payload = np.memmap(path, dtype=np.uint8, mode="r", offset=storage.offset, shape=(storage.length,))
+            payload = np.memmap(
+                path, dtype=np.uint8, mode="r", offset=storage.offset, shape=(storage.length,)
+            )
             whole = varint_bits(payload).view(stored).reshape(extent)
         else:
             whole = np.memmap(path, dtype=stored, mode="r", offset=storage.offset, shape=extent)
@@ -139,24 +177,31 @@ def read_block(
         raise LaunchError(f"parameter {name!r} cannot be read: {error}", where=str(path)) from error
     if isinstance(storage, FoldedSlice) and rows:
         begins = np.asarray(rows[slice(box.starts[0], box.stops[0])], dtype=np.int64)
-        block = np.array(whole[begins[:, None] + storage.step * np.arange(box.starts[1], box.stops[1])])
+        block = np.array(
+            whole[begins[:, None] + storage.step * np.arange(box.starts[1], box.stops[1])]
+        )
     else:
         block = np.array(whole[box.slices] if shape else whole.reshape(()))
     numbers = tensor_of(block, dtype.value)
     if not isinstance(storage, FoldedSlice) or not storage.form:
         return numbers
-    return (-numbers if storage.form == "log of the negative" else numbers).log()  # Its exponential is stored.
+    return (
+        -numbers if storage.form == "log of the negative" else numbers
+    ).log()  # Its exponential is stored.
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {
-        name: tensor_of(array, array.dtype.names[0] if array.dtype.names else array.dtype.name).to(device)
+        name: tensor_of(array, array.dtype.names[0] if array.dtype.names else array.dtype.name).to(
+            device
+        )
         for name, array in arrays.items()
     }
 
 
 class Arguments(SimpleNamespace):
-    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`, `weight_grads`, `random`,
-    `running`, and `training`, which is false in a validation."""
+    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`,
+    `weight_grads`, `random`, `running`, and `training`, which is false in a validation.
+    """

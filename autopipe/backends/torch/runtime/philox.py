@@ -1,9 +1,10 @@
 """Philox4x32-10, the generator of every random number.
 
-The generator maps a key of 64 bits and a counter of 128 bits to a block of four words of 32 bits (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011). A key belongs to a seed and a purpose, a counter to an element.
-So a rank draws any part of a tensor without the rest, and equal positions have equal numbers on every device. Words are
-int32 tensors that hold the bits of unsigned integers.
+The generator maps a key of 64 bits and a counter of 128 bits to a block of four words of 32 bits
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A key belongs to a seed and
+a purpose, a counter to an element. So a rank draws any part of a tensor without the rest, and equal
+positions have equal numbers on every device. Words are int32 tensors that hold the bits of unsigned
+integers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Purpose(IntEnum):
 
 
 def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
-    """Return the key of a seed and a purpose. `numbers`, from 0 and of any size, tell the keys of a purpose apart."""
+    """Return the key of a seed and a purpose. `numbers`, from 0 and of any size, tell the keys of a
+    purpose apart.
+    """
     state = np.random.SeedSequence([seed, int(purpose), *numbers]).generate_state(2, np.uint64)
     first, second = (int(word) & LOW for word in state)
     return first, second
@@ -57,7 +60,8 @@ def philox_4x32(counter: Block, key: Key) -> Block:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for number in range(_ROUNDS):
-        # A product of 32-bit words exceeds int64 but not uint64. Only its bits are used, so the sign does not matter.
+        # A product of 32-bit words exceeds int64 but not uint64. Only its bits are used, so the
+        # sign does not matter.
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         if number:
@@ -75,8 +79,8 @@ def philox_4x32(counter: Block, key: Key) -> Block:
 class Rows:
     """Counters of rows of blocks.
 
-    Block b of a row has the counter (low half of n, second, third, fourth), where n = first + b. All are int64, of the
-    shape [rows, 1] or [1, 1].
+    Block b of a row has the counter (low half of n, second, third, fourth), where n = first + b.
+    All are int64, of the shape [rows, 1] or [1, 1].
     """
 
     first: Tensor
@@ -110,7 +114,9 @@ def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
 
 
 def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
-    """Return the words of blocks [start, stop) of each row, drawn by torch operators on any device."""
+    """Return the words of blocks [start, stop) of each row, drawn by torch operators on any
+    device.
+    """
     position = rows.first + torch.arange(start, stop, device=rows.first.device)
     second = position >> 32 if rows.second is None else rows.second
     block = philox_4x32((position & LOW, second, rows.third, rows.fourth), key)
@@ -122,7 +128,9 @@ def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tens
 
 
 def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
-    """Return words [start, start + count) of the blocks whose counters are 0, 1, 2, …; int32, on the CPU."""
+    """Return words [start, start + count) of the blocks whose counters are 0, 1, 2, …; int32, on
+    the CPU.
+    """
     first, lead = divmod(start, WORDS_PER_BLOCK)
     blocks = -(-(lead + count) // WORDS_PER_BLOCK)
     words = draw_words(Rows.of(torch.tensor([first])), 0, blocks, key)
@@ -140,9 +148,11 @@ def integers_below(words: Tensor, below: int) -> Tensor:
 
 
 def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """Return the fastest function that draws words on the tensor's device, or None for `philox_4x32`.
+    """Return the fastest function that draws words on the tensor's device, or None for
+    `philox_4x32`.
 
-    Inductor fuses the operators of a compiled function by itself. A tensor without values has another class.
+    Inductor fuses the operators of a compiled function by itself. A tensor without values has
+    another class.
     """
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return None

@@ -1,4 +1,6 @@
-"""Philox4x32-10 as one Triton kernel: on a GPU, torch operators take about a hundred kernels for each draw."""
+"""Philox4x32-10 as one Triton kernel: on a GPU, torch operators take about a hundred kernels for
+each draw.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,17 @@ def _draw(  # type: ignore[no-untyped-def]
 
 
 def draw_words_by_kernel(
-    first: Tensor, second: Tensor | None, third: Tensor, fourth: Tensor, start: int, stop: int, key: Key
+    first: Tensor,
+    second: Tensor | None,
+    third: Tensor,
+    fourth: Tensor,
+    start: int,
+    stop: int,
+    key: Key,
 ) -> Tensor:
-    """Return the words of blocks [start, stop) of rows whose counters have these parts, as `philox.draw_words` does."""
+    """Return the words of blocks [start, stop) of rows whose counters have these parts, as
+    `philox.draw_words` does.
+    """
     device = first.device
     counters = (first, first if second is None else second, third, fourth)
     height = max(len(each) for each in counters)
@@ -77,7 +87,17 @@ def draw_words_by_kernel(
     strides = [each.stride(0) if len(each) > 1 else 0 for each in counters]
     grid = (triton.cdiv(total, _BLOCKS),)
     wide = second is None
-    _draw[grid](words, *counters, _key_on(device, key), *strides, start, width, total, BLOCKS=_BLOCKS, WIDE=wide)
+    _draw[grid](
+        words,
+        *counters,
+        _key_on(device, key),
+        *strides,
+        start,
+        width,
+        total,
+        BLOCKS=_BLOCKS,
+        WIDE=wide,
+    )
     return words
 
 

@@ -1,4 +1,6 @@
-"""Philox4x32-10 in NumPy, in place on unsigned integers: on a CPU in half of the time of torch operators."""
+"""Philox4x32-10 in NumPy, in place on unsigned integers: on a CPU in half of the time of torch
+operators.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def draw_words_by_numpy(
-    first: Tensor, second: Tensor | None, third: Tensor, fourth: Tensor, start: int, stop: int, key: Key
+    first: Tensor,
+    second: Tensor | None,
+    third: Tensor,
+    fourth: Tensor,
+    start: int,
+    stop: int,
+    key: Key,
 ) -> Tensor:
-    """Return the words of blocks [start, stop) of rows whose counters have these parts, as `philox.draw_words` does."""
+    """Return the words of blocks [start, stop) of rows whose counters have these parts, as
+    `philox.draw_words` does.
+    """
     blocks: Words = np.arange(start, stop).astype(np.uint64)
     position = _unsigned(first) + blocks
     high = position >> _HALF if second is None else _unsigned(second)

@@ -21,7 +21,8 @@ _CPU = torch.device("cpu")
 
 
 class RandomSource(Source):
-    """Random values within the range of each input, without end. A sample has the same values on every rank.
+    """Random values within the range of each input, without end. A sample has the same values on
+    every rank.
 
     Element i of an input, samples first, is made from word i of the input's key.
     """
@@ -29,7 +30,8 @@ class RandomSource(Source):
     def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
         super().__init__(manifest, begin)
         self._keys = {
-            entry.value.name: key_of(seed, Purpose.BATCH, index) for index, entry in enumerate(manifest.inputs)
+            entry.value.name: key_of(seed, Purpose.BATCH, index)
+            for index, entry in enumerate(manifest.inputs)
         }
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
@@ -38,7 +40,9 @@ class RandomSource(Source):
             box[entry.batch_axis] = (0, (stop - start) * rows_per_sample(entry, self._manifest))
         return self.block(entry, start, tuple(box), _CPU).numpy().astype(numpy_dtype(entry))
 
-    def block(self, entry: InputRange, sample: int, box: Slices, device: torch.device) -> torch.Tensor:
+    def block(
+        self, entry: InputRange, sample: int, box: Slices, device: torch.device
+    ) -> torch.Tensor:
         """Return the block `box` of the micro-batch that begins with a sample, on `device`.
 
         The type is int64 if the input has a limit, otherwise float32.
@@ -54,7 +58,9 @@ class RandomSource(Source):
         key = self._keys[entry.value.name]
         dtype = torch.float32 if entry.below is None else torch.int64
         if not entry.drawn:
-            found = draw_block(shape, region, key, partial(_values, below=entry.below), dtype, device)
+            found = draw_block(
+                shape, region, key, partial(_values, below=entry.below), dtype, device
+            )
         else:
             words = draw_block(shape, region, key, _unchanged, torch.int32, device)
             found = _values(words, entry.below)

@@ -1,7 +1,7 @@
 """Blocks of random tensors, drawn on any device without the rest of the tensor.
 
-Element i of a tensor is made from word i of the tensor's key, in row-major order. A block is a set of contiguous runs,
-drawn a piece at a time.
+Element i of a tensor is made from word i of the tensor's key, in row-major order. A block is a set
+of contiguous runs, drawn a piece at a time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ Positions = npt.NDArray[np.int64]
 Key = tuple[int, int]
 
 PIECE: Final = {"cpu": 1 << 17, "cuda": 1 << 25}
-"""Words drawn at a time: on a CPU as many as a core's cache holds with their intermediate results, on a GPU as many as
-keep it busy."""
+"""Words drawn at a time: on a CPU as many as a core's cache holds with their intermediate results,
+on a GPU as many as keep it busy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ContiguousRuns:
-    """Runs of `length` elements each, in the tensor's order. Together they are a block, row-major."""
+    """Runs of `length` elements each, in the tensor's order. Together they are a block,
+    row-major.
+    """
 
     first: int
     """Position of the block's first element in the tensor."""
@@ -67,7 +70,9 @@ def contiguous_runs(shape: tuple[int, ...], box: Box) -> ContiguousRuns:
             outer.insert(0, (stop - start, stride))
         first += start * stride
         stride *= size
-    return ContiguousRuns(first, length, tuple(each for each, _ in outer), tuple(each for _, each in outer))
+    return ContiguousRuns(
+        first, length, tuple(each for each, _ in outer), tuple(each for _, each in outer)
+    )
 
 
 def draw_block(
@@ -79,7 +84,9 @@ def draw_block(
     device: torch.device,
     threads: int = 1,
 ) -> Tensor:
-    """Return the block `box` of a random tensor of `shape`. `make` returns an element for each word, elementwise."""
+    """Return the block `box` of a random tensor of `shape`. `make` returns an element for each
+    word, elementwise.
+    """
     block = torch.empty(box.shape, dtype=dtype, device=device)
     flat = block.view(-1)
     runs = contiguous_runs(shape, box)
@@ -95,12 +102,16 @@ def draw_block(
     if workers == 1:
         draw(0)
     else:
-        with ThreadPoolExecutor(workers) as pool:  # Torch releases the interpreter's lock while an operator runs.
+        with ThreadPoolExecutor(
+            workers
+        ) as pool:  # Torch releases the interpreter's lock while an operator runs.
             list(pool.map(draw, range(workers)))
     return block
 
 
-def _pieces(runs: ContiguousRuns, piece: int, worker: int, workers: int) -> Iterator[tuple[int, Positions, int]]:
+def _pieces(
+    runs: ContiguousRuns, piece: int, worker: int, workers: int
+) -> Iterator[tuple[int, Positions, int]]:
     """Yield every `workers`-th piece of a block, from number `worker` on: (place, starts, length).
 
     place: index of the piece's first element in the block.
@@ -112,11 +123,19 @@ def _pieces(runs: ContiguousRuns, piece: int, worker: int, workers: int) -> Iter
         for number in range(worker, runs.count * per_run, workers):
             run, part = divmod(number, per_run)
             skipped = part * piece
-            yield run * runs.length + skipped, runs.positions(run, run + 1) + skipped, min(piece, runs.length - skipped)
+            yield (
+                run * runs.length + skipped,
+                runs.positions(run, run + 1) + skipped,
+                min(piece, runs.length - skipped),
+            )
         return
     together = max(1, piece // max(runs.length, 1))
     for start in range(worker * together, runs.count, workers * together):
-        yield start * runs.length, runs.positions(start, min(start + together, runs.count)), runs.length
+        yield (
+            start * runs.length,
+            runs.positions(start, min(start + together, runs.count)),
+            runs.length,
+        )
 
 
 def _words_of_runs(starts: Positions, length: int, key: Key, device: torch.device) -> Tensor:

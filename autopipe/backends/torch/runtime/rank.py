@@ -22,11 +22,26 @@ from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.clock import StepProfiler
 from autopipe.backends.torch.runtime.compiled import compile_stages
-from autopipe.backends.torch.runtime.cuda_graphs import CaptureResources, NotCaptured, has_cuda_graphs
+from autopipe.backends.torch.runtime.cuda_graphs import (
+    CaptureResources,
+    NotCaptured,
+    has_cuda_graphs,
+)
 from autopipe.backends.torch.runtime.data import open_source
-from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
+from autopipe.backends.torch.runtime.dry_run import (
+    DryReporter,
+    DryStage,
+    DryTransport,
+    MemoryTracker,
+    use_fake_tensors,
+)
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
-from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options, stop_on_signal
+from autopipe.backends.torch.runtime.failures import (
+    end_on_error,
+    live_with_launcher,
+    parse_options,
+    stop_on_signal,
+)
 from autopipe.backends.torch.runtime.generation import generate
 from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, groups_of
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
@@ -45,10 +60,19 @@ from autopipe.backends.torch.runtime.optimizers import (
 )
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
-from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, low_precision_type, set_products
+from autopipe.backends.torch.runtime.precision import (
+    LossScaler,
+    LowPrecisionCopies,
+    low_precision_type,
+    set_products,
+)
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
 from autopipe.backends.torch.runtime.report import Reporter
-from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics, sharing_groups
+from autopipe.backends.torch.runtime.running_statistics import (
+    move,
+    shared_statistics,
+    sharing_groups,
+)
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
@@ -61,7 +85,9 @@ from autopipe.ir.words import plural
 
 
 class Rank(RankContext):
-    """The world as one rank sees it. A generated file makes one, adds its stages, and hands over its `step`."""
+    """The world as one rank sees it. A generated file makes one, adds its stages, and hands over
+    its `step`.
+    """
 
     def __init__(self, number: int, file: str) -> None:
         heartbeat = Heartbeat.of(number)
@@ -71,7 +97,9 @@ class Rank(RankContext):
         options = parse_options(sys.argv[1:])
         manifest = read_manifest(Path(file).resolve().parent, options.model)
         timeouts = Timeouts(options.start_timeout, options.step_timeout, options.checkpoint_timeout)
-        transport = (DryTransport if options.dry_run else Transport)(options.device, timeouts, heartbeat)
+        transport = (DryTransport if options.dry_run else Transport)(
+            options.device, timeouts, heartbeat
+        )
         if transport.world_size != manifest.world_size:
             raise ConfigurationError(
                 f"the program is for {manifest.world_size} {plural(manifest.world_size, 'rank')}, "
@@ -105,7 +133,11 @@ class Rank(RankContext):
 
     def main(self, step: Callable[[], None]) -> None:
         without_values = self.options.device == "meta" or fake_cuda.is_loaded()
-        with use_fake_tensors(self.device) if without_values else nullcontext() as self.memory_tracker:
+        with (
+            use_fake_tensors(self.device)
+            if without_values
+            else nullcontext() as self.memory_tracker
+        ):
             self._run_all(step)
 
     def _run_all(self, step: Callable[[], None]) -> None:
@@ -118,7 +150,9 @@ class Rank(RankContext):
         self._restore()
         # What is recorded or run dry is one step, which may be run again.
         if self.device.type == "cuda" and not self.options.dry_run and self.options.record is None:
-            self.reader = PrefetchingReader(self.manifest, self.reader.source, self.device, self.options.steps)
+            self.reader = PrefetchingReader(
+                self.manifest, self.reader.source, self.device, self.options.steps
+            )
         while self.steps_done < self.options.steps and not self._ended_early:
             self.step_samples = self.reader.begin_step(self.steps_done)
             if not self.step_samples:
@@ -130,8 +164,13 @@ class Rank(RankContext):
             data = self.run(step)
             self.collector.end_step(data.samples)
             if data.epoch > 1 and not self._repeated:
-                self._repeated, left = True, data.left_over
-                without = f", the last {left} {plural(left, 'sample')} left out, which fill no batch" if left else ""
+                self._repeated = True
+                left = data.left_over
+                without = (
+                    f", the last {left} {plural(left, 'sample')} left out, which fill no batch"
+                    if left
+                    else ""
+                )
                 begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
                 self.reporter.say(f"{self.data} has ended{without}: {begins}")
             self._evaluate(step)
@@ -159,7 +198,9 @@ class Rank(RankContext):
 
     def set_up(self) -> None:
         """Join the world and load what the stages need; once, before the first step."""
-        manifest, transport, options = self.manifest, self.transport, self.options
+        manifest = self.manifest
+        transport = self.transport
+        options = self.options
         transport.start()
         set_products(manifest.precision, exact=options.record is not None)
         groups = groups_of(manifest)
@@ -170,12 +211,16 @@ class Rank(RankContext):
         if self.loss_scaler is not None or sums or manifest.training.max_norm is not None:
             groups.add(tuple(range(manifest.world_size)))
         self._shared_statistics = shared_statistics(manifest)
-        transport.connect(groups | sharing_groups(manifest, self._shared_statistics), manifest.channels)
+        transport.connect(
+            groups | sharing_groups(manifest, self._shared_statistics), manifest.channels
+        )
         if self.device.type == "cuda" and manifest.memory_limits:
             limit_memory(manifest.memory_limits[self.number], self.device)
         narrow = None if self.train else low_precision_type(manifest.precision)
         valued = self.memory_tracker is None
-        self.parameters = load_parameters(manifest, self.number, self.device, self.seed, narrow, valued)
+        self.parameters = load_parameters(
+            manifest, self.number, self.device, self.seed, narrow, valued
+        )
         if options.perturb:
             for index, tensor in self.parameters.items():
                 tensor.data = perturbed(tensor.data, options.perturb, index)
@@ -188,11 +233,15 @@ class Rank(RankContext):
             self._save_in(options.checkpoint)
         self.reader = BatchReader(manifest, self._open_source(START), self.device)
         evaluation = evaluation_of(manifest, options)
-        self.evaluator = None if evaluation.data is None else Evaluator(self, evaluation, options.steps)
+        self.evaluator = (
+            None if evaluation.data is None else Evaluator(self, evaluation, options.steps)
+        )
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
         self.reporter = Reporter(self)
-        self.profiler = StepProfiler(options.profiled, options.profile, self.number, self.device, self.heartbeat)
+        self.profiler = StepProfiler(
+            options.profiled, options.profile, self.number, self.device, self.heartbeat
+        )
         self.clock.keeps_waits = options.trace is not None or options.profile is not None
         if options.compile:
             self.heartbeat.task = "compile"
@@ -208,20 +257,27 @@ class Rank(RankContext):
 
     def _save_in(self, folder: Path) -> None:
         """Be ready to save checkpoints, also when this rank, or another one, is asked to stop."""
-        manifest, transport, options = self.manifest, self.transport, self.options
+        manifest = self.manifest
+        transport = self.transport
+        options = self.options
         owned = self.number, self.parameters, self.optimizer, self.device, self.reduction.shards
         state = TrainingState(manifest, *owned, self.loss_scaler)
         kept = options.keep_latest_k, options.keep_every
-        self.checkpointer = Checkpointer(folder, manifest, state, transport.make_control_group(), *kept, options.run)
+        self.checkpointer = Checkpointer(
+            folder, manifest, state, transport.make_control_group(), *kept, options.run
+        )
         every_s = 60 * options.checkpoint_minutes
         self.agreement = StepAgreement(transport.store, transport.make_control_group(), every_s)
         stop_on_signal(partial(self.agreement.request, STOP))
 
     def _set_up_update(self) -> None:
         """Make the exchanges of gradients, and the optimizer."""
-        manifest, transport, options = self.manifest, self.transport, self.options
+        manifest = self.manifest
+        transport = self.transport
+        options = self.options
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
-        shared, groups = manifest.optimizer["shard"], groups_of_parameters(manifest)
+        shared = manifest.optimizer["shard"]
+        groups = groups_of_parameters(manifest)
         self.reduction = GradientReduction(transport, self.parameters, buckets, shared, groups)
         updated = tensor_groups(manifest, self.reduction) if self.train else []
         self.optimizer = make_optimizer(manifest.optimizer, updated)
@@ -233,8 +289,9 @@ class Rank(RankContext):
             self.clipping = GradientClipping(max_norm, transport, counted, self.reduction.updated)
 
     def _restore(self) -> None:
-        """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
-        unless one is given."""
+        """Go on from the newest checkpoint, where the options ask for it: from its place in the
+        data, and its seed unless one is given.
+        """
         folder = self.options.checkpoint
         if self.checkpointer is None or folder is None:
             return
@@ -252,12 +309,16 @@ class Rank(RankContext):
         self.reader = BatchReader(self.manifest, self._open_source(self._begin), self.device)
         if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
             self.evaluator.restore(best)
-        self.reporter.say(f"going on after {saved.step} {plural(saved.step, 'step')}, from {folder}")
+        self.reporter.say(
+            f"going on after {saved.step} {plural(saved.step, 'step')}, from {folder}"
+        )
 
     def _open_source(self, begin: Position) -> Source:
-        """The data from there on, as the plan has it under the flags; a number of epochs is a number of steps already
-        where that is known in advance."""
-        options, settings = self.options, self.manifest.data
+        """The data from there on, as the plan has it under the flags; a number of epochs is a
+        number of steps already where that is known in advance.
+        """
+        options = self.options
+        settings = self.manifest.data
         shuffle = settings.shuffle if options.shuffle is None else options.shuffle
         settings = replace(settings, epochs=options.epochs, shuffle=shuffle)
         return open_source(self.manifest, self.data, self.seed, begin, settings)
@@ -273,10 +334,14 @@ class Rank(RankContext):
             self.checkpointer.save(self._position(), self.seed, report.eval_loss)
         if self.evaluator.has_no_patience_left():
             self._ended_early = True
-            self.reporter.say(f"no lower validation loss than that of step {report.best_step}: the run ends")
+            self.reporter.say(
+                f"no lower validation loss than that of step {report.best_step}: the run ends"
+            )
 
     def _run_once(self, step: Callable[[], None]) -> None:
-        """Run a batch. Of a validation's nothing but forwards and their messages does anything in `step`."""
+        """Run a batch. Of a validation's nothing but forwards and their messages does anything in
+        `step`.
+        """
         if self.global_order is not None:
             self.global_order.begin(step)
         step()
@@ -284,15 +349,23 @@ class Rank(RankContext):
             self.global_order.reach(None)
 
     def _save(self, last: bool = False, asked: bool = False) -> None:
-        """Start to save a checkpoint where one is due: at the interval, after the last step, and where that is asked
-        for."""
+        """Start to save a checkpoint where one is due: at the interval, after the last step, and
+        where that is asked for.
+        """
         if self.checkpointer is None:
             return
-        every, done = self.options.checkpoint_every, self.steps_done
+        every = self.options.checkpoint_every
+        done = self.steps_done
         self.heartbeat.task = "checkpoint"
         if last and done == self._steps_saved:
             return
-        if last or asked or self._ended_early or done == self.options.steps or (every and done % every == 0):
+        if (
+            last
+            or asked
+            or self._ended_early
+            or done == self.options.steps
+            or (every and done % every == 0)
+        ):
             self.reporter.report()  # No later start reports these steps again.
             self._steps_saved = done
             self.checkpointer.save(self._position(), self.seed)
@@ -304,7 +377,11 @@ class Rank(RankContext):
         forwards = self._begin.forwards
         if forwards is not None:
             steps = self.steps_done - self._begin.steps
-            forwards += steps * self.manifest.micro_batches * self.manifest.training.gradient_accumulation_steps
+            forwards += (
+                steps
+                * self.manifest.micro_batches
+                * self.manifest.training.gradient_accumulation_steps
+            )
         return Position(self.steps_done, self.samples_done, forwards)
 
     def run(self, step: Callable[[], None]) -> StepData:
@@ -335,7 +412,8 @@ class Rank(RankContext):
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
             if self.options.record is not None and self.loss_scaler.was_skipped():
-                self.clear_step()  # To be verified are gradients, and parameters are where they were.
+                # To be verified are gradients, and parameters are where they were.
+                self.clear_step()
                 return self.run(step)
         if self.train:
             self.low_precision_copies.refresh()
@@ -344,12 +422,20 @@ class Rank(RankContext):
         self.clear_step()
         self.steps_done += 1
         self._capture()
-        return self.reader.end_step(self.steps_done - 1)  # A thread may copy from then on, which no capture allows.
+        return self.reader.end_step(
+            self.steps_done - 1
+        )  # A thread may copy from then on, which no capture allows.
 
     def _capture(self) -> None:
-        """After the first step, capture CUDA graphs: if they are asked for, or by default if steps are left."""
+        """After the first step, capture CUDA graphs: if they are asked for, or by default if steps
+        are left.
+        """
         asked = self.options.cuda_graphs
-        by_default = has_cuda_graphs(self.device) and not self.options.dry_run and self.options.record is None
+        by_default = (
+            has_cuda_graphs(self.device)
+            and not self.options.dry_run
+            and self.options.record is None
+        )
         by_default = by_default and self.steps_done < self.options.steps
         if not self._captured and (by_default if asked is None else asked):
             self._captured = True
@@ -362,7 +448,9 @@ class Rank(RankContext):
             return ""
         try:
             skips = self.loss_scaler is not None
-            self.update_graph = UpdateGraph(self.optimizer, self.updated_first, self._average, skips, resources)
+            self.update_graph = UpdateGraph(
+                self.optimizer, self.updated_first, self._average, skips, resources
+            )
         except NotCaptured as error:
             return str(error)
         return ""
@@ -380,20 +468,26 @@ class Rank(RankContext):
         self.batch = 0
 
     def _record(self, kind: str) -> None:
-        """Leave gradients before, or parameters after the update of the first steps, where options ask for them."""
+        """Leave gradients before, or parameters after the update of the first steps, where options
+        ask for them.
+        """
         if self.options.record is None or self.steps_done >= RECORDED_STEPS:
             return
         tensors = self.reduction.gradients() if kind == "gradients" else self.parameters
         dump_tensors(self.options.record, kind, self.steps_done, self.number, tensors)
 
     def _divide_gradients(self) -> None:
-        """Divide gradients by the step's divisor, where so far they are those of its dividend; a square root of the
-        quotient divides them by twice the root."""
-        division, batches = self.manifest.loss_division, self.manifest.training.gradient_accumulation_steps
+        """Divide gradients by the step's divisor, where so far they are those of its dividend; a
+        square root of the quotient divides them by twice the root.
+        """
+        division = self.manifest.loss_division
+        batches = self.manifest.training.gradient_accumulation_steps
         divisor = None
         if self.counted is not None:
             counted = self.transport.total(self.counted) / batches + division.added
-            divisor = self.counted = counted if division.minimum is None else counted.clamp(min=division.minimum)
+            divisor = self.counted = (
+                counted if division.minimum is None else counted.clamp(min=division.minimum)
+            )
         if division.root:
             own = torch.zeros((), dtype=torch.float64, device=self.device)
             for stage in self.stages.values():
@@ -406,7 +500,9 @@ class Rank(RankContext):
             scale_gradients(self.reduction.updated, divisor.reciprocal())
 
     def _update(self) -> None:
-        """Clip the gradients, and update parameters by them at the step's rate; all ranks together."""
+        """Clip the gradients, and update parameters by them at the step's rate; all ranks
+        together.
+        """
         if self.clipping is not None:
             with self.heartbeat.waiting():
                 self.grad_norm = self.clipping.clip()
@@ -421,8 +517,11 @@ class Rank(RankContext):
                 bucket.gather()
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer's step, and update the moving average; by a CUDA graph if there is one."""
-        scaler, updated = self.loss_scaler, self.reduction.updated
+        """Take the optimizer's step, and update the moving average; by a CUDA graph if there is
+        one.
+        """
+        scaler = self.loss_scaler
+        updated = self.reduction.updated
         if not self._captured:
             self.updated_first = [each for each in updated if each.grad is not None]
         overflow = None if scaler is None else scaler.overflow
@@ -441,6 +540,8 @@ class Rank(RankContext):
 
 
 def limit_memory(limit: int, device: torch.device) -> None:
-    """Let tensors on a GPU take up to `limit` bytes. The rest is for the CUDA context and NCCL's buffers."""
+    """Let tensors on a GPU take up to `limit` bytes. The rest is for the CUDA context and NCCL's
+    buffers.
+    """
     share = limit / torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)

@@ -1,6 +1,7 @@
-"""Segments of a stage that run their forward again for their backward, since they kept nothing but their arguments. To
-autograd a segment is one operator of its arguments. Its backward adds to the gradients of parameters itself, one after
-the other, as backwards do that keep all."""
+"""Segments of a stage that run their forward again for their backward, since they kept nothing but
+their arguments. To autograd a segment is one operator of its arguments. Its backward adds to the
+gradients of parameters itself, one after the other, as backwards do that keep all.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class recompute:
         if not torch.is_grad_enabled():
             flowing, others = self.segment(p, *arguments)
             return flowing + others
-        # An operator none of whose operands asks for a gradient has no backward, and parameters are no operands.
+        # An operator none of whose operands asks for a gradient has no backward, and parameters are
+        # no operands.
         asking = torch.empty(0, device=p.device, requires_grad=True)
         results: Tensors = _Recompute.apply(self.segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
         return results
@@ -36,23 +38,36 @@ class recompute:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
+    def forward(
+        context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor
+    ) -> Tensors:
         is_narrow = torch.is_autocast_enabled(p.device.type)
         context.narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
-        context.segment, context.p, context.drawn = segment, p, p.random.state
+        context.segment = segment
+        context.p = p
+        context.drawn = p.random.state
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
-        torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.
+        # Its narrow copies of parameters: they know of no gradient, and are many.
+        torch.clear_autocast_cache()
         context.mark_non_differentiable(*others)
         return flowing + others
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        p, segment, narrow = context.p, context.segment, context.narrow
-        arguments = [each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors]
+        p = context.p
+        segment = context.segment
+        narrow = context.narrow
+        arguments = [
+            each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors
+        ]
         # The same numbers are drawn once more; then those go on that forwards meanwhile draw.
-        meanwhile, p.random.state = p.random.state, context.drawn
-        with torch.enable_grad(), torch.autocast(p.device.type, dtype=narrow, enabled=narrow is not None):
+        meanwhile = p.random.state
+        p.random.state = context.drawn
+        with (
+            torch.enable_grad(),
+            torch.autocast(p.device.type, dtype=narrow, enabled=narrow is not None),
+        ):
             p.weight_grads.begin(segment.__name__)
             seeds = [
                 (get_gradient_edge(result), gradient)

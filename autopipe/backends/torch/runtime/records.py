@@ -23,8 +23,12 @@ def record_file(folder: Path, kind: str, step: int, rank: int) -> Path:
     return folder / f"{kind}_{step}_{rank:03d}.npz"
 
 
-def dump_tensors(folder: Path, kind: str, step: int, rank: int, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Write gradients or parameters of the rank's blocks by the parameter's index, as float32 or float64."""
+def dump_tensors(
+    folder: Path, kind: str, step: int, rank: int, tensors: Mapping[int, torch.Tensor]
+) -> None:
+    """Write gradients or parameters of the rank's blocks by the parameter's index, as float32 or
+    float64.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found = {str(index): _wide(each) for index, each in tensors.items() if each.is_floating_point()}
     np.savez(record_file(folder, kind, step, rank), **found)  # type: ignore[arg-type]
@@ -36,8 +40,12 @@ def _wide(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def run_recorded(function: Callable[..., Results], arguments: tuple[Any, ...], file: Path) -> Results:
-    """The results of a stage's function; what each of its lines gives is written to `file` by the variable's name."""
+def run_recorded(
+    function: Callable[..., Results], arguments: tuple[Any, ...], file: Path
+) -> Results:
+    """The results of a stage's function; what each of its lines gives is written to `file` by the
+    variable's name.
+    """
     import torch
 
     found: dict[str, torch.Tensor] = {}
@@ -45,7 +53,9 @@ def run_recorded(function: Callable[..., Results], arguments: tuple[Any, ...], f
     def look(frame: FrameType, event: str, _argument: object) -> Any:
         if frame.f_code.co_filename != function.__code__.co_filename:
             return None
-        found.update((name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.Tensor))
+        found.update(
+            (name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.Tensor)
+        )
         return look
 
     before = sys.gettrace()

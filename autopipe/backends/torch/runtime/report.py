@@ -38,7 +38,9 @@ class StepReport:
     tokens_per_s: float | None
     """None where the inputs are not the tokens of a language model."""
     tflops_per_device: float | None
-    """10^12 operations of the model a second on each device; what recomputation repeats is not counted."""
+    """10^12 operations of the model a second on each device; what recomputation repeats is not
+    counted.
+    """
     mfu: float | None
     """Model FLOPs utilisation: that as a share of the peak of the plan's devices."""
     bubble_rate: float
@@ -71,16 +73,21 @@ class StepReport:
 
 _FINE = -1.0
 _EVERY_S = 0.25
-"""Seconds between reports of short steps: to exchange figures, and print and write what they say, takes as long as some
-tasks of a small model, and whoever reads it wants a processor that a rank needs."""
+"""Seconds between reports of short steps: to exchange figures, and print and write what they say,
+takes as long as some tasks of a small model, and whoever reads it wants a processor that a rank
+needs.
+"""
 _MOST_STEPS = 16  # In one report, since steps may turn out longer than those before.
 
 
 class _Figures(NamedTuple):
-    """Figures of one step on one rank; behind them come the bytes of its exchanges, by kind (`ir/program.py`)."""
+    """Figures of one step on one rank; behind them come the bytes of its exchanges, by kind
+    (`ir/program.py`).
+    """
 
     loss: float  # The rank's share.
-    bad_stage: float  # The first stage, and its micro-batch, whose loss is no number; `_FINE` where all are.
+    # The first stage, and its micro-batch, whose loss is no number; `_FINE` where all are.
+    bad_stage: float
     bad_micro_batch: float
     seconds: float
     busy_s: float
@@ -111,9 +118,10 @@ class _EndedStep:
 
 
 class Reporter:
-    """Keeps each step's figures. All ranks exchange them, those of short steps several at a time, and rank 0 prints
-    them. Stops all ranks at a loss that is no number. On a GPU a step is reported when the next one has been launched,
-    so that the device never runs out of work for it."""
+    """Keeps each step's figures. All ranks exchange them, those of short steps several at a time,
+    and rank 0 prints them. Stops all ranks at a loss that is no number. On a GPU a step is reported
+    when the next one has been launched, so that the device never runs out of work for it.
+    """
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -125,7 +133,9 @@ class Reporter:
         self._together = 1  # Steps in a report: as many on every rank.
 
     def end_step(self) -> None:
-        """End the step by the clock; report it, or keep it for the next report. Raises LaunchError as `report` does."""
+        """End the step by the clock; report it, or keep it for the next report. Raises LaunchError
+        as `report` does.
+        """
         rank = self._rank
         losses = [
             (number, micro_batch, loss)
@@ -136,14 +146,19 @@ class Reporter:
         origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
         scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
         moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
-        # The row is made before the step's end on the device, so that who waits for that may read it.
+        # The row is made before the step's end on the device, so that who waits for that may read
+        # it.
         norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
         counted = None if rank.counted is None else rank.counted.reshape(1)
-        times, rate = rank.clock.end_step(), math.nan if rank.learning_rate is None else rank.learning_rate
-        launched = _EndedStep(rank.steps_done, times, row, norm, counted, rate, origins, moved, scaling)
+        times = rank.clock.end_step()
+        rate = math.nan if rank.learning_rate is None else rank.learning_rate
+        launched = _EndedStep(
+            rank.steps_done, times, row, norm, counted, rate, origins, moved, scaling
+        )
         ended: _EndedStep | None = launched
         if self._late:
-            ended, self._launched = self._launched, launched
+            ended = self._launched
+            self._launched = launched
         if ended is not None:
             self._keep(ended)
             if len(self._kept) >= self._together:
@@ -159,7 +174,9 @@ class Reporter:
             self._leave_times(ended, options.profile_times)
 
     def _leave_times(self, ended: _EndedStep, folder: Path | None) -> None:
-        """Add the times of a step's tasks, and of their waits for messages, to the rank's file in `folder`."""
+        """Add the times of a step's tasks, and of their waits for messages, to the rank's file in
+        `folder`.
+        """
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -176,23 +193,30 @@ class Reporter:
             file.write(json.dumps(form) + "\n")
 
     def report(self) -> None:
-        """Exchange the figures of all steps so far; print them, and add them to the report file. All ranks together,
-        after the same step. Raises LaunchError for a loss of NaN or infinity."""
+        """Exchange the figures of all steps so far; print them, and add them to the report file.
+        All ranks together, after the same step. Raises LaunchError for a loss of NaN or infinity.
+        """
         if self._launched is not None:
-            ended, self._launched = self._launched, None
+            ended = self._launched
+            self._launched = None
             self._keep(ended)
         if self._kept:
             self._report_kept()
 
     def _report_kept(self) -> None:
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         numbers: list[float] = []
         for ended, (losses, scaling, norm, counted) in zip(kept, self._read(kept), strict=True):
             busy = sum(span.end - span.start for span in ended.times.spans())
             times = ended.times.seconds, busy
-            own = _Figures(*self._share(ended, losses), *times, *scaling, norm, ended.learning_rate, counted)
+            own = _Figures(
+                *self._share(ended, losses), *times, *scaling, norm, ended.learning_rate, counted
+            )
             numbers += [*own, *ended.moved]
-        gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
+        gathered = self._rank.transport.gather_numbers(
+            [float(peak_memory(self._rank.device)), *numbers]
+        )
         peaks = tuple(int(peak) for peak, *_ in gathered)
         reports: list[StepReport] = []
         try:
@@ -215,7 +239,9 @@ class Reporter:
             self._leave([{"note": text}], [text])
 
     def _leave(self, records: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
-        """Add records to the report file, which the launcher reads as it grows; without one, print them as `lines`."""
+        """Add records to the report file, which the launcher reads as it grows; without one, print
+        them as `lines`.
+        """
         path = self._rank.options.report
         if path is None:
             print("\n".join(lines), flush=True)
@@ -223,9 +249,13 @@ class Reporter:
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in records))
 
-    def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float], float, float]]:
-        """Of each step the losses by micro-batch, its loss scale with 1 if it was skipped (zeros where losses are
-        not scaled), the norm of its gradients, and the labels counted, all in one copy from the device."""
+    def _read(
+        self, kept: Sequence[_EndedStep]
+    ) -> list[tuple[list[float], tuple[float, float], float, float]]:
+        """Of each step the losses by micro-batch, its loss scale with 1 if it was skipped (zeros
+        where losses are not scaled), the norm of its gradients, and the labels counted, all in one
+        copy from the device.
+        """
         parts = ((each.losses, each.scaling, each.grad_norm, each.counted) for each in kept)
         rows = [row for own in parts for row in own if row is not None]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -241,7 +271,9 @@ class Reporter:
         ]
 
     def _share(self, ended: _EndedStep, losses: Sequence[float]) -> tuple[float, float, float]:
-        """This rank's share of a step's loss, and the first stage and micro-batch whose loss is no number."""
+        """This rank's share of a step's loss, and the first stage and micro-batch whose loss is no
+        number.
+        """
         total = 0.0
         for (number, micro_batch), loss in zip(ended.origins, losses, strict=True):
             if not math.isfinite(loss):
@@ -249,43 +281,61 @@ class Reporter:
             total += loss * self._rank.stages[number].loss_share
         return total / self._rank.manifest.training.gradient_accumulation_steps, _FINE, _FINE
 
-    def _report(self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]) -> StepReport:
+    def _report(
+        self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]
+    ) -> StepReport:
         by_rank = [_Figures(*own[:_OWN]) for own in numbers]
         for rank, each in enumerate(by_rank):
             if each.bad_stage != _FINE:
                 raise LaunchError(
                     f"the loss is not a finite number at step {step}",
                     hint=_hint(self._rank.manifest),
-                    where=f"rank {rank}, stage {int(each.bad_stage)}, micro-batch {int(each.bad_micro_batch)}",
+                    where=(
+                        f"rank {rank}, stage {int(each.bad_stage)}, micro-batch "
+                        f"{int(each.bad_micro_batch)}"
+                    ),
                 )
-        manifest, seconds = self._rank.manifest, max(each.seconds for each in by_rank)
+        manifest = self._rank.manifest
+        seconds = max(each.seconds for each in by_rank)
         moved = map(sum, zip(*(own[_OWN:] for own in numbers), strict=True))
-        tokens, flops = manifest.tokens_per_sample, manifest.model_flops
+        tokens = manifest.tokens_per_sample
+        flops = manifest.model_flops
         loss = manifest.loss_division.loss(sum(each.loss for each in by_rank) / by_rank[0].counted)
         return StepReport(
             step=step,
             loss=loss if self._rank.train else None,
-            learning_rate=next((each.learning_rate for each in by_rank if not math.isnan(each.learning_rate)), None),
-            grad_norm=next((each.grad_norm for each in by_rank if not math.isnan(each.grad_norm)), None),
+            learning_rate=next(
+                (each.learning_rate for each in by_rank if not math.isnan(each.learning_rate)), None
+            ),
+            grad_norm=next(
+                (each.grad_norm for each in by_rank if not math.isnan(each.grad_norm)), None
+            ),
             step_time_s=seconds,
             samples_per_s=manifest.batch_size / seconds,
             tokens_per_s=None if tokens is None else manifest.batch_size * tokens / seconds,
             tflops_per_device=None if flops is None else flops / seconds / len(by_rank) / 1e12,
-            mfu=None if flops is None or not manifest.peak_flops else flops / seconds / manifest.peak_flops,
+            mfu=None
+            if flops is None or not manifest.peak_flops
+            else flops / seconds / manifest.peak_flops,
             bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,
-            communication_bytes=by_kind({kind: int(each) for kind, each in zip(KINDS, moved, strict=True)}),
+            communication_bytes=by_kind(
+                {kind: int(each) for kind, each in zip(KINDS, moved, strict=True)}
+            ),
             loss_scale=by_rank[0].loss_scale or None,
             skipped=bool(by_rank[0].skipped),
         )
 
 
 def _resident_memory() -> tuple[int, int]:
-    """Return bytes of this process's resident set: its maximum so far, and now, both without pages of mapped files.
+    """Return bytes of this process's resident set: its maximum so far, and now, both without pages
+    of mapped files.
 
-    Pages of mapped files are mostly libraries; a forked rank begins with few of them in its count, and gets the others
-    when it first uses them. Linux's own count of usage (`getrusage`) begins with that of the parent process."""
+    Pages of mapped files are mostly libraries; a forked rank begins with few of them in its count,
+    and gets the others when it first uses them. Linux's own count of usage (`getrusage`) begins
+    with that of the parent process.
+    """
     found = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
@@ -303,8 +353,9 @@ _INTERPRETER = _resident_memory()[1]
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the maximum so far, in bytes: on a GPU of the allocator; on the CPU of the resident set without mapped
-    files, beyond Python and torch."""
+    """Return the maximum so far, in bytes: on a GPU of the allocator; on the CPU of the resident
+    set without mapped files, beyond Python and torch.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return max(0, _resident_memory()[0] - _INTERPRETER)
@@ -314,5 +365,8 @@ def _hint(manifest: Manifest) -> str:
     """How to keep losses finite."""
     held = {each.value.dtype for each in manifest.parameters if each.trainable}
     if DType.FLOAT16 in held and "eps" in manifest.optimizer:
-        return "squares of gradients are 0 in float16: optimizer.eps: 1e-4, or float32 weights with precision: fp16"
+        return (
+            "squares of gradients are 0 in float16: optimizer.eps: 1e-4, or float32 weights with "
+            "precision: fp16"
+        )
     return "lower the learning rate or look at the data"

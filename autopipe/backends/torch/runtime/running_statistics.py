@@ -1,10 +1,11 @@
-"""Running means and variances of BatchNormalization. Training moves them towards each micro-batch's own, as ONNX says:
-what is left of the old is `momentum`, and the variance is that of the samples; in files of torch's exporter, the
-estimate for a population. A validation reads them.
+"""Running means and variances of BatchNormalization. Training moves them towards each micro-batch's
+own, as ONNX says: what is left of the old is `momentum`, and the variance is that of the samples;
+in files of torch's exporter, the estimate for a population. A validation reads them.
 
-They move at the step's end, by all micro-batches in the order of their numbers, and within a micro-batch by all calls
-of a BatchNormalization in the order of the graph, whoever ran them. So they are equal for every schedule and number of
-ranks, and a forward that runs again changes nothing.
+They move at the step's end, by all micro-batches in the order of their numbers, and within a
+micro-batch by all calls of a BatchNormalization in the order of the graph, whoever ran them. So
+they are equal for every schedule and number of ranks, and a forward that runs again changes
+nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
 Calls = tuple[tuple[float, ...], tuple[int, ...]]
-"""The momenta of all calls that move a running statistic in one forward pass of the model, in their order, and the
-numbers of the calls that a stage makes."""
+"""The momenta of all calls that move a running statistic in one forward pass of the model, in their
+order, and the numbers of the calls that a stage makes.
+"""
 NotedStatistic = tuple[Tensor, Tensor, float]
 """A running statistic, the batch's own statistic, and the momentum."""
 
@@ -48,7 +50,9 @@ class RunningStatistics:
             self._by_micro_batch[micro_batch] = self._found.copy()
 
     def take(self) -> list[NotedStatistic]:
-        """Return the statistics that a captured forward has noted. Each replay writes the batch's own statistics."""
+        """Return the statistics that a captured forward has noted. Each replay writes the batch's
+        own statistics.
+        """
         found = self._found.copy()
         self._found.clear()
         return found
@@ -59,7 +63,8 @@ class RunningStatistics:
             # A product with 1 copies all tensors with few kernels.
             own = foreach_mul([own for _, own, _ in captured], 1.0)
             self._found = [
-                (running, copy, momentum) for (running, _, momentum), copy in zip(captured, own, strict=True)
+                (running, copy, momentum)
+                for (running, _, momentum), copy in zip(captured, own, strict=True)
             ]
 
     def note(self, running: Tensor, own: Tensor, momentum: float) -> None:
@@ -77,13 +82,18 @@ class RunningStatistics:
         epsilon: float,
         unbiased: bool = False,
     ) -> Tensor:
-        """x normalised by its own statistics, which are noted; by the running ones in a validation. The variance is
-        that of the samples or, if `unbiased`, the estimate for a population."""
+        """x normalised by its own statistics, which are noted; by the running ones in a validation.
+        The variance is that of the samples or, if `unbiased`, the estimate for a population.
+        """
         if not self.training:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
-        own_mean, own_variance = torch.zeros_like(mean), torch.zeros_like(variance)
-        # Torch leaves in its buffers what it has found; of the variance the estimate for samples of a population.
-        y = F.batch_norm(x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon)
+        own_mean = torch.zeros_like(mean)
+        own_variance = torch.zeros_like(variance)
+        # Torch leaves in its buffers what it has found; of the variance the estimate for samples of
+        # a population.
+        y = F.batch_norm(
+            x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon
+        )
         self.note(mean, own_mean, momentum)
         if not unbiased:
             count = x.numel() // x.shape[1]
@@ -91,12 +101,15 @@ class RunningStatistics:
         self.note(variance, own_variance, momentum)
         return y
 
-    def changes(self, micro_batches: int, calls: Mapping[int, Calls]) -> list[tuple[Tensor, float, Tensor]]:
-        """Return for each running statistic what is left of it at the end of a step, and what the forwards that ran
-        here add; forget these forwards.
+    def changes(
+        self, micro_batches: int, calls: Mapping[int, Calls]
+    ) -> list[tuple[Tensor, float, Tensor]]:
+        """Return for each running statistic what is left of it at the end of a step, and what the
+        forwards that ran here add; forget these forwards.
 
-        A step has `micro_batches`, of which each moves a statistic once per call of its BatchNormalization. `calls`
-        has, by `id` of the statistic, all calls of one that several stages hold; otherwise all calls ran here.
+        A step has `micro_batches`, of which each moves a statistic once per call of its
+        BatchNormalization. `calls` has, by `id` of the statistic, all calls of one that several
+        stages hold; otherwise all calls ran here.
         """
         added: list[Tensor] = []
         weights: list[tuple[float, float]] = []
@@ -113,18 +126,24 @@ class RunningStatistics:
         totals: dict[int, tuple[Tensor, float, Tensor]] = {}
         for (running, *_), (_, decay), total in zip(found, weights, added, strict=True):
             before = totals.get(id(running))
-            totals[id(running)] = running, decay**micro_batches, total if before is None else before[2] + total
+            totals[id(running)] = (
+                running,
+                decay**micro_batches,
+                total if before is None else before[2] + total,
+            )
         return list(totals.values())
 
 
-def _weights(found: Sequence[NotedStatistic], calls: Mapping[int, Calls]) -> list[tuple[float, float]]:
+def _weights(
+    found: Sequence[NotedStatistic], calls: Mapping[int, Calls]
+) -> list[tuple[float, float]]:
     """Return (weight, decay) of each statistic that a forward has noted.
 
     weight: of the batch's own statistic in the running one after the forward.
     decay: what is left of the old running statistic after the forward.
 
-    With momenta m_1 ... m_k of the calls in their order, the weight of call j is (1 - m_j) m_(j+1) ... m_k, and the
-    decay is m_1 ... m_k.
+    With momenta m_1 ... m_k of the calls in their order, the weight of call j is (1 - m_j) m_(j+1)
+    ... m_k, and the decay is m_1 ... m_k.
     """
     momenta = defaultdict[int, list[float]](list)
     for running, _, momentum in found:
@@ -145,12 +164,15 @@ def _weights(found: Sequence[NotedStatistic], calls: Mapping[int, Calls]) -> lis
 
 
 def shared_statistics(manifest: Manifest) -> frozenset[int]:
-    """Return the untrained parameters, by index, that move by the forwards of several stages: running statistics that
-    several stages hold, and with several pipelines all of them."""
+    """Return the untrained parameters, by index, that move by the forwards of several stages:
+    running statistics that several stages hold, and with several pipelines all of them.
+    """
     if not manifest.train:
         return frozenset()
     if len({stage.pipeline for stage in manifest.stages}) > 1:
-        return frozenset(index for index, each in enumerate(manifest.parameters) if not each.trainable)
+        return frozenset(
+            index for index, each in enumerate(manifest.parameters) if not each.trainable
+        )
     return frozenset(each.parameter for each in manifest.running_calls)
 
 
@@ -167,7 +189,8 @@ def move(
     stages: Iterable[tuple[int, RunningStatistics]],
     shared: Collection[int],
 ) -> None:
-    """Move the running statistics on a rank, at a step's end, by those of its stages and of other ranks' stages.
+    """Move the running statistics on a rank, at a step's end, by those of its stages and of other
+    ranks' stages.
 
     `shared` are the manifest's `shared_statistics`.
     """
@@ -186,7 +209,9 @@ def move(
     left: dict[int, float] = {}
     for number, tensor, factor, added in changed:
         index = indices[id(tensor)]
-        copies = len(set(shards[index]) & set(manifest.stages[number].ranks)) if index in shared else 1
+        copies = (
+            len(set(shards[index]) & set(manifest.stages[number].ranks)) if index in shared else 1
+        )
         totals[index].append(added / copies)
         left[index] = factor
     count = manifest.micro_batches * manifest.training.gradient_accumulation_steps
@@ -198,9 +223,14 @@ def move(
     if not totals:
         return
     order = sorted(totals)
-    sums = [torch.stack(totals[index]).sum(0) if len(totals[index]) > 1 else totals[index][0] for index in order]
     sums = [
-        transport.total_over(each, shards[index]) if index in shared and len(shards[index]) > 1 else each
+        torch.stack(totals[index]).sum(0) if len(totals[index]) > 1 else totals[index][0]
+        for index in order
+    ]
+    sums = [
+        transport.total_over(each, shards[index])
+        if index in shared and len(shards[index]) > 1
+        else each
         for index, each in zip(order, sums, strict=True)
     ]
     moved = [parameters[index].detach() for index in order]

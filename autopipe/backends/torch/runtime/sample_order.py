@@ -1,6 +1,7 @@
-"""The order in which the steps of a run take samples that lie stored: epoch by epoch, each shuffled where that is asked
-for. It depends on the seed and the number of samples alone, so it is one order on any number of ranks, and a run that
-goes on under another plan goes on in it."""
+"""The order in which the steps of a run take samples that lie stored: epoch by epoch, each shuffled
+where that is asked for. It depends on the seed and the number of samples alone, so it is one order
+on any number of ranks, and a run that goes on under another plan goes on in it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run has come. Batches of earlier steps may have had another size and other micro-batches."""
+    """How far a run has come. Batches of earlier steps may have had another size and other
+    micro-batches.
+    """
 
     steps: int = 0
     """Steps done."""
@@ -33,16 +36,18 @@ START = Position()
 def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
     """The stored samples at `places` of an epoch's order, a permutation of [0, samples).
 
-    It is a Feistel network over the numbers of 2h bits that hold `samples`, walked on from numbers that are too large
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any place costs the same, and no rank holds the
-    whole order, which of 10^9 samples has 8 GB.
+    It is a Feistel network over the numbers of 2h bits that hold `samples`, walked on from numbers
+    that are too large (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any place
+    costs the same, and no rank holds the whole order, which of 10^9 samples has 8 GB.
     """
     half = max(1, -(-(samples - 1).bit_length() // 2))
     mask = np.uint64((1 << half) - 1)
     keys = _round_keys(seed, epoch)
-    found, outside = places.astype(np.uint64), np.ones(len(places), bool)
+    found = places.astype(np.uint64)
+    outside = np.ones(len(places), bool)
     while outside.any():
-        left, right = found[outside] >> np.uint64(half), found[outside] & mask
+        left = found[outside] >> np.uint64(half)
+        right = found[outside] & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
         found[outside] = left << np.uint64(half) | right
@@ -53,9 +58,18 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     """Return the keys of the network's rounds in an epoch."""
-    from autopipe.backends.torch.runtime.philox import Purpose, as_unsigned, draw_run, key_of  # They import torch.
+    from autopipe.backends.torch.runtime.philox import (
+        Purpose,
+        as_unsigned,
+        draw_run,
+        key_of,
+    )  # They import torch.
 
-    halves = as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _ROUNDS)).numpy().astype(np.uint64)
+    halves = (
+        as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _ROUNDS))
+        .numpy()
+        .astype(np.uint64)
+    )
     return halves[::2] << np.uint64(32) | halves[1::2]
 
 
@@ -68,13 +82,17 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The batches of `samples` stored samples for a run that goes on from `begin`. Sample numbers run on from epoch to
-    epoch: number n is at place n mod `samples` of epoch n // `samples`, both from 0."""
+    """The batches of `samples` stored samples for a run that goes on from `begin`. Sample numbers
+    run on from epoch to epoch: number n is at place n mod `samples` of epoch n // `samples`, both
+    from 0.
+    """
 
     samples: int
     batch_size: int
     keeps_last: bool
-    """True if the samples at an epoch's end that fill no batch are a step of their own; else they are left out."""
+    """True if the samples at an epoch's end that fill no batch are a step of their own; else they
+    are left out.
+    """
     seed: int | None = None
     """Of the shuffle; None for the order in which samples are stored."""
     epochs: int | None = None
@@ -115,7 +133,9 @@ class SampleOrder:
         return (epoch + 1 + epochs) * self.samples + step * self.batch_size
 
     def count(self, step: int) -> int:
-        """Samples of a step, fewer than a batch in an epoch's last one that is kept; 0 where the data has ended."""
+        """Samples of a step, fewer than a batch in an epoch's last one that is kept; 0 where the
+        data has ended.
+        """
         if self.end is not None and step >= self.end:
             return 0
         return min(self.batch_size, self.samples - self.sample(step) % self.samples)
@@ -124,4 +144,8 @@ class SampleOrder:
         """Where the samples of numbers [start, stop), all of one epoch, are stored."""
         epoch, place = divmod(start, self.samples)
         places = range(place, place + stop - start)
-        return places if self.seed is None else shuffled(np.asarray(places), self.samples, self.seed, epoch)
+        return (
+            places
+            if self.seed is None
+            else shuffled(np.asarray(places), self.samples, self.seed, epoch)
+        )

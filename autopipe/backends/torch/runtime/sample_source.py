@@ -1,4 +1,6 @@
-"""The interface of sources of samples. It needs no torch, so that data is checked before torch is loaded."""
+"""The interface of sources of samples. It needs no torch, so that data is checked before torch is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ Slices = tuple[tuple[int, int], ...]
 
 
 class Source(ABC):
-    """Where samples come from, in the order of their numbers, which run on from step to step. This one has no end;
-    `left_over` are the samples at an epoch's end that fill no batch, which training leaves out."""
+    """Where samples come from, in the order of their numbers, which run on from step to step. This
+    one has no end; `left_over` are the samples at an epoch's end that fill no batch, which training
+    leaves out.
+    """
 
     left_over = 0
 
@@ -29,7 +33,9 @@ class Source(ABC):
         return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
     def count(self, step: int) -> int:
-        """Samples that a step has: 0 where the data has ended, less than a batch where it is filled up behind them."""
+        """Samples that a step has: 0 where the data has ended, less than a batch where it is filled
+        up behind them.
+        """
         return self._manifest.batch_size
 
     def epoch(self, step: int) -> int:
@@ -38,5 +44,6 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        """Samples [start, stop) of an input, along its batch axis; the whole value where it has none. `start` says the
-        step either way. Only samples that `count` counts are asked for."""
+        """Samples [start, stop) of an input, along its batch axis; the whole value where it has
+        none. `start` says the step either way. Only samples that `count` counts are asked for.
+        """

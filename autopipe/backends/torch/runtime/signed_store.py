@@ -1,4 +1,6 @@
-"""A torch store whose values are signed: whoever reaches its port may write there, and nobody takes it for ours."""
+"""A torch store whose values are signed: whoever reaches its port may write there, and nobody takes
+it for ours.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from datetime import timedelta
 from autopipe.backends.torch.torch_interfaces import Store
 from autopipe.ir.errors import LaunchError
 
-KEY = "AUTOPIPE_STORE_KEY"  # Environment variable with the key that a launcher gives its ranks, in hexadecimal.
+# Environment variable with the key that a launcher gives its ranks, in hexadecimal.
+KEY = "AUTOPIPE_STORE_KEY"
 _SIZE = hashlib.sha256().digest_size
 
 
 class Signer:
-    """Signs what the processes of one run tell one another through a store, and knows what they have signed."""
+    """Signs what the processes of one run tell one another through a store, and knows what they
+    have signed.
+    """
 
     def __init__(self, key: bytes, run: str) -> None:
         self.key = key
@@ -26,11 +31,15 @@ class Signer:
 
     def value(self, name: str, signed: bytes) -> bytes:
         """The value. Raises LaunchError where no process of this run signed it under this name."""
-        signature, value = signed[:_SIZE], signed[_SIZE:]
+        signature = signed[:_SIZE]
+        value = signed[_SIZE:]
         if not hmac.compare_digest(signature, self._signature(name, value)):
             raise LaunchError(
                 "the ranks' store holds a value that no process of this run has written",
-                hint="another program reaches its port, or a node has another key: see docs/security.md",
+                hint=(
+                    "another program reaches its port, or a node has another key: see "
+                    "docs/security.md"
+                ),
                 where=name,
             )
         return value
@@ -42,8 +51,10 @@ class Signer:
 
 
 class SignedStore(Store):
-    """The store inside with all values signed; numbers that are added up are not. C++ calls these methods, too. Who
-    gives one to C++ keeps a reference to it: these methods go with the last one of Python's."""
+    """The store inside with all values signed; numbers that are added up are not. C++ calls these
+    methods, too. Who gives one to C++ keeps a reference to it: these methods go with the last one
+    of Python's.
+    """
 
     def __init__(self, store: Store, signer: Signer, patience: timedelta) -> None:
         super().__init__()

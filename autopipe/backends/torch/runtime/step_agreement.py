@@ -1,9 +1,10 @@
 """Acting after the same step on all ranks, once any of them asks for it.
 
-Ranks are at different steps at any one time, and a step must not wait for such an agreement. So a thread of each rank
-looks for requests in the ranks' store. Once it has told the others how many steps its rank has done, that rank begins
-no step after its next one before it knows theirs; all act after the largest of them plus one. Nobody waits for a rank
-that waits: who is behind goes on, up to that step, and its thread answers meanwhile.
+Ranks are at different steps at any one time, and a step must not wait for such an agreement. So a
+thread of each rank looks for requests in the ranks' store. Once it has told the others how many
+steps its rank has done, that rank begins no step after its next one before it knows theirs; all act
+after the largest of them plus one. Nobody waits for a rank that waits: who is behind goes on, up to
+that step, and its thread answers meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from threading import Condition, Thread
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.backends.torch.torch_interfaces import Store
 
-SAVE, STOP = "save", "stop"
+SAVE = "save"
+STOP = "stop"
 _LOOK_S = 0.5
 _CLOSING_LOOK_S = 0.02
 
@@ -22,10 +24,15 @@ _CLOSING_LOOK_S = 0.02
 class StepAgreement:
     """One rank's part. All ranks make one, and end it, together."""
 
-    def __init__(self, store: Store | None, control_group: ControlGroup, save_every_s: float = 0.0) -> None:
-        """`store` may be None where the rank is the only one. With `save_every_s` the first rank asks for a save
-        whenever that many seconds have gone by."""
-        self._store, self._group, self._every = store, control_group, save_every_s
+    def __init__(
+        self, store: Store | None, control_group: ControlGroup, save_every_s: float = 0.0
+    ) -> None:
+        """`store` may be None where the rank is the only one. With `save_every_s` the first rank
+        asks for a save whenever that many seconds have gone by.
+        """
+        self._store = store
+        self._group = control_group
+        self._every = save_every_s
         self._changed = Condition()
         self._wanted: set[str] = set()
         self._due: dict[int, set[str]] = {}
@@ -37,7 +44,9 @@ class StepAgreement:
         self._thread.start()
 
     def request(self, what: str) -> None:
-        """Ask for something, after a step that all will agree on. Safe in a signal handler: it takes no lock."""
+        """Ask for something, after a step that all will agree on. Safe in a signal handler: it
+        takes no lock.
+        """
         self._wanted |= {what}
 
     def reach(self, steps: int) -> set[str]:
@@ -64,7 +73,8 @@ class StepAgreement:
             self._look(time.monotonic())
         except BaseException as error:  # noqa: BLE001 - raised again by the rank's own thread
             with self._changed:
-                self._failure, self._agreeing = error, False
+                self._failure = error
+                self._agreeing = False
                 self._changed.notify_all()
 
     def _look(self, saved: float) -> None:
@@ -93,7 +103,11 @@ class StepAgreement:
 
     def _has_request(self) -> bool:
         """Raises LaunchError where somebody else has written it."""
-        return self._store is not None and self._store.check([self._key]) and bool(self._store.get(self._key))
+        return (
+            self._store is not None
+            and self._store.check([self._key])
+            and bool(self._store.get(self._key))
+        )
 
     def _all_ended(self) -> bool:
         if self._store is None:
@@ -101,7 +115,8 @@ class StepAgreement:
         return self._closing and self._store.add("agreement/ended", 0) == self._group.world_size
 
     def _agree(self, mine: int) -> None:
-        asked, self._wanted = self._wanted, set()
+        asked = self._wanted
+        self._wanted = set()
         answers = self._group.run_collectively("agreement", lambda: [mine, sorted(asked)])
         with self._changed:
             last = max(steps for steps, _ in answers) + 1

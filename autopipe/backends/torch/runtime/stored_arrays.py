@@ -1,5 +1,6 @@
-"""Arrays that lie in files, read where they lie: `.npz` and `.npy` files, folders of them, files of tokens. Who takes a
-few samples of a large file reads those only. Nothing is unpickled."""
+"""Arrays that lie in files, read where they lie: `.npz` and `.npy` files, folders of them, files of
+tokens. Who takes a few samples of a large file reads those only. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-"""ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
-(APPNOTE.TXT 4.3.7)."""
+"""ZIP's header before each member; its last two fields are the lengths of the name and of the extra
+field that follow (APPNOTE.TXT 4.3.7).
+"""
 _DAMAGED = (
     OSError,
     ValueError,
@@ -39,8 +41,9 @@ _DAMAGED = (
     OverflowError,
     tokenize.TokenError,
 )
-"""Errors of damaged files. A header of `.npy` is parsed as a Python literal, whence SyntaxError, TokenError, TypeError
-and MemoryError (too deeply nested)."""
+"""Errors of damaged files. A header of `.npy` is parsed as a Python literal, whence SyntaxError,
+TokenError, TypeError and MemoryError (too deeply nested).
+"""
 
 
 class Array(Protocol):
@@ -83,7 +86,9 @@ class Archive(StoredArrays):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with self._opened("data") as archive:
-            self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            self._members = {
+                info.filename.removesuffix(".npy"): info for info in archive.infolist()
+            }
 
     @property
     def names(self) -> Sequence[str]:
@@ -123,8 +128,13 @@ class ArrayFiles(StoredArrays):
         elif len(manifest.inputs) == 1:
             self._files = {manifest.inputs[0].value.name: path}
         else:
-            hint = f"name a folder with a file for each of {', '.join(each.value.name for each in manifest.inputs)}"
-            raise ConfigurationError("one array is no data for a model of several inputs", hint, str(path))
+            hint = (
+                "name a folder with a file for each of "
+                f"{', '.join(each.value.name for each in manifest.inputs)}"
+            )
+            raise ConfigurationError(
+                "one array is no data for a model of several inputs", hint, str(path)
+            )
 
     @property
     def names(self) -> Sequence[str]:
@@ -177,17 +187,21 @@ _SAMPLED = 1 << 16
 """16-bit words at the start of a file of tokens that tell whether a token has 16, 32 or 64 bits."""
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Element types of Megatron's `.idx` files by their code (megatron/core/datasets/indexed_dataset.py)."""
+"""Element types of Megatron's `.idx` files by their code
+(megatron/core/datasets/indexed_dataset.py).
+"""
 
 
 class TokenFile(StoredArrays):
-    """A `.bin` file of token numbers, as nanoGPT and Megatron write it: sample i is tokens [i·s, (i + 1)·s), and its
-    labels are the tokens moved by one, [i·s + 1, (i + 1)·s + 1), where s is the sequence length of the graph.
+    """A `.bin` file of token numbers, as nanoGPT and Megatron write it: sample i is tokens [i·s, (i
+    + 1)·s), and its labels are the tokens moved by one, [i·s + 1, (i + 1)·s + 1), where s is the
+    sequence length of the graph.
 
-    The graph's inputs take, by name: `labels` and `targets` (alone or behind a dot, slash or underscore) the labels,
-    or the tokens themselves where the graph moves them, which shows in that the loss does not read the first;
-    `attention_mask` ones, `token_type_ids` zeros, `position_ids` 0 to s - 1; one other input the tokens. Megatron's
-    `.idx` beside it says the type. Otherwise `_type_of_words` infers uint16, uint32 or int64.
+    The graph's inputs take, by name: `labels` and `targets` (alone or behind a dot, slash or
+    underscore) the labels, or the tokens themselves where the graph moves them, which shows in that
+    the loss does not read the first; `attention_mask` ones, `token_type_ids` zeros, `position_ids`
+    0 to s - 1; one other input the tokens. Megatron's `.idx` beside it says the type. Otherwise
+    `_type_of_words` infers uint16, uint32 or int64.
     """
 
     def __init__(self, path: Path, manifest: Manifest, sequence_length: int | None) -> None:
@@ -195,7 +209,8 @@ class TokenFile(StoredArrays):
         self._manifest = manifest
         self._entries = {each.value.name: each for each in manifest.inputs}
         sizes = {
-            name: per_sample(each, manifest, str(path), "a file of tokens") for name, each in self._entries.items()
+            name: per_sample(each, manifest, str(path), "a file of tokens")
+            for name, each in self._entries.items()
         }
         tokens = [
             name
@@ -203,19 +218,28 @@ class TokenFile(StoredArrays):
             if not _LABELS.fullmatch(name) and name not in _CONSTANT_INPUTS and name != _POSITIONS
         ]
         if len(tokens) != 1:
-            hint = "one input takes tokens, others are labels, targets, attention_mask, token_type_ids, position_ids"
-            raise ConfigurationError(f"inputs {', '.join(tokens) or 'none'} would take tokens", hint, str(path))
-        self._input, self.length = tokens[0], sizes[tokens[0]]
+            hint = (
+                "one input takes tokens, others are labels, targets, attention_mask, "
+                "token_type_ids, position_ids"
+            )
+            raise ConfigurationError(
+                f"inputs {', '.join(tokens) or 'none'} would take tokens", hint, str(path)
+            )
+        self._input = tokens[0]
+        self.length = sizes[tokens[0]]
         if sequence_length not in (None, self.length):
             message = (
                 f"data.sequence_length is {sequence_length}, a sample of {self._input!r} "
                 f"has {self.length} {plural(self.length, 'token')}"
             )
-            raise ConfigurationError(message, "export the model, or plan with --dim, for that length", str(path))
+            raise ConfigurationError(
+                message, "export the model, or plan with --dim, for that length", str(path)
+            )
         for name, size in sizes.items():
             if size != self.length:
                 message = (
-                    f"a sample of {name!r} has {size} {plural(size, 'element')}, one of {self._input!r} {self.length}"
+                    f"a sample of {name!r} has {size} {plural(size, 'element')}, one of "
+                    f"{self._input!r} {self.length}"
                 )
                 raise ConfigurationError(message, where=str(path))
         self._tokens = self._mapped()
@@ -244,7 +268,9 @@ class TokenFile(StoredArrays):
         )
 
     def array(self, name: str) -> np.ndarray:
-        count, length, entry = self._samples, self.length, self._entries[name]
+        count = self._samples
+        length = self.length
+        entry = self._entries[name]
         if name in _CONSTANT_INPUTS:
             samples = np.broadcast_to(np.uint8(_CONSTANT_INPUTS[name]), (count, length))
         elif name == _POSITIONS:
@@ -255,12 +281,17 @@ class TokenFile(StoredArrays):
         return sample_blocks(samples, entry, self._manifest)
 
     def _shift(self, name: str) -> int:
-        """1 for labels that are to be moved, 0 for tokens and labels that the graph moves itself."""
+        """1 for labels that are to be moved, 0 for tokens and labels that the graph moves
+        itself.
+        """
         if not _LABELS.fullmatch(name):
             return 0
         entry = self._entries[name]
         starts = {
-            start for bounds in entry.allowed for axis, start in enumerate(bounds.starts) if axis != entry.batch_axis
+            start
+            for bounds in entry.allowed
+            for axis, start in enumerate(bounds.starts)
+            if axis != entry.batch_axis
         }
         return 0 if starts and max(starts) == 1 else 1
 
@@ -268,11 +299,15 @@ class TokenFile(StoredArrays):
         with _reading(self.path, "tokens"):
             kind = self._type_in_index() or "<u2"
             if kind == "<u2" and not self.path.with_suffix(".idx").is_file():
-                most = max((bounds.below for bounds in self._entries[self._input].allowed), default=0)
+                most = max(
+                    (bounds.below for bounds in self._entries[self._input].allowed), default=0
+                )
                 kind = _type_of_words(np.fromfile(self.path, "<u2", _SAMPLED), most)
             dtype = np.dtype(kind)
             if rest := self.path.stat().st_size % dtype.itemsize:
-                raise ValueError(f"{rest} {plural(rest, 'byte is', 'bytes are')} left over of tokens of {dtype}")
+                raise ValueError(
+                    f"{rest} {plural(rest, 'byte is', 'bytes are')} left over of tokens of {dtype}"
+                )
             return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
     def _type_in_index(self) -> str:
@@ -288,10 +323,11 @@ class TokenFile(StoredArrays):
 
 
 def _type_of_words(words: np.ndarray, vocabulary: int) -> str:
-    """Return the element type of a file of tokens, from the 16-bit words at its start and the size of the vocabulary.
+    """Return the element type of a file of tokens, from the 16-bit words at its start and the size
+    of the vocabulary.
 
-    The upper words of a small number are 0. In tokens of 64 bits, words 2 and 3 of each 4 are; in tokens of 32 bits of
-    a vocabulary of 16 bits, each second word is.
+    The upper words of a small number are 0. In tokens of 64 bits, words 2 and 3 of each 4 are; in
+    tokens of 32 bits of a vocabulary of 16 bits, each second word is.
     """
     if words.any() and len(words) % 4 == 0 and not words.reshape(-1, 4)[:, 2:].any():
         return "<i8"

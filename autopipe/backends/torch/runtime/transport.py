@@ -1,9 +1,10 @@
-"""Process groups and messages of a rank: tensors go over NCCL where each rank has a GPU of its own, else over gloo, and
-so does all that is no tensor of a step.
+"""Process groups and messages of a rank: tensors go over NCCL where each rank has a GPU of its own,
+else over gloo, and so does all that is no tensor of a step.
 
-Collectives of tensors in host memory are direct: every rank sends to all others at once. Gloo's own go round a ring,
-and its reduce-scatter sets one up each time. Where ranks share processors, each step of a ring waits until the next
-rank has one. `benchmarks/gloo_collectives.py` holds both ways against each other.
+Collectives of tensors in host memory are direct: every rank sends to all others at once. Gloo's own
+go round a ring, and its reduce-scatter sets one up each time. Where ranks share processors, each
+step of a ring waits until the next rank has one. `benchmarks/gloo_collectives.py` holds both ways
+against each other.
 """
 
 from __future__ import annotations
@@ -59,12 +60,16 @@ Form = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
 
 @dataclass(slots=True)
 class PendingRecv:
-    """A tensor that arrives; or, with `reduce`, tensors of all ranks, [ranks, ...], of which the sum or maximum is."""
+    """A tensor that arrives; or, with `reduce`, tensors of all ranks, [ranks, ...], of which the
+    sum or maximum is.
+    """
 
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
-    sent: torch.Tensor | None = None  # Tensor sent by the same exchange, which must stay alive until it is done.
+    sent: torch.Tensor | None = (
+        None  # Tensor sent by the same exchange, which must stay alive until it is done.
+    )
     reduce: dist.ReduceOp.RedOpType | None = None
 
     def wait(self) -> torch.Tensor:
@@ -76,7 +81,11 @@ class PendingRecv:
             return self.buffer.amax(0)
         if self.reduce is not None:  # Added up in the order of ranks, so that all have the same.
             return self.buffer.sum(0, dtype=self.buffer.dtype)
-        return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
+        return (
+            self.buffer
+            if self.buffer.device == self.device
+            else self.buffer.to(self.device, non_blocking=True)
+        )
 
 
 class PendingSend:
@@ -101,16 +110,19 @@ class PendingSend:
 
 
 _HELD_BYTES = 4 * 2**20
-"""A rank may hold so much of messages that are gone. To have a thread wait for a message takes up to 0.1 ms of the
-rank's own time, which is more than small ones take themselves."""
+"""A rank may hold so much of messages that are gone. To have a thread wait for a message takes up
+to 0.1 ms of the rank's own time, which is more than small ones take themselves.
+"""
 
 
 class SendQueue:
     """All messages of a rank that are under way."""
 
     def __init__(self, watched: bool, most_bytes: int = _HELD_BYTES) -> None:
-        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo. All are then held
-        until the step's end, up to `most_bytes`; beyond that a thread waits for the earliest."""
+        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo.
+        All are then held until the step's end, up to `most_bytes`; beyond that a thread waits for
+        the earliest.
+        """
         self._watched = watched
         self._most_bytes = most_bytes
         self._under_way: deque[PendingSend] = deque()
@@ -137,7 +149,9 @@ class SendQueue:
         return earliest
 
     def _forget_one(self) -> None:
-        """Wait for the first that the thread waits for. One that failed stays, and fails all that come behind it."""
+        """Wait for the first that the thread waits for. One that failed stays, and fails all that
+        come behind it.
+        """
         self._waited_for[0].result()
         self._waited_for.popleft()
 
@@ -153,23 +167,29 @@ class SendQueue:
 
 
 class RecvBufferPool:
-    """The buffers of one channel in one direction, all of one shape, that of the last message; made when first needed.
+    """The buffers of one channel in one direction, all of one shape, that of the last message; made
+    when first needed.
 
-    A buffer is free when nothing but the pool holds its memory: no view of it, no operator that keeps it for backward,
-    no message that forwards it. `size` is how many a step holds at once; where a view lives longer, what comes
-    meanwhile has memory of its own. On a GPU the stream that writes a message first waits for all that was launched
-    before its receive was posted, so for the last reader too.
+    A buffer is free when nothing but the pool holds its memory: no view of it, no operator that
+    keeps it for backward, no message that forwards it. `size` is how many a step holds at once;
+    where a view lives longer, what comes meanwhile has memory of its own. On a GPU the stream that
+    writes a message first waits for all that was launched before its receive was posted, so for the
+    last reader too.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._buffers: list[torch.Tensor] = []
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         if self._buffers and self._buffers[0].shape != shape:
             self._buffers.clear()
         for place, buffer in enumerate(self._buffers):
-            if storage_users(buffer.untyped_storage()) == 2:  # The buffer, and the storage's own object.
+            if (
+                storage_users(buffer.untyped_storage()) == 2
+            ):  # The buffer, and the storage's own object.
                 self._buffers.append(self._buffers.pop(place))
                 return buffer.detach()
         found = torch.empty(shape, dtype=dtype, device=device)
@@ -179,7 +199,8 @@ class RecvBufferPool:
 
 
 _SMALL_BYTES = 1 << 17
-"""Tensors up to here are summed by sending each rank's to all: larger ones would be sent too often."""
+"""Tensors up to here are summed by sending each rank's to all: larger ones would be sent too often.
+"""
 
 
 def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -188,9 +209,13 @@ def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def start_direct_exchange(
-    rows: torch.Tensor, group: dist.ProcessGroup | None, reduce: dist.ReduceOp.RedOpType | None = None
+    rows: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    reduce: dist.ReduceOp.RedOpType | None = None,
 ) -> PendingRecv:
-    """Start sending row i to rank i; what arrives is row i from rank i, or with `reduce` the sum of all or maximum."""
+    """Start sending row i to rank i; what arrives is row i from rank i, or with `reduce` the sum of
+    all or maximum.
+    """
     rows = rows.detach().contiguous()
     received = torch.empty_like(rows)
     work = dist.all_to_all_single(received, rows, group=group, async_op=True)
@@ -208,8 +233,12 @@ def to_all(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return tensor.expand(dist.get_world_size(group), *tensor.shape)
 
 
-def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensors of all ranks of the group, by rank, [ranks, ...]; written into `rows` where those are given."""
+def all_gather(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The tensors of all ranks of the group, by rank, [ranks, ...]; written into `rows` where those
+    are given.
+    """
     if is_direct(tensor, group):
         gathered = start_direct_exchange(to_all(tensor, group), group).wait()
         return gathered if rows is None else rows.copy_(gathered)
@@ -218,7 +247,9 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torc
     if dist.get_backend(group) == "gloo":
         dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=group)
     else:
-        all_gather_flat(as_nccl_type(rows).view(-1), as_nccl_type(tensor.contiguous()).view(-1), group=group)
+        all_gather_flat(
+            as_nccl_type(rows).view(-1), as_nccl_type(tensor.contiguous()).view(-1), group=group
+        )
     return rows
 
 
@@ -228,7 +259,9 @@ def start_all_reduce(
     how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     in_place: bool = True,
 ) -> PendingRecv:
-    """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in place, if allowed."""
+    """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in
+    place, if allowed.
+    """
     if tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group):
         return start_direct_exchange(to_all(tensor, group), group, how)
     if dist.get_backend(group) == "nccl":
@@ -261,17 +294,22 @@ def all_to_all(
     outgoing: list[int],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Send `outgoing[i]` elements of a flat tensor to rank i of the group, and put `incoming[i]` from it in place."""
+    """Send `outgoing[i]` elements of a flat tensor to rank i of the group, and put `incoming[i]`
+    from it in place.
+    """
     if dist.get_backend(group) == "nccl":
-        size, arrives, sent = sent.element_size(), as_nccl_type(arrives), as_nccl_type(sent)
+        size = sent.element_size()
+        arrives = as_nccl_type(arrives)
+        sent = as_nccl_type(sent)
         factor = size // sent.element_size()
         incoming, outgoing = ([factor * each for each in sizes] for sizes in (incoming, outgoing))
     dist.all_to_all_single(arrives, sent, incoming, outgoing, group=group)
 
 
 class ControlGroup:
-    """All ranks of a world, or the only one, on a process group that nothing else uses. So it may go on beside a step,
-    on another thread, without its messages getting between those of the step."""
+    """All ranks of a world, or the only one, on a process group that nothing else uses. So it may
+    go on beside a step, on another thread, without its messages getting between those of the step.
+    """
 
     def __init__(self, rank: int, world_size: int, patience_s: float, heartbeat: Heartbeat) -> None:
         """All ranks make it together. Who has not come after `patience_s` seconds is given up."""
@@ -288,7 +326,11 @@ class ControlGroup:
         if self.world_size == 1:
             return [data]
         # The heartbeat is the main thread's: who waits for another thread says so there.
-        with self.heartbeat.waiting() if threading.current_thread() is threading.main_thread() else nullcontext():
+        with (
+            self.heartbeat.waiting()
+            if threading.current_thread() is threading.main_thread()
+            else nullcontext()
+        ):
             self.waits = True
             sizes = all_gather(torch.tensor([len(data)]), self._group).flatten().tolist()
             own = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -298,8 +340,10 @@ class ControlGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def run_collectively(self, task: str, act: Callable[[], Any]) -> list[Any]:
-        """Every rank does its part of a task; what came of each, by rank, as JSON carries it. Where a rank's part ends
-        in an AutopipeError, all ranks raise it, the first by rank, as that rank's."""
+        """Every rank does its part of a task; what came of each, by rank, as JSON carries it. Where
+        a rank's part ends in an AutopipeError, all ranks raise it, the first by rank, as that
+        rank's.
+        """
         try:
             outcome = {"done": act()}
         except AutopipeError as error:
@@ -317,25 +361,32 @@ class ControlGroup:
 
 
 ATTEMPT = "AUTOPIPE_ATTEMPT"
-"""Environment variable that tells apart the attempts of one launch, where the launcher keeps the store."""
+"""Environment variable that tells apart the attempts of one launch, where the launcher keeps the
+store.
+"""
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MODULE_LOADING = "CUDA_MODULE_LOADING"
-"""Environment variable that states when CUDA loads kernels: by default (`LAZY`) at their first launch.
+"""Environment variable that states when CUDA loads kernels: by default (`LAZY`) at their first
+launch.
 
-Loading a kernel may wait until the device is idle (CUDA Programming Guide, "Lazy Loading", potential hazards). A
-receive that is posted early keeps the device busy until its sender has computed. Ranks of a schedule with pipelines in
-both directions (Chimera, DualPipe) then wait for one another in their first step.
+Loading a kernel may wait until the device is idle (CUDA Programming Guide, "Lazy Loading",
+potential hazards). A receive that is posted early keeps the device busy until its sender has
+computed. Ranks of a schedule with pipelines in both directions (Chimera, DualPipe) then wait for
+one another in their first step.
 """
 
 
 class Transport:
-    """This rank's ends of all channels and groups. Messages of one channel arrive in the order sent. Work handles are
-    kept until waited for: gloo drops messages whose handle is gone. Where ranks share a GPU, which NCCL refuses,
-    tensors travel through pinned host memory."""
+    """This rank's ends of all channels and groups. Messages of one channel arrive in the order
+    sent. Work handles are kept until waited for: gloo drops messages whose handle is gone. Where
+    ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
+    """
 
-    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None
+    ) -> None:
         self.timeouts = timeouts
         self.heartbeat = heartbeat or Heartbeat()
         self.rank = int(os.environ.get("RANK", "0"))
@@ -347,7 +398,8 @@ class Transport:
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []
         """Lines about how ranks exchange tensors, for one rank to say."""
-        # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
+        # Others may come late from their start, and then be late with a task: the launcher finds
+        # out sooner who hangs.
         self._patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
         self._nccl = NcclCommunicators(self.rank, self.device, self._patience)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -360,7 +412,9 @@ class Transport:
         self._joined = False
         self._store: Store | None = None  # Kept here, as `SignedStore` wants it.
         self.store: Store | None = None
-        """The ranks' own, of this attempt; None where the rank is the only one, or has not joined the others."""
+        """The ranks' own, of this attempt; None where the rank is the only one, or has not joined
+        the others.
+        """
         self._use(nccl=False)
 
     def _use(self, nccl: bool) -> None:
@@ -373,8 +427,10 @@ class Transport:
         self._sends = SendQueue(watched=not nccl)
 
     def start(self) -> None:
-        """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges. A world of
-        one needs no process group; a process that is in a world already stays in it."""
+        """Join the world, with threads that keep to the rank's processors unless NCCL does the
+        exchanges. A world of one needs no process group; a process that is in a world already stays
+        in it.
+        """
         if self.device.type == "cuda":
             pin_near(pci_address(self.device))
         if self.world_size == 1 or dist.is_initialized():
@@ -387,16 +443,23 @@ class Transport:
             pin_to_cores(int(os.environ["LOCAL_RANK"]), self._local_world)
         with self.heartbeat.waiting(), patient_threads():
             dist.init_process_group(
-                "gloo", rank=self.rank, world_size=self.world_size, timeout=self._patience, store=store
+                "gloo",
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self._patience,
+                store=store,
             )
-        self._joined, self.store = True, store
+        self._joined = True
+        self.store = store
 
     def _join_store(self) -> Store:
         """The store of all ranks, over which they have agreed how to exchange tensors."""
         store: Store
         self._store = _launchers_store(self._patience, signed=True)
         if self._store is None:
-            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self._patience))
+            store, _, _ = next(
+                rendezvous("env://", self.rank, self.world_size, timeout=self._patience)
+            )
         else:
             store = PrefixStore(os.environ[ATTEMPT], self._store)
         if self._on_cpu:
@@ -407,10 +470,12 @@ class Transport:
         if nccl:
             if int(os.environ[_QUEUES]) < HARDWARE_QUEUES:
                 self.notices.append(
-                    f"{_QUEUES} is {os.environ[_QUEUES]}: that the program ends is known for {HARDWARE_QUEUES}"
+                    f"{_QUEUES} is {os.environ[_QUEUES]}: that the program ends is known for "
+                    f"{HARDWARE_QUEUES}"
                 )
             if (plain := _launchers_store(self._patience, signed=False)) is not None:
-                self._store, store = plain, PrefixStore(os.environ[ATTEMPT], plain)
+                self._store = plain
+                store = PrefixStore(os.environ[ATTEMPT], plain)
         return store
 
     def make_control_group(self) -> ControlGroup:
@@ -421,7 +486,9 @@ class Transport:
         return control_group
 
     def connect(self, groups: Iterable[tuple[int, ...]], channels: Iterable[Channel] = ()) -> None:
-        """Make all groups and channels that any rank needs, in the same order everywhere, before the first step."""
+        """Make all groups and channels that any rank needs, in the same order everywhere, before
+        the first step.
+        """
         members = {tuple(sorted(ranks)) for ranks in groups if len(ranks) > 1}
         channels = tuple(channels)
         for each in channels:
@@ -439,15 +506,18 @@ class Transport:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of these ranks, whatever their order; None stands for the whole world over gloo."""
+        """The group of these ranks, whatever their order; None stands for the whole world over
+        gloo.
+        """
         if len(ranks) == self.world_size and not self.nccl:
             return None
         return (self._nccl.groups if self.nccl else self._groups)[tuple(sorted(ranks))]
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """NCCL carries the messages of the block as one: all go to one rank, or come from one, over one communicator.
-        Both ends put the same messages into a batch. Gloo carries each alone."""
+        """NCCL carries the messages of the block as one: all go to one rank, or come from one, over
+        one communicator. Both ends put the same messages into a batch. Gloo carries each alone.
+        """
         if not self.nccl:
             yield
             return
@@ -517,12 +587,16 @@ class Transport:
         return start_all_reduce(tensor, self.group(ranks))
 
     def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        """Start adding up gradients over the ranks, of which this rank gets its share of the sums."""
+        """Start adding up gradients over the ranks, of which this rank gets its share of the
+        sums.
+        """
         self.traffic["gradient"] += row.nbytes
         return start_reduce_scatter(row.view(len(ranks), -1), self.group(ranks))
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""
+        """Fill a row, of which each of the ranks has its share in place. Counted by who asks for
+        it.
+        """
         rows = row.view(len(ranks), -1)
         all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
@@ -531,7 +605,9 @@ class Transport:
         return self._of_all_ranks(number, dist.ReduceOp.MAX)
 
     def total(self, number: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' numbers, on the device, [], the same on all. Not counted as a step's."""
+        """The sum of all ranks' numbers, on the device, [], the same on all. Not counted as a
+        step's.
+        """
         return self._of_all_ranks(number, dist.ReduceOp.SUM)
 
     def _of_all_ranks(self, number: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -548,15 +624,18 @@ class Transport:
         if self.world_size == 1:
             return [numbers]
         with self.heartbeat.waiting():
-            found: list[list[float]] = all_gather(torch.tensor(numbers, dtype=torch.float64), None).tolist()
+            found: list[list[float]] = all_gather(
+                torch.tensor(numbers, dtype=torch.float64), None
+            ).tolist()
         return found
 
     def finish(self) -> None:
         self._sends.finish()
 
     def stop(self) -> None:
-        """Leave all groups, and the world if `start` joined it. All ranks together: gloo aborts a rank whose peer goes
-        away while it closes its threads."""
+        """Leave all groups, and the world if `start` joined it. All ranks together: gloo aborts a
+        rank whose peer goes away while it closes its threads.
+        """
         self._sends.close()
         if not dist.is_initialized():
             return
@@ -576,15 +655,21 @@ class Transport:
 
 
 def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
-    """The launcher's store; None where another program started the rank, so that torch shall find or make one. NCCL's
-    own threads look into the store, also while they are ended, when they must not wait for Python: not signed."""
+    """The launcher's store; None where another program started the rank, so that torch shall find
+    or make one. NCCL's own threads look into the store, also while they are ended, when they must
+    not wait for Python: not signed.
+    """
     if ATTEMPT not in os.environ:
         return None
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
+    )
     key = os.environ.pop(KEY, "")  # Under a bare torchrun there is none.
     if not signed or not key:
         return store
-    return SignedStore(store, Signer(bytes.fromhex(key), os.environ["TORCHELASTIC_RUN_ID"]), patience)
+    return SignedStore(
+        store, Signer(bytes.fromhex(key), os.environ["TORCHELASTIC_RUN_ID"]), patience
+    )
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -1,7 +1,8 @@
-"""The update of parameters as a CUDA graph: the optimizer's step, and the moving average of the weights.
+"""The update of parameters as a CUDA graph: the optimizer's step, and the moving average of the
+weights.
 
-The graph reads static gradients, learning rates that are tensors on the device, and with loss scaling a static tensor
-that says whether the step is skipped.
+The graph reads static gradients, learning rates that are tensors on the device, and with loss
+scaling a static tensor that says whether the step is skipped.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ class UpdateGraph:
         skips: bool,
         resources: CaptureResources,
     ) -> None:
-        """Capture the update; the optimizer has taken a step before. Raises NotCaptured; then nothing has changed.
+        """Capture the update; the optimizer has taken a step before. Raises NotCaptured; then
+        nothing has changed.
 
-        `tensors` are those that had a gradient in that step, `average` updates the moving average, `skips` is True if
-        a step may be skipped.
+        `tensors` are those that had a gradient in that step, `average` updates the moving average,
+        `skips` is True if a step may be skipped.
         """
         if not all(group.get("fused") for group in optimizer.param_groups):
             raise NotCaptured("its optimizer takes the learning rate from the host")
@@ -40,7 +42,9 @@ class UpdateGraph:
         try:
             with resources.capturing():
                 self._prepare(device)
-                self._graph = resources.capture(lambda: self._run(average), torch.cuda.graph_pool_handle())
+                self._graph = resources.capture(
+                    lambda: self._run(average), torch.cuda.graph_pool_handle()
+                )
         except NotCaptured:
             self._restore()
             raise
@@ -72,9 +76,10 @@ class UpdateGraph:
                 group["capturable"] = False
 
     def replay(self, tensors: Sequence[torch.Tensor], skipped: torch.Tensor | None) -> bool:
-        """Replay the update of `tensors`, which are all that the optimizer updates; the learning rates are set.
-        `skipped` is on the device, 1 if the step is skipped. Return False if other tensors have gradients than at the
-        capture: then nothing has happened."""
+        """Replay the update of `tensors`, which are all that the optimizer updates; the learning
+        rates are set. `skipped` is on the device, 1 if the step is skipped. Return False if other
+        tensors have gradients than at the capture: then nothing has happened.
+        """
         found = [each for each in tensors if each.grad is not None]
         if len(found) != len(self._tensors) or any(map(_differ, found, self._tensors)):
             return False

@@ -1,8 +1,8 @@
 """ONNX Runtime's attention operators (domain com.microsoft) in terms of ONNX's own.
 
-Caches of a batch whose sequences have different lengths are written by TensorScatter and read by Attention with the
-length of each; a mask is what is added to scores, as ONNX Runtime's kernels make it. Keys that a mask hides are given
-`mask_filter_value` rather than -inf.
+Caches of a batch whose sequences have different lengths are written by TensorScatter and read by
+Attention with the length of each; a mask is what is added to scores, as ONNX Runtime's kernels make
+it. Keys that a mask hides are given `mask_filter_value` rather than -inf.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Queries, keys and values as [batch, heads, tokens, features], and what of keys a query sees."""
+    """Queries, keys and values as [batch, heads, tokens, features], and what of keys a query
+    sees.
+    """
 
     query: str
     key: str
@@ -48,17 +50,25 @@ def _by_head(to: Rewriting, name: str, heads: int) -> str:
     batch, tokens, hidden = to.shape(name)
     to.require(
         heads > 0 and hidden % heads == 0,
-        f"{hidden} {plural(hidden, 'feature does', 'features do')} not make up {heads} {plural(heads, 'head')}",
+        (
+            f"{hidden} {plural(hidden, 'feature does', 'features do')} not make up {heads} "
+            f"{plural(heads, 'head')}"
+        ),
     )
     return to.transpose(to.reshape(name, batch, tokens, heads, hidden // heads), 0, 2, 1, 3)
 
 
-def _attend(to: Rewriting, heads: Heads, scores: int, **settings: Attribute) -> tuple[str, str, str]:
-    """An Attention, and what it gives: the result as [batch, tokens, heads · features], all keys and all values.
+def _attend(
+    to: Rewriting, heads: Heads, scores: int, **settings: Attribute
+) -> tuple[str, str, str]:
+    """An Attention, and what it gives: the result as [batch, tokens, heads · features], all keys
+    and all values.
 
-    `scores` is the place among the node's results that the attention's fourth has."""
+    `scores` is the place among the node's results that the attention's fourth has.
+    """
     batch, count, tokens, _ = to.shape(heads.query)
-    groups, features = to.shape(heads.value)[1], to.shape(heads.value)[3]
+    groups = to.shape(heads.value)[1]
+    features = to.shape(heads.value)[3]
     past = to.shape(heads.past[0])[2] if heads.past[0] else 0
     total = past + to.shape(heads.key)[2]
     scale = to.node.number("scale")
@@ -70,7 +80,15 @@ def _attend(to: Rewriting, heads: Heads, scores: int, **settings: Attribute) -> 
         results += [(batch, groups, total, to.shape(each)[3]) for each in (heads.key, heads.value)]
     if to.wants(scores):
         results.append((batch, count, tokens, total))
-    operands = [heads.query, heads.key, heads.value, heads.mask, *heads.past, heads.lengths, heads.sink]
+    operands = [
+        heads.query,
+        heads.key,
+        heads.value,
+        heads.mask,
+        *heads.past,
+        heads.lengths,
+        heads.sink,
+    ]
     dtype = to.type_of(heads.query).dtype
     merged = to.add("Attention", operands, *results, dtype=dtype, **attributes)
     outputs = to.nodes[-1].outputs
@@ -83,24 +101,35 @@ def _attend(to: Rewriting, heads: Heads, scores: int, **settings: Attribute) -> 
 
 def group_query_attention(to: Rewriting) -> None:
     node = to.node
-    count, groups = node.integer("num_heads"), node.integer("kv_num_heads")
+    count = node.integer("num_heads")
+    groups = node.integer("kv_num_heads")
     for name in ("sliding_window_cache", "kv_cache_bit_width"):
         to.require(not node.integer(name), f"{name!r} is not supported")
     words = _packed_or_apart(to, count, groups)
-    query, key, value = (_by_head(to, each, n) for each, n in zip(words, (count, groups, groups), strict=True))
+    query, key, value = (
+        _by_head(to, each, n) for each, n in zip(words, (count, groups, groups), strict=True)
+    )
     batch, _, tokens, _ = to.shape(query)
-    past, total = (to.operand(3), to.operand(4)), to.known(6)
+    past = (to.operand(3), to.operand(4))
+    total = to.known(6)
     before = "" if total == tokens else _tokens_before(to, tokens, total)
     if to.operand(14):
         epsilon = node.number("qk_norm_epsilon", 1e-6)
         query, key = (
-            to.add("RMSNormalization", [each, to.required(weight)], to.shape(each), axis=-1, epsilon=epsilon)
+            to.add(
+                "RMSNormalization",
+                [each, to.required(weight)],
+                to.shape(each),
+                axis=-1,
+                epsilon=epsilon,
+            )
             for each, weight in ((query, 14), (key, 15))
         )
     if node.integer("do_rotary"):
         positions = _positions(to, before, batch, tokens)
         query, key = (_turned(to, each, positions) for each in (query, key))
-    present, mask = (key, value), to.operand(10)
+    present = (key, value)
+    mask = to.operand(10)
     lengths = to.both("Add", before, to.constant(np.asarray(tokens))) if before else ""
     if past[0] and to.shape(past[0])[2]:
         places = max(total or 0, to.shape(past[0])[2])
@@ -113,11 +142,15 @@ def group_query_attention(to: Rewriting) -> None:
         mask = _prompt_mask(to, mask, key)
     sink = to.operand(11)
     if not sink and node.integer("smooth_softmax"):
-        sink = to.add("Expand", [to.number(0.0, to.type_of(query).dtype), to.integers(count)], (count,))
+        sink = to.add(
+            "Expand", [to.number(0.0, to.type_of(query).dtype), to.integers(count)], (count,)
+        )
     window = node.integer("local_window_size", -1)
     result, _, _ = _attend(
         to,
-        Heads(query, key, value, mask, lengths=lengths, sink=sink, causal=node.integer("causal", 1)),
+        Heads(
+            query, key, value, mask, lengths=lengths, sink=sink, causal=node.integer("causal", 1)
+        ),
         3,
         softcap=node.number("softcap"),
         qk_matmul_output_mode=(0, 2, 3)[node.integer("qk_output")],
@@ -132,11 +165,17 @@ def _prompt_mask(to: Rewriting, added: str, key: str) -> str:
     batch, _, tokens, _ = to.shape(key)
     ends = to.both("Add", _each(to, to.required(5)), to.constant(np.asarray(1)))
     shown = _between(to, ends, batch, tokens)
-    return to.choose(shown, added, to.number(-math.inf, to.type_of(added).dtype)) if added else shown
+    return (
+        to.choose(shown, added, to.number(-math.inf, to.type_of(added).dtype)) if added else shown
+    )
 
 
-def _written(to: Rewriting, caches: tuple[str, str], new: tuple[str, str], start: str) -> tuple[str, str]:
-    """Keys and values of earlier calls with this one's written from `start` on, in each sequence."""
+def _written(
+    to: Rewriting, caches: tuple[str, str], new: tuple[str, str], start: str
+) -> tuple[str, str]:
+    """Keys and values of earlier calls with this one's written from `start` on, in each
+    sequence.
+    """
     keys, values = (
         to.add("TensorScatter", [cache, each, start], to.shape(cache), axis=-2)
         for cache, each in zip(caches, new, strict=True)
@@ -145,7 +184,9 @@ def _written(to: Rewriting, caches: tuple[str, str], new: tuple[str, str], start
 
 
 def _filled(to: Rewriting, caches: tuple[str, str], lengths: str) -> tuple[str, str]:
-    """Keys and values with zeros in the places that are not filled yet, as ONNX Runtime hands them on."""
+    """Keys and values with zeros in the places that are not filled yet, as ONNX Runtime hands them
+    on.
+    """
     batch, _, places, _ = to.shape(caches[0])
     rows = to.places(0, places, -1, 1)
     filled = to.both("Less", rows, to.reshape(lengths, batch, 1, 1, 1), DType.BOOL)
@@ -159,7 +200,9 @@ def _each(to: Rewriting, name: str) -> str:
 
 
 def _packed_or_apart(to: Rewriting, count: int, groups: int) -> list[str]:
-    """Queries, keys and values of [batch, tokens, features], which one tensor may hold side by side."""
+    """Queries, keys and values of [batch, tokens, features], which one tensor may hold side by
+    side.
+    """
     query = to.required(0)
     if to.operand(1):
         return [query, to.operand(1), to.required(2)]
@@ -167,13 +210,18 @@ def _packed_or_apart(to: Rewriting, count: int, groups: int) -> list[str]:
     whole = count + 2 * groups
     to.require(
         whole > 0 and hidden % whole == 0,
-        f"{hidden} {plural(hidden, 'feature does', 'features do')} not make up {whole} {plural(whole, 'head')}",
+        (
+            f"{hidden} {plural(hidden, 'feature does', 'features do')} not make up {whole} "
+            f"{plural(whole, 'head')}"
+        ),
     )
     return to.split(query, 2, *(hidden // whole * each for each in (count, groups, groups)))
 
 
 def _tokens_before(to: Rewriting, tokens: int, total: int | None) -> str:
-    """For each sequence the tokens of earlier calls: none where this call's are as many as the longest has."""
+    """For each sequence the tokens of earlier calls: none where this call's are as many as the
+    longest has.
+    """
     before = to.both("Add", _each(to, to.required(5)), to.constant(np.asarray(1 - tokens)))
     if total is not None:
         return before
@@ -183,8 +231,11 @@ def _tokens_before(to: Rewriting, tokens: int, total: int | None) -> str:
 
 
 def _positions(to: Rewriting, before: str, batch: int, tokens: int) -> str:
-    """Positions [batch, tokens] of the tokens of a call; a first one counts on from the first that is stated."""
-    stated, steps = to.operand(9), to.places(0, tokens, 1, -1)
+    """Positions [batch, tokens] of the tokens of a call; a first one counts on from the first that
+    is stated.
+    """
+    stated = to.operand(9)
+    steps = to.places(0, tokens, 1, -1)
     if stated and before:
         return stated
     if stated:
@@ -196,7 +247,8 @@ def _positions(to: Rewriting, before: str, batch: int, tokens: int) -> str:
 
 
 def _turned(to: Rewriting, name: str, positions: str) -> str:
-    cosines, sines = to.required(7), to.required(8)
+    cosines = to.required(7)
+    sines = to.required(8)
     width = 2 * to.shape(cosines)[1]
     return to.add(
         "RotaryEmbedding",
@@ -222,15 +274,20 @@ def _multi_head(to: Rewriting, bias: str, padding: str, added: str, past: int) -
     count = to.node.integer("num_heads")
     query, key, value = _three(to, count, bias)
     pasts = to.operand(past), to.operand(past + 1)
-    total = to.shape(key)[2] + (to.shape(pasts[0])[2] if pasts[0] and not to.operand(past + 2) else 0)
+    total = to.shape(key)[2] + (
+        to.shape(pasts[0])[2] if pasts[0] and not to.operand(past + 2) else 0
+    )
     heads = _masked(to, Heads(query, key, value), padding, added, total)
     for index, each in enumerate(_with_past(to, heads, pasts, to.operand(past + 2), 3)):
         to.gives(index, each)
 
 
 def _three(to: Rewriting, count: int, bias: str) -> list[str]:
-    """Queries, keys and values of a MultiHeadAttention by head, in whichever form they come, with their bias."""
-    query, key = to.required(0), to.operand(1)
+    """Queries, keys and values of a MultiHeadAttention by head, in whichever form they come, with
+    their bias.
+    """
+    query = to.required(0)
+    key = to.operand(1)
     if not key and len(to.shape(query)) == 3:
         hidden = to.shape(query)[2]
         features = hidden // 3
@@ -248,20 +305,30 @@ def _three(to: Rewriting, count: int, bias: str) -> list[str]:
         if not all(sizes):  # Keys and values of another model's part have theirs already.
             sizes = [sizes[0], sizes[0], whole - 2 * sizes[0]]
         biases = to.split(bias, 0, *sizes)
-        parts = [to.both("Add", part, each) if part else "" for part, each in zip(parts, biases, strict=True)]
-    return [_by_head(to, part, count) if part else word for part, word in zip(parts, words, strict=True)]
+        parts = [
+            to.both("Add", part, each) if part else ""
+            for part, each in zip(parts, biases, strict=True)
+        ]
+    return [
+        _by_head(to, part, count) if part else word for part, word in zip(parts, words, strict=True)
+    ]
 
 
 def _stacked(to: Rewriting, name: str, parts: int) -> list[str]:
-    """The `parts` of [batch, tokens, heads, parts, features], each of [batch, tokens, heads · features]."""
+    """The `parts` of [batch, tokens, heads, parts, features], each of [batch, tokens, heads ·
+    features].
+    """
     batch, tokens, count, _, features = to.shape(name)
     pieces = to.split(name, 3, *[1] * parts)
     return [to.reshape(each, batch, tokens, count * features) for each in pieces]
 
 
-def _with_past(to: Rewriting, heads: Heads, past: tuple[str, str], before: str, scores: int) -> tuple[str, str, str]:
-    """Attention with keys and values of earlier calls in front of this one's; where `before` tells how many tokens of
-    a longer buffer are filled, this one's are written behind them."""
+def _with_past(
+    to: Rewriting, heads: Heads, past: tuple[str, str], before: str, scores: int
+) -> tuple[str, str, str]:
+    """Attention with keys and values of earlier calls in front of this one's; where `before` tells
+    how many tokens of a longer buffer are filled, this one's are written behind them.
+    """
     tokens = to.shape(heads.query)[2]
     if past[0] and before:
         batch = to.shape(heads.query)[0]
@@ -280,11 +347,13 @@ def _masked(to: Rewriting, heads: Heads, padding: str, added: str, total: int) -
     visible = _visible(to, padding, heads.query, total) if padding else ""
     if not visible:
         return dataclasses.replace(heads, mask=added, causal=causal)
-    dtype, tokens = to.type_of(heads.query).dtype, to.shape(heads.query)[2]
+    dtype = to.type_of(heads.query).dtype
+    tokens = to.shape(heads.query)[2]
     hidden = to.number(to.node.number("mask_filter_value", FILTER), dtype)
     mask = to.choose(visible, to.number(0.0, dtype), hidden)
     if causal and tokens > 1:
-        # A query that sees nothing but padding looks at that, and ahead only where padding is hidden as well.
+        # A query that sees nothing but padding looks at that, and ahead only where padding is
+        # hidden as well.
         queries = to.places(total - tokens, total, -1, 1)
         before = to.both("LessOrEqual", to.places(0, total, -1), queries, DType.BOOL)
         mask = to.choose(before, mask, to.number(-math.inf, dtype))
@@ -309,7 +378,9 @@ def _visible(to: Rewriting, padding: str, query: str, total: int) -> str:
 
 
 def _between(to: Rewriting, bounds: str, batch: int, total: int) -> str:
-    """Keys before an end for each sequence, or, where `bounds` goes on with starts, between both."""
+    """Keys before an end for each sequence, or, where `bounds` goes on with starts, between
+    both.
+    """
     size = to.shape(bounds)[0]
     bounds = to.cast(bounds, DType.INT64)
     places = to.places(0, total, 1, 1, 1, -1)
@@ -327,7 +398,8 @@ def merged_attention(to: Rewriting) -> None:
     words = _projected(to, to.operand(2))
     count = node.integer("num_heads")
     query, key, value = (_by_head(to, word, count) for word in words)
-    past, filled = to.operand(4), to.operand(6)
+    past = to.operand(4)
+    filled = to.operand(6)
     halves: tuple[str, str] = "", ""
     earlier = 0
     if past and to.shape(past)[3]:
@@ -347,9 +419,12 @@ def merged_attention(to: Rewriting) -> None:
 
 def _projected(to: Rewriting, bias: str) -> list[str]:
     """Queries, keys and values: an input by merged weights, a bias added."""
-    rows, weights = to.required(0), to.required(1)
+    rows = to.required(0)
+    weights = to.required(1)
     inside, hidden = to.shape(weights)
-    to.require(to.shape(rows)[-1] == inside, f"its weights take {inside} {plural(inside, 'feature')}")
+    to.require(
+        to.shape(rows)[-1] == inside, f"its weights take {inside} {plural(inside, 'feature')}"
+    )
     product = to.add("MatMul", [rows, weights], (*to.shape(rows)[:-1], hidden))
     if bias:
         product = to.both("Add", product, bias)
@@ -365,12 +440,21 @@ def _turned_by_place(to: Rewriting, name: str, first: int) -> str:
         0 < width <= features and tokens * width <= MOST_PLACES,
         f"{tokens} {plural(tokens, 'token')} of {width} {plural(width, 'angle')} do not fit",
     )
-    angles = np.arange(first, first + tokens)[:, None] / ROTARY_BASE ** (np.arange(0, width, 2) / width)
+    angles = np.arange(first, first + tokens)[:, None] / ROTARY_BASE ** (
+        np.arange(0, width, 2) / width
+    )
     dtype = to.type_of(name).dtype
-    tables = [to.cast(to.constant(turn(angles).astype(np.float32)), dtype) for turn in (np.cos, np.sin)]
+    tables = [
+        to.cast(to.constant(turn(angles).astype(np.float32)), dtype) for turn in (np.cos, np.sin)
+    ]
     steps = to.places(0, tokens, 1, -1)
     positions = to.add("Expand", [steps, to.integers(batch, tokens)], (batch, tokens))
-    return to.add("RotaryEmbedding", [name, *tables, positions], to.shape(name), rotary_embedding_dim=width % features)
+    return to.add(
+        "RotaryEmbedding",
+        [name, *tables, positions],
+        to.shape(name),
+        rotary_embedding_dim=width % features,
+    )
 
 
 def packed_attention(to: Rewriting) -> None:
@@ -391,9 +475,12 @@ def packed_multi_head_attention(to: Rewriting) -> None:
 
 
 def _unpacked(to: Rewriting, words: list[str], offsets: str, bounds: str, added: str) -> None:
-    """Attention among the tokens [tokens, features] of each sequence, which stand one behind the other: gathered into
-    sequences of one length, and back. `offsets` begins with the tokens' places among those."""
-    (batch, longest), count = to.shape(offsets), to.node.integer("num_heads")
+    """Attention among the tokens [tokens, features] of each sequence, which stand one behind the
+    other: gathered into sequences of one length, and back. `offsets` begins with the tokens' places
+    among those.
+    """
+    (batch, longest) = to.shape(offsets)
+    count = to.node.integer("num_heads")
     tokens = to.shape(words[0])[0]
     bounds = to.reshape(to.cast(bounds, DType.INT64), batch + 1, 1)
     starts, _ = to.split(bounds, 0, batch, 1)
@@ -401,7 +488,10 @@ def _unpacked(to: Rewriting, words: list[str], offsets: str, bounds: str, added:
     lengths = to.reshape(to.both("Sub", ends, starts), batch)
     places = to.both("Add", starts, to.places(0, longest, 1, -1))
     places = to.both("Min", places, to.constant(np.asarray(tokens - 1)))
-    rows = [to.add("Gather", [word, places], (batch, longest, to.shape(word)[1]), axis=0) for word in words]
+    rows = [
+        to.add("Gather", [word, places], (batch, longest, to.shape(word)[1]), axis=0)
+        for word in words
+    ]
     query, key, value = (_by_head(to, each, count) for each in rows)
     result, _, _ = _attend(to, Heads(query, key, value, added, lengths=lengths), 1)
     flat = to.reshape(result, batch * longest, to.shape(result)[2])
@@ -414,8 +504,10 @@ def _unpacked(to: Rewriting, words: list[str], offsets: str, bounds: str, added:
 def linear_attention(to: Rewriting) -> None:
     """ONNX's own operator of that name."""
     _require_defaults(to, state_window=0)
-    value, groups = to.shape(to.required(2)), to.node.integer("kv_num_heads")
-    size, width = to.shape(to.required(1))[2] // groups, value[2] // groups
+    value = to.shape(to.required(2))
+    groups = to.node.integer("kv_num_heads")
+    size = to.shape(to.required(1))[2] // groups
+    width = value[2] // groups
     result = (*value[:2], to.node.integer("q_num_heads") * width)
     to.itself(result, (value[0], groups, size, width))
 
@@ -423,7 +515,8 @@ def linear_attention(to: Rewriting) -> None:
 def causal_convolution(to: Rewriting) -> None:
     """ONNX's own operator of that name."""
     _require_defaults(to, state_window=0, channels_last=0, dilation=1, ndim=1)
-    shape, weight = to.shape(to.required(0)), to.shape(to.required(1))
+    shape = to.shape(to.required(0))
+    weight = to.shape(to.required(1))
     to.itself(shape, (*shape[:2], weight[2] - 1))
 
 
@@ -463,9 +556,14 @@ def is_rewritten(node: onnx.NodeProto) -> bool:
 
 
 def rewritten(
-    node: onnx.NodeProto, operands: tuple[str, ...], types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    node: onnx.NodeProto,
+    operands: tuple[str, ...],
+    types: Mapping[str, Value],
+    arrays: Mapping[str, np.ndarray],
 ) -> Rewriting:
-    """The nodes in a node's place. Raises ModelError where its operands are not what the operator takes."""
+    """The nodes in a node's place. Raises ModelError where its operands are not what the operator
+    takes.
+    """
     found = Rewriting(node, operands, types, arrays)
     try:
         REWRITERS[node.op_type](found)

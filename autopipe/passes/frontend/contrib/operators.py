@@ -1,7 +1,8 @@
-"""ONNX Runtime's own operators (domain com.microsoft) spelled with ONNX's, where that loses nothing, while reading.
+"""ONNX Runtime's own operators (domain com.microsoft) spelled with ONNX's, where that loses
+nothing, while reading.
 
-Spellings are read like any other part of the file: typed, folded, fused. Operators with a row of their own
-are only given one form: biases apart, scales and zero points of blocks as matrices.
+Spellings are read like any other part of the file: typed, folded, fused. Operators with a row of
+their own are only given one form: biases apart, scales and zero points of blocks as matrices.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _matmul_nbits(spelling: Spelling) -> None:
     operands = [spelling.operand(index) for index in range(5)]
     for index in (2, 3):
         if operands[index] and len(spelling.shape(index)) == 1:
-            operands[index] = spelling.shaped(operands[index], rows, spelling.shape(index)[0] // max(rows, 1))
+            operands[index] = spelling.shaped(
+                operands[index], rows, spelling.shape(index)[0] // max(rows, 1)
+            )
     while not operands[-1]:
         operands.pop()
     bias = spelling.operand(5)
@@ -48,17 +51,30 @@ _NF4 = (
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
 )
-"""The numbers of 4 bits by bitsandbytes' two types (Dettmers et al., "QLoRA", 2023); of the first a bit is the sign."""
+"""The numbers of 4 bits by bitsandbytes' two types (Dettmers et al., "QLoRA", 2023); of the first a
+bit is the sign.
+"""
 
 
 def _matmul_bnb4(spelling: Spelling) -> None:
-    """Each byte looked up as two numbers, its upper half first; blocks of the flat weight times the largest of each."""
+    """Each byte looked up as two numbers, its upper half first; blocks of the flat weight times the
+    largest of each.
+    """
     if not spelling.integer("transB", 1):
-        raise ModelError("only a transposed weight is supported", where=f"MatMulBnb4 {spelling.node.name!r}")
-    numbers = np.array(_NF4 if spelling.integer("quant_type", 1) else (*_FP4, *(-each for each in _FP4)), np.float32)
+        raise ModelError(
+            "only a transposed weight is supported", where=f"MatMulBnb4 {spelling.node.name!r}"
+        )
+    numbers = np.array(
+        _NF4 if spelling.integer("quant_type", 1) else (*_FP4, *(-each for each in _FP4)),
+        np.float32,
+    )
     pairs = np.stack([np.repeat(numbers, 16), np.tile(numbers, 16)], axis=1)
-    table = spelling.shaped(spelling.add("Constant", value_floats=pairs.reshape(-1).tolist()), 256, 2)
-    found = spelling.add("Gather", table, spelling.add("Cast", spelling.operand(1), to=NUMBERS[DType.INT32]))
+    table = spelling.shaped(
+        spelling.add("Constant", value_floats=pairs.reshape(-1).tolist()), 256, 2
+    )
+    found = spelling.add(
+        "Gather", table, spelling.add("Cast", spelling.operand(1), to=NUMBERS[DType.INT32])
+    )
     kind = spelling.type(2).dtype
     found = found if kind is DType.FLOAT32 else spelling.add("Cast", found, to=NUMBERS[kind])
     found = spelling.add(
@@ -66,14 +82,20 @@ def _matmul_bnb4(spelling: Spelling) -> None:
         spelling.shaped(found, spelling.shape(2)[0], spelling.integer("block_size")),
         spelling.shaped(spelling.operand(2), -1, 1),
     )
-    found = spelling.add("Transpose", spelling.shaped(found, spelling.integer("N"), spelling.integer("K")), perm=[1, 0])
+    found = spelling.add(
+        "Transpose",
+        spelling.shaped(found, spelling.integer("N"), spelling.integer("K")),
+        perm=[1, 0],
+    )
     spelling.add("MatMul", spelling.operand(0), found, result=0)
 
 
 def _gather_blocks(spelling: Spelling) -> None:
-    """Rows of bytes have a row of their own; of elements with a type of 4 bits, or along other axes, slices are picked
-    and become numbers."""
-    shape, places = spelling.shape(0), spelling.shape(1)
+    """Rows of bytes have a row of their own; of elements with a type of 4 bits, or along other
+    axes, slices are picked and become numbers.
+    """
+    shape = spelling.shape(0)
+    places = spelling.shape(1)
     gathered, axis = (
         spelling.integer(name, default) % max(len(shape), 1)
         for name, default in (("gather_axis", 0), ("quantize_axis", 1))
@@ -99,7 +121,9 @@ def _fused_matmul(spelling: Spelling) -> None:
     factors = list(spelling.operands)
     for place, rank in enumerate(len(spelling.shape(each)) for each in (0, 1)):
         if spelling.integer(f"transBatch{'AB'[place]}") and rank > 2:
-            factors[place] = spelling.add("Transpose", factors[place], perm=[*range(1, rank - 1), 0, rank - 1])
+            factors[place] = spelling.add(
+                "Transpose", factors[place], perm=[*range(1, rank - 1), 0, rank - 1]
+            )
     if factors == list(spelling.operands):
         spelling.own(factors, spelling.node.output)
     else:
@@ -108,26 +132,45 @@ def _fused_matmul(spelling: Spelling) -> None:
 
 
 def _group_norm(spelling: Spelling, skips: bool = False) -> None:
-    """Of channels that come last, and with SiLU behind, unless attributes say otherwise; perhaps of a sum."""
-    x, shape = spelling.operand(0), spelling.shape(0)
-    last, results = spelling.integer("channels_last", 1), len(spelling.node.output)
+    """Of channels that come last, and with SiLU behind, unless attributes say otherwise; perhaps of
+    a sum.
+    """
+    x = spelling.operand(0)
+    shape = spelling.shape(0)
+    last = spelling.integer("channels_last", 1)
+    results = len(spelling.node.output)
     if skips:
-        skip, given = spelling.operand(3), spelling.shape(3)
+        skip = spelling.operand(3)
+        given = spelling.shape(3)
         if len(given) == 2:
             middle = [1] * (len(shape) - 2)
             extents = [given[0], *middle, given[1]] if last else [*given, *middle]
             skip = spelling.shaped(skip, *extents)
         total = spelling.add("Add", x, skip)
         if bias := spelling.operand(4):
-            total = spelling.add("Add", total, bias if last else spelling.shaped(bias, -1, *[1] * (len(shape) - 2)))
-        x = spelling.add("Identity", total, result=1) if results > 1 and spelling.node.output[1] else total
+            total = spelling.add(
+                "Add", total, bias if last else spelling.shaped(bias, -1, *[1] * (len(shape) - 2))
+            )
+        x = (
+            spelling.add("Identity", total, result=1)
+            if results > 1 and spelling.node.output[1]
+            else total
+        )
     if last:
         x = spelling.moved(x, len(shape), last=False)
-    settings: dict[str, Any] = {"num_groups": spelling.integer("groups"), "epsilon": spelling.number("epsilon", 1e-5)}
+    settings: dict[str, Any] = {
+        "num_groups": spelling.integer("groups"),
+        "epsilon": spelling.number("epsilon", 1e-5),
+    }
     active = spelling.integer("activation")
     ends = last or active
     x = spelling.add(
-        "GroupNormalization", x, spelling.operand(1), spelling.operand(2), result=None if ends else 0, **settings
+        "GroupNormalization",
+        x,
+        spelling.operand(1),
+        spelling.operand(2),
+        result=None if ends else 0,
+        **settings,
     )
     if active:
         x = spelling.add("QuickGelu", x, result=None if last else 0, domain=DOMAIN, alpha=1.0)
@@ -139,12 +182,20 @@ def _bias_split_gelu(spelling: Spelling) -> None:
     """The first half of the sums times Gelu of the second."""
     half = spelling.shape(0)[-1] // 2
     total = spelling.add("Add", spelling.operand(0), spelling.operand(1))
-    first, second = (spelling.sliced(total, start, start + half, len(spelling.shape(0)) - 1) for start in (0, half))
+    first, second = (
+        spelling.sliced(total, start, start + half, len(spelling.shape(0)) - 1)
+        for start in (0, half)
+    )
     spelling.add("Mul", first, spelling.add("Gelu", second, domain=DOMAIN), result=0)
 
 
 def _bias_add(spelling: Spelling) -> None:
-    spelling.add("Add", spelling.add("Add", spelling.operand(0), spelling.operand(1)), spelling.operand(2), result=0)
+    spelling.add(
+        "Add",
+        spelling.add("Add", spelling.operand(0), spelling.operand(1)),
+        spelling.operand(2),
+        result=0,
+    )
 
 
 def _channels_last(operator: str, spelling: Spelling) -> None:
@@ -156,10 +207,13 @@ def _channels_last(operator: str, spelling: Spelling) -> None:
 
 
 def _convolved_last(spelling: Spelling) -> None:
-    """A convolution of images whose channels come last, as they mostly do in its weight, too: ONNX Runtime's optimizer
-    writes them so, though the operator's description has them second."""
-    rank, channels = len(spelling.shape(0)), spelling.shape(0)[-1]
-    x, weight = spelling.moved(spelling.operand(0), rank, last=False), spelling.operand(1)
+    """A convolution of images whose channels come last, as they mostly do in its weight, too: ONNX
+    Runtime's optimizer writes them so, though the operator's description has them second.
+    """
+    rank = len(spelling.shape(0))
+    channels = spelling.shape(0)[-1]
+    x = spelling.moved(spelling.operand(0), rank, last=False)
+    weight = spelling.operand(1)
     if spelling.shape(1)[-1] * spelling.integer("group", 1) == channels:
         weight = spelling.moved(weight, rank, last=False)
     found = spelling.add("Conv", x, weight, *spelling.operands[2:], **spelling.attributes())
@@ -189,7 +243,8 @@ def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
         spelling.add(activation, x, result=0, **named)
     elif activation:
         raise ModelError(
-            f"it has no activation {activation!r}", where=f"{spelling.node.op_type} {spelling.node.name!r}"
+            f"it has no activation {activation!r}",
+            where=f"{spelling.node.op_type} {spelling.node.name!r}",
         )
     else:
         spelling.add("Identity", x, result=0)
@@ -197,7 +252,8 @@ def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
 
 def _fused_conv(spelling: Spelling, last: bool = False, weight: str = "") -> None:
     """A convolution, perhaps of another weight, perhaps something added, and an activation."""
-    rank, x = len(spelling.shape(0)), spelling.operand(0)
+    rank = len(spelling.shape(0))
+    x = spelling.operand(0)
     x = spelling.moved(x, rank, last=False) if last else x
     bias = [spelling.operand(2)] if spelling.operand(2) else []
     attributes = spelling.attributes("activation", "activation_params")
@@ -223,14 +279,20 @@ def _fused_gemm(spelling: Spelling) -> None:
 
 
 def _embedding(spelling: Spelling) -> None:
-    """Rows of words, positions and segments added up and normalised; how many tokens the mask shows."""
+    """Rows of words, positions and segments added up and normalised; how many tokens the mask
+    shows.
+    """
     packed = spelling.node.op_type == "QEmbedLayerNormalization"
 
     def number(name: str, table: int) -> str:
-        """A part of a table, or a vector, of bytes as numbers: scales of all follow from operand 8 on, then points."""
+        """A part of a table, or a vector, of bytes as numbers: scales of all follow from operand 8
+        on, then points.
+        """
         if not packed:
             return name
-        return spelling.add("DequantizeLinear", name, *filter(None, map(spelling.operand, (table + 6, table + 11))))
+        return spelling.add(
+            "DequantizeLinear", name, *filter(None, map(spelling.operand, (table + 6, table + 11)))
+        )
 
     samples, length = spelling.shape(0)
     words = number(spelling.add("Gather", spelling.operand(2), spelling.operand(0)), 2)
@@ -268,16 +330,30 @@ def _scaler(spelling: Spelling) -> None:
 
 def _picked_features(spelling: Spelling) -> None:
     """Elements along the last axis; of a vector as one row."""
-    x = spelling.operand(0) if len(spelling.shape(0)) > 1 else spelling.shaped(spelling.operand(0), 1, -1)
+    x = (
+        spelling.operand(0)
+        if len(spelling.shape(0)) > 1
+        else spelling.shaped(spelling.operand(0), 1, -1)
+    )
     spelling.add("Gather", x, spelling.shaped(spelling.operand(1), -1), axis=-1, result=0)
 
 
 def _linear_regressor(spelling: Spelling) -> None:
     if spelling.text("post_transform", "NONE") != "NONE":
-        raise ModelError("no transformation is supported", where=f"LinearRegressor {spelling.node.name!r}")
+        raise ModelError(
+            "no transformation is supported", where=f"LinearRegressor {spelling.node.name!r}"
+        )
     x = spelling.add("Cast", spelling.operand(0), to=NUMBERS[DType.FLOAT32])
     weight = _floats(spelling, spelling.integer("targets", 1), -1, of="coefficients")
-    operands = [x, weight, *([_floats(spelling, -1, of="intercepts")] if "intercepts" in spelling.attributes() else [])]
+    operands = [
+        x,
+        weight,
+        *(
+            [_floats(spelling, -1, of="intercepts")]
+            if "intercepts" in spelling.attributes()
+            else []
+        ),
+    ]
     spelling.add("Gemm", *operands, transB=1, result=0)
 
 
@@ -325,8 +401,9 @@ def is_spelled(node: onnx.NodeProto) -> bool:
 def spelled_out(
     node: onnx.NodeProto, operands: tuple[str, ...], types: Mapping[str, Value], opset: int
 ) -> tuple[onnx.NodeProto, ...] | None:
-    """The nodes that stand for this one; None where it stands for itself. Raises ModelError where its operands are not
-    what the operator takes."""
+    """The nodes that stand for this one; None where it stands for itself. Raises ModelError where
+    its operands are not what the operator takes.
+    """
     speller = _speller(node)
     if speller is None:
         return None
@@ -335,5 +412,7 @@ def spelled_out(
         speller(spelling)
     except (ValueError, IndexError, KeyError) as error:
         shapes = ", ".join(str(types[name].shape) if name else "absent" for name in operands)
-        raise ModelError(f"operands {shapes} do not fit", where=f"{node.op_type} {node.name!r}") from error
+        raise ModelError(
+            f"operands {shapes} do not fit", where=f"{node.op_type} {node.name!r}"
+        ) from error
     return tuple(spelling.nodes)

@@ -1,5 +1,6 @@
-"""Quantised operators of ONNX Runtime's domain spelled with ONNX's: what lies between is computed in floating point,
-as its kernels do, and products of whole numbers exactly."""
+"""Quantised operators of ONNX Runtime's domain spelled with ONNX's: what lies between is computed
+in floating point, as its kernels do, and products of whole numbers exactly.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ def _single(operator: str, spelling: Spelling, *left_out: str) -> None:
 
 
 def _softmax(spelling: Spelling) -> None:
-    """Before opset 13 over all axes from `axis` on. A share is counted in whole steps of which 1 has ⌊1 / scale⌋, as by
-    the kernel's tables: 254 for the usual scale, 1 / 255 in single precision."""
-    shape, x = spelling.shape(0), spelling.dequantized(0)
+    """Before opset 13 over all axes from `axis` on. A share is counted in whole steps of which 1
+    has ⌊1 / scale⌋, as by the kernel's tables: 254 for the usual scale, 1 / 255 in single
+    precision.
+    """
+    shape = spelling.shape(0)
+    x = spelling.dequantized(0)
     if spelling.integer("opset") < 13:
         axis = spelling.integer("axis", 1) % max(len(shape), 1)
         x = spelling.shaped(x, math.prod(shape[:axis]), math.prod(shape[axis:]))
@@ -44,12 +48,16 @@ def _concat(spelling: Spelling) -> None:
 
 
 def _where(spelling: Spelling) -> None:
-    found = spelling.add("Where", spelling.operand(0), spelling.dequantized(1), spelling.dequantized(4))
+    found = spelling.add(
+        "Where", spelling.operand(0), spelling.dequantized(1), spelling.dequantized(4)
+    )
     spelling.quantize(found, 7)
 
 
 def _pool(operator: str, spelling: Spelling) -> None:
-    last, rank, x = spelling.integer("channels_last"), len(spelling.shape(0)), spelling.dequantized(0)
+    last = spelling.integer("channels_last")
+    rank = len(spelling.shape(0))
+    x = spelling.dequantized(0)
     x = spelling.moved(x, rank, last=False) if last else x
     found = spelling.add(operator, x, **spelling.attributes("channels_last"))
     found = spelling.moved(found, rank, last=True) if last else found
@@ -57,10 +65,14 @@ def _pool(operator: str, spelling: Spelling) -> None:
 
 
 def _conv(spelling: Spelling) -> None:
-    last, rank = spelling.integer("channels_last"), len(spelling.shape(0))
-    x, attributes = spelling.operand(0), spelling.attributes("channels_last")
+    last = spelling.integer("channels_last")
+    rank = len(spelling.shape(0))
+    x = spelling.operand(0)
+    attributes = spelling.attributes("channels_last")
     x = spelling.moved(x, rank, last=False) if last else x
-    found = spelling.add("QLinearConv", x, *spelling.operands[1:], result=None if last else 0, **attributes)
+    found = spelling.add(
+        "QLinearConv", x, *spelling.operands[1:], result=None if last else 0, **attributes
+    )
     if last:
         spelling.moved(found, rank, last=True, result=0)
 
@@ -112,10 +124,8 @@ def _gemm(spelling: Spelling) -> None:
     product = _product(spelling, (a, b), (spelling.operand(2), spelling.operand(5)))
     if spelling.operand(6):
         product = spelling.add("Add", product, spelling.operand(6))
-    number, scale = (
-        spelling.add("Cast", product, to=_FLOAT),
-        spelling.add("Mul", spelling.operand(1), spelling.operand(4)),
-    )
+    number = spelling.add("Cast", product, to=_FLOAT)
+    scale = spelling.add("Mul", spelling.operand(1), spelling.operand(4))
     if (alpha := spelling.number("alpha", 1.0)) != 1.0:
         scale = spelling.add("Mul", scale, spelling.add("Constant", value_float=alpha))
     found = spelling.add("Mul", number, scale, result=None if spelling.operand(7) else 0)
@@ -124,12 +134,18 @@ def _gemm(spelling: Spelling) -> None:
 
 
 def _attention(spelling: Spelling) -> None:
-    """Queries, keys and values of one product of whole numbers; scores, masks and probabilities in floating point."""
+    """Queries, keys and values of one product of whole numbers; scores, masks and probabilities in
+    floating point.
+    """
     node = spelling.node
     unread = [name for name in ("do_rotary", "past_present_share_buffer") if spelling.integer(name)]
     if unread:
-        raise ModelError(f"attribute {unread[0]!r} is not supported", where=f"{node.op_type} {node.name!r}")
-    (samples, length, _), width, heads = spelling.shape(0), spelling.shape(1)[1] // 3, spelling.integer("num_heads")
+        raise ModelError(
+            f"attribute {unread[0]!r} is not supported", where=f"{node.op_type} {node.name!r}"
+        )
+    (samples, length, _) = spelling.shape(0)
+    width = spelling.shape(1)[1] // 3
+    heads = spelling.integer("num_heads")
     points = spelling.operand(6), spelling.operand(7)
     product = _product(spelling, (spelling.operand(0), spelling.operand(1)), points)
     scale = spelling.add("Mul", spelling.operand(3), spelling.operand(4))
@@ -137,23 +153,30 @@ def _attention(spelling: Spelling) -> None:
     merged = spelling.shaped(
         spelling.add("Add", merged, spelling.operand(2)), samples, length, 3, heads, width // heads
     )
-    turned = spelling.add("Transpose", merged, perm=[2, 0, 3, 1, 4])  # [3, samples, heads, length, width of a head]
+    turned = spelling.add(
+        "Transpose", merged, perm=[2, 0, 3, 1, 4]
+    )  # [3, samples, heads, length, width of a head]
     query, *held = (
-        spelling.add("Gather", turned, spelling.add("Constant", value_int=part), axis=0) for part in range(3)
+        spelling.add("Gather", turned, spelling.add("Constant", value_int=part), axis=0)
+        for part in range(3)
     )
     before = spelling.shape(8)[3] if spelling.operand(8) else 0
     if before:
         held = [
             spelling.add(
                 "Concat",
-                spelling.add("Gather", spelling.operand(8), spelling.add("Constant", value_int=part), axis=0),
+                spelling.add(
+                    "Gather", spelling.operand(8), spelling.add("Constant", value_int=part), axis=0
+                ),
                 each,
                 axis=2,
             )
             for part, each in enumerate(held)
         ]
     key, value = held
-    factor = spelling.add("Constant", value_float=spelling.number("scale", 0.0) or (width // heads) ** -0.5)
+    factor = spelling.add(
+        "Constant", value_float=spelling.number("scale", 0.0) or (width // heads) ** -0.5
+    )
     scores = spelling.add("MatMul", query, spelling.add("Transpose", key, perm=[0, 1, 3, 2]))
     scores = spelling.add("Mul", scores, factor)
     for mask in _masks(spelling, samples, length, before + length):
@@ -162,19 +185,26 @@ def _attention(spelling: Spelling) -> None:
     joined = spelling.add("Transpose", seen, perm=[0, 2, 1, 3])
     spelling.add("Reshape", joined, spelling.integers(samples, length, width), result=0)
     if len(node.output) > 1 and node.output[1]:
-        parts = [spelling.shaped(each, 1, samples, heads, before + length, width // heads) for each in held]
+        parts = [
+            spelling.shaped(each, 1, samples, heads, before + length, width // heads)
+            for each in held
+        ]
         spelling.add("Concat", *parts, axis=0, result=1)
 
 
 def _masks(spelling: Spelling, samples: int, length: int, keys: int) -> list[str]:
     """The tensors that are added to scores [samples, heads, length, keys]."""
     hidden = spelling.add("Constant", value_float=spelling.number("mask_filter_value", -10000.0))
-    zero, places = spelling.add("Constant", value_float=0.0), _counted(spelling, keys)
+    zero = spelling.add("Constant", value_float=0.0)
+    places = _counted(spelling, keys)
     found = []
     if spelling.operand(5):
-        shape, mask = spelling.shape(5), spelling.operand(5)
+        shape = spelling.shape(5)
+        mask = spelling.operand(5)
         if shape == (samples,):
-            shown = spelling.add("Less", places, spelling.add("Cast", spelling.shaped(mask, samples, 1, 1, 1), to=7))
+            shown = spelling.add(
+                "Less", places, spelling.add("Cast", spelling.shaped(mask, samples, 1, 1, 1), to=7)
+            )
         elif len(shape) in (2, 3) and shape[-1] == keys:
             ones = spelling.shaped(mask, samples, 1, *([1] if len(shape) == 2 else [length]), keys)
             shown = spelling.add("Cast", ones, to=9)
@@ -183,7 +213,9 @@ def _masks(spelling: Spelling, samples: int, length: int, keys: int) -> list[str
         found.append(spelling.add("Where", shown, zero, hidden))
     if spelling.integer("unidirectional"):
         own = spelling.add(
-            "Add", spelling.shaped(_counted(spelling, length), length, 1), spelling.integers(keys - length)
+            "Add",
+            spelling.shaped(_counted(spelling, length), length, 1),
+            spelling.integers(keys - length),
         )
         later = spelling.add("Less", own, places)
         found.append(spelling.add("Where", later, hidden, zero))
@@ -192,7 +224,9 @@ def _masks(spelling: Spelling, samples: int, length: int, keys: int) -> list[str
 
 def _counted(spelling: Spelling, count: int) -> str:
     """The whole numbers from 0."""
-    return spelling.add("Range", *(spelling.add("Constant", value_int=number) for number in (0, count, 1)))
+    return spelling.add(
+        "Range", *(spelling.add("Constant", value_int=number) for number in (0, count, 1))
+    )
 
 
 def _lstm(spelling: Spelling) -> None:
@@ -207,7 +241,9 @@ def _lstm(spelling: Spelling) -> None:
         shape = spelling.shape(scale)[0], 1, spelling.shape(scale)[1] if per_row else 1
         point, factor = (spelling.shaped(each, *shape) for each in vectors)
         number = spelling.add("Sub", spelling.add("Cast", names[index], to=_FLOAT), point)
-        names[index] = spelling.add("Transpose", spelling.add("Mul", number, factor), perm=[0, 2, 1])
+        names[index] = spelling.add(
+            "Transpose", spelling.add("Mul", number, factor), perm=[0, 2, 1]
+        )
     while not names[-1]:
         names.pop()
     spelling.add("LSTM", *names, result=0, **spelling.attributes())

@@ -1,5 +1,6 @@
-"""A node of a file in terms of operators that may be newer than the file's sets, under which ONNX would not type them:
-what takes its place in the graph, each piece with its type."""
+"""A node of a file in terms of operators that may be newer than the file's sets, under which ONNX
+would not type them: what takes its place in the graph, each piece with its type.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ MOST_PLACES = 1 << 24
 
 @dataclass(slots=True)
 class Rewriting:
-    """The nodes, types and constants that take a node's place. Operators have the meaning of opset 25 whatever the
-    file's. A value is known by its name; "" is an absent one."""
+    """The nodes, types and constants that take a node's place. Operators have the meaning of opset
+    25 whatever the file's. A value is known by its name; "" is an absent one.
+    """
 
     proto: onnx.NodeProto
     operands: tuple[str, ...]
@@ -42,7 +44,9 @@ class Rewriting:
     def __post_init__(self) -> None:
         proto = self.proto
         attributes = attributes_of(proto)
-        self.node = Node(proto.name, proto.op_type, self.operands, tuple(proto.output), attributes, proto.domain)
+        self.node = Node(
+            proto.name, proto.op_type, self.operands, tuple(proto.output), attributes, proto.domain
+        )
 
     @property
     def where(self) -> str:
@@ -89,8 +93,9 @@ class Rewriting:
         dtype: DType | None = None,
         **attributes: Attribute,
     ) -> str:
-        """A node whose results have these shapes, and the type of the first operand where no other is told; the name
-        of its first result. The others end in /1, /2 …"""
+        """A node whose results have these shapes, and the type of the first operand where no other
+        is told; the name of its first result. The others end in /1, /2 …
+        """
         base = f"{self.node.outputs[0]}/{operator.lower()}_{len(self.nodes)}"
         names = [base, *(f"{base}/{number}" for number in range(1, len(shapes)))]
         dtype = dtype or self.type_of(operands[0]).dtype
@@ -104,8 +109,9 @@ class Rewriting:
         return base
 
     def itself(self, *shapes: Sequence[int], dtype: DType | None = None) -> None:
-        """ONNX's own operator of the node's name, with its attributes and results of these shapes, and of the first
-        operand's type where no other is told."""
+        """ONNX's own operator of the node's name, with its attributes and results of these shapes,
+        and of the first operand's type where no other is told.
+        """
         self.add(self.node.op, self.operands, *shapes, dtype=dtype, **dict(self.node.attributes))
         for index, name in enumerate(self.nodes[-1].outputs):
             self.gives(index, name)
@@ -124,8 +130,12 @@ class Rewriting:
         return self.constant(np.asarray(values, np.int64))
 
     def places(self, first: int, last: int, *shape: int) -> str:
-        """The whole numbers from `first` up to `last`, which it leaves out, in a shape that -1 may stand in."""
-        self.require(last - first <= MOST_PLACES, f"more than {MOST_PLACES} tokens are not supported")
+        """The whole numbers from `first` up to `last`, which it leaves out, in a shape that -1 may
+        stand in.
+        """
+        self.require(
+            last - first <= MOST_PLACES, f"more than {MOST_PLACES} tokens are not supported"
+        )
         return self.constant(np.arange(first, last).reshape(shape))
 
     def reshape(self, name: str, *shape: int) -> str:
@@ -174,7 +184,9 @@ class Rewriting:
             return name
         pads = [0] * (2 * len(shape))
         pads[len(shape) + axis] = extent - shape[axis]
-        return self.add("Pad", [name, self.integers(*pads)], (*shape[:axis], extent, *shape[axis + 1 :]))
+        return self.add(
+            "Pad", [name, self.integers(*pads)], (*shape[:axis], extent, *shape[axis + 1 :])
+        )
 
 
 Rewriter = Callable[[Rewriting], None]

@@ -1,4 +1,6 @@
-"""A node of the file spelled with others: their names, and the few forms that most spellings have."""
+"""A node of the file spelled with others: their names, and the few forms that most spellings
+have.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from autopipe.passes.frontend.elements import renamed
 if TYPE_CHECKING:
     import onnx
 
-_SLICED_BY_OPERANDS, _CLIPPED_BY_OPERANDS = 10, 11
+_SLICED_BY_OPERANDS = 10
+_CLIPPED_BY_OPERANDS = 11
 """The opsets since which operands, not attributes, tell a Slice's and a Clip's bounds."""
 
 
@@ -36,7 +39,9 @@ class Spelling:
     def type(self, index: int) -> Value:
         """The type of an operand; raises ModelError where it is absent."""
         if not self.operand(index):
-            raise ModelError(f"it lacks operand {index}", where=f"{self.node.op_type} {self.node.name!r}")
+            raise ModelError(
+                f"it lacks operand {index}", where=f"{self.node.op_type} {self.node.name!r}"
+            )
         return self.types[self.operand(index)]
 
     def shape(self, index: int) -> tuple[int, ...]:
@@ -48,15 +53,30 @@ class Spelling:
     def number(self, name: str, default: float) -> float:
         return next((each.f for each in self.node.attribute if each.name == name), default)
 
-    def add(self, operator: str, *operands: str, result: int | None = None, domain: str = "", **attributes: Any) -> str:
-        """Add a node and return the name of its first result: that of result `result` of the node, else a new one."""
+    def add(
+        self,
+        operator: str,
+        *operands: str,
+        result: int | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> str:
+        """Add a node and return the name of its first result: that of result `result` of the node,
+        else a new one.
+        """
         import onnx.helper
 
         own = self.node.output[0] or self.node.name
         name = f"{own}/{len(self.nodes)}" if result is None else self.node.output[result]
-        title = f"{self.node.name or self.node.op_type}/{operator}" if self.nodes or result is None else self.node.name
+        title = (
+            f"{self.node.name or self.node.op_type}/{operator}"
+            if self.nodes or result is None
+            else self.node.name
+        )
         kept = {key: value for key, value in attributes.items() if value is not None}
-        self.nodes.append(onnx.helper.make_node(operator, operands, [name], name=title, domain=domain, **kept))
+        self.nodes.append(
+            onnx.helper.make_node(operator, operands, [name], name=title, domain=domain, **kept)
+        )
         return name
 
     def own(self, operands: Sequence[str], outputs: Sequence[str]) -> None:
@@ -93,7 +113,10 @@ class Spelling:
         }
 
     def text(self, name: str, default: str = "") -> str:
-        return next((each.s.decode(errors="replace") for each in self.node.attribute if each.name == name), default)
+        return next(
+            (each.s.decode(errors="replace") for each in self.node.attribute if each.name == name),
+            default,
+        )
 
     def moved(self, name: str, rank: int, *, last: bool, result: int | None = None) -> str:
         """A value whose channels are moved from axis 1 to the last, or from there to axis 1."""
@@ -102,8 +125,15 @@ class Spelling:
 
     def dequantized(self, index: int) -> str:
         """Operand `index`, followed by its scale and zero point, as floating-point numbers."""
-        return self.add("DequantizeLinear", *filter(None, map(self.operand, range(index, index + 3))))
+        return self.add(
+            "DequantizeLinear", *filter(None, map(self.operand, range(index, index + 3)))
+        )
 
     def quantize(self, name: str, index: int) -> None:
         """Make the node's result of a value, its scale and zero point operands from `index` on."""
-        self.add("QuantizeLinear", name, *filter(None, (self.operand(index), self.operand(index + 1))), result=0)
+        self.add(
+            "QuantizeLinear",
+            name,
+            *filter(None, (self.operand(index), self.operand(index + 1))),
+            result=0,
+        )

@@ -1,9 +1,11 @@
-"""Fusion of a matrix product and the cross-entropy of its scores into one operator that recomputes the scores.
+"""Fusion of a matrix product and the cross-entropy of its scores into one operator that recomputes
+the scores.
 
-The scores of tokens by vocabulary (logits) are the largest tensor of a language model's training. The fused operator
-(`autopipe.LinearCrossEntropy`) never holds all of them: backward computes them again. It replaces the product and the
-loss if nothing else reads the scores. Between both, files have casts, a softcap (Gemma Team, "Gemma 2", 2024,
-section 2), slices of tokens and reshapes to rows; nodes that move rows of scores move rows of x instead.
+The scores of tokens by vocabulary (logits) are the largest tensor of a language model's training.
+The fused operator (`autopipe.LinearCrossEntropy`) never holds all of them: backward computes them
+again. It replaces the product and the loss if nothing else reads the scores. Between both, files
+have casts, a softcap (Gemma Team, "Gemma 2", 2024, section 2), slices of tokens and reshapes to
+rows; nodes that move rows of scores move rows of x instead.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from autopipe.passes.frontend.cleanup import Additions, without_unread
 from autopipe.passes.frontend.fusion.view import View, near
 
 FEWEST_CLASSES = 16_384
-"""Minimum number of classes for which `loss.scores: auto` considers to recompute scores: fewer save little memory."""
+"""Minimum number of classes for which `loss.scores: auto` considers to recompute scores: fewer save
+little memory.
+"""
 _LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 _NARROW = frozenset({DType.FLOAT16, DType.BFLOAT16})
 _ATTRIBUTES = frozenset({"ignore_index", "reduction"})
@@ -45,13 +49,17 @@ def is_large(graph: Graph) -> bool:
 
 
 def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
-    """Return the graph with each cross-entropy that the values `wanted` depend on fused with the product of its scores.
+    """Return the graph with each cross-entropy that the values `wanted` depend on fused with the
+    product of its scores.
 
-    The graph's other outputs, such as the scores, stay. Return `graph` itself if there is no such cross-entropy.
+    The graph's other outputs, such as the scores, stay. Return `graph` itself if there is no such
+    cross-entropy.
     """
     if all(node.op not in _LOSSES for node in graph.nodes):
         return graph
-    view, added, nodes = View(graph), Additions(graph), list[Node]()
+    view = View(graph)
+    added = Additions(graph)
+    nodes = list[Node]()
     view.readers = _readers(graph, wanted)
     changed = False
     for node in graph.nodes:
@@ -88,24 +96,42 @@ def _loss(view: View, added: Additions, node: Node) -> tuple[Node, ...]:
         return ()
     nodes = _moved(view, added, product.x, moves[::-1])
     x = nodes[-1].outputs[0] if nodes else product.x
-    attributes: list[tuple[str, Attribute]] = [each for each in node.attributes if each[0] in _ATTRIBUTES]
-    attributes += [("softcap", product.softcap)] * bool(product.softcap) + [("transB", 1)] * product.transposed
+    attributes: list[tuple[str, Attribute]] = [
+        each for each in node.attributes if each[0] in _ATTRIBUTES
+    ]
+    attributes += [("softcap", product.softcap)] * bool(product.softcap) + [
+        ("transB", 1)
+    ] * product.transposed
     weight = node.inputs[2] if len(node.inputs) > 2 else ""
     inputs = (x, labels, weight, product.weight, product.bias)[: 5 if product.bias else 4]
-    return (*nodes, Node(node.name, "LinearCrossEntropy", inputs, node.outputs[:1], tuple(attributes), "autopipe"))
+    return (
+        *nodes,
+        Node(
+            node.name, "LinearCrossEntropy", inputs, node.outputs[:1], tuple(attributes), "autopipe"
+        ),
+    )
 
 
 def _classes_last(view: View, node: Node, scores: str) -> tuple[str, str]:
-    """The scores of a loss with classes in their last dimension, "" where there are none such, and labels of the same
-    other dimensions: those before both became rows, where they did and the result does not show it."""
-    labels, rank = node.inputs[1], len(view.shape(scores))
+    """The scores of a loss with classes in their last dimension, "" where there are none such, and
+    labels of the same other dimensions: those before both became rows, where they did and the
+    result does not show it.
+    """
+    labels = node.inputs[1]
+    rank = len(view.shape(scores))
     if rank > 2:
         turned = _alone(view, scores, "Transpose")
-        is_turned = turned is not None and turned.integers("perm") == (0, rank - 1, *range(1, rank - 1))
+        is_turned = turned is not None and turned.integers("perm") == (
+            0,
+            rank - 1,
+            *range(1, rank - 1),
+        )
         return turned.inputs[0] if turned is not None and is_turned else "", labels
-    rows, before = _alone(view, scores, "Reshape"), view.made_by(labels, "Reshape")
+    rows = _alone(view, scores, "Reshape")
+    before = view.made_by(labels, "Reshape")
     if rows is not None and before is not None and node.text("reduction", "mean") != "none":
-        (given, *_), (own, *_) = rows.inputs, before.inputs
+        (given, *_) = rows.inputs
+        (own, *_) = before.inputs
         if view.shape(given) == (*view.shape(own), view.shape(scores)[-1]):
             return given, own
     return scores, labels
@@ -113,12 +139,17 @@ def _classes_last(view: View, node: Node, scores: str) -> tuple[str, str]:
 
 def _moved(view: View, added: Additions, x: str, moves: Iterable[Node]) -> list[Node]:
     """Nodes that move the rows of x as `moves` do those of scores."""
-    nodes, value = list[Node](), view.type_of(x)
+    nodes = list[Node]()
+    value = view.type_of(x)
     for move in moves:
         shape = (*view.shape(move.outputs[0])[:-1], value.shape[-1])
         name = added.value(f"{x}_rows", value.dtype, shape)
         inputs = (x, added.shape(name, shape)) if move.op == "Reshape" else (x, *move.inputs[1:])
-        nodes.append(dataclasses.replace(move, inputs=inputs, outputs=(name,), name=f"autopipe/{move.op}/{name}"))
+        nodes.append(
+            dataclasses.replace(
+                move, inputs=inputs, outputs=(name,), name=f"autopipe/{move.op}/{name}"
+            )
+        )
         x = name
     return nodes
 
@@ -129,7 +160,11 @@ def _scores(view: View, node: Node) -> str:
         return ""
     if node.op == "SoftmaxCrossEntropyLoss":
         return node.inputs[0]
-    softmax = _alone(view, node.inputs[0], "LogSoftmax") if node.op == "NegativeLogLikelihoodLoss" else None
+    softmax = (
+        _alone(view, node.inputs[0], "LogSoftmax")
+        if node.op == "NegativeLogLikelihoodLoss"
+        else None
+    )
     if softmax is None or view.graph.opset < 13:
         return ""
     rank = len(view.shape(softmax.inputs[0]))
@@ -142,19 +177,25 @@ def _alone(view: View, name: str, *operators: str) -> Node | None:
 
 
 def _row_move(view: View, name: str) -> Node | None:
-    """A node that widens scores to single precision, or moves or takes rows of them, whose last dimension is the
-    classes."""
+    """A node that widens scores to single precision, or moves or takes rows of them, whose last
+    dimension is the classes.
+    """
     node = _alone(view, name, "Cast", "Reshape", "Slice")
     if node is None:
         return None
-    before, after = view.type_of(node.inputs[0]), view.type_of(name)
+    before = view.type_of(node.inputs[0])
+    after = view.type_of(name)
     if node.op == "Cast":
         widens = before.dtype in _NARROW and after.dtype is DType.FLOAT32
         return node if widens or before.dtype is after.dtype else None
     if len(before.shape) < 2 or before.shape[-1] != after.shape[-1]:
         return None
     whole = 0, before.shape[-1], 1
-    return node if node.op == "Reshape" or slices(signature_of(view.graph, node))[-1] == whole else None
+    return (
+        node
+        if node.op == "Reshape" or slices(signature_of(view.graph, node))[-1] == whole
+        else None
+    )
 
 
 def _product(view: View, name: str) -> _Product | None:
@@ -171,9 +212,13 @@ def _product(view: View, name: str) -> _Product | None:
         found = _Product(node.inputs[0], node.inputs[1], softcap=softcap)
     elif node is not None:
         bias = node.inputs[2] if len(node.inputs) > 2 else ""
-        plain = not node.integer("transA") and all(node.number(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+        plain = not node.integer("transA") and all(
+            node.number(name, 1.0) == 1.0 for name in ("alpha", "beta")
+        )
         if plain and (not bias or view.shape(bias) == view.shape(inner)[-1:]):
-            found = _Product(node.inputs[0], node.inputs[1], bias, bool(node.integer("transB")), softcap)
+            found = _Product(
+                node.inputs[0], node.inputs[1], bias, bool(node.integer("transB")), softcap
+            )
     if found is None or len(view.shape(found.weight)) != 2 or len(view.shape(found.x)) < 2:
         return None
     types = {view.type_of(each).dtype for each in (found.x, found.weight, found.bias) if each}

@@ -1,5 +1,7 @@
-"""Swish, x · sigmoid(α x) (Ramachandran et al. 2017), and units that such an activation gates (Shazeer, "GLU Variants
-Improve Transformer", 2020): act(gate) · up, of two products or the halves of one."""
+"""Swish, x · sigmoid(α x) (Ramachandran et al. 2017), and units that such an activation gates
+(Shazeer, "GLU Variants Improve Transformer", 2020): act(gate) · up, of two products or the halves
+of one.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,30 @@ def gated(view: View, node: Node) -> tuple[Node, ...] | None:
         gate, name, attributes = found
         if name == "silu":
             return (Node(node.name, "SwiGLU", (gate, up), node.outputs, attributes),)
-        return (Node(node.name, "GatedUnit", (gate, up), node.outputs, (("activation", name),), _DOMAIN),)
+        return (
+            Node(
+                node.name, "GatedUnit", (gate, up), node.outputs, (("activation", name),), _DOMAIN
+            ),
+        )
     return None
 
 
 def _activation(view: View, name: str) -> tuple[str, str, tuple[tuple[str, Attribute], ...]] | None:
-    """Operand, kind and attributes of an activation: Swish, Gelu in both forms, or the square of Relu."""
+    """Operand, kind and attributes of an activation: Swish, Gelu in both forms, or the square of
+    Relu.
+    """
     node = view.made_by(name, "Swish", "Gelu")
     if node is not None:
-        kind = "silu" if node.op == "Swish" else "tanh" if node.text("approximate") == "tanh" else "gelu"
+        kind = (
+            "silu"
+            if node.op == "Swish"
+            else "tanh"
+            if node.text("approximate") == "tanh"
+            else "gelu"
+        )
         return node.inputs[0], kind, node.attributes
     coefficient, factors = view.product(name)
-    relu = view.made_by(factors[0], "Relu") if len(factors) == 2 and factors[0] == factors[1] else None
+    relu = (
+        view.made_by(factors[0], "Relu") if len(factors) == 2 and factors[0] == factors[1] else None
+    )
     return (relu.inputs[0], "relu2", ()) if relu is not None and coefficient == 1.0 else None

@@ -1,7 +1,7 @@
 """Gelu, LayerNormalization and RMSNormalization spelled out.
 
-Gelu is x · ½ · (1 + erf(x / √2)) or its approximation by tanh (Hendrycks & Gimpel 2016, section 2); normalizations
-follow Ba et al. (2016) and Zhang & Sennrich (2019).
+Gelu is x · ½ · (1 + erf(x / √2)) or its approximation by tanh (Hendrycks & Gimpel 2016, section 2);
+normalizations follow Ba et al. (2016) and Zhang & Sennrich (2019).
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
     """True if a product of factors is x + 0.044715 x³, or x (1 + 0.044715 x²)."""
     node = view.made_by(factors[0], "Add") if len(factors) == 1 else None
     if node is not None and x in node.inputs:
-        bend, one, power = node.inputs[node.inputs[0] == x], 1.0, 3
+        bend = node.inputs[node.inputs[0] == x]
+        one = 1.0
+        power = 3
     elif len(factors) == 2 and x in factors:
-        (bend, one), power = view.sum_with(factors[factors[0] == x]), 2
+        (bend, one) = view.sum_with(factors[factors[0] == x])
+        power = 2
     else:
         return False
     if not near(one, 1.0):
@@ -64,10 +67,16 @@ def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
             continue
         deviation, axis, epsilon = found
         centred = _centred(view, deviation, axis)
-        op, x = ("RMSNormalization", deviation) if centred is None else ("LayerNormalization", centred)
+        op, x = (
+            ("RMSNormalization", deviation) if centred is None else ("LayerNormalization", centred)
+        )
         x = view.uncast(x)
-        type_, scales = view.type_of(x), view.type_of(scale)
-        is_typed = type_ == dataclasses.replace(view.type_of(node.outputs[0]), name=x) and scales.dtype is type_.dtype
+        type_ = view.type_of(x)
+        scales = view.type_of(scale)
+        is_typed = (
+            type_ == dataclasses.replace(view.type_of(node.outputs[0]), name=x)
+            and scales.dtype is type_.dtype
+        )
         if is_typed and scales.shape == type_.shape[axis:]:
             attributes = (("axis", axis - len(type_.shape)), ("epsilon", epsilon))
             return (Node(node.name, op, (x, scale), node.outputs, attributes),)
@@ -124,7 +133,12 @@ def _centred(view: View, name: str, axis: int) -> str | None:
     """x where a value is x − mean x over the dimensions from `axis` on."""
     node = view.made_by(name, "Sub")
     mean = view.made_by(node.inputs[1], "ReduceMean") if node is not None else None
-    if node is None or mean is None or mean.inputs[0] != node.inputs[0] or _trailing(view, mean) != axis:
+    if (
+        node is None
+        or mean is None
+        or mean.inputs[0] != node.inputs[0]
+        or _trailing(view, mean) != axis
+    ):
         return None
     return node.inputs[0]
 

@@ -1,5 +1,7 @@
-"""Rotary positions (Su et al., "RoFormer", 2021) as exporters write them: x · cos + turned x · sin, or both results of
-each pair; of all numbers of a head or of the first ones, pairs half a head apart or neighbours."""
+"""Rotary positions (Su et al., "RoFormer", 2021) as exporters write them: x · cos + turned x · sin,
+or both results of each pair; of all numbers of a head or of the first ones, pairs half a head apart
+or neighbours.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ def summed(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def joined(view: View, node: Node) -> tuple[Node, ...] | None:
-    """The halves of a turned head, its pairs neighbours before or not, or a part that is turned and the rest."""
-    if len(node.inputs) != 2 or node.integer("axis") not in (-1, len(view.shape(node.outputs[0])) - 1):
+    """The halves of a turned head, its pairs neighbours before or not, or a part that is turned and
+    the rest.
+    """
+    if len(node.inputs) != 2 or node.integer("axis") not in (
+        -1,
+        len(view.shape(node.outputs[0])) - 1,
+    ):
         return None
     first, second = node.inputs
     x, angles, interleaved = _results(view, first, second)
@@ -35,13 +42,21 @@ def joined(view: View, node: Node) -> tuple[Node, ...] | None:
         attributes = ("interleaved", "apart") if interleaved else ()
         return _rotary(view, node, x, angles, attributes, view.shape(x)[-1] // 2)
     turned = view.writers.get(first)
-    if turned is None or (turned.op, turned.domain) != ("Rotary", "autopipe") or view.readers[first] != 1:
+    if (
+        turned is None
+        or (turned.op, turned.domain) != ("Rotary", "autopipe")
+        or view.readers[first] != 1
+    ):
         return None
-    (x, places), (other, rest) = view.taken(turned.inputs[0]), view.taken(second)
-    width, extent = len(places), view.shape(x)[-1]
+    (x, places) = view.taken(turned.inputs[0])
+    (other, rest) = view.taken(second)
+    width = len(places)
+    extent = view.shape(x)[-1]
     if turned.integer("rotary_embedding_dim") or x != other or x == second:
         return None
-    if (places, rest) != (range(width), range(width, extent)) or view.shape(node.outputs[0]) != view.shape(x):
+    if (places, rest) != (range(width), range(width, extent)) or view.shape(
+        node.outputs[0]
+    ) != view.shape(x):
         return None
     own = (*turned.attributes, ("rotary_embedding_dim", width))
     return (Node(node.name, "Rotary", (x, *turned.inputs[1:]), node.outputs, own, "autopipe"),)
@@ -51,7 +66,11 @@ def stacked(view: View, node: Node) -> tuple[Node, ...] | None:
     """The results of neighbours, put side by side again."""
     pair = _side_by_side(view, node.outputs[0])
     x, angles, interleaved = _results(view, *pair) if pair else ("", ("", ""), False)
-    return _rotary(view, node, x, angles, ("interleaved",), view.shape(x)[-1] // 2) if x and interleaved else None
+    return (
+        _rotary(view, node, x, angles, ("interleaved",), view.shape(x)[-1] // 2)
+        if x and interleaved
+        else None
+    )
 
 
 def _rotary(
@@ -60,14 +79,20 @@ def _rotary(
     """A node that turns all of x by `count` angles a head."""
     result = view.type_of(node.outputs[0])
     types = {view.type_of(each).dtype for each in (x, *angles)}
-    if view.shape(x) != result.shape or types != {result.dtype} or any(view.shape(a)[-1:] != (count,) for a in angles):
+    if (
+        view.shape(x) != result.shape
+        or types != {result.dtype}
+        or any(view.shape(a)[-1:] != (count,) for a in angles)
+    ):
         return None
     attributes: tuple[tuple[str, Attribute], ...] = tuple((flag, 1) for flag in flags)
     return (Node(node.name, "Rotary", (x, *angles), node.outputs, attributes, "autopipe"),)
 
 
 def _source(view: View, turned: str) -> tuple[str, bool]:
-    """x where a value is (−b, a) for each pair (a, b) of x, and True where pairs are neighbours; "" for others."""
+    """x where a value is (−b, a) for each pair (a, b) of x, and True where pairs are neighbours; ""
+    for others.
+    """
     join = view.made_by(turned, "Concat")
     is_joined = join is not None and join.integer("axis") in (-1, len(view.shape(turned)) - 1)
     pair = join.inputs if join is not None and is_joined else _side_by_side(view, turned)
@@ -77,11 +102,14 @@ def _source(view: View, turned: str) -> tuple[str, bool]:
 
 
 def _side_by_side(view: View, name: str) -> tuple[str, ...]:
-    """The two values whose numbers stand in turn along the last axis of a value; () for any other."""
+    """The two values whose numbers stand in turn along the last axis of a value; () for any
+    other.
+    """
     path = view.path(name, "Reshape", "Concat")
     if not path or len(path[1].inputs) != 2:
         return ()
-    wide, shape = view.shape(path[1].outputs[0]), view.shape(name)
+    wide = view.shape(path[1].outputs[0])
+    shape = view.shape(name)
     parts = [view.made_by(each, "Unsqueeze", "Reshape") for each in path[1].inputs]
     found = tuple(each.inputs[0] for each in parts if each is not None)
     half = (*shape[:-1], shape[-1] // 2) if shape else ()
@@ -90,11 +118,21 @@ def _side_by_side(view: View, name: str) -> tuple[str, ...]:
 
 
 def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
-    """x and the angles of which a · cos − b · sin and b · cos + a · sin are, and True where (a, b) are neighbours."""
-    minus, plus = view.made_by(first, "Sub"), view.made_by(second, "Add")
-    products = [view.made_by(each, "Mul") for node in (minus, plus) if node is not None for each in node.inputs]
+    """x and the angles of which a · cos − b · sin and b · cos + a · sin are, and True where (a, b)
+    are neighbours.
+    """
+    minus = view.made_by(first, "Sub")
+    plus = view.made_by(second, "Add")
+    products = [
+        view.made_by(each, "Mul")
+        for node in (minus, plus)
+        if node is not None
+        for each in node.inputs
+    ]
     if len(products) == 4:
-        left, right, *others = (set(each.inputs) if each is not None else set[str]() for each in products)
+        left, right, *others = (
+            set(each.inputs) if each is not None else set[str]() for each in products
+        )
         for third, last in (others, others[::-1]):
             # left a · c, right b · s, third b · c, last a · s: each factor is in two products.
             shared = [left & last, right & third, left & third, right & last]

@@ -1,5 +1,6 @@
-"""One pass from the front, linear in the number of nodes: each rule looks at one node and the few that lead to it; what
-a fused operator replaces is dropped where nothing else reads it."""
+"""One pass from the front, linear in the number of nodes: each rule looks at one node and the few
+that lead to it; what a fused operator replaces is dropped where nothing else reads it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ FUSED = frozenset(
         "Swish",
     }
 )
-"""Operators that rules put together; a loss only once it is known what is wanted (`fusion.cross_entropy`)."""
+"""Operators that rules put together; a loss only once it is known what is wanted
+(`fusion.cross_entropy`).
+"""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
     "Mul": (gelu, normalization, swish, gated),
     "Add": (offset, summed, masked),
@@ -40,23 +43,29 @@ RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = 
     "ReduceSum": (looked_up,),
     "MatMul": (attention,),
 }
-"""By the operator at which a pattern ends: from a node and what leads to it to those in its place, or None.
+"""By the operator at which a pattern ends: from a node and what leads to it to those in its place,
+or None.
 
-The last of them writes the node's result; a rule puts the types of what the others write into `View.made`.
+The last of them writes the node's result; a rule puts the types of what the others write into
+`View.made`.
 """
 
 
 def fused(graph: Graph) -> Graph:
     """The same function in terms of the operators `FUSED` where it spells them out.
 
-    Fused operators have the meaning of opset 23, or of the opset that introduced them, whatever `graph.opset` is.
+    Fused operators have the meaning of opset 23, or of the opset that introduced them, whatever
+    `graph.opset` is.
     """
     view = View(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
         view.writers.update({name: node for name in node.outputs if name})
         rules = RULES.get(node.op, ()) if not node.domain else ()
-        found = next((replacement for rule in rules if (replacement := rule(view, node)) is not None), (node,))
+        found = next(
+            (replacement for rule in rules if (replacement := rule(view, node)) is not None),
+            (node,),
+        )
         for each in found:
             view.writers.update({name: each for name in each.outputs if name})
         nodes.extend(found)

@@ -1,4 +1,6 @@
-"""From a softmax back to the product of queries and keys: what scales, caps, biases and hides its scores."""
+"""From a softmax back to the product of queries and keys: what scales, caps, biases and hides its
+scores.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,19 @@ from autopipe.passes.frontend.fusion.view import MOST_STEPS, View
 from autopipe.passes.frontend.tables import HIDDEN
 
 ABSORBING = {DType.FLOAT16: -6e4}
-"""By type the number from which on a sum with scores is that number, as far as the type can tell; else -1e9."""
+"""By type the number from which on a sum with scores is that number, as far as the type can tell;
+else -1e9.
+"""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A tensor added to scores, or that hides some: `factor` multiplies what is added; where `low` is a number it
-    stands in the place of the scores that the truth values `name` hide, which are those that are not `shown`."""
+    """A tensor added to scores, or that hides some: `factor` multiplies what is added; where `low`
+    is a number it stands in the place of the scores that the truth values `name` hide, which are
+    those that are not `shown`.
+    """
 
     name: str
     scores: Shape
@@ -56,7 +62,8 @@ def scores_of(view: View, name: str) -> Scores | None:
         if node.op == "Tanh":
             if found.softcap or found.scale <= 0:
                 return None
-            found.softcap, name = found.scale, node.inputs[0]
+            found.softcap = found.scale
+            name = node.inputs[0]
         elif node.op in ("Add", "Where"):
             inner = _masked(view, node, found)
             if inner is None or found.softcap:
@@ -70,28 +77,41 @@ def scores_of(view: View, name: str) -> Scores | None:
 def _step(view: View, name: str, found: Scores) -> Node | None:
     """The node that makes scores, but for a scale that goes to what was found."""
     scale, name = view.scaled(view.uncast(name))
-    node = view.made_by(view.uncast(name), "MatMul", "Add", "Where", "Tanh", "Reshape", "Squeeze", "Unsqueeze")
+    node = view.made_by(
+        view.uncast(name), "MatMul", "Add", "Where", "Tanh", "Reshape", "Squeeze", "Unsqueeze"
+    )
     found.scale *= scale
-    if node is None or (node.op not in ("MatMul", "Add", "Where", "Tanh") and not keeps_rows(view, node)):
+    if node is None or (
+        node.op not in ("MatMul", "Add", "Where", "Tanh") and not keeps_rows(view, node)
+    ):
         return None
     return node
 
 
 def keeps_rows(view: View, node: Node) -> bool:
-    """True if a node gives what it reads other dimensions before the last two, three at least in all."""
-    before, after = view.shape(node.inputs[0]), view.shape(node.outputs[0])
+    """True if a node gives what it reads other dimensions before the last two, three at least in
+    all.
+    """
+    before = view.shape(node.inputs[0])
+    after = view.shape(node.outputs[0])
     return len(before) > 2 and len(after) > 2 and before[-2:] == after[-2:]
 
 
 def _factored(view: View, node: Node, found: Scores) -> Scores | None:
     (query_scale, found.query), (key_scale, found.transposed) = map(view.scaled, node.inputs)
     found.scale *= query_scale * key_scale
-    query, keys, scores = (view.type_of(name) for name in (found.query, found.transposed, node.outputs[0]))
+    query, keys, scores = (
+        view.type_of(name) for name in (found.query, found.transposed, node.outputs[0])
+    )
     lead = scores.shape[:-2]
     is_shared = len(lead) == 2 and keys.shape[:-2] == (lead[0], 1)
     fits = lead and query.shape[:-2] == lead and (keys.shape[:-2] == lead or is_shared)
     found.shapes.append(scores.shape)
-    return found if fits and all(_is_applied(view, mask, query.dtype) for mask in found.masks) else None
+    return (
+        found
+        if fits and all(_is_applied(view, mask, query.dtype) for mask in found.masks)
+        else None
+    )
 
 
 def _is_applied(view: View, mask: Mask, dtype: DType) -> bool:
@@ -105,10 +125,13 @@ def _is_applied(view: View, mask: Mask, dtype: DType) -> bool:
 
 def _masked(view: View, node: Node, found: Scores) -> str | None:
     """The scores that a node adds to, or hides some of; the mask goes to what was found."""
-    scores, result = "", view.shape(node.outputs[0])
+    scores = ""
+    result = view.shape(node.outputs[0])
     if node.op == "Add":
         first = [each for each in node.inputs if _reaches(view, each, 1)]
-        scores = next(iter(first or [each for each in node.inputs if _reaches(view, each, MOST_STEPS)]), "")
+        scores = next(
+            iter(first or [each for each in node.inputs if _reaches(view, each, MOST_STEPS)]), ""
+        )
         other = node.inputs[node.inputs[0] == scores]
         found.masks.append(Mask(other, result, found.scale))
     else:
@@ -116,7 +139,9 @@ def _masked(view: View, node: Node, found: Scores) -> str | None:
             low = view.scalar(node.inputs[3 - place])
             if low is not None:
                 scores = node.inputs[place]
-                found.masks.append(Mask(node.inputs[0], result, low=low * found.scale, shown=place == 1))
+                found.masks.append(
+                    Mask(node.inputs[0], result, low=low * found.scale, shown=place == 1)
+                )
     return scores if scores and view.shape(scores) == result else None
 
 
@@ -130,13 +155,16 @@ def _reaches(view: View, name: str, steps: int) -> bool:
         if node is not None and node.op == "MatMul":
             return True
         if node is not None:
-            waiting.extend(reversed(node.inputs if node.op == "Add" else node.inputs[node.op == "Where" :][:2]))
+            waiting.extend(
+                reversed(node.inputs if node.op == "Add" else node.inputs[node.op == "Where" :][:2])
+            )
     return False
 
 
 def kind_of_mask(view: View, mask: Mask) -> str:
-    """`blank` for a mask that changes nothing, `causal` for one that shows each position itself and those before it, a
-    number W for one that shows itself and the W before it, `some` for one that chooses and hides no row, else `other`.
+    """`blank` for a mask that changes nothing, `causal` for one that shows each position itself and
+    those before it, a number W for one that shows itself and the W before it, `some` for one that
+    chooses and hides no row, else `other`.
 
     Layers share their masks, and a mask of a long sequence is large: each is looked at once.
     """
@@ -169,7 +197,8 @@ def _band(shown: np.ndarray) -> str:
     if shown.ndim < 2 or shown.shape[-1] != shown.shape[-2]:
         return "other"
     square = shown.reshape(-1, *shown.shape[-2:])
-    window, ones = int(square[0, -1].sum()), np.tri(shown.shape[-1], dtype=bool)
+    window = int(square[0, -1].sum())
+    ones = np.tri(shown.shape[-1], dtype=bool)
     if window < len(ones):
         ones &= ~np.tri(len(ones), k=-window, dtype=bool)
     if not (square == ones).all():
@@ -178,7 +207,9 @@ def _band(shown: np.ndarray) -> str:
 
 
 def parts(shape: Shape, lead: tuple[int, int]) -> int | None:
-    """How many of the dimensions of `shape` make up the first one of `lead`, where the others make up the second."""
+    """How many of the dimensions of `shape` make up the first one of `lead`, where the others make
+    up the second.
+    """
     for count in range(len(shape) + 1):
         if (math.prod(shape[:count]), math.prod(shape[count:])) == lead:
             return count

@@ -13,12 +13,16 @@ from autopipe.passes.frontend.elements import number_array
 from autopipe.passes.frontend.inference import ConstantFolder
 
 MOST_STEPS = 32
-"""Multiplications that are looked back through: a chain of thousands would take the square of its length."""
+"""Multiplications that are looked back through: a chain of thousands would take the square of its
+length.
+"""
 
 
 @dataclass(slots=True)
 class MaskedSum:
-    """A sum over experts so far: the matrices of each by its number, and what they have in common."""
+    """A sum over experts so far: the matrices of each by its number, and what they have in
+    common.
+    """
 
     common: tuple[object, ...]
     experts: dict[int, tuple[str, ...]]
@@ -28,8 +32,11 @@ class View:
     """Graph as patterns see it: nodes before the current one are already rewritten."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.known = graph, ConstantFolder(graph)
-        self.readers = Counter((*(name for node in graph.nodes for name in node.inputs if name), *graph.outputs))
+        self.graph = graph
+        self.known = ConstantFolder(graph)
+        self.readers = Counter(
+            (*(name for node in graph.nodes for name in node.inputs if name), *graph.outputs)
+        )
         self.writers: dict[str, Node] = {}
         self.made: dict[str, Value] = {}
         """Values that rules have added to those of `graph`."""
@@ -52,7 +59,9 @@ class View:
 
     def shape_constant(self, shape: tuple[int, ...]) -> str:
         """The name of a constant that holds a shape."""
-        return self._constant("shape_" + "x".join(map(str, shape)), np.asarray(shape, np.int64), DType.INT64)
+        return self._constant(
+            "shape_" + "x".join(map(str, shape)), np.asarray(shape, np.int64), DType.INT64
+        )
 
     def number_constant(self, number: float, dtype: DType) -> str:
         """The name of a constant of one number."""
@@ -68,14 +77,18 @@ class View:
         return self.type_of(name).shape
 
     def made_by(self, name: str, *operators: str) -> Node | None:
-        """The node that writes `name` as its first result, if it is one of ONNX's own `operators`."""
+        """The node that writes `name` as its first result, if it is one of ONNX's own
+        `operators`.
+        """
         node = self.writers.get(name)
         if node is None or node.domain or node.op not in operators or node.outputs[0] != name:
             return None
         return node
 
     def path(self, name: str, *operators: str) -> tuple[Node, ...]:
-        """The nodes that make `name`, each of the first operand of the one before; () unless they are `operators`."""
+        """The nodes that make `name`, each of the first operand of the one before; () unless they
+        are `operators`.
+        """
         found: list[Node] = []
         for operator in operators:
             node = self.made_by(name, *operator.split("|"))
@@ -93,7 +106,9 @@ class View:
         return float(constant.array.reshape(-1)[0])
 
     def zeros(self, name: str) -> bool:
-        """True for a constant of zeros, stored, in its place a tensor filled with them, or spread over a shape."""
+        """True for a constant of zeros, stored, in its place a tensor filled with them, or spread
+        over a shape.
+        """
         node = self.made_by(name, "ConstantOfShape", "Expand")
         if node is not None and node.op == "ConstantOfShape":
             return node.number("value") == 0
@@ -104,16 +119,22 @@ class View:
         return constant is not None and not constant.array.any()
 
     def uncast(self, name: str) -> str:
-        """The value before casts between floating-point types: half precision is written as a cast there and back."""
+        """The value before casts between floating-point types: half precision is written as a cast
+        there and back.
+        """
         for _ in range(MOST_STEPS):
             node = self.made_by(name, "Cast")
-            if node is None or not all(self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)):
+            if node is None or not all(
+                self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)
+            ):
                 break
             name = node.inputs[0]
         return name
 
     def scaled(self, name: str) -> tuple[float, str]:
-        """A value as coefficient times another, multiplications and divisions by one number taken off."""
+        """A value as coefficient times another, multiplications and divisions by one number taken
+        off.
+        """
         coefficient = 1.0
         for _ in range(MOST_STEPS):
             node = self.made_by(name, "Mul", "Div")
@@ -134,10 +155,13 @@ class View:
 
         The factors, sorted, are values read more than once or made otherwise.
         """
-        coefficient, factors, waiting = 1.0, [], [name]
+        coefficient = 1.0
+        factors = []
+        waiting = [name]
         steps = 0
         while waiting:
-            top, steps = waiting.pop(), steps + 1
+            top = waiting.pop()
+            steps = steps + 1
             number = self.scalar(top)
             inside = steps <= MOST_STEPS and (top == name or self.readers[top] == 1)
             node = self.made_by(top, "Mul", "Div", "Pow") if inside else None
@@ -165,7 +189,9 @@ class View:
         return "", math.nan
 
     def taken(self, name: str) -> tuple[str, range]:
-        """A value, and the places along its last axis that a Slice or a Split takes; all of it for any other."""
+        """A value, and the places along its last axis that a Slice or a Split takes; all of it for
+        any other.
+        """
         node = self.writers.get(name)
         everything = name, range(self.shape(name)[-1] if self.shape(name) else 0)
         if node is None or node.domain or node.op not in ("Slice", "Split"):
@@ -179,19 +205,28 @@ class View:
         numbers = [self.known.array(each) for each in node.inputs[1:]]
         if len(numbers) < 3 or any(each is None or each.size != 1 for each in numbers):
             return everything
-        start, end, axis, step = (*(int(each.reshape(())) for each in numbers if each is not None), 1)[:4]
+        start, end, axis, step = (
+            *(int(each.reshape(())) for each in numbers if each is not None),
+            1,
+        )[:4]
         places = range(*slice(start, end, step).indices(shape[axis])) if axis in last else range(0)
         return (node.inputs[0], places) if axis in last else everything
 
     def halves(self, first: str, second: str) -> tuple[str, bool]:
-        """The value of which two others are halves, or (True) stand in turn along the last axis; "" where there is
-        none."""
-        (source, ones), (other, twos) = self.taken(first), self.taken(second)
+        """The value of which two others are halves, or (True) stand in turn along the last axis; ""
+        where there is none.
+        """
+        (source, ones) = self.taken(first)
+        (other, twos) = self.taken(second)
         extent = self.shape(source)[-1] if source == other and self.shape(source) else 1
         places = range(extent)
         if extent % 2 == 0 and ones == places[: extent // 2] and twos == places[extent // 2 :]:
             return source, False
-        return (source, True) if extent % 2 == 0 and (ones, twos) == (places[::2], places[1::2]) else ("", False)
+        return (
+            (source, True)
+            if extent % 2 == 0 and (ones, twos) == (places[::2], places[1::2])
+            else ("", False)
+        )
 
 
 def near(number: float, expected: float) -> bool:

@@ -1,4 +1,6 @@
-"""Operators along chosen rows, to which those that are not chosen are nothing: sums, products, losses, orders."""
+"""Operators along chosen rows, to which those that are not chosen are nothing: sums, products,
+losses, orders.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,14 @@ _LEFT_OUT = -100
 
 def along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
     """Write the node for all rows that could be chosen."""
-    operator, write, names = use.node.op_type, use.write, list(use.operands)
-    first, result = next(iter(rows.values())), use.node.output[0]
-    if operator not in {*_FILLS, *_LOSSES} or (operator not in _ROWS_AGAIN and not is_static(types)):
+    operator = use.node.op_type
+    write = use.write
+    names = list(use.operands)
+    first = next(iter(rows.values()))
+    result = use.node.output[0]
+    if operator not in {*_FILLS, *_LOSSES} or (
+        operator not in _ROWS_AGAIN and not is_static(types)
+    ):
         raise use.refused()
     every = first.selection.axes
     for slot, each in rows.items():
@@ -59,12 +66,22 @@ def along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
             "Max", [write.counted(first.selection), write.number(1, DType.INT64)]
         )  # ORT's mean of none: 0
         chosen = write.cast(some, dtype)
-        write.node("Mul", [f"{result}/rows", write.node("Div", [write.number(count, dtype), chosen])], result)
+        write.node(
+            "Mul",
+            [f"{result}/rows", write.node("Div", [write.number(count, dtype), chosen])],
+            result,
+        )
 
 
-def across(use: Use, rows: Mapping[int, Rows], together: tuple[int | None, ...]) -> Mapping[int, Rows]:
-    """Of values with two dimensions of rows the operands of a node that takes those along `together` together."""
-    operator, write, found = use.node.op_type, use.write, dict(rows)
+def across(
+    use: Use, rows: Mapping[int, Rows], together: tuple[int | None, ...]
+) -> Mapping[int, Rows]:
+    """Of values with two dimensions of rows the operands of a node that takes those along
+    `together` together.
+    """
+    operator = use.node.op_type
+    write = use.write
+    found = dict(rows)
     if operator not in _FILLS or operator in _COUNTING:
         raise use.refused()
     for slot, each in rows.items():
@@ -83,18 +100,21 @@ def _nothing(operator: str, dtype: DType) -> float:
 
 
 def largest(use: Use) -> bool:
-    """TopK along the rows: of a known number of them, of all in their new order, or of at most as many as a number
-    says; False for another node."""
+    """TopK along the rows: of a known number of them, of all in their new order, or of at most as
+    many as a number says; False for another node.
+    """
     held, wanted = (*use.held, None)[:2]
     if use.node.op_type != "TopK" or not isinstance(held, Rows | Places):
         return False
     if held.axis != positive(use.attribute("axis", -1), len(held.type.shape)):
         return False
-    write, k = use.write, use.numbers()[1]
+    write = use.write
+    k = use.numbers()[1]
     rows = as_rows(write, held) if isinstance(held, Places) else held
     if k is None or k.size != 1:
         raise use.refused()
-    count, most = math.prod(rows.selection.shape), int(k.reshape(-1)[0])
+    count = math.prod(rows.selection.shape)
+    most = int(k.reshape(-1)[0])
     told = wanted.selection if isinstance(wanted, Counted) and most == ROWS else None
     of_all = told is not None and told.key == rows.selection.key
     if told is not None and not of_all and told.root != most_root(rows.selection, told.shape[0]):
@@ -111,11 +131,15 @@ def largest(use: Use) -> bool:
     for result, name, dtype in zip(results, names, (packed.dtype, DType.INT64), strict=True):
         if not result or told is None:
             continue
-        value = Value(name, dtype, (*packed.shape[: rows.axis], most, *packed.shape[rows.axis + 1 :]))
+        value = Value(
+            name, dtype, (*packed.shape[: rows.axis], most, *packed.shape[rows.axis + 1 :])
+        )
         if of_all:
             use.found[result] = write.unpacked(rows.selection, value, rows.axis)
         else:
-            use.found[result] = Rows(told, replace(rows.type, dtype=dtype), rows.axis, told.axes, name)
+            use.found[result] = Rows(
+                told, replace(rows.type, dtype=dtype), rows.axis, told.axes, name
+            )
     return True
 
 

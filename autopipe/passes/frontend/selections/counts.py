@@ -1,4 +1,6 @@
-"""Numbers of rows that data chooses: shapes made of them, and values cut to or spread over as many rows."""
+"""Numbers of rows that data chooses: shapes made of them, and values cut to or spread over as many
+rows.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ def measure(use: Use) -> None:
     shape = held.numbers[0].shape if isinstance(held, Counted) else held.type.shape
     if isinstance(held, Rows):
         shape = held.told.shape
-    start, end = use.attribute("start"), use.attribute("end", len(shape))
+    start = use.attribute("start")
+    end = use.attribute("end", len(shape))
     found = []
     selection, *counts = in_parts(use, held.selection)
     for count in counts:
-        extents = np.asarray([count * (each // ROWS) if each % ROWS == 0 else each for each in shape], np.int64)
-        found.append(extents[start:end] if use.node.op_type == "Shape" else np.asarray(extents.prod()))
+        extents = np.asarray(
+            [count * (each // ROWS) if each % ROWS == 0 else each for each in shape], np.int64
+        )
+        found.append(
+            extents[start:end] if use.node.op_type == "Shape" else np.asarray(extents.prod())
+        )
     _note(use, use.node.output[0], selection, found[0], found[1])
 
 
@@ -56,50 +63,76 @@ def _note(use: Use, name: str, selection: Selection, first: np.ndarray, second: 
 
 def compute_count(use: Use) -> None:
     """A node that reads numbers of rows and nothing else that depends on them."""
-    known, operator = use.numbers(), use.node.op_type
+    known = use.numbers()
+    operator = use.node.op_type
     selection = next(each.selection for each in use.held if each is not None)
-    complete = all(array is not None for name, array in zip(use.operands, known, strict=True) if name)
+    complete = all(
+        array is not None for name, array in zip(use.operands, known, strict=True) if name
+    )
     if operator in ("Expand", "ConstantOfShape"):
         _spread(use, known[-1], selection)
-    elif operator == "Reshape" and known[0] is None and known[1] is not None and use.held[0] is None:
+    elif (
+        operator == "Reshape" and known[0] is None and known[1] is not None and use.held[0] is None
+    ):
         _demand(use, known[1])
     elif complete and (_numbers(use, selection) or _fewest(use, selection)):
         return
-    elif complete and operator in OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
-        first, second = (use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1))
+    elif (
+        complete and operator in OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE)
+    ):
+        first, second = (
+            use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1)
+        )
         if first is None or second is None:
             raise use.refused()
         for name, *numbers in zip(use.node.output, first, second, strict=True):
             _note(use, name, selection, *numbers)
     else:
         read = zip(use.operands, use.held, strict=True)
-        names = [at_run_time(use, name, each) if isinstance(each, Counted) else name for name, each in read]
+        names = [
+            at_run_time(use, name, each) if isinstance(each, Counted) else name
+            for name, each in read
+        ]
         use.write.again(names, use.node.output)
 
 
 def _fewest(use: Use, selection: Selection) -> bool:
-    """How many are chosen, but at most a number: how many the first of the chosen are. False for another node."""
+    """How many are chosen, but at most a number: how many the first of the chosen are. False for
+    another node.
+    """
     if use.node.op_type not in FEWEST:
         return False
     told = [use.numbers(version)[: None if use.node.op_type == "Min" else 1] for version in (0, 1)]
-    first, second = ([int(each) for array in arrays if array is not None for each in array.flat] for arrays in told)
+    first, second = (
+        [int(each) for array in arrays if array is not None for each in array.flat]
+        for arrays in told
+    )
     pairs = set(zip(first, second, strict=True))
     fixed = [one for one, other in pairs if one == other]
     results = use.evaluated(use.numbers(), ())
-    if results is None or results[0].size != 1 or pairs - {(each, each) for each in fixed} != {(ROWS, OTHER_ROWS)}:
+    if (
+        results is None
+        or results[0].size != 1
+        or pairs - {(each, each) for each in fixed} != {(ROWS, OTHER_ROWS)}
+    ):
         return False
-    most, total = min(fixed, default=ROWS), math.prod(selection.shape)
+    most = min(fixed, default=ROWS)
+    total = math.prod(selection.shape)
     if most < 1:
         return False
     if most < total:
         selection = at_most(use, selection, most)
     shape = results[0].shape
-    use.found[use.node.output[0]] = Counted(selection, (np.full(shape, ROWS), np.full(shape, OTHER_ROWS)))
+    use.found[use.node.output[0]] = Counted(
+        selection, (np.full(shape, ROWS), np.full(shape, OTHER_ROWS))
+    )
     return True
 
 
 def _demand(use: Use, wanted: np.ndarray) -> None:
-    """A static value in a shape with one row for each chosen element: there must be as many as make up the value."""
+    """A static value in a shape with one row for each chosen element: there must be as many as make
+    up the value.
+    """
     others = math.prod(extent for extent in wanted.tolist() if extent != ROWS)
     count, rest = divmod(use.types[use.operands[0]].elements, others)
     if rest or wanted.tolist().count(ROWS) != 1 or others < 1:
@@ -116,15 +149,20 @@ def at_run_time(use: Use, name: str, counted: Counted) -> str:
     slope, uneven = np.divmod(second.astype(np.int64) - first, OTHER_ROWS - ROWS)
     if uneven.any() or first.dtype.kind != "i":
         raise use.refused()
-    write, offset = use.write, first - slope * ROWS
-    factor, rest = (write.reshape(write.numbers(each.reshape(-1).tolist()), each.shape) for each in (slope, offset))
+    write = use.write
+    offset = first - slope * ROWS
+    factor, rest = (
+        write.reshape(write.numbers(each.reshape(-1).tolist()), each.shape)
+        for each in (slope, offset)
+    )
     total = write.node("Add", [write.node("Mul", [write.counted(counted.selection), factor]), rest])
     return write.cast(total, DType(first.dtype.name))
 
 
 def _spread(use: Use, wanted: np.ndarray | None, selection: Selection) -> None:
     """A value that is the same for each row."""
-    write, name = use.write, use.node.output[0]
+    write = use.write
+    name = use.node.output[0]
     operand = use.operands[0] if use.node.op_type == "Expand" else ""
     if wanted is None or (operand and operand not in use.types):
         raise use.refused()
@@ -136,8 +174,16 @@ def _spread(use: Use, wanted: np.ndarray | None, selection: Selection) -> None:
     axis = shape.index(ROWS)
     real = (*shape[:axis], 1, *shape[axis + 1 :])
     array = use.arrays.get(operand)
-    if operand and array is not None and array.dtype.kind == "i" and math.prod(real) <= _MOST_NUMBERS:
-        terms = (np.broadcast_to(array, real), *[np.zeros(real, array.dtype)] * (len(selection.shape) + 1))
+    if (
+        operand
+        and array is not None
+        and array.dtype.kind == "i"
+        and math.prod(real) <= _MOST_NUMBERS
+    ):
+        terms = (
+            np.broadcast_to(array, real),
+            *[np.zeros(real, array.dtype)] * (len(selection.shape) + 1),
+        )
         use.found[name] = Places(selection, Value("", use.types[operand].dtype, shape), axis, terms)
         return
     value = f"{name}/rows"
@@ -166,7 +212,8 @@ def _numbers(use: Use, selection: Selection) -> bool:
         scale, rest = divmod(int(other) - int(end), OTHER_ROWS - ROWS)
         if rest or scale < 1:
             return False
-        selection, end = first_of(use, selection, scale, int(end) - scale * ROWS), ROWS
+        selection = first_of(use, selection, scale, int(end) - scale * ROWS)
+        end = ROWS
     if end != ROWS:
         return False
     number(use, selection)
@@ -185,11 +232,15 @@ def number(use: Use, selection: Selection) -> None:
         return
     rows = as_rows(use.write, places)
     dtype = DType(kind)
-    use.found[name] = replace(rows, type=replace(rows.type, dtype=dtype), value=use.write.cast(rows.value, dtype))
+    use.found[name] = replace(
+        rows, type=replace(rows.type, dtype=dtype), value=use.write.cast(rows.value, dtype)
+    )
 
 
 def cuts(use: Use) -> bool:
-    """True for the first elements of a value, as many as are chosen, unless it is a row for each that has them."""
+    """True for the first elements of a value, as many as are chosen, unless it is a row for each
+    that has them.
+    """
     if use.node.op_type != "Slice" or len(use.held) < 3 or not isinstance(use.held[2], Counted):
         return False
     return use.held[0] is None or (
@@ -198,32 +249,55 @@ def cuts(use: Use) -> bool:
 
 
 def cut(use: Use) -> None:
-    """The first elements of a value, as many as are chosen: each chosen place has that of its rank."""
-    source, end = use.held[0], use.held[2]
+    """The first elements of a value, as many as are chosen: each chosen place has that of its
+    rank.
+    """
+    source = use.held[0]
+    end = use.held[2]
     if isinstance(source, Rows):
         data = use.write.packed(source)
     else:
         data = use.types[use.operands[0]]
     starts, axes, steps = (*use.numbers(), None, None)[1], *(*use.numbers(), None, None)[3:5]
     axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(data.shape))
-    first = starts is not None and not starts.any() and isinstance(end, Counted) and end.numbers[0].tolist() == [ROWS]
-    if not first or (steps is not None and (steps != 1).any()) or (isinstance(source, Rows) and source.axis != axis):
+    first = (
+        starts is not None
+        and not starts.any()
+        and isinstance(end, Counted)
+        and end.numbers[0].tolist() == [ROWS]
+    )
+    if (
+        not first
+        or (steps is not None and (steps != 1).any())
+        or (isinstance(source, Rows) and source.axis != axis)
+    ):
         raise use.refused()
     assert isinstance(end, Counted)
     use.found[use.node.output[0]] = use.write.unpacked(end.selection, data, axis)
 
 
 def summed_mask(use: Use, masks: Masks) -> None:
-    """Note of a sum of all elements of a mask that it is how many are true; nothing of other sums."""
-    data, axes = use.types.get(use.operands[0]), (*use.numbers(), None)[1]
+    """Note of a sum of all elements of a mask that it is how many are true; nothing of other
+    sums.
+    """
+    data = use.types.get(use.operands[0])
+    axes = (*use.numbers(), None)[1]
     root = masks.root(use.operands[0], use.types, use.arrays)
     mask = use.types.get(root)
     listed = [int(each) for node in use.node.attribute if node.name == "axes" for each in node.ints]
     if axes is not None:
         listed = axes.reshape(-1).tolist()
-    if data is None or mask is None or mask.dtype is not DType.BOOL or not data.dtype.is_integer or not mask.shape:
+    if (
+        data is None
+        or mask is None
+        or mask.dtype is not DType.BOOL
+        or not data.dtype.is_integer
+        or not mask.shape
+    ):
         return
-    if (len(use.operands) > 1 and use.operands[1] and axes is None) or (listed and len(listed) < len(data.shape)):
+    if (len(use.operands) > 1 and use.operands[1] and axes is None) or (
+        listed and len(listed) < len(data.shape)
+    ):
         return
     if not listed and use.attribute("noop_with_empty_axes"):
         return

@@ -15,9 +15,15 @@ from autopipe.passes.frontend.selections.use import Counted, Use
 
 def looked_up(use: Use) -> bool:
     """Read chosen rows by their number among the chosen; False where the node does not."""
-    write, operator, result = use.write, use.node.op_type, use.node.output[0]
+    write = use.write
+    operator = use.node.op_type
+    result = use.node.output[0]
     data, at = (*use.held, None)[:2]
-    if operator not in ("Gather", "GatherND") or not isinstance(data, Rows | Places) or isinstance(at, Counted):
+    if (
+        operator not in ("Gather", "GatherND")
+        or not isinstance(data, Rows | Places)
+        or isinstance(at, Counted)
+    ):
         return False
     depth = _depth(use)
     if depth is None or (data.axis != depth if operator == "Gather" else data.axis >= depth):
@@ -60,9 +66,14 @@ def _depth(use: Use) -> int | None:
     return shape[-1] if shape and shape[-1] < ROWS else None
 
 
-def from_the_front(use: Use, name: str, selection: Selection, type_: Value, column: int | None) -> str:
-    """Numbers of rows where those below zero count from behind the last one; of several, which number is the row's."""
-    write, known = use.write, use.arrays.get(name)
+def from_the_front(
+    use: Use, name: str, selection: Selection, type_: Value, column: int | None
+) -> str:
+    """Numbers of rows where those below zero count from behind the last one; of several, which
+    number is the row's.
+    """
+    write = use.write
+    known = use.arrays.get(name)
     if known is not None and (known >= 0).all():
         return name
     count = write.cast(write.counted(selection), type_.dtype)
@@ -74,8 +85,11 @@ def from_the_front(use: Use, name: str, selection: Selection, type_: Value, colu
 
 
 def cuts_rows(use: Use) -> bool:
-    """A Slice of rows from one known number on, before another: those among the chosen. False for another node."""
-    rows, write = use.held[0], use.write
+    """A Slice of rows from one known number on, before another: those among the chosen. False for
+    another node.
+    """
+    rows = use.held[0]
+    write = use.write
     if use.node.op_type != "Slice" or not isinstance(rows, Rows | Places):
         return False
     starts, ends, axes, steps = (*use.numbers()[1:], None, None)[:4]
@@ -85,7 +99,8 @@ def cuts_rows(use: Use) -> bool:
     if step < 1 or (step > 1 and rows.selection.first is None):
         return False
     axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(rows.type.shape))
-    start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
+    start = int(starts.reshape(-1)[0])
+    end = int(ends.reshape(-1)[0])
     if axis != rows.axis or (start == 0 and end >= ROWS and step == 1):
         return False
     held = as_rows(write, rows) if isinstance(rows, Places) else rows
@@ -100,7 +115,8 @@ def cuts_rows(use: Use) -> bool:
         value = write.sliced(packed.name, axis, 0, end)
         use.found[use.node.output[0]] = Rows(first, held.type, axis, first.axes, value)
         return True
-    rank, told = write.ranks(selection), write.line(selection)
+    rank = write.ranks(selection)
+    told = write.line(selection)
     count = write.counted(selection)
     for bound, compared in ((start, "Less"), (end, "GreaterOrEqual")):
         if bound >= ROWS or (bound == 0 and compared == "Less"):
@@ -113,14 +129,21 @@ def cuts_rows(use: Use) -> bool:
 
 
 def splits_rows(use: Use) -> bool:
-    """A Split of rows into runs of the chosen, whose lengths may be told by running; False for another node."""
-    rows, write = use.held[0], use.write
+    """A Split of rows into runs of the chosen, whose lengths may be told by running; False for
+    another node.
+    """
+    rows = use.held[0]
+    write = use.write
     if use.node.op_type != "Split" or not isinstance(rows, Rows | Places) or len(use.operands) < 2:
         return False
-    if rows.axis != positive(use.attribute("axis"), len(rows.type.shape)) or use.held[1] is not None:
+    if (
+        rows.axis != positive(use.attribute("axis"), len(rows.type.shape))
+        or use.held[1] is not None
+    ):
         return False
     held = as_rows(write, rows) if isinstance(rows, Places) else rows
-    selection, rank = held.selection, write.ranks(held.selection)
+    selection = held.selection
+    rank = write.ranks(held.selection)
     ends = write.node("CumSum", [use.operands[1], write.number(0, DType.INT64)])
     told = write.line(selection)
     for place, name in enumerate(use.node.output):
@@ -133,7 +156,8 @@ def splits_rows(use: Use) -> bool:
 
 def _kept(use: Use, rows: Rows, mask: str, root: str) -> Rows:
     """The rows that a vector, with a flag for each place, keeps of those chosen."""
-    write, selection = use.write, rows.selection
+    write = use.write
+    selection = rows.selection
     shape = selection.shape
     kept = Selection(write.reshape(mask, shape), shape, shape, use.where, root)
     return replace(write.placed(write.whole(rows), selection.axes), selection=kept)

@@ -1,4 +1,6 @@
-"""Which masks are one: a file writes the same comparison, or the same elements in other dimensions, again and again."""
+"""Which masks are one: a file writes the same comparison, or the same elements in other dimensions,
+again and again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 
 _REWRITTEN = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that leave elements and their order."""
-_COMPARED = "And Equal Gather Greater GreaterOrEqual IsNaN Less LessOrEqual Not Or ReduceMax ReduceSum Slice Xor"
+_COMPARED = (
+    "And Equal Gather Greater GreaterOrEqual IsNaN Less LessOrEqual Not Or ReduceMax ReduceSum "
+    "Slice Xor"
+)
 _COMPARING = frozenset(_COMPARED.split())
 """Operators that masks are made of, which give the same where they read the same."""
 _WHOLE = frozenset({"Ceil", "Floor", "Round"})
@@ -28,7 +33,11 @@ class Masks:
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
         kinds = _REWRITTEN | _COMPARING | _WHOLE | {"Cast", "Expand", "Mul"}
-        self._made = {node.output[0]: node for node in nodes if node.op_type in kinds and len(node.output) == 1}
+        self._made = {
+            node.output[0]: node
+            for node in nodes
+            if node.op_type in kinds and len(node.output) == 1
+        }
         self._roots: dict[str, str] = {}
         self._same: dict[object, str] = {}
 
@@ -37,14 +46,26 @@ class Masks:
         node = self._made.get(name)
         return node.input[0] if node is not None and node.op_type == "Expand" else ""
 
-    def root(self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int = _DEPTH) -> str:
-        """The first value of the file whose elements, in their order, are those of `name`: true where they are."""
+    def root(
+        self,
+        name: str,
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+        depth: int = _DEPTH,
+    ) -> str:
+        """The first value of the file whose elements, in their order, are those of `name`: true
+        where they are.
+        """
         if name not in self._roots:
             self._roots[name] = self._find(name, types, arrays, depth)
         return self._roots[name]
 
-    def number(self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]) -> str:
-        """The first value of the file that is the same whole number as `name`, in whichever type."""
+    def number(
+        self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    ) -> str:
+        """The first value of the file that is the same whole number as `name`, in whichever
+        type.
+        """
         node = self._made.get(name)
         while node is not None and (node.op_type == "Cast" or _hands_on(node, types)):
             source = types.get(node.input[0])
@@ -54,7 +75,9 @@ class Masks:
             node = self._made.get(name)
         return self.root(name, types, arrays)
 
-    def factor(self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]) -> int:
+    def factor(
+        self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    ) -> int:
         """A whole number whose multiple the file makes of another one; 1 where it makes none."""
         node = self._seen_through(name, types)
         if node is None or node.op_type != "Mul":
@@ -62,7 +85,11 @@ class Masks:
         known = [arrays[each] for each in node.input if each in arrays]
         made = [self._seen_through(each, types) for each in node.input if each not in arrays]
         whole = [each for each in node.input if each in types and types[each].dtype.is_integer]
-        if len(known) != 1 or known[0].size != 1 or not (whole or (made[0] and made[0].op_type in _WHOLE)):
+        if (
+            len(known) != 1
+            or known[0].size != 1
+            or not (whole or (made[0] and made[0].op_type in _WHOLE))
+        ):
             return 1
         factor = float(known[0].reshape(()))
         return int(factor) if factor.is_integer() and factor >= 1 else 1
@@ -74,7 +101,9 @@ class Masks:
             node = self._made.get(node.input[0])
         return node
 
-    def _find(self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int) -> str:
+    def _find(
+        self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int
+    ) -> str:
         node = self._made.get(name)
         if node is None or not depth:
             return name
@@ -91,11 +120,20 @@ class Masks:
             type_ = types.get(each)
             shape = None if type_ is None else type_.shape
             known = arrays.get(each)
-            read.append((shape, self.root(each, types, arrays, depth - 1) if known is None else content_of(known)))
+            read.append(
+                (
+                    shape,
+                    self.root(each, types, arrays, depth - 1)
+                    if known is None
+                    else content_of(known),
+                )
+            )
         return self._same.setdefault((*form_of(node), *read), name)
 
 
 def _hands_on(node: onnx.NodeProto, types: Mapping[str, Value]) -> bool:
     """True for a node that gives its operand's only number."""
     source = types.get(node.input[0])
-    return node.op_type in _REWRITTEN or (node.op_type == "Gather" and source is not None and source.elements == 1)
+    return node.op_type in _REWRITTEN or (
+        node.op_type == "Gather" and source is not None and source.elements == 1
+    )

@@ -1,11 +1,12 @@
 """Values whose extent depends on data, given static shapes while a file is read.
 
-`NonZero`, `Compress` and `Unique` choose elements; what is computed of each chosen row alone, as the operators' own
-rows tell, is computed for every row that could be chosen, and what puts rows together again leaves out the others:
-experts that run on their tokens, images placed into a text, a loss over masked positions, edges joined with loops.
-Operators along the rows pass over those that are not chosen; what reads rows by their number among the chosen reads
-them with the chosen ones in front. Results and gradients are those of the file. Where rows of two choices meet, or an
-operator takes rows together otherwise, the file is refused.
+`NonZero`, `Compress` and `Unique` choose elements; what is computed of each chosen row alone, as
+the operators' own rows tell, is computed for every row that could be chosen, and what puts rows
+together again leaves out the others: experts that run on their tokens, images placed into a text, a
+loss over masked positions, edges joined with loops. Operators along the rows pass over those that
+are not chosen; what reads rows by their number among the chosen reads them with the chosen ones in
+front. Results and gradients are those of the file. Where rows of two choices meet, or an operator
+takes rows together otherwise, the file is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.inference import Inference
     from autopipe.passes.frontend.uses import Uses
 
-_MOVED = "Add Cast Concat Expand Flatten Gather Identity Mul Reshape Slice Split Squeeze Sub Transpose Unsqueeze"
+_MOVED = (
+    "Add Cast Concat Expand Flatten Gather Identity Mul Reshape Slice Split Squeeze Sub Transpose "
+    "Unsqueeze"
+)
 _MOVES = frozenset(_MOVED.split())
 """Operators that move places, or add them up."""
 _SUMS = frozenset({"Add", "Concat", "Sub"})
@@ -60,8 +64,9 @@ _BENIGN = {
     ("NegativeLogLikelihoodLoss", 1): 0, ("Pow", 0): 1, ("Pow", 1): 1, ("Reciprocal", 0): 1, ("ReduceLogSum", 0): 1,
     ("Sinh", 0): 0, ("Softmax", 0): 0, ("SoftmaxCrossEntropyLoss", 1): 0, ("Sqrt", 0): 1, ("Tan", 0): 0,
 }  # fmt: skip
-"""By operator and operand, a number of which result and gradient are finite: what a row that is not chosen holds need
-not be in the function's domain."""
+"""By operator and operand, a number of which result and gradient are finite: what a row that is not
+chosen holds need not be in the function's domain.
+"""
 _PER_ROW = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that leave rows and their weights apart."""
 
@@ -83,7 +88,10 @@ class Selections(dict[str, Held]):
     ) -> None:
         """`bounds` has the most numbers that there may be in results of Range."""
         super().__init__()
-        self._inference, self._opset, self._uses, self._bounds = inference, opset, uses, bounds
+        self._inference = inference
+        self._opset = opset
+        self._uses = uses
+        self._bounds = bounds
         self._masks = Masks(nodes)
         self._sums: dict[str, Counted] = {}
         self._joins: dict[object, Selection] = {}
@@ -97,7 +105,9 @@ class Selections(dict[str, Held]):
         arrays: Mapping[str, np.ndarray],
         stated: Callable[[str], Value | None],
     ) -> bool:
-        """True if a node chooses elements by data, or reads such. `stated` has the file's own types of values."""
+        """True if a node chooses elements by data, or reads such. `stated` has the file's own types
+        of values.
+        """
         if node.domain not in ("", "ai.onnx"):
             return any(name in self for name in operands)
         if any(name in self for name in operands):
@@ -116,8 +126,14 @@ class Selections(dict[str, Held]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> bool:
-        """True if a node makes a shape of how many elements of a mask are true; what numbers are that is noted."""
-        if any(operands[slot] in self._sums for slot in SHAPE_OPERANDS.get(node.op_type, ()) if slot < len(operands)):
+        """True if a node makes a shape of how many elements of a mask are true; what numbers are
+        that is noted.
+        """
+        if any(
+            operands[slot] in self._sums
+            for slot in SHAPE_OPERANDS.get(node.op_type, ())
+            if slot < len(operands)
+        ):
             return node.op_type != "Slice" or operands[0] not in self._sums
         use = self._use(node, operands, types, arrays)
         with contextlib.suppress(ModelError, *_FAILURES):
@@ -125,7 +141,9 @@ class Selections(dict[str, Held]):
                 summed_mask(use, self._masks)
             elif node.op_type in OF_SHAPES and node.op_type not in FEWEST:
                 compute_count(use)
-            self._sums.update((name, each) for name, each in use.found.items() if isinstance(each, Counted))
+            self._sums.update(
+                (name, each) for name, each in use.found.items() if isinstance(each, Counted)
+            )
         return False
 
     def made_static(
@@ -135,14 +153,20 @@ class Selections(dict[str, Held]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> list[onnx.NodeProto]:
-        """The nodes of static shapes that stand for this one. Raises ModelError where there are none."""
+        """The nodes of static shapes that stand for this one. Raises ModelError where there are
+        none.
+        """
         use = self._use(node, operands, types, arrays)
         try:
             self._treat(use)
         except _FAILURES as error:
             raise use.refused() from error
         self.update(use.found)
-        if node.op_type == "Cast" and isinstance(use.held[0], Counted) and node.output[0] not in use.found:
+        if (
+            node.op_type == "Cast"
+            and isinstance(use.held[0], Counted)
+            and node.output[0] not in use.found
+        ):
             first, second = (each.astype(np.float64) for each in use.held[0].numbers)
             self._sums[node.output[0]] = Counted(use.held[0].selection, (first, second))
         return use.write.nodes
@@ -163,7 +187,16 @@ class Selections(dict[str, Held]):
                 held[slot] = self._sums.get(operands[slot])
         write = Writer(node, self._opset)
         use = Use(
-            node, operands, tuple(held), types, arrays, self._inference, self._opset, write, self._followed, self._joins
+            node,
+            operands,
+            tuple(held),
+            types,
+            arrays,
+            self._inference,
+            self._opset,
+            write,
+            self._followed,
+            self._joins,
         )
         told = [
             of_joined(use, each) if slot in shapes and isinstance(each, Counted) else each
@@ -189,12 +222,16 @@ class Selections(dict[str, Held]):
             _treat_one(_aligned(use))
 
     def given(self, name: str) -> list[onnx.NodeProto]:
-        """The nodes of a result of the model that is held here: its rows in front, zeros in place of those that are
-        not there."""
+        """The nodes of a result of the model that is held here: its rows in front, zeros in place
+        of those that are not there.
+        """
         import onnx.helper
 
-        use = self._use(onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name), (name,), {}, {})
-        held, write = self.pop(name), use.write
+        use = self._use(
+            onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name), (name,), {}, {}
+        )
+        held = self.pop(name)
+        write = use.write
         if isinstance(held, Counted):
             write.node("Identity", [at_run_time(use, name, held)], name)
         else:
@@ -211,26 +248,37 @@ class Selections(dict[str, Held]):
 def _own(use: Use) -> bool:
     """Read of each row what stands at known places; False where the node does not."""
     places = use.held[1] if len(use.held) > 1 else None
-    return isinstance(places, Places) and isinstance(use.held[0], Rows) and _reads_itself(use, places)
+    return (
+        isinstance(places, Places) and isinstance(use.held[0], Rows) and _reads_itself(use, places)
+    )
 
 
 def _puts_others(use: Use) -> bool:
     """Put rows into rows that are chosen by another mask; False where the node does not."""
     target, *rest = use.held
-    if not isinstance(target, Rows | Places) or not any(isinstance(each, Rows | Places) for each in rest):
+    if not isinstance(target, Rows | Places) or not any(
+        isinstance(each, Rows | Places) for each in rest
+    ):
         return False
-    if all(each is None or each.selection.key == target.selection.key for each in rest) or use.node.op_type not in PUTS:
+    if (
+        all(each is None or each.selection.key == target.selection.key for each in rest)
+        or use.node.op_type not in PUTS
+    ):
         return False
     others = _aligned(replace(use, held=(None, *rest)))
     return puts(replace(others, held=(target, *others.held[1:])))
 
 
 def _aligned(use: Use) -> Use:
-    """The same, with all rows held by one mask. Raises ModelError where different elements are chosen."""
+    """The same, with all rows held by one mask. Raises ModelError where different elements are
+    chosen.
+    """
     held = [each for each in use.held if each is not None]
     if len({each.selection.key for each in held}) > 1:
         raise use.refused()
-    target = next(each for kind in (Places, Rows, Counted) for each in held if isinstance(each, kind)).selection
+    target = next(
+        each for kind in (Places, Rows, Counted) for each in held if isinstance(each, kind)
+    ).selection
     told: list[Held | None] = []
     for each in use.held:
         if isinstance(each, Places) and each.selection.shape != target.shape:
@@ -250,13 +298,17 @@ def _treat_one(use: Use) -> None:
 
 
 def _reads(use: Use) -> bool:
-    """Read a static value at chosen places; False where the node does not, or not where it stands."""
-    operator, places = use.node.op_type, use.held[1] if len(use.held) > 1 else None
+    """Read a static value at chosen places; False where the node does not, or not where it
+    stands.
+    """
+    operator = use.node.op_type
+    places = use.held[1] if len(use.held) > 1 else None
     if operator not in ("Gather", "GatherND") or not isinstance(places, Places):
         return False
     if use.held[0] is not None:
         return False
-    data, is_nd = use.types[use.operands[0]], operator == "GatherND"
+    data = use.types[use.operands[0]]
+    is_nd = operator == "GatherND"
     columns = None if use.attribute("batch_dims") else places.columns(is_nd)
     first = 0 if is_nd else positive(use.attribute("axis"), len(data.shape))
     outer = places.type.shape[:-1] if is_nd else places.type.shape
@@ -266,7 +318,9 @@ def _reads(use: Use) -> bool:
     if found is None:
         return False
     name, over = found
-    type_ = Value("", data.dtype, (*data.shape[:first], *outer, *data.shape[first + len(columns) :]))
+    type_ = Value(
+        "", data.dtype, (*data.shape[:first], *outer, *data.shape[first + len(columns) :])
+    )
     rows = Rows(places.selection, type_, first + places.axis, over, name)
     if outer != (ROWS,):
         rows = replace(rows, value=use.write.reshape(name, rows.shape))
@@ -276,23 +330,37 @@ def _reads(use: Use) -> bool:
 
 def _reads_itself(use: Use, places: Places) -> bool:
     """Read of each row what stands at known places; False where the node does not."""
-    data, name = use.held[0], ""
-    if isinstance(data, Rows) and use.node.op_type == "GatherND" and not use.attribute("batch_dims"):
+    data = use.held[0]
+    name = ""
+    if (
+        isinstance(data, Rows)
+        and use.node.op_type == "GatherND"
+        and not use.attribute("batch_dims")
+    ):
         data = use.write.whole(data)
         name = taken_of_itself(use.write, data, places)
     if not isinstance(data, Rows) or not name:
         return False
-    type_ = Value("", data.type.dtype, (*places.type.shape[:-1], *data.type.shape[places.type.shape[-1] :]))
+    type_ = Value(
+        "", data.type.dtype, (*places.type.shape[:-1], *data.type.shape[places.type.shape[-1] :])
+    )
     use.found[use.node.output[0]] = replace(data, type=type_, value=name)
     return True
 
 
 def _moves(use: Use) -> bool:
     """Move or add up places; False where the result is not of that kind."""
-    operator, known = use.node.op_type, use.numbers()
+    operator = use.node.op_type
+    known = use.numbers()
     places = [each for each in use.held if isinstance(each, Places)]
-    unknown = [name for name, array in zip(use.operands, known, strict=True) if name and array is None]
-    if operator not in _MOVES or len(unknown) > len(places) or (operator == "Mul" and len(places) > 1):
+    unknown = [
+        name for name, array in zip(use.operands, known, strict=True) if name and array is None
+    ]
+    if (
+        operator not in _MOVES
+        or len(unknown) > len(places)
+        or (operator == "Mul" and len(places) > 1)
+    ):
         return False
     if operator == "Cast" and use.attribute("to") not in (6, 7):
         return False
@@ -308,7 +376,9 @@ def _moves(use: Use) -> bool:
             elif array is None or (operator in _SUMS and term > 0):
                 arrays.append(None if array is None else np.zeros_like(array))
             else:
-                arrays.append(np.where(array == ROWS, 1, array) if isinstance(each, Counted) else array)
+                arrays.append(
+                    np.where(array == ROWS, 1, array) if isinstance(each, Counted) else array
+                )
         results = use.evaluated(arrays, types)
         if results is None:
             return False
@@ -319,8 +389,11 @@ def _moves(use: Use) -> bool:
 
 
 def _compute(use: Use) -> None:
-    """Compute each row alone, for all that could be chosen; or along the rows, passing over those that are not."""
-    write, operator = use.write, use.node.op_type
+    """Compute each row alone, for all that could be chosen; or along the rows, passing over those
+    that are not.
+    """
+    write = use.write
+    operator = use.node.op_type
     types, axes, beside, together = use.followed()
     rows = {
         slot: as_rows(write, each) if isinstance(each, Places) else each
@@ -336,12 +409,24 @@ def _compute(use: Use) -> None:
     if operator == "Mul" and not beside and _weighed(use, types[0], axes[0], rows):
         return
     apart = operator in _PER_ROW and len(rows) == 1
-    over = tuple(sorted({axis for each in rows.values() for axis in (*each.over, *(() if apart else each.weighed))}))
+    over = tuple(
+        sorted(
+            {
+                axis
+                for each in rows.values()
+                for axis in (*each.over, *(() if apart else each.weighed))
+            }
+        )
+    )
     if operator in RANDOM or beside:
         over = next(iter(rows.values())).selection.axes
     for slot, each in rows.items():
         rows[slot] = each if apart else write.placed(write.whole(each), over)
-        if (operator, slot) in _BENIGN and not isinstance(use.held[slot], Places) and not _is_power(use):
+        if (
+            (operator, slot) in _BENIGN
+            and not isinstance(use.held[slot], Places)
+            and not _is_power(use)
+        ):
             rows[slot] = _benign(write, rows[slot], _BENIGN[operator, slot])
     if together:
         rows.update(across(use, rows, together))
@@ -353,12 +438,19 @@ def _compute(use: Use) -> None:
     weight = first.weight if apart else ""
     if weight and operator == "Cast":
         weight = write.cast(weight, types[0].dtype)
-    count, weighed = math.prod(first.selection.shape), first.weighed if weight else ()
+    count = math.prod(first.selection.shape)
+    weighed = first.weighed if weight else ()
     others = beside or (None,) * len(types)
-    for name, type_, axis, other in zip(filter(None, use.node.output), types, axes, others, strict=True):
-        shape = tuple(count if place == other else extent for place, extent in enumerate(type_.shape))
+    for name, type_, axis, other in zip(
+        filter(None, use.node.output), types, axes, others, strict=True
+    ):
+        shape = tuple(
+            count if place == other else extent for place, extent in enumerate(type_.shape)
+        )
         held = replace(type_, shape=shape)
-        use.found[name] = Rows(first.selection, held, axis, first.over, f"{name}/rows", weight, weighed, other)
+        use.found[name] = Rows(
+            first.selection, held, axis, first.over, f"{name}/rows", weight, weighed, other
+        )
 
 
 def _benign(write: Writer, rows: Rows, number: float) -> Rows:
@@ -374,8 +466,9 @@ def _is_power(use: Use) -> bool:
 
 
 def _weighed(use: Use, type_: Value, axis: int, rows: Mapping[int, Rows]) -> bool:
-    """Note a product of rows and one number for each that differs along more of the mask's axes: it is multiplied in
-    where rows are put together, which leaves fewer. False for another product."""
+    """Note a product of rows and one number for each that differs along more of the mask's axes: it
+    is multiplied in where rows are put together, which leaves fewer. False for another product.
+    """
     if len(rows) < 2:
         return False
     for data, factor in ((rows[0], rows[1]), (rows[1], rows[0])):

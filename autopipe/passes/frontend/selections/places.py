@@ -1,8 +1,10 @@
-"""Places that a mask gives (`NonZero`), and what they take and put: reading and writing there by reshaping.
+"""Places that a mask gives (`NonZero`), and what they take and put: reading and writing there by
+reshaping.
 
-A place is a sum of the mask's coordinates, each times a number: exporters flatten indices, so that a token and its
-rank among the experts become `token * 2 + rank`. A tensor that is read at such places for all elements of the mask is
-the tensor itself with its dimensions in another order, and one that is written there likewise.
+A place is a sum of the mask's coordinates, each times a number: exporters flatten indices, so that
+a token and its rank among the experts become `token * 2 + rank`. A tensor that is read at such
+places for all elements of the mask is the tensor itself with its dimensions in another order, and
+one that is written there likewise.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from autopipe.passes.frontend.selections.rows import Rows, Selection, Writer
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Whole numbers with a row for each chosen element, sums of its coordinates: `terms[0]` and, for each axis of the
-    mask, the coordinate along it times its number in `terms[1:]`, whose last is that of the element's rank among the
-    chosen. Each has the value's shape, 1 along `axis`."""
+    """Whole numbers with a row for each chosen element, sums of its coordinates: `terms[0]` and,
+    for each axis of the mask, the coordinate along it times its number in `terms[1:]`, whose last
+    is that of the element's rank among the chosen. Each has the value's shape, 1 along `axis`.
+    """
 
     selection: Selection
     type: Value
@@ -29,8 +32,9 @@ class Places:
     terms: tuple[np.ndarray, ...]
 
     def columns(self, last: bool) -> tuple[tuple[int, ...], ...] | None:
-        """The terms of each number along the last dimension (of the only one, unless `last`); None where they differ
-        along others."""
+        """The terms of each number along the last dimension (of the only one, unless `last`); None
+        where they differ along others.
+        """
         if last and self.axis == len(self.type.shape) - 1:
             return None
         flat = [term.reshape(-1, term.shape[-1] if last else 1) for term in self.terms]
@@ -41,9 +45,11 @@ class Places:
 
 def as_rows(write: Writer, places: Places) -> Rows:
     """The numbers themselves."""
-    selection, dtype = places.selection, places.type.dtype
+    selection = places.selection
+    dtype = places.type.dtype
     over = tuple(axis for axis in selection.axes if places.terms[1 + axis].any())
-    count, rank = selection.extent(over), len(places.type.shape)
+    count = selection.extent(over)
+    rank = len(places.type.shape)
     total = _held(write, places.terms[0], dtype)
     for axis in over:
         extent = selection.shape[axis]
@@ -59,7 +65,8 @@ def as_rows(write: Writer, places: Places) -> Rows:
     count = math.prod(selection.shape)
     steps = write.node("Range", [write.number(each, DType.INT64) for each in (0, count, 1)])
     ranks = write.reshape(
-        write.ranked(selection, steps, (count,), 0), [count if axis == places.axis else 1 for axis in range(rank)]
+        write.ranked(selection, steps, (count,), 0),
+        [count if axis == places.axis else 1 for axis in range(rank)],
     )
     ranked = write.node("Mul", [write.cast(ranks, dtype), _held(write, places.terms[-1], dtype)])
     whole = write.placed(Rows(selection, places.type, places.axis, over, total), selection.axes)
@@ -71,11 +78,14 @@ def _held(write: Writer, term: np.ndarray, dtype: DType) -> str:
 
 
 def _axes(column: tuple[int, ...], extent: int, selection: Selection) -> tuple[int, ...] | None:
-    """The mask's axes of which a dimension of this extent is made, outer to inner, for the places of a column to be
-    its elements, from `column[0]` on; None where they are not."""
+    """The mask's axes of which a dimension of this extent is made, outer to inner, for the places
+    of a column to be its elements, from `column[0]` on; None where they are not.
+    """
     if column[-1]:
         return None
-    axes = sorted((axis for axis in selection.axes if column[1 + axis]), key=lambda axis: -column[1 + axis])
+    axes = sorted(
+        (axis for axis in selection.axes if column[1 + axis]), key=lambda axis: -column[1 + axis]
+    )
     step = 1
     for axis in reversed(axes):
         if column[1 + axis] != step:
@@ -87,9 +97,12 @@ def _axes(column: tuple[int, ...], extent: int, selection: Selection) -> tuple[i
 def taken(
     write: Writer, selection: Selection, columns: Sequence[tuple[int, ...]], data: Value, first: int
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The data's elements at these places, of dimensions from `first` on, which become one of the rows, along the
-    mask's axes in the result; None where they are not the data in another order."""
-    made = [_axes(column, data.shape[first + place], selection) for place, column in enumerate(columns)]
+    """The data's elements at these places, of dimensions from `first` on, which become one of the
+    rows, along the mask's axes in the result; None where they are not the data in another order.
+    """
+    made = [
+        _axes(column, data.shape[first + place], selection) for place, column in enumerate(columns)
+    ]
     order = [axis for axes in made for axis in axes or ()]
     if None in made or len(set(order)) < len(order):
         return None
@@ -98,7 +111,8 @@ def taken(
         extent = selection.extent(axes or ())
         if extent != data.shape[first + place]:
             name = write.sliced(name, first + place, column[0], column[0] + extent)
-    before, after = data.shape[:first], data.shape[first + len(columns) :]
+    before = data.shape[:first]
+    after = data.shape[first + len(columns) :]
     parts = [selection.shape[axis] for axis in order]
     apart = write.reshape(name, (*before, *parts, *after))
     inner = [first + place for place in np.argsort(order).tolist()]
@@ -108,9 +122,12 @@ def taken(
 
 
 def taken_of_itself(write: Writer, data: Rows, places: Places) -> str:
-    """The elements of each row at known places, where GatherND's first number is the row's own rank; "" where it is
-    another."""
-    own = (places.terms[-1] == ([1] + [0] * (places.type.shape[-1] - 1))).all() and not places.terms[0][..., 0].any()
+    """The elements of each row at known places, where GatherND's first number is the row's own
+    rank; "" where it is another.
+    """
+    own = (
+        places.terms[-1] == ([1] + [0] * (places.type.shape[-1] - 1))
+    ).all() and not places.terms[0][..., 0].any()
     if data.axis or places.axis or not own or any(term.any() for term in places.terms[1:-1]):
         return ""
     known = places.terms[0][..., 1:]
@@ -120,18 +137,32 @@ def taken_of_itself(write: Writer, data: Rows, places: Places) -> str:
 
 
 def put(
-    write: Writer, rows: Rows, columns: Sequence[tuple[int, ...]], data: Value, first: int, add: bool, result: str
+    write: Writer,
+    rows: Rows,
+    columns: Sequence[tuple[int, ...]],
+    data: Value,
+    first: int,
+    add: bool,
+    result: str,
 ) -> bool:
-    """Write the data with rows put (or added) at these places, which must be all of some dimensions from `first` on.
-    False, with nothing written, where they are not."""
+    """Write the data with rows put (or added) at these places, which must be all of some dimensions
+    from `first` on. False, with nothing written, where they are not.
+    """
     selection = rows.selection
-    made = [_axes(column, data.shape[first + place], selection) for place, column in enumerate(columns)]
+    made = [
+        _axes(column, data.shape[first + place], selection) for place, column in enumerate(columns)
+    ]
     order = [axis for axes in made for axis in axes or ()]
     extents = [selection.extent(axes or ()) for axes in made]
-    if None in made or len(set(order)) < len(order) or extents != [*data.shape[first : first + len(columns)]]:
+    if (
+        None in made
+        or len(set(order)) < len(order)
+        or extents != [*data.shape[first : first + len(columns)]]
+    ):
         return False
     over = tuple(sorted(order))
-    before, after = data.shape[:first], data.shape[first + len(columns) :]
+    before = data.shape[:first]
+    after = data.shape[first + len(columns) :]
     apart = (*before, *(selection.shape[axis] for axis in order), *after)
     ranks = len(before), len(order), len(after)
     inwards = [*(ranks[0] + place for place in np.argsort(order).tolist()), *range(ranks[0])]
@@ -145,10 +176,14 @@ def put(
     return True
 
 
-def _met(write: Writer, rows: Rows, over: tuple[int, ...], rest: tuple[int, ...]) -> tuple[str, str]:
-    """For each place along the mask's axes `over` whether any row goes there, and the sum of those that do (where
-    none does, anything), both as [places …, `rest` …] or broadcast to that."""
-    selection, ones = rows.selection, [1] * len(rest)
+def _met(
+    write: Writer, rows: Rows, over: tuple[int, ...], rest: tuple[int, ...]
+) -> tuple[str, str]:
+    """For each place along the mask's axes `over` whether any row goes there, and the sum of those
+    that do (where none does, anything), both as [places …, `rest` …] or broadcast to that.
+    """
+    selection = rows.selection
+    ones = [1] * len(rest)
     mask, held = write.chosen(selection, over)
     there = write.reshape(mask, [*(held[axis] for axis in over), *ones])
     counts = any(selection.shape[axis] > 1 for axis in selection.axes if axis not in over)
@@ -176,8 +211,12 @@ def _in_front(write: Writer, rows: Rows, rest: tuple[int, ...]) -> str:
     return write.reshape(write.transpose(rows.value, order), (rows.shape[rows.axis], *rest))
 
 
-def _summed(write: Writer, value: str, shape: list[int], over: Sequence[int], rest: tuple[int, ...]) -> str:
-    """Of [places of all axes] the sum along those that `over` does not have: [places along `over` …, `rest` …]."""
+def _summed(
+    write: Writer, value: str, shape: list[int], over: Sequence[int], rest: tuple[int, ...]
+) -> str:
+    """Of [places of all axes] the sum along those that `over` does not have: [places along `over`
+    …, `rest` …].
+    """
     others = [axis for axis in range(len(shape)) if axis not in over]
     apart = write.reshape(value, (*shape, *rest))
     total = write.summed(apart, others) if others else apart
@@ -185,23 +224,39 @@ def _summed(write: Writer, value: str, shape: list[int], over: Sequence[int], re
 
 
 def scattered(
-    write: Writer, operator: str, data: Value, places: Rows, rows: Rows, axis: int, mode: str, result: str
+    write: Writer,
+    operator: str,
+    data: Value,
+    places: Rows,
+    rows: Rows,
+    axis: int,
+    mode: str,
+    result: str,
 ) -> None:
-    """ScatterND or ScatterElements along `axis` with places that only running tells: rows that are not chosen go to a
-    place behind the data's last, or are what changes nothing where they are added or compared."""
-    selection, extent = rows.selection, data.shape[axis]
+    """ScatterND or ScatterElements along `axis` with places that only running tells: rows that are
+    not chosen go to a place behind the data's last, or are what changes nothing where they are
+    added or compared.
+    """
+    selection = rows.selection
+    extent = data.shape[axis]
     rows = write.placed(write.whole(rows), selection.axes)
     reduces = mode != "none"
     if reduces:
         rows = write.filled(rows, nothing_for(_NEUTRAL[mode], data.dtype))
-    places = write.filled(places, 0, selection.axes) if reduces else _away(write, operator, places, extent)
+    places = (
+        write.filled(places, 0, selection.axes)
+        if reduces
+        else _away(write, operator, places, extent)
+    )
     target = data.name
     if not reduces:
         target = write.node("Concat", [target, write.sliced(target, axis, 0, 1)], axis=axis)
     attributes: dict[str, str | int] = {"reduction": mode} if reduces else {}
     if operator == "ScatterElements":
         attributes["axis"] = axis
-    whole = write.node(operator, [target, places.value, rows.value], result if reduces else "", **attributes)
+    whole = write.node(
+        operator, [target, places.value, rows.value], result if reduces else "", **attributes
+    )
     if not reduces:
         write.sliced(whole, axis, 0, extent, result)
 
@@ -220,12 +275,16 @@ def nothing_for(number: float, dtype: DType) -> float:
 
 
 def _away(write: Writer, operator: str, places: Rows, extent: int) -> Rows:
-    """The places, `extent` for what is not chosen; of ScatterND's, whose last dimension lists them, the first."""
+    """The places, `extent` for what is not chosen; of ScatterND's, whose last dimension lists them,
+    the first.
+    """
     places = write.placed(write.whole(places), places.selection.axes)
     depth = places.type.shape[-1] if operator == "ScatterND" else 1
     if depth == 1:
         return write.filled(places, extent)
-    outside = write.reshape(write.numbers([extent, *[0] * (depth - 1)]), [1] * (len(places.shape) - 1) + [depth])
+    outside = write.reshape(
+        write.numbers([extent, *[0] * (depth - 1)]), [1] * (len(places.shape) - 1) + [depth]
+    )
     mask, held = write.chosen(places.selection, places.selection.axes)
     flat = write.reshape(
         write.expand(mask, held, places.selection.shape),

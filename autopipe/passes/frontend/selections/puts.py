@@ -17,13 +17,26 @@ PUTS = frozenset({"Scatter", "ScatterElements", "ScatterND"})
 
 def puts(use: Use) -> bool:
     """Put rows at chosen places; False where the node does not."""
-    operator, result = use.node.op_type, use.node.output[0]
+    operator = use.node.op_type
+    result = use.node.output[0]
     if operator not in PUTS:
         return False
-    target, places = use.held[0], use.held[1]
-    mode = next((each.s.decode(errors="replace") for each in use.node.attribute if each.name == "reduction"), "none")
+    target = use.held[0]
+    places = use.held[1]
+    mode = next(
+        (
+            each.s.decode(errors="replace")
+            for each in use.node.attribute
+            if each.name == "reduction"
+        ),
+        "none",
+    )
     if isinstance(target, Rows | Places):
-        axis = 0 if operator == "ScatterND" else positive(use.attribute("axis"), len(target.type.shape))
+        axis = (
+            0
+            if operator == "ScatterND"
+            else positive(use.attribute("axis"), len(target.type.shape))
+        )
         return target.axis == axis and _puts_into_rows(use, target, mode)
     if not isinstance(places, Rows | Places) or mode not in MODES:
         raise use.refused()
@@ -33,9 +46,15 @@ def puts(use: Use) -> bool:
 
 def _puts_into_rows(use: Use, target: Rows | Places, mode: str) -> bool:
     """Put numbers into chosen rows, by the number of each among the chosen."""
-    write, places, result = use.write, use.held[1], use.node.output[0]
+    write = use.write
+    places = use.held[1]
+    result = use.node.output[0]
     rows = as_rows(write, target) if isinstance(target, Places) else target
-    if isinstance(places, Counted) or mode not in MODES or (places is None and use.held[2] is not None):
+    if (
+        isinstance(places, Counted)
+        or mode not in MODES
+        or (places is None and use.held[2] is not None)
+    ):
         raise use.refused()
     is_nd = use.node.op_type == "ScatterND"
     own = _own_numbers(write, places, rows.selection) if is_nd and places is not None else ""
@@ -43,14 +62,18 @@ def _puts_into_rows(use: Use, target: Rows | Places, mode: str) -> bool:
         wide = write.placed(write.whole(rows), rows.selection.axes)
         updates = write.placed(write.whole(_updates(use, places)), rows.selection.axes)
         attributes = {"reduction": mode} if mode != "none" else {}
-        value = write.node("ScatterND", [wide.value, own, updates.value], f"{result}/rows", **attributes)
+        value = write.node(
+            "ScatterND", [wide.value, own, updates.value], f"{result}/rows", **attributes
+        )
         use.found[result] = replace(wide, value=value)
         return True
     packed = write.packed(rows)
     whole = Value(f"{result}/packed", packed.dtype, packed.shape)
     column = 0 if is_nd else None
     if places is None:
-        at = from_the_front(use, use.operands[1], rows.selection, use.types[use.operands[1]], column)
+        at = from_the_front(
+            use, use.operands[1], rows.selection, use.types[use.operands[1]], column
+        )
         write.again([packed.name, at, use.operands[2]], [whole.name])
     else:
         there = as_rows(write, places) if isinstance(places, Places) else write.whole(places)
@@ -61,25 +84,34 @@ def _puts_into_rows(use: Use, target: Rows | Places, mode: str) -> bool:
 
 
 def _own_numbers(write: Writer, places: Rows | Places, selection: Selection) -> str:
-    """Known places in each row, where ScatterND's first number is the row's own; "" where it is another."""
+    """Known places in each row, where ScatterND's first number is the row's own; "" where it is
+    another.
+    """
     if not isinstance(places, Places) or places.axis or places.type.shape[-1] >= ROWS:
         return ""
-    own = (places.terms[-1] == ([1] + [0] * (places.type.shape[-1] - 1))).all() and not places.terms[0][..., 0].any()
+    own = (
+        places.terms[-1] == ([1] + [0] * (places.type.shape[-1] - 1))
+    ).all() and not places.terms[0][..., 0].any()
     if not own or any(term.any() for term in places.terms[1:-1]):
         return ""
-    count, known = math.prod(selection.shape), places.terms[0]
+    count = math.prod(selection.shape)
+    known = places.terms[0]
     steps = write.node("Range", [write.number(each, DType.INT64) for each in (0, count, 1)])
     first = write.reshape(steps, (count, *[1] * (len(places.type.shape) - 1)))
     wide = (count, *known.shape[1:-1], 1)
     rest = (count, *known.shape[1:-1], known.shape[-1] - 1)
     others = write.reshape(write.numbers(known[..., 1:].reshape(-1).tolist()), known[..., 1:].shape)
-    parts = [write.expand(first, (count, *[1] * (len(wide) - 1)), wide), write.expand(others, (1, *rest[1:]), rest)]
+    parts = [
+        write.expand(first, (count, *[1] * (len(wide) - 1)), wide),
+        write.expand(others, (1, *rest[1:]), rest),
+    ]
     return parts[0] if not rest[-1] else write.node("Concat", parts, axis=-1)
 
 
 def _put(use: Use, data: Value, places: Rows | Places, mode: str, result: str) -> None:
     """Write the data with rows put at chosen places."""
-    write, rows = use.write, _updates(use, places)
+    write = use.write
+    rows = _updates(use, places)
     is_nd = use.node.op_type == "ScatterND"
     axis = 0 if is_nd else positive(use.attribute("axis"), len(data.shape))
     columns = _columns(places, is_nd, data, axis) if mode in ("none", "add") else None
@@ -89,11 +121,17 @@ def _put(use: Use, data: Value, places: Rows | Places, mode: str, result: str) -
         if fits and put(write, rows, columns, data, axis, mode == "add", result):
             return
     found = as_rows(write, places) if isinstance(places, Places) else places
-    scattered(write, "ScatterND" if is_nd else "ScatterElements", data, found, rows, axis, mode, result)
+    scattered(
+        write, "ScatterND" if is_nd else "ScatterElements", data, found, rows, axis, mode, result
+    )
 
 
-def _columns(places: Rows | Places, is_nd: bool, data: Value, axis: int) -> tuple[tuple[int, ...], ...] | None:
-    """The places of whole rows of the data; None where those are not told by the mask's coordinates alone."""
+def _columns(
+    places: Rows | Places, is_nd: bool, data: Value, axis: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The places of whole rows of the data; None where those are not told by the mask's coordinates
+    alone.
+    """
     if not isinstance(places, Places) or is_nd:
         return places.columns(last=True) if isinstance(places, Places) else None
     rest = [extent for place, extent in enumerate(places.type.shape) if place != places.axis]
@@ -110,7 +148,8 @@ def _updates(use: Use, places: Rows | Places) -> Rows:
         return rows
     if rows is not None:
         raise use.refused()
-    given, axis = use.types[use.operands[2]], places.axis
+    given = use.types[use.operands[2]]
+    axis = places.axis
     name = use.write.ranked(places.selection, use.operands[2], given.shape, axis)
     type_ = Value("", given.dtype, (*given.shape[:axis], ROWS, *given.shape[axis + 1 :]))
     return Rows(places.selection, type_, axis, places.selection.axes, name)

@@ -1,4 +1,6 @@
-"""A node that reads rows which data chooses, what is known of its operands, and whether it computes each row alone."""
+"""A node that reads rows which data chooses, what is known of its operands, and whether it computes
+each row alone.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,10 @@ Held = Rows | Places | Counted
 
 
 class Followed(NamedTuple):
-    """Types of a node's results, and the dimension of each that counts rows; None for these where the node does not
-    compute each row alone. Where values have two such dimensions, the second of each result, and where the node takes
-    rows along it together, that of each operand."""
+    """Types of a node's results, and the dimension of each that counts rows; None for these where
+    the node does not compute each row alone. Where values have two such dimensions, the second of
+    each result, and where the node takes rows along it together, that of each operand.
+    """
 
     types: list[Value]
     axes: list[int] | None = None
@@ -55,7 +58,9 @@ class Followed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A node, its operands with aliases resolved, and what is known of them; `found` is what its results are."""
+    """A node, its operands with aliases resolved, and what is known of them; `found` is what its
+    results are.
+    """
 
     node: onnx.NodeProto
     operands: tuple[str, ...]
@@ -68,8 +73,9 @@ class Use:
     known: dict[object, Followed]
     """Results of `followed` by what the node and its operands are: files repeat themselves."""
     joins: dict[object, Selection]
-    """Of rows that were joined, the selections: by their parts, and by what of them depends on data, how often that is
-    there, and how many others are."""
+    """Of rows that were joined, the selections: by their parts, and by what of them depends on
+    data, how often that is there, and how many others are.
+    """
     found: dict[str, Held] = field(default_factory=dict)
 
     @property
@@ -86,28 +92,45 @@ class Use:
         """For a node that does something else with rows than compute each, or sum them up."""
         chooser = next((each.selection.node for each in self.held if each is not None), "data")
         return ModelError(
-            f"it takes together rows that {chooser} chooses by data, so that its result's shape cannot be told",
-            hint="rows that data chooses may be computed one by one, then summed or put into a tensor",
+            (
+                f"it takes together rows that {chooser} chooses by data, so that its result's "
+                "shape "
+                "cannot be told"
+            ),
+            hint=(
+                "rows that data chooses may be computed one by one, then summed or put into a "
+                "tensor"
+            ),
             where=self.where,
         )
 
     def numbers(self, version: int = 0) -> list[np.ndarray | None]:
-        """Numbers known of each operand where there are `ROWS` or, for `version` 1, `OTHER_ROWS` rows."""
+        """Numbers known of each operand where there are `ROWS` or, for `version` 1, `OTHER_ROWS`
+        rows.
+        """
         return [
-            each.numbers[version] if isinstance(each, Counted) else self.arrays.get(name) if name else None
+            each.numbers[version]
+            if isinstance(each, Counted)
+            else self.arrays.get(name)
+            if name
+            else None
             for name, each in zip(self.operands, self.held, strict=True)
         ]
 
-    def evaluated(self, arrays: Sequence[np.ndarray | None], types: Sequence[Value]) -> tuple[np.ndarray, ...] | None:
+    def evaluated(
+        self, arrays: Sequence[np.ndarray | None], types: Sequence[Value]
+    ) -> tuple[np.ndarray, ...] | None:
         """The numbers of results of these types where operands have these numbers, for one row."""
         real = [
-            Value("", each.dtype, tuple(1 if extent == ROWS else extent for extent in each.shape)) for each in types
+            Value("", each.dtype, tuple(1 if extent == ROWS else extent for extent in each.shape))
+            for each in types
         ]
         return self.inference.evaluate(self.node, tuple(arrays), real)
 
     def followed(self) -> Followed:
         """Which dimensions of the results count rows."""
-        types, numbers = [*map(self._type, self.operands, self.held)], self.numbers()
+        types = [*map(self._type, self.operands, self.held)]
+        numbers = self.numbers()
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
         axes = tuple(self._dimensions(each) for each in self.held)
         contents = tuple(None if each is None else content_of(each) for each in numbers)
@@ -120,9 +143,15 @@ class Use:
         """The dimensions that count rows."""
         if not isinstance(held, Rows | Places):
             return ()
-        return (held.axis,) if isinstance(held, Places) or held.beside is None else (held.axis, held.beside)
+        return (
+            (held.axis,)
+            if isinstance(held, Places) or held.beside is None
+            else (held.axis, held.beside)
+        )
 
-    def _follow(self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]) -> Followed:
+    def _follow(
+        self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]
+    ) -> Followed:
         told = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in told if each is not None]
         if len(results) < sum(map(bool, self.node.output)):
@@ -134,11 +163,19 @@ class Use:
             if dims is not None
         ]
         names = [*dict.fromkeys(dims[axis] for dims, axes in read for axis in axes)]
-        alone = [each for each in names if len(each) == 1 and space.axis(each[0]).kind is AxisKind.PARALLEL]
+        alone = [
+            each
+            for each in names
+            if len(each) == 1 and space.axis(each[0]).kind is AxisKind.PARALLEL
+        ]
         if len(names) not in (1, 2) or not alone:
             return Followed(results)
         other = next((each for each in names if each != alone[0]), None)
-        written = [(_place(dims, alone[0]), _place(dims, other)) for dims in space.results if dims is not None]
+        written = [
+            (_place(dims, alone[0]), _place(dims, other))
+            for dims in space.results
+            if dims is not None
+        ]
         axes = [axis for axis, _ in written if axis is not None]
         if len(axes) < len(written):
             return Followed(results)
@@ -147,7 +184,9 @@ class Use:
         beside = tuple(each for _, each in written)
         if other in alone:
             return Followed(results, axes, beside)
-        return Followed(results, axes, beside, tuple(_place(dims or (), other) for dims in space.operands))
+        return Followed(
+            results, axes, beside, tuple(_place(dims or (), other) for dims in space.operands)
+        )
 
     def _type(self, name: str, held: Held | None) -> Value | None:
         if isinstance(held, Counted):
@@ -167,8 +206,12 @@ class Use:
         row = OPERATORS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
         if row is None:
             raise self.refused()
-        known_node = Node(node.name, node.op_type, self.operands, tuple(node.output), attributes_of(node), domain)
-        return row.space(Signature(known_node, tuple(types), tuple(results), tuple(known), self.opset))
+        known_node = Node(
+            node.name, node.op_type, self.operands, tuple(node.output), attributes_of(node), domain
+        )
+        return row.space(
+            Signature(known_node, tuple(types), tuple(results), tuple(known), self.opset)
+        )
 
 
 def _place(dims: Sequence[object], name: object) -> int | None:
@@ -180,8 +223,12 @@ def is_static(types: Sequence[Value]) -> bool:
     return all(extent == 0 or extent % ROWS for value in types for extent in value.shape)
 
 
-def selection_of(use: Use, mask: str, held: Sequence[int], shape: tuple[int, ...], root: str = "") -> Selection:
+def selection_of(
+    use: Use, mask: str, held: Sequence[int], shape: tuple[int, ...], root: str = ""
+) -> Selection:
     """The true elements of a mask, chosen by the node."""
     if not shape or math.prod(shape) == 0:
-        raise ModelError(f"it chooses among no elements: the shape is {list(shape)}", where=use.where)
+        raise ModelError(
+            f"it chooses among no elements: the shape is {list(shape)}", where=use.where
+        )
     return Selection(mask, tuple(held), shape, use.where, root)

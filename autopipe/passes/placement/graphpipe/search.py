@@ -1,12 +1,14 @@
-"""The dynamic programme: the fewest devices on which every stage meets a target, by how much its source keeps.
+"""The dynamic programme: the fewest devices on which every stage meets a target, by how much its
+source keeps.
 
-Jeon et al., "GraphPipe" (2024), Algorithm 1, asks for the fewest samples in flight on a given number of devices. Here
-it is the other way round, which is the same question: for each number of micro-batches in flight at the source (its
-*level*, under 1F1B one more than the highest level of its successors) the fewest devices. Devices of parts in series
-and in parallel then both add up, and one table serves all numbers of devices. Where devices are of several kinds, which
-stand in runs, their number is counted from the last device on: the number taken tells which run is next, and fewer
-taken are never worse. A stage has devices of one run; those that are left over where a run goes on to the one before
-count as taken.
+Jeon et al., "GraphPipe" (2024), Algorithm 1, asks for the fewest samples in flight on a given
+number of devices. Here it is the other way round, which is the same question: for each number of
+micro-batches in flight at the source (its *level*, under 1F1B one more than the highest level of
+its successors) the fewest devices. Devices of parts in series and in parallel then both add up, and
+one table serves all numbers of devices. Where devices are of several kinds, which stand in runs,
+their number is counted from the last device on: the number taken tells which run is next, and fewer
+taken are never worse. A stage has devices of one run; those that are left over where a run goes on
+to the one before count as taken.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ NEVER = 10_000  # More devices than there are, and so few that two of them add u
 Front = NDArray[np.int32]
 """Stages to the right of each place in the line, as a stage that ends there sees them.
 
-`front[0, level, place]` is the fewest devices for all that lies from `place` on, in such a way that the highest level
-among the successors of a stage that ends at `place` is `level`. An entry that needs no fewer devices than one of a
-lower level is left out. Where stages are traced, `front[1, level, place]` is the number of the first of them; 0 at the
-end of the line.
+`front[0, level, place]` is the fewest devices for all that lies from `place` on, in such a way that
+the highest level among the successors of a stage that ends at `place` is `level`. An entry that
+needs no fewer devices than one of a lower level is left out. Where stages are traced, `front[1,
+level, place]` is the number of the first of them; 0 at the end of the line.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStage:
-    """A stage of an answer: blocks `start` to `stop - 1`, with at most `level` micro-batches in flight."""
+    """A stage of an answer: blocks `start` to `stop - 1`, with at most `level` micro-batches in
+    flight.
+    """
 
     start: int
     stop: int
@@ -44,9 +48,10 @@ class PartitionStage:
 
 
 class TargetProbe:
-    """One probe: `needs(level)[run][start, stop]` are the fewest devices of a run on which blocks `start` to `stop - 1`
-    meet the target as one stage with `level` micro-batches in flight; `NEVER` where they do not. `runs` says how many
-    devices there are of each."""
+    """One probe: `needs(level)[run][start, stop]` are the fewest devices of a run on which blocks
+    `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight; `NEVER`
+    where they do not. `runs` says how many devices there are of each.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,8 @@ class TargetProbe:
         levels: int,
         traced: bool = False,
     ) -> None:
-        self.needs, self.levels = needs, levels
+        self.needs = needs
+        self.levels = levels
         self.nothing: Front = np.full((1 + traced, levels + 1, places), NEVER, dtype=np.int32)
         self.ends = tuple(itertools.accumulate(reversed(runs)))
         """How many devices are taken at most with those of each run, the last run first."""
@@ -66,13 +72,16 @@ class TargetProbe:
         for stop in range(1, places):
             before[stop] = min(NEVER, int((before[:stop] + least[:stop, stop]).min()))
         self.limit: Devices = np.minimum(self.ends[-1] - before + 1, NEVER).astype(np.int16)
-        """Exclusive bound on the devices for all that lies from a place on: what lies before it takes the others, at
-        least, however many micro-batches its stages keep."""
+        """Exclusive bound on the devices for all that lies from a place on: what lies before it
+        takes the others, at least, however many micro-batches its stages keep.
+        """
         self.stages: list[tuple[PartitionStage, int]] = []
         """Stages, each with the number, counted from 1, of the one that follows on its way."""
 
     def least(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
-        """The fewest devices for a whole line, and its stages from left to right where they are traced."""
+        """The fewest devices for a whole line, and its stages from left to right where they are
+        traced.
+        """
         front = self.nothing.copy()
         front[:, 0, -1] = 0
         self._line(regions, front, self.levels)
@@ -86,7 +95,9 @@ class TargetProbe:
         return devices, tuple(found)
 
     def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
-        """Go on from what lies to the right of `regions` to their first place; no level is above `most`."""
+        """Go on from what lies to the right of `regions` to their first place; no level is above
+        `most`.
+        """
         for region in reversed(regions):
             if isinstance(region, BlockRun):
                 self._run(region, front, most)
@@ -117,30 +128,42 @@ class TargetProbe:
             if len(front) > 1:
                 chosen = stops[sums.argmin(axis=1)] + run.start + 1
                 for place in np.flatnonzero(better):
-                    stop, taken = int(chosen[place]), bisect.bisect_left(self.ends, int(devices[place]))
-                    stage = PartitionStage(run.start + int(place), stop, level, len(self.ends) - 1 - taken)
+                    stop = int(chosen[place])
+                    taken = bisect.bisect_left(self.ends, int(devices[place]))
+                    stage = PartitionStage(
+                        run.start + int(place), stop, level, len(self.ends) - 1 - taken
+                    )
                     self.stages.append((stage, int(front[1, level - 1, stop])))
                     front[1, level, run.start + place] = len(self.stages)
 
     def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
-        """The devices taken with a stage from each place of a run of blocks to `stops`, where `seen` are behind it."""
+        """The devices taken with a stage from each place of a run of blocks to `stops`, where
+        `seen` are behind it.
+        """
         found: list[Devices] = []
         start = 0
         for needs, end in zip(reversed(self.needs(level)), self.ends, strict=True):
             sums = needs[run.start : run.stop].take(stops, axis=1)
             sums += np.maximum(seen, start) if start else seen
-            found.append(sums if end == self.ends[-1] else np.where(sums > end, NEVER, sums).astype(np.int16))
+            found.append(
+                sums if end == self.ends[-1] else np.where(sums > end, NEVER, sums).astype(np.int16)
+            )
             start = end
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
     def _fork(self, fork: Fork, front: Front, most: int) -> None:
-        """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""
-        places, stop = slice(fork.start, fork.stop), fork.stop
+        """Whatever joins the branches has one level; a stage before them sees the highest level of
+        their sources.
+        """
+        places = slice(fork.start, fork.stop)
+        stop = fork.stop
         columns = np.arange(fork.start, fork.stop)
         found = self.nothing.copy()
 
         def keep(ends: Front, level: int) -> None:
-            """Note for each place the fewest devices, of any level up to `level`, as of that level."""
+            """Note for each place the fewest devices, of any level up to `level`, as of that
+            level.
+            """
             best = ends[0, :, places].argmin(axis=0)
             better = ends[0, best, columns] < found[0, level, columns]
             found[:, level, columns[better]] = ends[:, best[better], columns[better]]
@@ -169,19 +192,27 @@ class TargetProbe:
         devices[1:][devices[1:] >= np.minimum.accumulate(devices, axis=0)[:-1]] = NEVER
         front[:, :, places] = found[:, :, places]
 
-    def _branches(self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]) -> Front:
-        """The branches from the last to the first; what joins them has `level`. At first `passed` gets what each came
-        to. With fewer levels, a branch behind which all is as before has the same on those as it had."""
+    def _branches(
+        self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]
+    ) -> Front:
+        """The branches from the last to the first; what joins them has `level`. At first `passed`
+        gets what each came to. With fewer levels, a branch behind which all is as before has the
+        same on those as it had.
+        """
         known = iter(tuple(passed))
         for branch in reversed(fork.branches):
-            places, stop = slice(branch[0].start, branch[-1].stop), branch[-1].stop
+            places = slice(branch[0].start, branch[-1].stop)
+            stop = branch[-1].stop
             if stop < fork.stop:
-                # The stages of the branch that begins there are no successors: they are seen as of `level`.
+                # The stages of the branch that begins there are no successors: they are seen as of
+                # `level`.
                 best = front[:, front[0, :, stop].argmin(), stop].copy()
                 front[0, :, stop] = NEVER
                 front[:, level, stop] = best
             before = next(known, None)
-            if before is not None and np.array_equal(front[0, : most + 1, stop:], before[0, : most + 1, stop:]):
+            if before is not None and np.array_equal(
+                front[0, : most + 1, stop:], before[0, : most + 1, stop:]
+            ):
                 front[:, : most + 1, places] = before[:, : most + 1, places]
             else:
                 self._line(branch, front, most)
@@ -197,8 +228,10 @@ def _filled(devices: Front) -> list[bool]:
 
 
 def fewest_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
-    """Result of `TargetProbe.least` where `needs`, one a run of `runs` devices, are the same at all levels. It is
-    `NEVER` where there is no line. Without levels each place has one number, and branches are a line like all else."""
+    """Result of `TargetProbe.least` where `needs`, one a run of `runs` devices, are the same at all
+    levels. It is `NEVER` where there is no line. Without levels each place has one number, and
+    branches are a line like all else.
+    """
     ends = tuple(itertools.accumulate(reversed(runs)))
     kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))
     front = np.full(len(needs[0]), NEVER, dtype=np.int16)
@@ -206,7 +239,9 @@ def fewest_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
     for place in range(len(front) - 2, -1, -1):
         seen = front[place + 1 :]
         for own, start, end in kinds:
-            least = int((own[place, place + 1 :] + (np.maximum(seen, start) if start else seen)).min())
+            least = int(
+                (own[place, place + 1 :] + (np.maximum(seen, start) if start else seen)).min()
+            )
             if least <= end:
                 front[place] = min(front[place], least)
     return int(front[0])

@@ -1,12 +1,13 @@
-"""A graph's series-parallel tree, and its blocks in one line, as Jeon et al., "GraphPipe" (2024), section 5, cut it.
+"""A graph's series-parallel tree, and its blocks in one line, as Jeon et al., "GraphPipe" (2024),
+section 5, cut it.
 
-Two units are in series where one waits for the other, directly or not. So a residual connection is no branch: what it
-skips lies between its two ends anyway. A region that is not series-parallel is treated as if some of its units, which
-could run beside others, waited for them.
+Two units are in series where one waits for the other, directly or not. So a residual connection is
+no branch: what it skips lies between its two ends anyway. A region that is not series-parallel is
+treated as if some of its units, which could run beside others, waited for them.
 
-A stage of the search is a stretch of the line. Any stretch is convex, as the line is a topological order: so a stage
-may also end in the middle of one branch and begin in another, hold several branches, or the end of one and what joins
-them all.
+A stage of the search is a stretch of the line. Any stretch is convex, as the line is a topological
+order: so a stage may also end in the middle of one branch and begin in another, hold several
+branches, or the end of one and what joins them all.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from numpy.typing import NDArray
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.passes.analysis.chain import Blocks, Chain, choose_cuts, crossing_bytes, input_free_nodes
+from autopipe.passes.analysis.chain import (
+    Blocks,
+    Chain,
+    choose_cuts,
+    crossing_bytes,
+    input_free_nodes,
+)
 from autopipe.passes.partition.downsets import bits, closed, component, membership
 
 
 def make_units(graph: Graph) -> Blocks:
-    """Every node a unit that no stage parts, but for nodes that would only be in the way. What depends on no input
-    (constants, transposed weights, positions) goes with its first reader: such trees lie beside all that runs before,
-    and would make branches out of nothing. So do nodes that every stage computes for itself. A view goes with the node
-    whose value it shows."""
+    """Every node a unit that no stage parts, but for nodes that would only be in the way. What
+    depends on no input (constants, transposed weights, positions) goes with its first reader: such
+    trees lie beside all that runs before, and would make branches out of nothing. So do nodes that
+    every stage computes for itself. A view goes with the node whose value it shows.
+    """
     sources = [tuple(dict.fromkeys(producer for _, producer in each)) for each in graph.sources()]
     aside = recomputed_nodes(graph) | input_free_nodes(graph)
     leaders = list(range(len(graph.nodes)))
@@ -81,11 +89,15 @@ def leaves(tree: Tree) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(map(leaves, tree.parts)))
 
 
-def decompose(needs: Sequence[int], weights: Sequence[float]) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
-    """The tree of units that wait for those in `needs` (as bits), numbered topologically; and the smallest regions that
-    are not series-parallel, each as its units, ascending. `weights` say how much there is to lose where units of a
-    region that is not series-parallel are put in an order."""
-    above, linked = closed(needs), list(needs)
+def decompose(
+    needs: Sequence[int], weights: Sequence[float]
+) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
+    """The tree of units that wait for those in `needs` (as bits), numbered topologically; and the
+    smallest regions that are not series-parallel, each as its units, ascending. `weights` say how
+    much there is to lose where units of a region that is not series-parallel are put in an order.
+    """
+    above = closed(needs)
+    linked = list(needs)
     for unit, need in enumerate(needs):
         for other in bits(need):
             linked[other] |= 1 << unit
@@ -104,7 +116,8 @@ def decompose(needs: Sequence[int], weights: Sequence[float]) -> tuple[Tree, tup
         runs = _in_series(above, units)
         if len(runs) > 1:
             return series(runs, inside)
-        branches, left = [], sum(1 << unit for unit in units)
+        branches = []
+        left = sum(1 << unit for unit in units)
         while left:
             branches.append(component(left, linked))
             left &= ~branches[-1]
@@ -119,7 +132,9 @@ def decompose(needs: Sequence[int], weights: Sequence[float]) -> tuple[Tree, tup
 
 
 def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
-    """The units cut wherever all that follow wait for all before. Such a cut parts any topological order in two."""
+    """The units cut wherever all that follow wait for all before. Such a cut parts any topological
+    order in two.
+    """
     before = list(itertools.accumulate((1 << unit for unit in units), initial=0))
     shared = before[-1]
     cuts = [len(units)]
@@ -133,10 +148,14 @@ def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
 _MOST_CUTS = 2**18  # Places of cuts that are compared at once, times units.
 
 
-def least_ordering_cut(units: list[int], above: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The first of two parts of `units`, ascending, the second of which is then to wait for all of the first. Of the
-    cuts below or above one unit, and of those along the given order, it is the one that puts the smallest share of the
-    pairs across it, by weight, in an order that they do not have."""
+def least_ordering_cut(
+    units: list[int], above: Sequence[int], weights: Sequence[float]
+) -> list[int]:
+    """The first of two parts of `units`, ascending, the second of which is then to wait for all of
+    the first. Of the cuts below or above one unit, and of those along the given order, it is the
+    one that puts the smallest share of the pairs across it, by weight, in an order that they do not
+    have.
+    """
     count = len(units)
     own = np.eye(count, dtype=bool)
     # At [i, j] whether unit j waits for unit i.
@@ -166,7 +185,9 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Branches, one after the other in the line, from block `start` to `stop - 1`; each is a line of its own."""
+    """Branches, one after the other in the line, from block `start` to `stop - 1`; each is a line
+    of its own.
+    """
 
     branches: tuple[tuple[Region, ...], ...]
     start: int
@@ -192,9 +213,10 @@ _FORKS = 32  # Of a larger graph, forks with less than this part of all work are
 def make_line(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
 ) -> BlockLine:
-    """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node. But in a small graph, forks with
-    less work than what each of `devices` gets, or tiny ones, become blocks. Where there are more units, each run's
-    units are joined where many bytes cross."""
+    """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node. But in a
+    small graph, forks with less work than what each of `devices` gets, or tiny ones, become blocks.
+    Where there are more units, each run's units are joined where many bytes cross.
+    """
     order = leaves(tree)
     work = np.array([seconds[list(units.nodes[unit])].sum() for unit in order])
     total = float(work.sum())
@@ -207,7 +229,11 @@ def make_line(
     def run(begins: list[int], stop: int) -> BlockRun:
         """The units before `stop` as blocks, each of which begins at some of `begins`."""
         own = np.add.reduceat(work[:stop], begins)
-        most = max(1, round(limit / max(total, 1e-30) * float(own.sum()))) if len(order) > limit else len(own)
+        most = (
+            max(1, round(limit / max(total, 1e-30) * float(own.sum())))
+            if len(order) > limit
+            else len(own)
+        )
         chosen = choose_cuts(crossing[begins], own, most - 1 if most < len(own) else most)
         first = len(cuts)
         cuts.extend(begins[each] for each in (0, *chosen))
@@ -225,7 +251,8 @@ def make_line(
                 if begins:
                     found.append(run(begins, place))
                     begins = []
-                first, branches = len(cuts), []
+                first = len(cuts)
+                branches = []
                 for branch in each.parts:
                     branches.append(tuple(regions(branch, place)))
                     place += len(leaves(branch))
@@ -244,12 +271,14 @@ _MOST_LINES = 64  # Of each kind.
 
 
 def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
-    """Trees whose leaves are the same units in other topological orders, the most promising first, each once.
+    """Trees whose leaves are the same units in other topological orders, the most promising first,
+    each once.
 
-    A tree's own line keeps branches together. Where branches are uneven, a stage of the first halves of two of them
-    can be better, which is a stretch of a line that takes the units by depth; or one of another branch and what joins
-    them, which is a stretch where that branch comes last. In lines that tear branches apart every stage is taken to
-    wait for the one before, so memory counts as for a chain.
+    A tree's own line keeps branches together. Where branches are uneven, a stage of the first
+    halves of two of them can be better, which is a stretch of a line that takes the units by depth;
+    or one of another branch and what joins them, which is a stretch where that branch comes last.
+    In lines that tear branches apart every stage is taken to wait for the one before, so memory
+    counts as for a chain.
 
     `needs` are the units that each reads from, as bits, and `weights` what each takes.
     """
@@ -288,7 +317,9 @@ def _permuted(tree: Tree) -> Iterator[Tree]:
     if isinstance(tree, Leaf):
         yield tree
         return
-    for parts in itertools.product(*(tuple(itertools.islice(_permuted(part), _MOST_LINES)) for part in tree.parts)):
+    for parts in itertools.product(
+        *(tuple(itertools.islice(_permuted(part), _MOST_LINES)) for part in tree.parts)
+    ):
         if isinstance(tree, Series):
             yield Series(parts)
         else:
@@ -301,11 +332,14 @@ def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
     for unit, (need, weight) in enumerate(zip(needs, weights, strict=True)):
         begun = max((times[other][0] for other in bits(need)), default=0.0)
         times.append((weight + begun, begun, unit))
-    # What takes no time is done when that is which it waits for: the unit's number keeps such units in order.
+    # What takes no time is done when that is which it waits for: the unit's number keeps such units
+    # in order.
     return [unit for _, _, unit in sorted(times)]
 
 
-def _extensions(needs: Sequence[int], done: int, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _extensions(
+    needs: Sequence[int], done: int, order: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
     """Every topological order."""
     if len(order) == len(needs):
         yield order

@@ -1,6 +1,8 @@
-"""GraphPipe: the strategy, and what it settles once the stages stand: micro-batches and splits of their own.
+"""GraphPipe: the strategy, and what it settles once the stages stand: micro-batches and splits of
+their own.
 
-Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism" (2024).
+Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline
+Parallelism" (2024).
 """
 
 from __future__ import annotations
@@ -36,13 +38,19 @@ from autopipe.passes.sharding.search import Exact, SplitProblem
 
 @dataclass(frozen=True, slots=True)
 class GraphPipe:
-    """Cuts the model's series-parallel graph into stages that take equally long, branches beside one another."""
+    """Cuts the model's series-parallel graph into stages that take equally long, branches beside
+    one another.
+    """
 
     intra: Literal["data_parallel", "pase"] = "data_parallel"
-    """How the devices of a stage share its work: by samples, or as the search for splits makes a step shorter."""
+    """How the devices of a stage share its work: by samples, or as the search for splits makes a
+    step shorter.
+    """
 
     per_stage_micro_batch: bool = False
-    """True if stages get micro-batches of their own sizes where a step by kFkB is shorter with them."""
+    """True if stages get micro-batches of their own sizes where a step by kFkB is shorter with
+    them.
+    """
 
     name: ClassVar[str] = "graphpipe"
 
@@ -55,9 +63,11 @@ class GraphPipe:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the least expected step time. It uses all devices that make the slowest stage faster;
-        others have no stage. Raises InfeasibleError where memory holds no stages, saying by how much those that need
-        least exceed it, ConfigurationError for a constraint that the stages do not fulfil."""
+        """The placement with the least expected step time. It uses all devices that make the
+        slowest stage faster; others have no stage. Raises InfeasibleError where memory holds no
+        stages, saying by how much those that need least exceed it, ConfigurationError for a
+        constraint that the stages do not fulfil.
+        """
         return best_order(problem, self._placed, parts=False)
 
     def _placed(self, problem: Problem) -> Placement:
@@ -75,8 +85,10 @@ class GraphPipe:
 
 @remembered(2)
 def _in_stages(problem: Problem) -> Placement | InfeasibleError:
-    """The stages with which all forms begin, or why there are none, which takes as long to find. A note says of each
-    region that is not series-parallel how large it is, and where it begins and ends."""
+    """The stages with which all forms begin, or why there are none, which takes as long to find. A
+    note says of each region that is not series-parallel how large it is, and where it begins and
+    ends.
+    """
     graph = problem.graph
     units = make_units(graph)
     forward, backward = mean_seconds(problem)
@@ -101,10 +113,12 @@ _SWEEPS = 3  # How often all changes are tried, at most.
 
 
 def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
-    """`placement`, whose stages have micro-batches of one size, with larger and smaller ones where that is faster.
-    Section 6 of the paper. Stages equally far from the end change together, alone or with all before or behind them, by
-    one step through the sizes that the problem allows; what shortens the step by kFkB (k = 1), as it is simulated, and
-    fits into memory stays, until nothing does any more. Sizes divide the largest."""
+    """`placement`, whose stages have micro-batches of one size, with larger and smaller ones where
+    that is faster. Section 6 of the paper. Stages equally far from the end change together, alone
+    or with all before or behind them, by one step through the sizes that the problem allows; what
+    shortens the step by kFkB (k = 1), as it is simulated, and fits into memory stays, until nothing
+    does any more. Sizes divide the largest.
+    """
     best = _step_by_kfkb(problem, placement)
     graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
     depths = depths_to_end(len(placement.stages), graph.edges)
@@ -118,19 +132,28 @@ def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
         for indices, up in itertools.product(together, (False, True)):
             changed = _with_next_size(problem, placement, indices, up)
             if changed is not None and (step := _step_by_kfkb(problem, changed)) < best:
-                placement, best = changed, step
+                placement = changed
+                best = step
         if best == before:
             break
     return placement
 
 
-def _with_next_size(problem: Problem, placement: Placement, indices: frozenset[int], up: bool) -> Placement | None:
-    """The placement with the next larger or smaller micro-batches in some stages; None where there are none."""
+def _with_next_size(
+    problem: Problem, placement: Placement, indices: frozenset[int], up: bool
+) -> Placement | None:
+    """The placement with the next larger or smaller micro-batches in some stages; None where there
+    are none.
+    """
     stages = list(placement.stages)
     for index in indices:
         stage = stages[index]
         own = stage.micro_batch_size
-        sizes = [size for size in problem.micro_batch_sizes if size % len(stage.devices) == 0 and size != own]
+        sizes = [
+            size
+            for size in problem.micro_batch_sizes
+            if size % len(stage.devices) == 0 and size != own
+        ]
         next_size = min((size for size in sizes if size > own), default=None)
         if not up:
             next_size = max((size for size in sizes if size < own), default=None)
@@ -143,7 +166,9 @@ def _with_next_size(problem: Problem, placement: Placement, indices: frozenset[i
 
 
 def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
-    """Seconds of a step; infinite where memory does not hold it, or the model's values cannot be shared out so."""
+    """Seconds of a step; infinite where memory does not hold it, or the model's values cannot be
+    shared out so.
+    """
     try:
         problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
         return quick_step_seconds(problem, placement, stage_costs(problem, placement))
@@ -152,14 +177,17 @@ def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
-    """`placement` with its stages of several devices split as the search finds it best, or as they are. Which of the
-    two is better for each follows from a step by kFkB (k = 1), as it is simulated: neighbours that are split
-    differently have more to send. The step is never longer than it was, but for stages in which constraints ask for
-    splits. Nodes, devices, micro-batches and recomputation stay. No two stages may share a device. Raises
-    ConfigurationError for constraints that cannot be followed."""
+    """`placement` with its stages of several devices split as the search finds it best, or as they
+    are. Which of the two is better for each follows from a step by kFkB (k = 1), as it is
+    simulated: neighbours that are split differently have more to send. The step is never longer
+    than it was, but for stages in which constraints ask for splits. Nodes, devices, micro-batches
+    and recomputation stay. No two stages may share a device. Raises ConfigurationError for
+    constraints that cannot be followed.
+    """
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     required = _required_splits(problem, placement)
-    inside, solver = SplitProblem(problem, placement, required), Exact(problem.time_limit)
+    inside = SplitProblem(problem, placement, required)
+    solver = Exact(problem.time_limit)
     settled: dict[int, Stage] = {}
     found: dict[int, Stage] = {}
     for index, stage in enumerate(placement.stages):
@@ -179,14 +207,17 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
         return quick_step(problem, placement, costs).end, list(map(step_seconds, costs, counts))
 
     def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
-        """Seconds of a step, and the placement with each stage in turn as in `others` if that is no worse for the step
-        and its devices are busy for a shorter time, or if the step is shorter."""
+        """Seconds of a step, and the placement with each stage in turn as in `others` if that is no
+        worse for the step and its devices are busy for a shorter time, or if the step is shorter.
+        """
         step, busy = measured(placement)
         for index, other in others.items():
             changed = _with_stages(placement, {index: other})
             changed_step, changed_busy = measured(changed)
             if (changed_step, changed_busy[index]) < (step, busy[index]):
-                placement, step, busy = changed, changed_step, changed_busy
+                placement = changed
+                step = changed_step
+                busy = changed_busy
         return step, placement
 
     own = {index: placement.stages[index] for index in found}
@@ -202,10 +233,14 @@ def _with_stages(placement: Placement, others: dict[int, Stage]) -> Placement:
 
 def _required_splits(problem: Problem, placement: Placement) -> dict[int, Splits]:
     """The splits that constraints ask for and the devices of a node's stage can have, by node."""
-    resolved, found = resolved_constraints(problem), dict[int, Splits]()
+    resolved = resolved_constraints(problem)
+    found = dict[int, Splits]()
     for stage in placement.stages if resolved else ():
         samples = sample_axes(resized(problem, stage.micro_batch_size).graph)
         for node, splits in required_splits(resolved, samples).items():
-            if node in stage.nodes and len(stage.devices) % math.prod(split.degree for split in splits) == 0:
+            if (
+                node in stage.nodes
+                and len(stage.devices) % math.prod(split.degree for split in splits) == 0
+            ):
                 found[node] = splits
     return found

@@ -1,11 +1,14 @@
-"""From an ONNX graph to the layers of the PaSE paper: a rewriting by rules that know operators and no model by name.
+"""From an ONNX graph to the layers of the PaSE paper: a rewriting by rules that know operators and
+no model by name.
 
-Views drop out. Pointwise operations join what they follow. Three projections that one attention reads are one product,
-and stacked LSTMs of equal shape one layer. What no rule knows runs elementwise over its own iteration space.
+Views drop out. Pointwise operations join what they follow. Three projections that one attention
+reads are one product, and stacked LSTMs of equal shape one layer. What no rule knows runs
+elementwise over its own iteration space.
 
-Dimensions that a reshape has merged stay apart: a value remembers which dimensions of a layer's result make up each of
-its own, and a layer that reads it gets an axis for each of them. So a product over merged heads has two summed axes, as
-the paper writes it (`bhlk,hek->ble`), and a loss over flattened positions still knows batch and position.
+Dimensions that a reshape has merged stay apart: a value remembers which dimensions of a layer's
+result make up each of its own, and a layer that reads it gets an axis for each of them. So a
+product over merged heads has two summed axes, as the paper writes it (`bhlk,hek->ble`), and a loss
+over flattened positions still knows batch and position.
 """
 
 from __future__ import annotations
@@ -42,10 +45,14 @@ from autopipe.passes.placement.pase.paper_costs import (
 )
 
 Words = tuple[tuple[str, ...], ...]
-"""For each dimension of a tensor, the names of the axes that index it, outer to inner; () where none may cut it."""
+"""For each dimension of a tensor, the names of the axes that index it, outer to inner; () where
+none may cut it.
+"""
 
 Indices = Mapping[str, tuple[int, ...]]
-"""For each named axis, the layer's axes that it became: several where what is read has it in several dimensions."""
+"""For each named axis, the layer's axes that it became: several where what is read has it in
+several dimensions.
+"""
 
 Groups = tuple[tuple[int, ...], ...]
 Operand = tuple[Place | None, Words]
@@ -53,7 +60,9 @@ Operand = tuple[Place | None, Words]
 
 
 class LayerGraphBuilder:
-    """The paper's graph while it grows. `places` holds the values that layers make; all others are free to read."""
+    """The paper's graph while it grows. `places` holds the values that layers make; all others are
+    free to read.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -80,11 +89,14 @@ class LayerGraphBuilder:
     ) -> tuple[Place, ...]:
         """Append a layer and the edges to it; the places of its results.
 
-        `axes` are extents by name, in the layer's order, or the factors of an extent. Each is taken apart as finely as
-        it says or an operand has it; those in `whole` are not cut. `results` are words and shapes.
+        `axes` are extents by name, in the layer's order, or the factors of an extent. Each is taken
+        apart as finely as it says or an operand has it; those in `whole` are not cut. `results` are
+        words and shapes.
         """
         placed = [(place, words) for place, words in operands if place is not None]
-        factors = {word: (extent,) if isinstance(extent, int) else extent for word, extent in axes.items()}
+        factors = {
+            word: (extent,) if isinstance(extent, int) else extent for word, extent in axes.items()
+        }
         for place, words in placed:
             extents = self.tensor(place).extents
             for dimension, group in zip(words, place.groups, strict=True):
@@ -94,12 +106,20 @@ class LayerGraphBuilder:
         indices: dict[str, tuple[int, ...]] = {}
         for word, parts in factors.items():
             indices[word] = tuple(range(len(own), len(own) + len(parts)))
-            names = [word] if len(parts) == 1 else [f"{word}{position}" for position in range(len(parts))]
-            own += [Axis(each, extent, word in whole) for each, extent in zip(names, parts, strict=True)]
+            names = (
+                [word]
+                if len(parts) == 1
+                else [f"{word}{position}" for position in range(len(parts))]
+            )
+            own += [
+                Axis(each, extent, word in whole) for each, extent in zip(names, parts, strict=True)
+            ]
         read = tuple(self._operand(place, words, indices, own) for place, words in placed)
         written = [_result(words, shape, indices, own) for words, shape in results]
         tensors = tuple(tensor for tensor, _ in written)
-        layer = Layer(tuple(own), read, tensors, cost(indices), False, name, tuple(nodes), aliases, inside)
+        layer = Layer(
+            tuple(own), read, tensors, cost(indices), False, name, tuple(nodes), aliases, inside
+        )
         index = self.append(layer, [place for place, _ in placed])
         return tuple(Place(index, result, groups) for result, (_, groups) in enumerate(written))
 
@@ -113,20 +133,29 @@ class LayerGraphBuilder:
         whole: Iterable[str] = (),
         aliases: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """Append the layer of a node, and the edges to it from its first operands; its first results lie there.
+        """Append the layer of a node, and the edges to it from its first operands; its first
+        results lie there.
 
         Where nothing is said of operands there is one, with a dimension for each axis.
         """
         node = self.graph.nodes[index]
         inputs = zip(node.inputs, [_each(axes)] if operands is None else operands, strict=False)
-        read = [(self.places.get(name), words) for name, words in inputs if name and words is not None]
-        made = {name: words for name, words in zip(node.outputs, results, strict=False) if words is not None}
+        read = [
+            (self.places.get(name), words) for name, words in inputs if name and words is not None
+        ]
+        made = {
+            name: words
+            for name, words in zip(node.outputs, results, strict=False)
+            if words is not None
+        }
         shapes = [(words, self.shape_of(name)) for name, words in made.items()]
         places = self.lay(node.name, (index,), axes, read, shapes, cost, whole, aliases)
         self.places.update(zip(made, places, strict=True))
 
     def append(self, layer: Layer, operands: Sequence[Place]) -> int:
-        """Append a layer that reads `operands`; its index. Of several edges from one layer, the last stands for all."""
+        """Append a layer that reads `operands`; its index. Of several edges from one layer, the
+        last stands for all.
+        """
         index = len(self.layers)
         self.layers.append(layer)
         for operand, place in enumerate(operands):
@@ -134,8 +163,11 @@ class LayerGraphBuilder:
         return index
 
     def absorb(self, index: int, place: Place, **changes: Any) -> None:
-        """Let the layer at `place` stand for a node too, whose results lie there: it costs nothing but `changes`."""
-        node, layer = self.graph.nodes[index], self.layers[place.layer]
+        """Let the layer at `place` stand for a node too, whose results lie there: it costs nothing
+        but `changes`.
+        """
+        node = self.graph.nodes[index]
+        layer = self.layers[place.layer]
         self.layers[place.layer] = replace(layer, nodes=(*layer.nodes, index), **changes)
         self.places.update((name, place) for name in node.outputs if name)
 
@@ -160,8 +192,11 @@ class LayerGraphBuilder:
         return Tensor(source, tuple(axes))
 
 
-def _result(words: Words, shape: Extents, indices: Indices, own: Sequence[Axis]) -> tuple[Tensor, Groups]:
-    """A result with a dimension for each axis that indexes it, and one for each dimension that none does.
+def _result(
+    words: Words, shape: Extents, indices: Indices, own: Sequence[Axis]
+) -> tuple[Tensor, Groups]:
+    """A result with a dimension for each axis that indexes it, and one for each dimension that none
+    does.
 
     And for each dimension as words have it those that it became.
     """
@@ -173,7 +208,9 @@ def _result(words: Words, shape: Extents, indices: Indices, own: Sequence[Axis])
         ] or [(extent, ())]
         groups.append(tuple(range(len(found), len(found) + len(cuts))))
         found += cuts
-    return Tensor(tuple(extent for extent, _ in found), tuple(axes for _, axes in found)), tuple(groups)
+    return Tensor(tuple(extent for extent, _ in found), tuple(axes for _, axes in found)), tuple(
+        groups
+    )
 
 
 def _each(names: Iterable[str]) -> Words:
@@ -182,7 +219,8 @@ def _each(names: Iterable[str]) -> Words:
 
 
 def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
-    """Positions in `extents` that make up each dimension of `shape`, in order; None where one would have to be cut.
+    """Positions in `extents` that make up each dimension of `shape`, in order; None where one would
+    have to be cut.
 
     Positions of extent 1 are left out.
     """
@@ -198,14 +236,16 @@ def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
     return tuple(groups)
 
 
-# Operators that the paper does not name: pointwise ones, views, and whatever else runs over an iteration space.
+# Operators that the paper does not name: pointwise ones, views, and whatever else runs over an
+# iteration space.
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 """Operators that leave every element where it is and cost the paper nothing."""
 
 
 def pointwise(draft: LayerGraphBuilder, index: int) -> None:
-    """An operation on each element joins the layer that makes them; one that brings two layers together is a layer.
+    """An operation on each element joins the layer that makes them; one that brings two layers
+    together is a layer.
 
     A parameter or constant beside it has to be a vector or a scalar: a bias, a scale.
     """
@@ -223,7 +263,8 @@ def pointwise(draft: LayerGraphBuilder, index: int) -> None:
     if node.op in RENAMINGS:
         draft.absorb(index, place)
         return
-    # Products and elementwise layers count operations up to the last activation: a bias or scale alone belongs to them.
+    # Products and elementwise layers count operations up to the last activation: a bias or scale
+    # alone belongs to them.
     draft.pointwise[place.layer] += 1
     cost = layer.cost
     if not free and isinstance(cost, Product | Elementwise):
@@ -240,7 +281,9 @@ def transpose(draft: LayerGraphBuilder, index: int) -> None:
 
 
 def by_space(draft: LayerGraphBuilder, index: int) -> None:
-    """A layer over the operator's own iteration space; only axes that every result has may be cut."""
+    """A layer over the operator's own iteration space; only axes that every result has may be
+    cut.
+    """
     node = draft.graph.nodes[index]
     row = operator_of(node)
     assert row is not None, f"{node.op} has no row"
@@ -250,7 +293,9 @@ def by_space(draft: LayerGraphBuilder, index: int) -> None:
     space = space_of(draft.graph, node)
     sums = (AxisKind.SUM, AxisKind.MEAN)
     reduced = [axis.name for axis in space.axes if row.kind == "reduction" and axis.kind in sums]
-    whole = {a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced}
+    whole = {
+        a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced
+    }
 
     def cost(indices: Indices) -> Cost:
         if row.kind == "reduction":
@@ -263,11 +308,13 @@ def by_space(draft: LayerGraphBuilder, index: int) -> None:
 def reshape(draft: LayerGraphBuilder, index: int) -> None:
     """Reshape, Flatten, Squeeze and Unsqueeze.
 
-    What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other, or merges axes of a
-    product (heads) drops out. Anything else has to flatten the tensor first, cut into contiguous pieces on both sides.
+    What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other,
+    or merges axes of a product (heads) drops out. Anything else has to flatten the tensor first,
+    cut into contiguous pieces on both sides.
     """
     node = draft.graph.nodes[index]
-    place, shape = draft.places[node.inputs[0]], draft.shape_of(node.outputs[0])
+    place = draft.places[node.inputs[0]]
+    shape = draft.shape_of(node.outputs[0])
     source = draft.tensor(place).extents
     order = [dimension for group in place.groups for dimension in group]
     extents = [source[dimension] for dimension in order]
@@ -279,15 +326,22 @@ def reshape(draft: LayerGraphBuilder, index: int) -> None:
             draft.absorb(index, replace(place, groups=merged))
             return
     before, after = (
-        tuple(Axis(f"d{position}", extent) for position, extent in enumerate(each)) for each in (extents, shape)
+        tuple(Axis(f"d{position}", extent) for position, extent in enumerate(each))
+        for each in (extents, shape)
     )
     read = tuple((order.index(each),) if each in order else () for each in range(len(source)))
     written = tuple((position,) for position in range(len(shape)))
-    flat, opened = (Tensor((math.prod(shape),), (tuple(range(len(axes))),)) for axes in (before, after))
+    flat, opened = (
+        Tensor((math.prod(shape),), (tuple(range(len(axes))),)) for axes in (before, after)
+    )
     ravel = Layer(before, (Tensor(source, read),), (flat,), Movement(), True, f"{node.name}/ravel")
-    unravel = Layer(after, (opened,), (Tensor(shape, written),), Movement(), True, node.name, (index,))
+    unravel = Layer(
+        after, (opened,), (Tensor(shape, written),), Movement(), True, node.name, (index,)
+    )
     first = draft.append(ravel, (place,))
-    draft.places[node.outputs[0]] = Place(draft.append(unravel, (Place(first, 0, ((0,),)),)), 0, written)
+    draft.places[node.outputs[0]] = Place(
+        draft.append(unravel, (Place(first, 0, ((0,),)),)), 0, written
+    )
 
 
 # Products: each becomes a tile of a matrix product over groups of axes.
@@ -295,7 +349,9 @@ def reshape(draft: LayerGraphBuilder, index: int) -> None:
 
 def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], Cost]:
     """The tile of a product whose factors and result are indexed by these axes."""
-    first, second, written = ({word for words in tensor for word in words} for tensor in (left, right, result))
+    first, second, written = (
+        {word for words in tensor for word in words} for tensor in (left, right, result)
+    )
     groups = (
         first & second & written,
         (first & written) - second,
@@ -305,7 +361,8 @@ def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], 
 
     def cost(indices: Indices) -> Cost:
         batch, rows, columns, summed = (
-            tuple(axis for word in indices if word in words for axis in indices[word]) for words in groups
+            tuple(axis for word in indices if word in words for axis in indices[word])
+            for words in groups
         )
         return Product(batch, rows, columns, summed)
 
@@ -313,7 +370,8 @@ def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], 
 
 
 def multiply(draft: LayerGraphBuilder, index: int) -> None:
-    """Products over the axes of their own iteration space; an einsum of other than two factors counts elementwise.
+    """Products over the axes of their own iteration space; an einsum of other than two factors
+    counts elementwise.
 
     Columns that a reshape takes apart are axes each.
     """
@@ -322,7 +380,9 @@ def multiply(draft: LayerGraphBuilder, index: int) -> None:
         by_space(draft, index)
         return
     space = space_of(draft.graph, node)
-    left, right, result = space.operands[0], space.operands[1], space.results[0]
+    left = space.operands[0]
+    right = space.operands[1]
+    result = space.results[0]
     assert left is not None and right is not None and result is not None
     order = dict.fromkeys([*(word for dimension in result for word in dimension), *space.extents()])
     axes: dict[str, int | Extents] = {word: space.axis(word).extent for word in order}
@@ -336,7 +396,8 @@ def divided_columns(graph: Graph, index: int) -> Extents:
 
     A bias may stand between them.
     """
-    name, consumers = graph.nodes[index].outputs[0], graph.consumers()
+    name = graph.nodes[index].outputs[0]
+    consumers = graph.consumers()
     for _ in range(2):
         readers = consumers.get(name, ())
         if len(readers) != 1:
@@ -354,36 +415,54 @@ def divided_columns(graph: Graph, index: int) -> Extents:
 
 
 def embed(draft: LayerGraphBuilder, index: int) -> None:
-    """A lookup of rows of a table that is a parameter: a product with one-hot rows, which are free to read."""
+    """A lookup of rows of a table that is a parameter: a product with one-hot rows, which are free
+    to read.
+    """
     node = draft.graph.nodes[index]
     table, indices = (draft.shape_of(name) for name in node.inputs[:2])
-    if draft.graph.parameter(node.inputs[0]) is None or len(table) != 2 or node.integer("axis") != 0:
+    if (
+        draft.graph.parameter(node.inputs[0]) is None
+        or len(table) != 2
+        or node.integer("axis") != 0
+    ):
         by_space(draft, index)
         return
     rows = {f"i{position}": extent for position, extent in enumerate(indices)}
     result = _each([*rows, "e"])
     cost = product_of(_each([*rows, "v"]), _each("ve"), result)
-    draft.lay_node(index, {**rows, "e": table[1], "v": table[0]}, [result], cost, (), aliases=(("v", "d0"),))
+    draft.lay_node(
+        index, {**rows, "e": table[1], "v": table[0]}, [result], cost, (), aliases=(("v", "d0"),)
+    )
 
 
-# Attention as the paper has it: one product for queries, keys and values, two products and a softmax between them.
+# Attention as the paper has it: one product for queries, keys and values, two products and a
+# softmax between them.
 
 HEADS, KEYS, SCORES = map(_each, ("bhlk", "bhmk", "bhlm"))
 
 
 Projections = tuple[tuple[int, ...], tuple[str, ...]]
-"""The nodes between an attention and what its queries, keys and values are projected from; and those three values,
-each [batch, length, width]."""
+"""The nodes between an attention and what its queries, keys and values are projected from; and
+those three values, each [batch, length, width].
+"""
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
-    """Inputs of each attention, where they are three equal projections, by weights, of values of one shape."""
+    """Inputs of each attention, where they are three equal projections, by weights, of values of
+    one shape.
+    """
     readers = graph.consumers()
     found: dict[int, Projections] = {}
     for index, node in enumerate(graph.nodes):
-        if node.op != "Attention" or len(graph.type_of(node.inputs[0]).shape) != 4 or any(node.outputs[1:]):
+        if (
+            node.op != "Attention"
+            or len(graph.type_of(node.inputs[0]).shape) != 4
+            or any(node.outputs[1:])
+        ):
             continue
-        traced = [each for name in node.inputs[:3] if (each := _traced(graph, name, readers)) is not None]
+        traced = [
+            each for name in node.inputs[:3] if (each := _traced(graph, name, readers)) is not None
+        ]
         sources = tuple(source for _, source in traced)
         shapes = {graph.type_of(name).shape for name in sources}
         equal = len({graph.type_of(name).shape for name in node.inputs[:3]}) == len(shapes) == 1
@@ -392,8 +471,12 @@ def projections(graph: Graph) -> dict[int, Projections]:
     return found
 
 
-def _traced(graph: Graph, name: str, readers: dict[str, tuple[int, ...]]) -> tuple[list[int], str] | None:
-    """The chain of nodes from a product with a weight to `name`, each read by the next alone, and what it projects."""
+def _traced(
+    graph: Graph, name: str, readers: dict[str, tuple[int, ...]]
+) -> tuple[list[int], str] | None:
+    """The chain of nodes from a product with a weight to `name`, each read by the next alone, and
+    what it projects.
+    """
     nodes: list[int] = []
     for _ in range(4):
         producer = graph.producer(name)
@@ -411,10 +494,17 @@ def _traced(graph: Graph, name: str, readers: dict[str, tuple[int, ...]]) -> tup
 
 
 def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
-    """The layers of an attention, with its projections where they are equal; masks are free and cost nothing."""
+    """The layers of an attention, with its projections where they are equal; masks are free and
+    cost nothing.
+    """
     node = draft.graph.nodes[index]
     queries, keys, values = (draft.shape_of(name) for name in node.inputs[:3])
-    if len(queries) != 4 or queries[:2] != keys[:2] or queries[3] != values[3] or any(node.outputs[1:]):
+    if (
+        len(queries) != 4
+        or queries[:2] != keys[:2]
+        or queries[3] != values[3]
+        or any(node.outputs[1:])
+    ):
         by_space(draft, index)
         return
     if projected is None:
@@ -424,32 +514,50 @@ def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) 
     extents = dict(zip("bhlk", queries, strict=True)) | {"m": keys[2]}
 
     def lay(
-        part: str, order: str, operands: Sequence[Operand], result: Words, cost: Callable[[Indices], Cost]
+        part: str,
+        order: str,
+        operands: Sequence[Operand],
+        result: Words,
+        cost: Callable[[Indices], Cost],
     ) -> Place:
         axes = {axis: extents[axis] for axis in order}
         results = [(result, tuple(extents[axis] for (axis,) in result))]
         nodes, inside = ((), index) if part else ((index,), None)
-        return draft.lay(f"{node.name}{part}", nodes, axes, operands, results, cost, inside=inside)[0]
+        return draft.lay(f"{node.name}{part}", nodes, axes, operands, results, cost, inside=inside)[
+            0
+        ]
 
-    first, second = product_of(HEADS, KEYS, SCORES), product_of(SCORES, KEYS, HEADS)
+    first = product_of(HEADS, KEYS, SCORES)
+    second = product_of(SCORES, KEYS, HEADS)
     scores = lay("/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, first)
-    weights = lay("/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0]))
-    draft.places[node.outputs[0]] = lay("", "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, second)
+    weights = lay(
+        "/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0])
+    )
+    draft.places[node.outputs[0]] = lay(
+        "", "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, second
+    )
 
 
-def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape: Extents) -> tuple[Place, ...]:
-    """Queries, keys and values by one product: of one value with three weights, or of three values stacked."""
+def _project(
+    draft: LayerGraphBuilder, name: str, projected: Projections, shape: Extents
+) -> tuple[Place, ...]:
+    """Queries, keys and values by one product: of one value with three weights, or of three values
+    stacked.
+    """
     batch, heads, length, width = shape
     nodes, names = projected
     inner = draft.shape_of(names[0])[2]
     sources = [draft.places.get(each) for each in names]
-    read, operand = _each("ble"), sources[0]
+    read = _each("ble")
+    operand = sources[0]
     if len(set(names)) > 1:
         axes = {"s": 3, "b": batch, "l": length, "e": inner}
         operands = [(each, read) for each in sources]
         read = _each("sble")
         results = [(read, (3, batch, length, inner))]
-        (operand,) = draft.lay(f"{name}/stack", (), axes, operands, results, lambda _: Movement(), whole="s")
+        (operand,) = draft.lay(
+            f"{name}/stack", (), axes, operands, results, lambda _: Movement(), whole="s"
+        )
     axes = {"s": 3, "b": batch, "h": heads, "l": length, "k": width}
     stacked = _each("sbhlk")
     (product,) = draft.lay(
@@ -461,20 +569,28 @@ def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape:
         product_of(read, _each("shek"), stacked),
         aliases=(("e", "k"),),
     )
-    # Between a projection and its heads, values lie in the stacked product, [3, b, h, l, k], heads merged or apart.
+    # Between a projection and its heads, values lie in the stacked product, [3, b, h, l, k], heads
+    # merged or apart.
     for index in nodes:
         node = draft.graph.nodes[index]
-        groups: Groups = ((1,), (3,), (2, 4)) if len(draft.shape_of(node.outputs[0])) == 3 else ((1,), (3,), (2,), (4,))
+        groups: Groups = (
+            ((1,), (3,), (2, 4))
+            if len(draft.shape_of(node.outputs[0])) == 3
+            else ((1,), (3,), (2,), (4,))
+        )
         if node.op == "Transpose":
             groups = ((1,), (2,), (3,), (4,))
         draft.places[node.outputs[0]] = replace(product, groups=groups)
     three = [(HEADS, shape)] * 3
-    return draft.lay(f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: Movement(), whole="s")
+    return draft.lay(
+        f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: Movement(), whole="s"
+    )
 
 
 # Convolutional networks. The spatial axes of a convolution stay whole, as in the prototype.
 
-SPATIAL, KERNEL = "hwd", "rst"
+SPATIAL = "hwd"
+KERNEL = "rst"
 
 
 def convolve(draft: LayerGraphBuilder, index: int) -> None:
@@ -482,22 +598,28 @@ def convolve(draft: LayerGraphBuilder, index: int) -> None:
     node = draft.graph.nodes[index]
     weight, result = (draft.shape_of(name) for name in (node.inputs[1], node.outputs[0]))
     rank = len(weight) - 2
-    spatial, kernel = SPATIAL[:rank], KERNEL[:rank]
+    spatial = SPATIAL[:rank]
+    kernel = KERNEL[:rank]
     extents = (result[0], weight[1], *result[2:], *weight[2:], weight[0])
     axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
     channels = ("c",) if node.integer("group", 1) == 1 else ()
     uncut: Words = ((),) * rank
     cost = product_of(_each(f"b{spatial}c{kernel}"), _each(f"c{kernel}n"), _each(f"b{spatial}n"))
-    draft.lay_node(index, axes, [(("b",), ("n",), *uncut)], cost, [(("b",), channels, *uncut)], whole=spatial)
+    draft.lay_node(
+        index, axes, [(("b",), ("n",), *uncut)], cost, [(("b",), channels, *uncut)], whole=spatial
+    )
 
 
 def over_image(draft: LayerGraphBuilder, index: int) -> None:
-    """A window moved over an image, of whose result every axis may be cut; a batch normalisation; or a spatial mean.
+    """A window moved over an image, of whose result every axis may be cut; a batch normalisation;
+    or a spatial mean.
 
-    A batch normalisation is for the paper a norm over the batch, whatever statistics the model uses.
+    A batch normalisation is for the paper a norm over the batch, whatever statistics the model
+    uses.
     """
     node = draft.graph.nodes[index]
-    source, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
+    source = draft.shape_of(node.inputs[0])
+    result = draft.shape_of(node.outputs[0])
     spatial = tuple(range(2, len(source)))
 
     def cost(found: Indices) -> Cost:
@@ -525,13 +647,15 @@ ALONG: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
 
 
 def along_rows(draft: LayerGraphBuilder, index: int) -> None:
-    """Softmax over its axis, the paper's norm over the last one, or a loss over the classes (nothing reads its result).
+    """Softmax over its axis, the paper's norm over the last one, or a loss over the classes
+    (nothing reads its result).
 
     A layer over every axis of the first operand, with special costs along one.
     """
     node = draft.graph.nodes[index]
     axis, kind = ALONG.get(node.op) or (node.integer("axis", -1), Softmax)
-    shape, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
+    shape = draft.shape_of(node.inputs[0])
+    result = draft.shape_of(node.outputs[0])
     axes = {f"d{position}": extent for position, extent in enumerate(shape)}
     special = list(axes)[axis]
     written: Words = _each(axes) if result == shape else ((),) * len(result)
@@ -542,25 +666,39 @@ def project_classes(draft: LayerGraphBuilder, index: int) -> None:
     """A product and the loss over its columns, two layers."""
     node = draft.graph.nodes[index]
     space = space_of(draft.graph, node)
-    x, labels, weight = space.operands[0], space.operands[1], space.operands[WEIGHT]
+    x = space.operands[0]
+    labels = space.operands[1]
+    weight = space.operands[WEIGHT]
     assert x is not None and labels is not None and weight is not None
     scores: Words = (*labels, ("c",))
     axes = {word: space.axis(word).extent for (word,) in scores}
     product = product_of(x, weight, scores)
-    read, made = ((draft.places.get(node.inputs[0]), x),), [(scores, tuple(axes.values()))]
+    read = ((draft.places.get(node.inputs[0]), x),)
+    made = [(scores, tuple(axes.values()))]
     summed: dict[str, int | Extents] = {**axes, "k": space.axis("k").extent}
     (place,) = draft.lay(f"{node.name}/scores", (), summed, read, made, product, inside=index)
     result = draft.shape_of(node.outputs[0])
     written: list[tuple[Words, Extents]] = [(((),) * len(result), result)]
     (draft.places[node.outputs[0]],) = draft.lay(
-        node.name, (index,), axes, ((place, scores),), written, lambda found: CrossEntropy(found["c"][-1])
+        node.name,
+        (index,),
+        axes,
+        ((place, scores),),
+        written,
+        lambda found: CrossEntropy(found["c"][-1]),
     )
 
 
 def recur(draft: LayerGraphBuilder, index: int) -> None:
-    """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as one more layer."""
+    """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as
+    one more layer.
+    """
     node = draft.graph.nodes[index]
-    if not node.outputs[0] or node.integer("layout") != 0 or draft.shape_of(node.outputs[0])[1] != 1:
+    if (
+        not node.outputs[0]
+        or node.integer("layout") != 0
+        or draft.shape_of(node.outputs[0])[1] != 1
+    ):
         by_space(draft, index)
         return
     steps, _, batch, units = draft.shape_of(node.outputs[0])
@@ -584,7 +722,11 @@ def _joins(draft: LayerGraphBuilder, place: Place, inputs: int, units: int) -> b
     """True if what is read is the whole result, as it was written, of an LSTM of as many units."""
     layer = draft.layers[place.layer]
     read = tuple(dimension for group in place.groups for dimension in group if dimension != 1)
-    return isinstance(layer.cost, Recurrent) and read == (0, 2, 3) and inputs == units == layer.extents[3]
+    return (
+        isinstance(layer.cost, Recurrent)
+        and read == (0, 2, 3)
+        and inputs == units == layer.extents[3]
+    )
 
 
 RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
@@ -616,8 +758,9 @@ RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
 def layer_graph(graph: Graph) -> LayerGraph:
     """The paper's graph of a model on one batch.
 
-    Values that depend on no parameter and on no costly operator (inputs, masks, positions), and parameters, are free to
-    read: they have no edges. So is what is computed of parameters and constants alone.
+    Values that depend on no parameter and on no costly operator (inputs, masks, positions), and
+    parameters, are free to read: they have no edges. So is what is computed of parameters and
+    constants alone.
     """
     draft = LayerGraphBuilder(graph)
     attentions = projections(graph)

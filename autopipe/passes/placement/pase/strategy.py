@@ -1,4 +1,5 @@
-"""PaSE as a strategy, the splits of every node that make a step shortest, and two baselines over the same tables.
+"""PaSE as a strategy, the splits of every node that make a step shortest, and two baselines over
+the same tables.
 
 Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021.
 """
@@ -17,11 +18,21 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
+from autopipe.passes.analysis.constraints import (
+    ResolvedConstraint,
+    required_splits,
+    resolved_constraints,
+)
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.memory_check import check_kinds, check_least, check_one_kind, check_operators, fitted
+from autopipe.passes.cost.memory_check import (
+    check_kinds,
+    check_least,
+    check_one_kind,
+    check_operators,
+    fitted,
+)
 from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
 from autopipe.passes.schedule.device_order import best_order
@@ -35,13 +46,15 @@ from autopipe.passes.solvers.min_sum.metropolis import walk
 def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
     """The model in `count` stages, each split as `solver` answers, with what is proven of that.
 
-    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward.
+    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last
+    micro-batch's backward.
 
-    Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
-    where memory does not hold any placement, with the least excess, and what `solver` raises.
+    Raises ConfigurationError naming constraints that contradict one another or cannot be followed,
+    InfeasibleError where memory does not hold any placement, with the least excess, and what
+    `solver` raises.
     """
-    # Where not even equal shares of what must be kept fit, no search is needed to tell. Of what one stage keeps the
-    # search for splits counts all, recomputed or not.
+    # Where not even equal shares of what must be kept fit, no search is needed to tell. Of what one
+    # stage keeps the search for splits counts all, recomputed or not.
     state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
     parameters = state.total - state.low_precision_bytes
     kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
@@ -49,8 +62,13 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     resolved = resolved_constraints(problem)
     required = required_splits(resolved, sample_axes(problem.graph))
     groups = _groups(problem, resolved, count)
-    size, again = problem.micro_batch_size, problem.recomputes_all
-    cut = zip(cut_into_stages(problem, groups, settled_stages(resolved, groups, "pase")), groups, strict=True)
+    size = problem.micro_batch_size
+    again = problem.recomputes_all
+    cut = zip(
+        cut_into_stages(problem, groups, settled_stages(resolved, groups, "pase")),
+        groups,
+        strict=True,
+    )
     placement = Placement(tuple(Stage(nodes, group, size, recompute=again) for nodes, group in cut))
     check_degrees(problem, required, placement)
     check_kinds(problem, placement)
@@ -58,13 +76,20 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     return replace(fitted(problem, found), proof=found.proof)
 
 
-def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
-    """The devices of each stage: equal groups in order; those asked for where there is one stage."""
+def _groups(
+    problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
+) -> list[tuple[int, ...]]:
+    """The devices of each stage: equal groups in order; those asked for where there is one
+    stage.
+    """
     size = problem.cluster.size
     width, rest = divmod(size, count)
     if rest:
         raise ConfigurationError(
-            f"{size} {plural(size, 'device')} cannot be shared equally by {count} {plural(count, 'stage')}",
+            (
+                f"{size} {plural(size, 'device')} cannot be shared equally by {count} "
+                f"{plural(count, 'stage')}"
+            ),
             hint="the number of stages must divide that of devices",
             where="strategy.stages",
         )
@@ -88,11 +113,13 @@ _CLOSE = 1e-6
 
 
 def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
-    """The best choice found and its bound, its cost a step in which backward hides the exchange of gradients.
+    """The best choice found and its bound, its cost a step in which backward hides the exchange of
+    gradients.
 
-    A step then takes max(0, G - B) beyond all else, with G the exchange of gradients and B the last micro-batch's
-    backward, which hides it. As max(0, G - B) is at least w (G - B) for any w from 0 to 1, a search with that in its
-    place bounds the step from below; w is moved to where G and B are even (Lagrangian relaxation).
+    A step then takes max(0, G - B) beyond all else, with G the exchange of gradients and B the last
+    micro-batch's backward, which hides it. As max(0, G - B) is at least w (G - B) for any w from 0
+    to 1, a search with that in its place bounds the step from below; w is moved to where G and B
+    are even (Lagrangian relaxation).
     """
     # Equal costs are shared, so that what is weighed once is, too.
     triples = list(zip(tables.model.costs, tables.gradients, tables.backwards, strict=True))
@@ -108,7 +135,14 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
         }
         answer = solve(replace(tables.model, costs=tuple(weighed[key] for key in keys)))
         chosen = zip(triples, answer.choice, strict=True)
-        beyond = float(np.sum([gradients[number] - backward[number] for (_, gradients, backward), number in chosen]))
+        beyond = float(
+            np.sum(
+                [
+                    gradients[number] - backward[number]
+                    for (_, gradients, backward), number in chosen
+                ]
+            )
+        )
         bound = max(bound, float(answer.bound))
         cost = float(answer.cost) - weight * beyond + max(0.0, beyond)
         if best is None or cost < best.cost:
@@ -118,15 +152,25 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
         low, high = (weight, high) if beyond > 0 else (low, weight)
         weight = 1.0 if weight == 0.0 else (low + high) / 2
     assert best is not None
-    return replace(best, bound=min(bound, best.cost), proven=best.proven and best.cost - bound <= _CLOSE * best.cost)
+    return replace(
+        best,
+        bound=min(bound, best.cost),
+        proven=best.proven and best.cost - bound <= _CLOSE * best.cost,
+    )
 
 
-def eliminated(model: MinSum, ordering: str, hint: str, who: str = "", where: str = "") -> Assignment:
-    """The answer of the paper's dynamic programming. Raises InfeasibleError, with their size, for tables too large."""
+def eliminated(
+    model: MinSum, ordering: str, hint: str, who: str = "", where: str = ""
+) -> Assignment:
+    """The answer of the paper's dynamic programming. Raises InfeasibleError, with their size, for
+    tables too large.
+    """
     try:
         return eliminate(model, ordering)
     except TableTooLargeError as error:
-        raise InfeasibleError(f"{who}{error.message.partition(';')[0]}", hint=hint, where=where) from error
+        raise InfeasibleError(
+            f"{who}{error.message.partition(';')[0]}", hint=hint, where=where
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +178,26 @@ class Pase:
     """Splits every operator along any of its axes, so that a step is shortest."""
 
     solver: Literal["exact", "elimination"] = "exact"
-    """`exact`: a bound from the dual, pruning, and elimination of what is left; within memory. `elimination`: the
-    paper's dynamic programming, which knows no memory and gives up where tables are too large."""
+    """`exact`: a bound from the dual, pruning, and elimination of what is left; within memory.
+    `elimination`: the paper's dynamic programming, which knows no memory and gives up where tables
+    are too large.
+    """
     ordering: Literal["generate_seq", "breadth_first", "min_fill"] = "generate_seq"
     """In which order `elimination` takes the operators; the paper's is `generate_seq`."""
     costs: Literal["autopipe", "pase-paper"] = "autopipe"
-    """`autopipe`: seconds on the cluster at hand. `pase-paper`: the paper's operations and words, to reproduce it."""
+    """`autopipe`: seconds on the cluster at hand. `pase-paper`: the paper's operations and words,
+    to reproduce it.
+    """
     search_space: Literal["executable", "paper"] = "executable"
-    """`executable`: the splits that programs can be generated for. `paper`: those of the paper, executable or not; it
-    goes with `costs: pase-paper`."""
+    """`executable`: the splits that programs can be generated for. `paper`: those of the paper,
+    executable or not; it goes with `costs: pase-paper`.
+    """
     stages: int = 1
     """Pipeline stages, of equal groups of devices; splits are searched inside each."""
     overlap: bool = False
-    """True if the exchange of gradients counts only as far as the last micro-batch's backward does not hide it."""
+    """True if the exchange of gradients counts only as far as the last micro-batch's backward does
+    not hide it.
+    """
 
     name: ClassVar[str] = "pase"
 
@@ -154,7 +205,9 @@ class Pase:
         return Division.MANY if self.stages > 1 else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options that do not go together, InfeasibleError for an empty model."""
+        """Raise ConfigurationError for options that do not go together, InfeasibleError for an
+        empty model.
+        """
         if (self.costs == "pase-paper") != (self.search_space == "paper"):
             raise ConfigurationError(
                 f"costs {self.costs} and search_space {self.search_space} do not go together",
@@ -179,13 +232,17 @@ class Pase:
             check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
-        """Raises ConfigurationError naming constraints that contradict one another or cannot be followed.
+        """Raises ConfigurationError naming constraints that contradict one another or cannot be
+        followed.
 
-        InfeasibleError where memory does not hold any placement, with the least excess, or tables are too large.
+        InfeasibleError where memory does not hold any placement, with the least excess, or tables
+        are too large.
         """
         exact = Exact(problem.time_limit)
         if self.search_space == "paper":
-            found = find_strategy(tables_of(problem), lambda model: self._solved(model, None, exact))
+            found = find_strategy(
+                tables_of(problem), lambda model: self._solved(model, None, exact)
+            )
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
 
@@ -203,7 +260,9 @@ class Pase:
         """The answer of the chosen solver, within `limit` bytes."""
         if self.solver == "exact":
             return exact.solved(model, limit)
-        answer = eliminated(model, self.ordering, "take another ordering, or solver: exact", where="strategy")
+        answer = eliminated(
+            model, self.ordering, "take another ordering, or solver: exact", where="strategy"
+        )
         # It knows no limit: whether its answer keeps one is found afterwards.
         return replace(answer, fits=limit is None or answer.memory <= limit)
 
@@ -224,23 +283,27 @@ class _OneStage:
 
 @dataclass(frozen=True, slots=True)
 class BreadthFirst(_OneStage):
-    """Finds the splits that make a step shortest by dynamic programming in breadth-first order: a baseline for pase.
+    """Finds the splits that make a step shortest by dynamic programming in breadth-first order: a
+    baseline for pase.
 
-    Elango, "PaSE" (IPDPS 2021), section III-A. It is exact, knows no memory limit while it searches, and gives up where
-    its tables do not fit: on most models with branches.
+    Elango, "PaSE" (IPDPS 2021), section III-A. It is exact, knows no memory limit while it
+    searches, and gives up where its tables do not fit: on most models with branches.
     """
 
     name: ClassVar[str] = "breadth_first"
 
     def run(self, problem: Problem) -> Placement:
-        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where tables are too
-        large, with their size, or memory does not hold what is found.
+        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where
+        tables are too large, with their size, or memory does not hold what is found.
         """
 
         def solver(tables: Tables, limit: float | None) -> Assignment:
             if limit is not None:
-                raise InfeasibleError("breadth_first knows no memory limit", hint="take strategy pase")
-            hint, who = "strategy pase finds the same with less", "breadth_first cannot search this model: "
+                raise InfeasibleError(
+                    "breadth_first knows no memory limit", hint="take strategy pase"
+                )
+            hint = "strategy pase finds the same with less"
+            who = "breadth_first cannot search this model: "
             return eliminated(tables.model, "breadth_first", hint, who)
 
         return in_stages(problem, 1, solver)
@@ -248,29 +311,37 @@ class BreadthFirst(_OneStage):
 
 @dataclass(frozen=True, slots=True)
 class Mcmc(_OneStage):
-    """Changes one operator's split at random, again and again, and keeps the best it meets: a baseline for pase.
+    """Changes one operator's split at random, again and again, and keeps the best it meets: a
+    baseline for pase.
 
-    It begins with data parallelism, and accepts what costs more with a chance that falls with the difference: the
-    Metropolis search of Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (FlexFlow, 2018),
-    section 6, over pase's splits and costs. The problem's seed draws the changes.
+    It begins with data parallelism, and accepts what costs more with a chance that falls with the
+    difference: the Metropolis search of Jia et al., "Beyond Data and Model Parallelism for Deep
+    Neural Networks" (FlexFlow, 2018), section 6, over pase's splits and costs. The problem's seed
+    draws the changes.
     """
 
     iterations: int = 20_000
     """The most changes that are tried; fewer where half of them brought nothing better."""
     temperature: float = 0.1
-    """How much worse a change may be for a chance of 1 in e, as a share of what one operator costs on average."""
+    """How much worse a change may be for a chance of 1 in e, as a share of what one operator costs
+    on average.
+    """
 
     name: ClassVar[str] = "mcmc"
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model or uneven devices."""
+        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model or
+        uneven devices.
+        """
         if self.iterations < 0 or self.temperature < 0:
-            raise ConfigurationError("iterations and temperature must be 0 or more", where="strategy")
+            raise ConfigurationError(
+                "iterations and temperature must be 0 or more", where="strategy"
+            )
         _OneStage.requires(self, problem)
 
     def run(self, problem: Problem) -> Placement:
-        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where nothing that the
-        walk met fits into memory.
+        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where
+        nothing that the walk met fits into memory.
         """
 
         def walked(tables: Tables, limit: float | None) -> Assignment:
@@ -290,7 +361,9 @@ class Mcmc(_OneStage):
 
 
 def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
-    """For each node the configuration that shares its samples among most devices, and splits nothing else if it may."""
+    """For each node the configuration that shares its samples among most devices, and splits
+    nothing else if it may.
+    """
     axes = sample_axes(problem.graph).axes
 
     def degree(node: int, splits: Splits) -> int:
@@ -304,5 +377,7 @@ def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
             key=lambda number: degree(node, configurations[number]),
             default=0,
         )
-        for node, configurations, costs in zip(tables.nodes, tables.configurations, tables.model.costs, strict=False)
+        for node, configurations, costs in zip(
+            tables.nodes, tables.configurations, tables.model.costs, strict=False
+        )
     ]

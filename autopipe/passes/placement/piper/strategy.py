@@ -1,10 +1,12 @@
-"""Piper: a graph's nodes joined into blocks that no cut parts, the dynamic programme over downsets, and the strategy.
+"""Piper: a graph's nodes joined into blocks that no cut parts, the dynamic programme over downsets,
+and the strategy.
 
-Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization" (NeurIPS 2021), section 4:
-for each downset, the stages after it and the devices they use, the least time of the slowest stage. What a stage keeps
-grows with its place from the end, so of two ways to place what comes after it on as many devices within one limit the
-one with fewer stages is never worse. So it runs from the end and tries limits: a state is a downset and a number of
-devices, its value the fewest stages. The paper takes layers as they come; a graph of ONNX has operators, an
+Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
+(NeurIPS 2021), section 4: for each downset, the stages after it and the devices they use, the least
+time of the slowest stage. What a stage keeps grows with its place from the end, so of two ways to
+place what comes after it on as many devices within one limit the one with fewer stages is never
+worse. So it runs from the end and tries limits: a state is a downset and a number of devices, its
+value the fewest stages. The paper takes layers as they come; a graph of ONNX has operators, an
 order of magnitude more, which are joined first.
 """
 
@@ -29,7 +31,12 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Blocks, values_between
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, fitted
+from autopipe.passes.cost.memory_check import (
+    check_operators,
+    describe_kinds,
+    equal_device_runs,
+    fitted,
+)
 from autopipe.passes.cost.roofline import Seconds, mean_seconds
 from autopipe.passes.partition.chain_cut import step_of_line
 from autopipe.passes.partition.downsets import Downsets, count_downsets
@@ -49,17 +56,27 @@ LIGHT = SHARE / 16  # A block with less of all work stands for nothing that a de
 
 
 def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
-    """The graph as blocks. `seconds` weighs each node. What is joined first is what exchanges most bytes, then what is
-    light. Two blocks are joined where that keeps the same order: the second needs nothing but the first and what the
-    first needs, or the first is light and nothing but what needs the second needs it. Nodes that every stage computes
-    for itself follow the first that reads them."""
+    """The graph as blocks. `seconds` weighs each node. What is joined first is what exchanges most
+    bytes, then what is light. Two blocks are joined where that keeps the same order: the second
+    needs nothing but the first and what the first needs, or the first is light and nothing but what
+    needs the second needs it. Nodes that every stage computes for itself follow the first that
+    reads them.
+    """
     joining = _Joining(graph, seconds)
-    waiting = [joining.entry(first, second) for second in joining.members for first in joining.before[second]]
+    waiting = [
+        joining.entry(first, second)
+        for second in joining.members
+        for first in joining.before[second]
+    ]
     heapq.heapify(waiting)
     while waiting:
         entry = heapq.heappop(waiting)
         _, _, first, second = entry
-        if first in joining.joined or second in joining.joined or not joining.may_join(first, second):
+        if (
+            first in joining.joined
+            or second in joining.joined
+            or not joining.may_join(first, second)
+        ):
             continue
         # As something around a pair changes it is put in again.
         if entry == joining.entry(first, second):
@@ -70,7 +87,9 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     block_of = {node: number for number, each in enumerate(nodes) for node in each}
     consumers = graph.consumers()
     for node in sorted(joining.apart, reverse=True):
-        readers = (reader for name in graph.nodes[node].outputs for reader in consumers.get(name, ()))
+        readers = (
+            reader for name in graph.nodes[node].outputs for reader in consumers.get(name, ())
+        )
         block_of[node] = min((block_of[reader] for reader in readers), default=0)
         nodes[block_of[node]].append(node)
     return Blocks.of(graph, nodes)
@@ -102,7 +121,9 @@ class _Joining:
             self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
     def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
-        """How many bytes fewer would enter and leave the two as one, the most first; of equals the lightest."""
+        """How many bytes fewer would enter and leave the two as one, the most first; of equals the
+        lightest.
+        """
         saved = 0
         for name in self.read[second] & (self.written[first] | self.read[first]):
             inside = name in self.written[first] and self.readers[name] <= {first, second}
@@ -110,12 +131,15 @@ class _Joining:
         return -float(saved), self.weight[first] + self.weight[second], first, second
 
     def may_join(self, first: int, second: int) -> bool:
-        one, two = self.weight[first], self.weight[second]
+        one = self.weight[first]
+        two = self.weight[second]
         if one + two > SHARE and min(one, two) > LIGHT:
             return False
         if all(self.ancestors[first] >> other & 1 for other in self.before[second] - {first}):
             return True
-        return one <= LIGHT and all(self.ancestors[other] >> second & 1 for other in self.after[first] - {second})
+        return one <= LIGHT and all(
+            self.ancestors[other] >> second & 1 for other in self.after[first] - {second}
+        )
 
     def join(self, first: int, second: int) -> None:
         self.joined.add(second)
@@ -134,7 +158,9 @@ class _Joining:
             self.before[other].discard(second)
             self.before[other].add(first)
             self.after[first].add(other)
-        self.ancestors[first] = (self.ancestors[first] | self.ancestors[second]) & ~(1 << first | 1 << second)
+        self.ancestors[first] = (self.ancestors[first] | self.ancestors[second]) & ~(
+            1 << first | 1 << second
+        )
 
     def around(self, block: int) -> Iterator[tuple[int, int]]:
         """The pairs of blocks whose bytes or needs change as others become part of `block`."""
@@ -147,7 +173,9 @@ class _Joining:
                 yield other, after
 
     def topological(self) -> list[list[int]]:
-        """The nodes of each block, after all that it needs; of those that could be next the first in the graph."""
+        """The nodes of each block, after all that it needs; of those that could be next the first
+        in the graph.
+        """
         left = {block: len(before) for block, before in self.before.items()}
         ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
         heapq.heapify(ready)
@@ -162,7 +190,9 @@ class _Joining:
         return found
 
 
-_STEP = 1.15  # By what factor limits begin above the least that there can be, and a limit that is too low is raised.
+# By what factor limits begin above the least that there can be, and a limit that is too low is
+# raised.
+_STEP = 1.15
 _SLOWER = 1.1  # By what factor a slower stage is allowed, for fewer stages.
 
 
@@ -179,14 +209,17 @@ class DownsetStage:
 
 
 def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
-    """The stages, in order, whose slowest one is fastest; as few of them as that allows. Empty where memory holds none,
-    or none of which the slowest takes about `most_s`."""
+    """The stages, in order, whose slowest one is fastest; as few of them as that allows. Empty
+    where memory holds none, or none of which the slowest takes about `most_s`.
+    """
     most_s = min(most_s, prices.most_s)
-    too_low, limit = 0.0, prices.least_s * _STEP
+    too_low = 0.0
+    limit = prices.least_s * _STEP
     while not (answer := _answer(prices, options := prices.options(limit), limit)):
         if limit > most_s:
             return []
-        too_low, limit = limit, limit * _STEP
+        too_low = limit
+        limit = limit * _STEP
     steps = np.unique(np.concatenate([option.seconds for option in options]))
     steps = steps[(steps > too_low) & (steps < _slowest(answer))]
     while len(steps):
@@ -201,8 +234,10 @@ def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
 
 
 def search_steps(prices: DownsetPrices, most_step_s: float) -> list[DownsetStage]:
-    """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter. Limits are raised by
-    `_SLOWER` at a time, as long as a step could be shorter: so this is no proof."""
+    """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter.
+    Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no
+    proof.
+    """
     count = prices.problem.micro_batches
     best = _answer(prices, prices.whole(), math.inf)
     most_step_s = min(most_step_s, _step_seconds(best, count))
@@ -240,9 +275,11 @@ def _answer(prices: DownsetPrices, options: list[Option], limit: float) -> list[
 
 
 def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.int16]:
-    """For each downset and number of devices the fewest stages that do the rest on that many last devices. It is
-    `ANY_PLACE` where there are none."""
-    downsets, size = prices.chains.downsets, prices.problem.cluster.size
+    """For each downset and number of devices the fewest stages that do the rest on that many last
+    devices. It is `ANY_PLACE` where there are none.
+    """
+    downsets = prices.chains.downsets
+    size = prices.problem.cluster.size
     found = np.full((len(downsets.holds), size + 1), ANY_PLACE, np.int16)
     found[0] = 0
     bounds = [np.searchsorted(option.pairs, downsets.starts) for option in options]
@@ -266,19 +303,29 @@ def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.i
 
 
 def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
-    """Possible numbers of devices behind a group of `devices`: a group fits into a node or begins with one."""
-    size, node = problem.cluster.size, problem.cluster.devices_per_node
+    """Possible numbers of devices behind a group of `devices`: a group fits into a node or begins
+    with one.
+    """
+    size = problem.cluster.size
+    node = problem.cluster.devices_per_node
     after = np.arange(size - devices + 1)
-    first, last = size - after - devices, size - after - 1
+    first = size - after - devices
+    last = size - after - 1
     fits = (first // node == last // node) | (devices > node) & (first % node == 0)
     found: NDArray[np.int64] = after[fits]
     return found
 
 
-def _trace(prices: DownsetPrices, options: list[Option], fewest: NDArray[np.int16]) -> list[DownsetStage]:
-    """The stages behind the fewest for all blocks on all devices; of equally few the quickest first stages."""
-    downsets, problem = prices.chains.downsets, prices.problem
-    inner, devices = len(downsets.holds) - 1, problem.cluster.size
+def _trace(
+    prices: DownsetPrices, options: list[Option], fewest: NDArray[np.int16]
+) -> list[DownsetStage]:
+    """The stages behind the fewest for all blocks on all devices; of equally few the quickest first
+    stages.
+    """
+    downsets = prices.chains.downsets
+    problem = prices.problem
+    inner = len(downsets.holds) - 1
+    devices = problem.cluster.size
     found: list[DownsetStage] = []
     while inner:
         stages = fewest[inner, devices]
@@ -294,11 +341,17 @@ def _trace(prices: DownsetPrices, options: list[Option], fewest: NDArray[np.int1
             fits = (fewest[outer, after] == stages - 1) & (stages <= option.farthest[part])
             if fits.any():
                 place = int(np.where(fits, option.seconds[part], np.inf).argmin())
-                found_at = int(outer[place]), option.sharing, option.recompute, problem.cluster.size - devices
+                found_at = (
+                    int(outer[place]),
+                    option.sharing,
+                    option.recompute,
+                    problem.cluster.size - devices,
+                )
                 choices.append(DownsetStage(inner, *found_at, float(option.seconds[part][place])))
         best = min(choices, key=lambda piece: piece.seconds)
         found.append(best)
-        inner, devices = best.outer, devices - best.sharing.devices
+        inner = best.outer
+        devices = devices - best.sharing.devices
     return found
 
 
@@ -306,17 +359,20 @@ def _trace(prices: DownsetPrices, options: list[Option], fewest: NDArray[np.int1
 class Piper:
     """Cuts the graph into a chain of stages, each of which may hold parts of several branches.
 
-    Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization" (NeurIPS 2021): over
-    all downsets of the graph's blocks, about a layer each, it finds the stages whose slowest one is fastest, and looks
-    at fewer and slower ones for the sake of a shorter step. A stage's devices share samples, layers as in Megatron-LM,
-    or both, and it may run its forward again. Micro-batches are as large as gives the shortest step, where they are
-    left open. The number of downsets grows exponentially with the number of parallel branches.
+    Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
+    (NeurIPS 2021): over all downsets of the graph's blocks, about a layer each, it finds the stages
+    whose slowest one is fastest, and looks at fewer and slower ones for the sake of a shorter step.
+    A stage's devices share samples, layers as in Megatron-LM, or both, and it may run its forward
+    again. Micro-batches are as large as gives the shortest step, where they are left open. The
+    number of downsets grows exponentially with the number of parallel branches.
     """
 
     max_downsets: int = 10_000
     """The most downsets that it takes on."""
     objective: Literal["step", "slowest_stage"] = "step"
-    """Objective: the time of a whole step, filling and draining included, or, as published, of the slowest stage."""
+    """Objective: the time of a whole step, filling and draining included, or, as published, of the
+    slowest stage.
+    """
 
     name: ClassVar[str] = "piper"
 
@@ -325,23 +381,33 @@ class Piper:
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError where there is nothing to place or devices differ, ConfigurationError for an option."""
+        """Raise InfeasibleError where there is nothing to place or devices differ,
+        ConfigurationError for an option.
+        """
         if self.max_downsets < 1:
             raise ConfigurationError(
-                f"max_downsets is {self.max_downsets}", hint="it must be at least 1", where="strategy"
+                f"max_downsets is {self.max_downsets}",
+                hint="it must be at least 1",
+                where="strategy",
             )
         check_operators(problem)
         if len(equal_device_runs(problem.cluster)) > 1:
             everything = describe_kinds(problem.cluster, range(problem.cluster.size))
             raise InfeasibleError(
-                f"piper takes a stage to be as fast wherever it stands, and devices differ: {everything}",
-                hint="strategies pipedream, graphpipe and tepdist weigh kinds of devices; with cluster.straddle piper "
+                (
+                    "piper takes a stage to be as fast wherever it stands, and devices differ: "
+                    f"{everything}"
+                ),
+                hint="strategies pipedream, graphpipe and tepdist weigh kinds of devices; with "
+                "cluster.straddle piper "
                 "counts all as the slowest",
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The chain. Raises InfeasibleError, with the number of downsets, where there are too many, and where memory
-        holds no chain; ConfigurationError for a constraint that the chain does not fulfil."""
+        """The chain. Raises InfeasibleError, with the number of downsets, where there are too many,
+        and where memory holds no chain; ConfigurationError for a constraint that the chain does not
+        fulfil.
+        """
         forward, backward = mean_seconds(problem)
         blocks = join_nodes(problem.graph, forward + backward)
         count = count_downsets(blocks.needs)
@@ -353,19 +419,26 @@ class Piper:
                 f"them, up to max_downsets = {self.max_downsets}",
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
-        downsets, samples = Downsets(blocks.needs), sample_axes(problem.graph)
+        downsets = Downsets(blocks.needs)
+        samples = sample_axes(problem.graph)
         messages = messages_between(problem, blocks, downsets, samples)
         chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
         placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
         check_constraints_met(problem, placement, self.name)
         return placement
 
-    def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> tuple[Placement, float]:
-        """The best chain for the micro-batches of a problem. Raises InfeasibleError where memory holds none, or none
-        whose step could be shorter than `most_step_s`."""
-        prices, count = DownsetPrices(problem, chains), problem.micro_batches
+    def _answer(
+        self, problem: Problem, chains: Chains, most_step_s: float
+    ) -> tuple[Placement, float]:
+        """The best chain for the micro-batches of a problem. Raises InfeasibleError where memory
+        holds none, or none whose step could be shorter than `most_step_s`.
+        """
+        prices = DownsetPrices(problem, chains)
+        count = problem.micro_batches
         by_step = self.objective == "step"
-        pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
+        pieces = (
+            search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
+        )
         if not pieces:
             raise OutOfMemoryError(
                 f"memory holds no chain of stages of these blocks on {problem.cluster.size} "

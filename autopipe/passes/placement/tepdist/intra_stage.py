@@ -1,4 +1,6 @@
-"""The splits inside all stages of a placement; equal stages, layers that repeat, are searched once."""
+"""The splits inside all stages of a placement; equal stages, layers that repeat, are searched
+once.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import SplitProblem, make_tables
 
-_ROUNDS = 2  # How often stages that are equal are fitted into memory again, because others have changed beside them.
+# How often stages that are equal are fitted into memory again, because others have changed beside
+# them.
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CostedPlacement:
-    """A placement, what its stages cost, and by how much the fullest device of each is over its limit."""
+    """A placement, what its stages cost, and by how much the fullest device of each is over its
+    limit.
+    """
 
     placement: Placement
     costs: tuple[StageCost, ...]
@@ -41,12 +47,15 @@ class CostedPlacement:
 
 
 class IntraStageSearch:
-    """The search inside stages of one problem, which remembers what it found for stages that come again. `required` are
-    the splits that constraints ask for, by node. Raises ConfigurationError for constraints that cannot be followed."""
+    """The search inside stages of one problem, which remembers what it found for stages that come
+    again. `required` are the splits that constraints ask for, by node. Raises ConfigurationError
+    for constraints that cannot be followed.
+    """
 
     def __init__(self, problem: Problem, solver: Level) -> None:
         graph = problem.graph
-        self.problem, self.solver = problem, solver
+        self.problem = problem
+        self.solver = solver
         self.samples = sample_axes(graph)
         self.resolved = resolved_constraints(problem)
         self.required = required_splits(self.resolved, self.samples) if self.resolved else {}
@@ -55,8 +64,11 @@ class IntraStageSearch:
         self._found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = {}
 
     def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:
-        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
-        graph, known = self.problem.graph, dict[str, int]()
+        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight
+        do not count.
+        """
+        graph = self.problem.graph
+        known = dict[str, int]()
 
         def value(name: str, given: bool = False) -> Hashable:
             known[name] = len(known)
@@ -77,21 +89,29 @@ class IntraStageSearch:
         for node in nodes:
             each = graph.nodes[node]
             inputs = tuple(read(name) if name else None for name in each.inputs)
-            outputs = tuple(value(name, name in options.given) if name else None for name in each.outputs)
+            outputs = tuple(
+                value(name, name in options.given) if name else None for name in each.outputs
+            )
             splits = self.samples.axes[node], options.allowed.get(node)
             parts.append((each.op, each.domain, each.attributes, *splits, inputs, outputs))
         return tuple(parts)
 
     def placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
-        """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes split as asked. Every
-        stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is short for
-        the first, stages recompute if they may, and splits are searched within memory, unless a step of it as it is
-        would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess."""
+        """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes
+        split as asked. Every stage is split as the solver finds it best, or by its samples, or the
+        faster of both. Where memory is short for the first, stages recompute if they may, and
+        splits are searched within memory, unless a step of it as it is would take `limit_s`
+        already. Raises InfeasibleError where there is none, with the least excess.
+        """
         plain = self._unlimited(skeleton)
         fitting = [each for each in plain if each.fits]
-        if plain[0].fits or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s:
+        if (
+            plain[0].fits
+            or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s
+        ):
             return fitting
-        # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the search before these.
+        # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the
+        # search before these.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
             fitting += self._recomputing(plain[0])
         try:
@@ -102,7 +122,9 @@ class IntraStageSearch:
         return fitting
 
     def proof(self, placement: Placement) -> SplitProof:
-        """Proof of the splits of a single stage, from the solver's bound where memory is no limit."""
+        """Proof of the splits of a single stage, from the solver's bound where memory is no
+        limit.
+        """
         inside = SplitProblem(self.problem, placement, self.required)
         _, proof = self._searched(inside, placement, 0)
         (cost,) = stage_costs(self.problem, placement)
@@ -113,15 +135,21 @@ class IntraStageSearch:
         """Placements without regard to memory, as the solver finds it best first."""
         inside = SplitProblem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
-        searched = self._weighed(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers])
+        searched = self._weighed(
+            skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]
+        )
         by_samples = [self._by_samples(stage) for stage in skeleton.stages]
-        others = [other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)]
+        others = [
+            other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)
+        ]
         if others == list(searched.placement.stages):
             return [searched]
         sampled = self._weighed(skeleton, others)
 
         def rank(which: int, stage: int) -> tuple[bool, float]:
-            seconds = step_seconds((searched, sampled)[which].costs[stage], self.problem.micro_batches)
+            seconds = step_seconds(
+                (searched, sampled)[which].costs[stage], self.problem.micro_batches
+            )
             return (searched, sampled)[which].excess[stage][0] > 0, seconds
 
         faster = [min(0, 1, key=partial(rank, stage=stage)) for stage in numbers]
@@ -130,9 +158,12 @@ class IntraStageSearch:
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
         return [searched, sampled, self._weighed(skeleton, stages)]
 
-    def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
+    def _searched(
+        self, inside: SplitProblem, placement: Placement, index: int
+    ) -> tuple[Stage, SplitProof]:
         """A stage as the solver finds it best without regard to memory."""
-        stage, options = placement.stages[index], inside.options[index]
+        stage = placement.stages[index]
+        options = inside.options[index]
         nodes = [node for node, _ in inside.plans[index].nodes]
         key = self.key(nodes, stage.devices, options)
         if key not in self._found:
@@ -145,30 +176,44 @@ class IntraStageSearch:
         return replace(stage, splits=_of_nodes(nodes, splits)), proof
 
     def _by_samples(self, stage: Stage) -> Stage | None:
-        """The stage with nothing but its samples shared; None where they cannot be, or something else is asked for."""
+        """The stage with nothing but its samples shared; None where they cannot be, or something
+        else is asked for.
+        """
         width = len(stage.devices)
-        if any(node in self.required or not self.samples.divides(node, width) for node in stage.nodes):
+        if any(
+            node in self.required or not self.samples.divides(node, width) for node in stage.nodes
+        ):
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
     def _recomputing(self, plain: CostedPlacement) -> list[CostedPlacement]:
-        """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
+        """The same with recomputation in the stages that memory does not hold, in all where that is
+        not enough.
+        """
         stages = plain.placement.stages
-        full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
+        full = [
+            replace(stage, recompute=excess > 0)
+            for stage, (excess, _) in zip(stages, plain.excess, strict=True)
+        ]
         for some in (full, [replace(stage, recompute=True) for stage in stages]):
-            bare = replace(plain.placement, stages=tuple(replace(stage, splits=()) for stage in some))
+            bare = replace(
+                plain.placement, stages=tuple(replace(stage, splits=()) for stage in some)
+            )
             if fitting := [each for each in self._unlimited(bare) if each.fits]:
                 return fitting
         return []
 
     def _within(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
-        """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
-        Splits under which a stage alone takes `limit_s` a step are as good as any others that do. Raises
-        InfeasibleError, with the least excess, where nothing fits."""
+        """The placement with other splits in the stages that memory does not hold: in equal ones
+        those of the fullest. Splits under which a stage alone takes `limit_s` a step are as good as
+        any others that do. Raises InfeasibleError, with the least excess, where nothing fits.
+        """
         inside = SplitProblem(self.problem, plain.placement, self.required)
         keys = [
             self.key([node for node, _ in plan.nodes], stage.devices, options)
-            for plan, stage, options in zip(inside.plans, plain.placement.stages, inside.options, strict=True)
+            for plan, stage, options in zip(
+                inside.plans, plain.placement.stages, inside.options, strict=True
+            )
         ]
         rounds: Counter[Hashable] = Counter()
         while not plain.fits:
@@ -179,10 +224,16 @@ class IntraStageSearch:
                 need = self.problem.memory_of(device) + plain.excess[worst][0]
                 raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
             self._check_least(inside, plain, worst)
-            fitted = inside.split(plain.placement, worst, self.solver.below(limit_s), own=self.problem).placement
+            fitted = inside.split(
+                plain.placement, worst, self.solver.below(limit_s), own=self.problem
+            ).placement
             nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
             splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]
-            same = [stage for stage, key in enumerate(keys) if key == keys[worst] and plain.excess[stage][0] > 0]
+            same = [
+                stage
+                for stage, key in enumerate(keys)
+                if key == keys[worst] and plain.excess[stage][0] > 0
+            ]
             stages = list(plain.placement.stages)
             for stage in same:
                 stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
@@ -190,9 +241,13 @@ class IntraStageSearch:
         return plain
 
     def _check_least(self, inside: SplitProblem, plain: CostedPlacement, index: int) -> None:
-        """Raise InfeasibleError where a stage needs more than there is however each node is split by itself."""
+        """Raise InfeasibleError where a stage needs more than there is however each node is split
+        by itself.
+        """
         nodes = [node for node, _ in inside.plans[index].nodes]
-        tables = make_tables(self.problem, nodes, plain.placement.stages[index].devices, inside.options[index])
+        tables = make_tables(
+            self.problem, nodes, plain.placement.stages[index].devices, inside.options[index]
+        )
         stays = sum(int(each.min()) for each in tables.model.memory or ())
         least = stays + max(int(each.min()) for each in tables.passing)
         device = plain.excess[index][1]

@@ -1,6 +1,6 @@
-"""The three levels of TePDist's search for splits, on a model whose edges lead from operands to users: cones of
-operators around a root, segments of cones between critical nodes, and the path through all segments
-(TePDist, "SPMD Strategy").
+"""The three levels of TePDist's search for splits, on a model whose edges lead from operands to
+users: cones of operators around a root, segments of cones between critical nodes, and the path
+through all segments (TePDist, "SPMD Strategy").
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ from autopipe.passes.placement.tepdist.integer_programs import least_by_program
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.elimination import Contraction, neighbours
-from autopipe.passes.solvers.min_sum.model import Array, Once, blocks, conditioned, everything, merged, restricted
+from autopipe.passes.solvers.min_sum.model import (
+    Array,
+    Once,
+    blocks,
+    conditioned,
+    everything,
+    merged,
+    restricted,
+)
 
 
 def is_root(model: MinSum) -> Array:
-    """True if a variable is the root of a cone, of [variables]. Roots are operators with several users or none, of
-    several operands, and heavy ones, which take more than all do on average; so is a value that several operators read.
-    All others have one operand at most and one user: together with the operand's root they are a line. (TePDist, "SPMD
-    Strategy: Cone Structure".)"""
+    """True if a variable is the root of a cone, of [variables]. Roots are operators with several
+    users or none, of several operands, and heavy ones, which take more than all do on average; so
+    is a value that several operators read. All others have one operand at most and one user:
+    together with the operand's root they are a line. (TePDist, "SPMD Strategy: Cone Structure".)
+    """
     users, operands = (np.zeros(len(model.costs), dtype=np.int64) for _ in range(2))
     for edge in model.edges:
         users[edge.source] += 1
@@ -54,7 +63,9 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledVariable:
-    """A non-root, its one or two neighbours, and its best configuration for each of theirs, an axis a neighbour."""
+    """A non-root, its one or two neighbours, and its best configuration for each of theirs, an axis
+    a neighbour.
+    """
 
     variable: int
     ends: tuple[int, ...]
@@ -83,11 +94,14 @@ def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
 
 
 def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
-    """`model` with its cones filled so that cost, and `rate` for each byte, are least. A cone's non-roots are filled
-    for each strategy of its root and of the root that it reads from. With one filling for each strategy of its own root
-    alone a cone could not go along with what its operand offers; with one for both ends, a choice for the roots costs
-    what the best choice for everything around it does."""
-    once, simple = Once(), merged(model)
+    """`model` with its cones filled so that cost, and `rate` for each byte, are least. A cone's
+    non-roots are filled for each strategy of its root and of the root that it reads from. With one
+    filling for each strategy of its own root alone a cone could not go along with what its operand
+    offers; with one for both ends, a choice for the roots costs what the best choice for everything
+    around it does.
+    """
+    once = Once()
+    simple = merged(model)
 
     def sums(costs: Array, memory: Array | None) -> Sums:
         return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
@@ -115,7 +129,9 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
 
 
 def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
-    """Of a variable's own sums and those with its one or two ends the least, and which configuration that is."""
+    """Of a variable's own sums and those with its one or two ends the least, and which
+    configuration that is.
+    """
     nothing = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
     first, second = (*ends, nothing)[:2]
     best = np.empty((first.costs.shape[1], second.costs.shape[1]), np.int64)
@@ -133,7 +149,9 @@ def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
 
 
 def ranks(model: MinSum) -> Array:
-    """As soon as possible: how many others at most come before a variable on a way to it, of [variables]."""
+    """As soon as possible: how many others at most come before a variable on a way to it, of
+    [variables].
+    """
     users: list[list[int]] = [[] for _ in model.costs]
     operands = np.zeros(len(model.costs), dtype=np.int64)
     for edge in model.edges:
@@ -159,13 +177,17 @@ class Segment:
     """Variables between critical nodes."""
 
     ends: tuple[int, ...]
-    """Places, among the critical nodes, of those that it has edges with: none, one, or two that follow each other."""
+    """Places, among the critical nodes, of those that it has edges with: none, one, or two that
+    follow each other.
+    """
     inner: tuple[int, ...]  # Ascending; none where two critical nodes share an edge.
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentedModel:
-    """A model's variables, each of them wide, critical (from the first to the last) or inside of a segment."""
+    """A model's variables, each of them wide, critical (from the first to the last) or inside of a
+    segment.
+    """
 
     wide: tuple[int, ...]
     critical: tuple[int, ...]
@@ -178,13 +200,16 @@ class SegmentedModel:
 
 
 def cut(model: MinSum, rank: Array) -> SegmentedModel:
-    """The cut with small segments; of such the one with fewest wide variables. Edges lead from lower to higher `rank`.
-    A mask or a tied table is read in every layer: no node parts the graph as long as it is there. Such wide variables
-    are given before segments are searched (`levels.by_segments`), so that nothing that leads past a critical node is
-    left out."""
+    """The cut with small segments; of such the one with fewest wide variables. Edges lead from
+    lower to higher `rank`. A mask or a tied table is read in every layer: no node parts the graph
+    as long as it is there. Such wide variables are given before segments are searched
+    (`levels.by_segments`), so that nothing that leads past a critical node is left out.
+    """
     parter = _Cutter(model, rank)
     widest = parter.widest()
-    best = min((parter.cut(widest[:count]) for count in range(len(widest) + 1)), key=attrgetter("largest"))
+    best = min(
+        (parter.cut(widest[:count]) for count in range(len(widest) + 1)), key=attrgetter("largest")
+    )
     for variable in best.wide:
         fewer = parter.cut(tuple(other for other in best.wide if other != variable))
         best = min(fewer, best, key=attrgetter("largest"))
@@ -195,7 +220,8 @@ class _Cutter:
     """Cuts of one model without some variables."""
 
     def __init__(self, model: MinSum, rank: Array) -> None:
-        self.around, self.rank = neighbours(model), rank.tolist()
+        self.around = neighbours(model)
+        self.rank = rank.tolist()
         self.order: list[int] = np.argsort(rank, kind="stable").tolist()  # From low to high rank.
         self.behind = [
             sorted(other for other in near if self.rank[other] < own)
@@ -203,12 +229,19 @@ class _Cutter:
         ]
         """Of every variable: its neighbours of lower rank, ascending."""
         least = [float(costs.min()) for costs in model.costs]
-        self.weight = [seconds if math.isfinite(seconds) else 0.0 for seconds in least]  # Seconds of each at least.
+        self.weight = [
+            seconds if math.isfinite(seconds) else 0.0 for seconds in least
+        ]  # Seconds of each at least.
 
     def widest(self) -> tuple[int, ...]:
-        """Values that reach farthest, all their neighbours taken together, one after the other. A value that reads one
-        of them far away reaches as far through it alone, and no more once it is wide."""
-        far = [sum(abs(self.rank[other] - self.rank[own]) for other in near) for own, near in enumerate(self.around)]
+        """Values that reach farthest, all their neighbours taken together, one after the other. A
+        value that reads one of them far away reaches as far through it alone, and no more once it
+        is wide.
+        """
+        far = [
+            sum(abs(self.rank[other] - self.rank[own]) for other in near)
+            for own, near in enumerate(self.around)
+        ]
         found: dict[int, None] = {}
         while len(found) < min(MOST_WIDE, len(self.around)):
             variable = max(range(len(far)), key=lambda own: (own not in found, far[own]))
@@ -230,13 +263,22 @@ class _Cutter:
             if other in self.around[one]
         ]
         for inner in self.parts(without | place.keys()):
-            ends = {place[other] for variable in inner for other in self.around[variable] if other in place}
+            ends = {
+                place[other]
+                for variable in inner
+                for other in self.around[variable]
+                if other in place
+            }
             segments.append(Segment(tuple(sorted(ends)), inner))
         return SegmentedModel(wide, critical, tuple(segments))
 
     def heaviest_path(self, without: Set[int]) -> list[int]:
-        """The variables that take most together of any way from low to high rank, none of them in `without`."""
-        total = [-math.inf if variable in without else own for variable, own in enumerate(self.weight)]
+        """The variables that take most together of any way from low to high rank, none of them in
+        `without`.
+        """
+        total = [
+            -math.inf if variable in without else own for variable, own in enumerate(self.weight)
+        ]
         before = [-1] * len(total)
         for variable in self.order:
             heaviest = max(self.behind[variable], key=total.__getitem__, default=-1)
@@ -249,26 +291,39 @@ class _Cutter:
         return path[::-1]
 
     def critical_nodes(self, path: Sequence[int], without: Set[int]) -> tuple[int, ...]:
-        """Of the heaviest path's variables those that no way leads past but through `without`. On the heaviest path a
-        node has no freedom: its rank is the same as soon and as late as possible. Where another way leads past it, as a
-        residual does past a product, what is before and behind it would still know of one another; so only those are
-        critical that part the graph."""
+        """Of the heaviest path's variables those that no way leads past but through `without`. On
+        the heaviest path a node has no freedom: its rank is the same as soon and as late as
+        possible. Where another way leads past it, as a residual does past a product, what is before
+        and behind it would still know of one another; so only those are critical that part the
+        graph.
+        """
         around = self.around
         place = {variable: number for number, variable in enumerate(path)}
         # Places of the path that are joined by one edge, or by variables beside it.
-        ways = [{place[one], place[other]} for one in place for other in around[one] if other in place]
+        ways = [
+            {place[one], place[other]} for one in place for other in around[one] if other in place
+        ]
         for part in self.parts(place.keys() | without):
-            ways.append({place[other] for variable in part for other in around[variable] if other in place})
+            ways.append(
+                {place[other] for variable in part for other in around[variable] if other in place}
+            )
         jumps = np.zeros(len(path) + 1, dtype=np.int64)
         for ends in filter(None, ways):
-            first, last = min(ends), max(ends)
+            first = min(ends)
+            last = max(ends)
             if last > first + 1:
                 jumps[first + 1] += 1
                 jumps[last] -= 1
-        return tuple(variable for variable, passing in zip(path, np.cumsum(jumps), strict=False) if not passing)
+        return tuple(
+            variable
+            for variable, passing in zip(path, np.cumsum(jumps), strict=False)
+            if not passing
+        )
 
     def parts(self, without: Set[int]) -> list[tuple[int, ...]]:
-        """The connected parts of what is left of the graph without some variables, each ascending."""
+        """The connected parts of what is left of the graph without some variables, each
+        ascending.
+        """
         seen = set(without)
         found = []
         for start in range(len(self.around)):
@@ -286,32 +341,44 @@ class _Cutter:
 
 ROUNDS = 5  # Sweeps forth and back for bounds.
 MOST_PAIRS = 20_000  # Of configurations on edges: what a segment's integer program may have.
-Ends = tuple[int, ...]  # A strategy for each of a segment's ends: none, its head's, or its head's and its tail's.
+Ends = tuple[
+    int, ...
+]  # A strategy for each of a segment's ends: none, its head's, or its head's and its tail's.
 
 
 class Pairs:
-    """A segment as a merged model of its own: its inner variables first, then its ends, which cost nothing here. Not
-    every pair of strategies of its ends is solved: all begin with bounds, and the dynamic programming settles those on
-    its best path by an integer program over the segment's cones. `costs`, `bounds` and `settled` have an axis for each
-    end: what the best inside that is known costs where that is settled, else a bound; below which nothing costs; and
-    whether it is settled, as what has no inside is."""
+    """A segment as a merged model of its own: its inner variables first, then its ends, which cost
+    nothing here. Not every pair of strategies of its ends is solved: all begin with bounds, and the
+    dynamic programming settles those on its best path by an integer program over the segment's
+    cones. `costs`, `bounds` and `settled` have an axis for each end: what the best inside that is
+    known costs where that is settled, else a bound; below which nothing costs; and whether it is
+    settled, as what has no inside is.
+    """
 
     def __init__(self, model: MinSum, inner: int) -> None:
-        self.model, self.inner = model, inner
-        self.choices: dict[Ends, tuple[int, ...]] = {}  # The best inside, where there is one and it is settled.
-        self.headed: set[int] = set()  # Strategies of the head of which there are bounds of their own.
+        self.model = model
+        self.inner = inner
+        self.choices: dict[
+            Ends, tuple[int, ...]
+        ] = {}  # The best inside, where there is one and it is settled.
+        self.headed: set[int] = (
+            set()
+        )  # Strategies of the head of which there are bounds of their own.
         if inner:
             self.bounds = _bounds(model, inner)
             self.costs = self.bounds.copy()
             self.settled = np.asarray(np.isinf(self.bounds))
         else:
             # Ends of one strategy have no edges.
-            self.costs = model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
+            self.costs = (
+                model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
+            )
             self.bounds, self.settled = self.costs, np.ones(self.costs.shape, dtype=bool)
 
     def approach(self, ends: Ends, seconds: float, solver: str) -> None:
-        """Come closer to what the inside costs: by bounds for the head's strategy and all of the tail's, and then by
-        the integer program for one strategy of each end."""
+        """Come closer to what the inside costs: by bounds for the head's strategy and all of the
+        tail's, and then by the integer program for one strategy of each end.
+        """
         if len(ends) == 2 and ends[0] not in self.headed:
             head = ends[0]
             self.headed.add(head)
@@ -379,14 +446,20 @@ def shortest(
     end: float | None,
     solver: str,
 ) -> Path:
-    """The path that costs least, where that is less than `known`; what is found by `end` of the clock otherwise.
-    Dynamic programming over segments by the strategies of the critical nodes that they share. Segments on the best path
-    are settled until all of them are: then no other can cost less, as what is not settled stands with its bound."""
+    """The path that costs least, where that is less than `known`; what is found by `end` of the
+    clock otherwise. Dynamic programming over segments by the strategies of the critical nodes that
+    they share. Segments on the best path are settled until all of them are: then no other can cost
+    less, as what is not settled stands with its bound.
+    """
     own = [model.costs[variable] for variable in cut.critical]
     while True:
         strategies, cost = _path_least(own, cut, [each.costs for each in pairs])
         ends = [tuple(strategies[place] for place in segment.ends) for segment in cut.segments]
-        left = {(id(each), at): each for each, at in zip(pairs, ends, strict=True) if not each.settled[at]}
+        left = {
+            (id(each), at): each
+            for each, at in zip(pairs, ends, strict=True)
+            if not each.settled[at]
+        }
         if not left or cost >= known or is_over(end):
             _, bound = _path_least(own, cut, [each.bounds for each in pairs])
             return Path(strategies, cost, bound, not left)
@@ -399,16 +472,22 @@ def is_over(end: float | None) -> bool:
     return end is not None and time.monotonic() >= end
 
 
-def choice_of(path: Path, cut: SegmentedModel, pairs: Sequence[Pairs], wide: Sequence[int]) -> tuple[int, ...]:
+def choice_of(
+    path: Path, cut: SegmentedModel, pairs: Sequence[Pairs], wide: Sequence[int]
+) -> tuple[int, ...]:
     """The choice for all variables that goes with a settled path."""
-    chosen = dict(zip(cut.wide, wide, strict=True)) | dict(zip(cut.critical, path.strategies, strict=True))
+    chosen = dict(zip(cut.wide, wide, strict=True)) | dict(
+        zip(cut.critical, path.strategies, strict=True)
+    )
     for segment, each in zip(cut.segments, pairs, strict=True):
         ends = tuple(path.strategies[place] for place in segment.ends)
         chosen.update(zip(segment.inner, each.choices.get(ends, ()), strict=True))
     return tuple(chosen[variable] for variable in range(len(chosen)))
 
 
-def _path_least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Array]) -> tuple[tuple[int, ...], float]:
+def _path_least(
+    own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Array]
+) -> tuple[tuple[int, ...], float]:
     """The strategies that cost least by the tables of all segments, and what they cost."""
     alone = [costs.astype(float) for costs in own]
     between: dict[int, Array] = {}
@@ -436,7 +515,9 @@ def _path_least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Arra
 
 
 class EqualSegments:
-    """Segments by what they are made of: equal layers have the same arrays, and pairs settled once for all of them."""
+    """Segments by what they are made of: equal layers have the same arrays, and pairs settled once
+    for all of them.
+    """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Pairs] = {}  # By where their arrays lie, all of which they hold.
@@ -449,7 +530,9 @@ class EqualSegments:
             around[edge.target].append(edge)
         return [self._pairs(model, around, segment, cut) for segment in cut.segments]
 
-    def _pairs(self, model: MinSum, around: Sequence[Sequence[Edge]], segment: Segment, cut: SegmentedModel) -> Pairs:
+    def _pairs(
+        self, model: MinSum, around: Sequence[Sequence[Edge]], segment: Segment, cut: SegmentedModel
+    ) -> Pairs:
         ends = [cut.critical[place] for place in segment.ends]
         own = [model.costs[variable] for variable in segment.inner]
         free = [len(model.costs[end]) for end in ends]

@@ -1,7 +1,8 @@
 """TePDist: the strategy, its options, and its outer search (Alibaba PAI, "TePDist", 2023).
 
-The outer search has the factorisations of a cluster's devices into stages and the mesh of each, a bound and an estimate
-of each before any of its splits are searched, and the micro-batches under which it is tried.
+The outer search has the factorisations of a cluster's devices into stages and the mesh of each, a
+bound and an estimate of each before any of its splits are searched, and the micro-batches under
+which it is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from autopipe.ir.memo import once_each
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_sizes, resolved_constraints
+from autopipe.passes.analysis.constraints import (
+    ResolvedConstraint,
+    required_sizes,
+    resolved_constraints,
+)
 from autopipe.passes.batching import Division, climb, divisors
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
@@ -44,7 +49,9 @@ Nodes = tuple[tuple[int, ...], ...]  # The nodes of each stage, ascending.
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The devices of each stage: what is split outermost, samples first, goes over the outer level of the mesh."""
+    """The devices of each stage: what is split outermost, samples first, goes over the outer level
+    of the mesh.
+    """
 
     groups: tuple[Group, ...]
     name: str  # Stages and the levels of each one's mesh, such as `2 stages of 2 x 4 devices`.
@@ -55,10 +62,12 @@ class Mesh:
 
 
 def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
-    """Every way to make equal groups of all devices, into `stages` stages where that is given. Groups are neighbours in
-    the cluster, so that a stage's mesh lies in one node where it can. One of several whole nodes has two levels, and
-    both orders of them: nodes outside, so that samples are shared among nodes and other axes within one, and the other
-    way around. Where devices are of several kinds, groups are equal within each kind."""
+    """Every way to make equal groups of all devices, into `stages` stages where that is given.
+    Groups are neighbours in the cluster, so that a stage's mesh lies in one node where it can. One
+    of several whole nodes has two levels, and both orders of them: nodes outside, so that samples
+    are shared among nodes and other axes within one, and the other way around. Where devices are of
+    several kinds, groups are equal within each kind.
+    """
     runs = equal_device_runs(cluster)
     # The widest groups first, so that few stages come first.
     for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
@@ -69,23 +78,30 @@ def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
         for way in range(max(map(len, ways))):
             parts = [each[min(way, len(each) - 1)] for each in ways]
             names = " and ".join(
-                f"{len(groups)} stage{'s' * (len(groups) > 1)} of {levels} device{'s' * (len(groups[0]) > 1)}"
+                (
+                    f"{len(groups)} stage{'s' * (len(groups) > 1)} of {levels} "
+                    f"device{'s' * (len(groups[0]) > 1)}"
+                )
                 for groups, levels in parts
             )
             yield Mesh(tuple(group for groups, _ in parts for group in groups), names)
 
 
 def _ways(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, ...], str]]:
-    """The ways to count the devices of equal groups of a run, along nodes, and across where it has whole ones; and the
-    extents of each one's mesh, such as `2 x 4`."""
-    groups = tuple(tuple(range(first, first + width)) for first in range(run.start, run.stop, width))
+    """The ways to count the devices of equal groups of a run, along nodes, and across where it has
+    whole ones; and the extents of each one's mesh, such as `2 x 4`.
+    """
+    groups = tuple(
+        tuple(range(first, first + width)) for first in range(run.start, run.stop, width)
+    )
     first, levels = cluster.part(run.start)
     of_node = levels[0].size
     nodes, rest = divmod(width, of_node)
     if nodes <= 1 or rest or of_node == 1 or cluster.part(run.stop - 1)[0] != first:
         return [(groups, str(width))]
     crossed = tuple(
-        tuple(group[node * of_node + place] for place in range(of_node) for node in range(nodes)) for group in groups
+        tuple(group[node * of_node + place] for place in range(of_node) for node in range(nodes))
+        for group in groups
     )
     return [(groups, f"{nodes} x {of_node}"), (crossed, f"{of_node} x {nodes}")]
 
@@ -93,10 +109,11 @@ def _ways(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, .
 def constrained_meshes(
     cluster: Cluster, stages: int | None, resolved: Sequence[ResolvedConstraint]
 ) -> tuple[Mesh, ...]:
-    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave. Where they ask for
-    devices, each group asked for is a stage's, in the order asked for: in equal groups of all devices, or in stages of
-    just these groups, which need not be equal. Raises ConfigurationError, naming a constraint, where no mesh has
-    them."""
+    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave.
+    Where they ask for devices, each group asked for is a stage's, in the order asked for: in equal
+    groups of all devices, or in stages of just these groups, which need not be equal. Raises
+    ConfigurationError, naming a constraint, where no mesh has them.
+    """
     found = tuple(meshes(cluster, stages))
     # By the stage that is asked for with them, else by their first node.
     ranks: dict[frozenset[int], tuple[tuple[int, int], Group]] = {}
@@ -116,36 +133,51 @@ def constrained_meshes(
     )
     if with_them:
         return tuple(with_them)
-    count, apart = len(required), sum(map(len, required)) == len(frozenset().union(*required))
+    count = len(required)
+    apart = sum(map(len, required)) == len(frozenset().union(*required))
     if stages in (None, count) and apart:
         return (Mesh(tuple(required.values()), f"{count} stage{'s' * (count > 1)} as asked for"),)
     constraint = next(each for each in resolved if each.devices is not None)
     many = f" with {stages} {plural(stages, 'stage')}" if stages else ""
     raise ConfigurationError(
-        f"{constraint} asks for devices {list(constraint.devices or ())}, which no stage can have{many}",
-        hint="stages have equal groups of neighbours, or just the groups asked for, if no two of them overlap; "
+        (
+            f"{constraint} asks for devices {list(constraint.devices or ())}, which no stage can "
+            f"have{many}"
+        ),
+        hint="stages have equal groups of neighbours, or just the groups asked for, if no two of "
+        "them overlap; "
         "strategy manual follows any constraint",
     )
 
 
 class Bounds:
-    """Bounds and estimates of a mesh's step, for micro-batches of any size up to the problem's (`StepSeconds`)."""
+    """Bounds and estimates of a mesh's step, for micro-batches of any size up to the problem's
+    (`StepSeconds`).
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._seconds = StepSeconds(problem)
-        self._state = state_of(problem, ((parameter.value.name, 1) for parameter in problem.graph.parameters))
+        self._state = state_of(
+            problem, ((parameter.value.name, 1) for parameter in problem.graph.parameters)
+        )
 
     def check_memory(self) -> None:
-        """Raise InfeasibleError where parameters and their state, shared by all devices, are more than memory holds."""
+        """Raise InfeasibleError where parameters and their state, shared by all devices, are more
+        than memory holds.
+        """
         check_least(
-            self.problem, (self._state.total - self._state.low_precision_bytes) // self.problem.cluster.size, [0], 1
+            self.problem,
+            (self._state.total - self._state.low_precision_bytes) // self.problem.cluster.size,
+            [0],
+            1,
         )
 
     def step_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """Seconds that no step can be shorter than: the fullest stage does a fair part of the work at least. Whatever
-        stages weigh, that one takes as long as their weighted mean at least, and so does, node by node, where the node
-        weighs least: the weights are the stages' speeds."""
+        """Seconds that no step can be shorter than: the fullest stage does a fair part of the work
+        at least. Whatever stages weigh, that one takes as long as their weighted mean at least, and
+        so does, node by node, where the node weighs least: the weights are the stages' speeds.
+        """
         kinds = self._kinds(mesh)
         seconds = [self._node_s(groups[0], micro_batches) for groups in kinds]
         if len(kinds) == 1:
@@ -155,12 +187,16 @@ class Bounds:
             return 0.0
         speeds = [1 / total for total in totals]
         whole = sum(speed * len(groups) for speed, groups in zip(speeds, kinds, strict=True))
-        least = np.minimum.reduce([speed / whole * each for speed, each in zip(speeds, seconds, strict=True)])
+        least = np.minimum.reduce(
+            [speed / whole * each for speed, each in zip(speeds, seconds, strict=True)]
+        )
         return micro_batches * float(least.sum())
 
     def divided_s(self, mesh: Mesh, micro_batches: int, stages: Nodes) -> float:
-        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute. Before
-        its first task a micro-batch comes through the stages before it, and after its last goes back."""
+        """The same where it is known which nodes a stage has: all of it in turn, as fast as its
+        devices compute. Before its first task a micro-batch comes through the stages before it, and
+        after its last goes back.
+        """
         own = [
             float(self._node_s(group, micro_batches)[list(nodes)].sum())
             for group, nodes in zip(mesh.groups, stages, strict=True)
@@ -173,10 +209,12 @@ class Bounds:
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
         """Return the estimated seconds of a step if all stages take equally long.
 
-        p stages in a row process m micro-batches in m + p - 1 times the seconds of one stage and one micro-batch. The
-        estimate adds the accumulation of gradients, split evenly over the stages, and their all-reduce.
+        p stages in a row process m micro-batches in m + p - 1 times the seconds of one stage and
+        one micro-batch. The estimate adds the accumulation of gradients, split evenly over the
+        stages, and their all-reduce.
         """
-        problem, kinds = self.problem, self._kinds(mesh)
+        problem = self.problem
+        kinds = self._kinds(mesh)
         totals = [float(self._node_s(groups[0], micro_batches).sum()) for groups in kinds]
         even = 0.0  # If the graph only moves data, its nodes take no time.
         if 0.0 not in totals:
@@ -184,7 +222,9 @@ class Bounds:
         share = self._state.gradient_bytes / mesh.stages
         end = 0.0
         for group, *_ in kinds:
-            slowest = max(accumulate_per_byte(device) for device in problem.cluster.kinds_among(group))
+            slowest = max(
+                accumulate_per_byte(device) for device in problem.cluster.kinds_among(group)
+            )
             gradients = exchange_of_gradients(problem, group).seconds(share)
             end = max(end, gradients + (micro_batches - 1) * slowest * share / len(group))
         return (micro_batches + mesh.stages - 1) * even + end
@@ -193,7 +233,9 @@ class Bounds:
         """The groups with as many devices of the same kinds."""
         found: dict[Hashable, list[Group]] = {}
         for group in mesh.groups:
-            found.setdefault((self.problem.cluster.kinds_among(group), len(group)), []).append(group)
+            found.setdefault((self.problem.cluster.kinds_among(group), len(group)), []).append(
+                group
+            )
         return list(found.values())
 
     def _node_s(self, group: Group, micro_batches: int) -> Seconds:
@@ -204,13 +246,16 @@ class Bounds:
 
 def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
     """The stages of a mesh with their nodes."""
-    size, again = problem.micro_batch_size, problem.recomputes_all
+    size = problem.micro_batch_size
+    again = problem.recomputes_all
     groups = zip(stages, mesh.groups, strict=True)
     return Placement(tuple(Stage(nodes, group, size, recompute=again) for nodes, group in groups))
 
 
 _PATIENCE_S = 10.0
-"""For one integer program, where there is no time limit: one of 96 layers in 16 stages takes three on an idle core."""
+"""For one integer program, where there is no time limit: one of 96 layers in 16 stages takes three
+on an idle core.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +283,9 @@ class Outer:
     trials: list[MeshTrial] = field(default_factory=list)
     best: MeshTrial | None = None
     undivided: dict[str, str] = field(default_factory=dict)
-    """By a factorisation's name why not all ways to divide the nodes were possible; empty where they were."""
+    """By a factorisation's name why not all ways to divide the nodes were possible; empty where
+    they were.
+    """
 
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.problem)
@@ -246,28 +293,39 @@ class Outer:
         self._even: dict[Hashable, Nodes | InfeasibleError] = {}
 
     def _in_micro_batches(self, count: int) -> IntraStageSearch:
-        return IntraStageSearch(resized(self.problem, self.problem.batch_size // count), self.solver)
+        return IntraStageSearch(
+            resized(self.problem, self.problem.batch_size // count), self.solver
+        )
 
     def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> MeshTrial:
-        """The best of all `meshes` on micro-batches of `sizes` samples. Raises the reason against the most promising of
-        them where none has a placement."""
+        """The best of all `meshes` on micro-batches of `sizes` samples. Raises the reason against
+        the most promising of them where none has a placement.
+        """
         self.bounds.check_memory()
         counts = sorted(self.problem.batch_size // size for size in sizes)
-        estimates = {mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes}
+        estimates = {
+            mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes
+        }
         for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
             climb(counts, seconds.index(min(seconds)), partial(self._try, mesh))
         if self.best is None:
             # Memory, if it is that somewhere, else what is said of the most promising.
             refusals = [each.refused for each in self.trials if each.refused is not None]
             if self.problem.known_s < math.inf:
-                refusals.append(InfeasibleError(f"no step is shorter than {self.problem.known_s:.6g} s"))
+                refusals.append(
+                    InfeasibleError(f"no step is shorter than {self.problem.known_s:.6g} s")
+                )
             assert refusals, "there is a placement, or a reason against each"
-            raise next((each for each in refusals if isinstance(each, InfeasibleError)), refusals[0])
+            raise next(
+                (each for each in refusals if isinstance(each, InfeasibleError)), refusals[0]
+            )
         return self.best
 
     def _try(self, mesh: Mesh, count: int) -> float | None:
-        """Seconds of the best placement's step, as `climb` wants them: smaller micro-batches may fit into memory where
-        larger ones do not. Infinite where the rest of the search has nothing to gain."""
+        """Seconds of the best placement's step, as `climb` wants them: smaller micro-batches may
+        fit into memory where larger ones do not. Infinite where the rest of the search has nothing
+        to gain.
+        """
         least = self.bounds.step_s(mesh, count)
         late = self.best is not None and self.end is not None and time.monotonic() > self.end
         if late or least >= self._known_s():
@@ -275,7 +333,10 @@ class Outer:
         else:
             try:
                 inside = self.in_micro_batches(count)
-                divided = [self._placed(inside, mesh, count, stages) for stages in self._divided(inside, mesh)]
+                divided = [
+                    self._placed(inside, mesh, count, stages)
+                    for stages in self._divided(inside, mesh)
+                ]
                 found = min(divided, key=lambda each: (each.step_s, each.refused is not None))
             except REFUSALS as error:
                 found = MeshTrial(mesh, count, refused=error)
@@ -285,7 +346,9 @@ class Outer:
         return None if isinstance(found.refused, InfeasibleError) else found.step_s
 
     def _divided(self, inside: IntraStageSearch, mesh: Mesh) -> Iterable[Nodes]:
-        """The divisions that there are, each once. Raises the first one's reason where there is none."""
+        """The divisions that there are, each once. Raises the first one's reason where there is
+        none.
+        """
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
         settled = settled_stages(inside.resolved, mesh.groups, "this number of stages")
@@ -300,15 +363,21 @@ class Outer:
         return found
 
     def _evenly(self, problem: Problem, groups: Sequence[Group], settled: dict[int, int]) -> Nodes:
-        """Even stages between which the fewest bytes cross, once for each number of stages: samples do not change it.
-        Raises InfeasibleError where `unbalance` allows none, with the least that does."""
+        """Even stages between which the fewest bytes cross, once for each number of stages: samples
+        do not change it. Raises InfeasibleError where `unbalance` allows none, with the least that
+        does.
+        """
         if len({problem.cluster.devices[group[0]] for group in groups}) > 1:
-            raise InfeasibleError("the integer program makes stages even, and their devices are of different kinds")
+            raise InfeasibleError(
+                "the integer program makes stages even, and their devices are of different kinds"
+            )
         if len(groups) == 1:
             return (tuple(range(len(problem.graph.nodes))),)
         key = len(groups), tuple(sorted(settled.items()))
         if key not in self._even:
-            limit = _PATIENCE_S if problem.time_limit is None else min(_PATIENCE_S, problem.time_limit)
+            limit = (
+                _PATIENCE_S if problem.time_limit is None else min(_PATIENCE_S, problem.time_limit)
+            )
             try:
                 self._even[key] = divide(problem, len(groups), self.unbalance, settled, limit).nodes
             except InfeasibleError as error:
@@ -319,15 +388,18 @@ class Outer:
         return found
 
     def _placed(self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
-        """The best placement of stages as divided. Raises ConfigurationError for splits that are asked for and that a
-        stage's devices cannot have."""
-        problem, known_s = inside.problem, self._known_s()
+        """The best placement of stages as divided. Raises ConfigurationError for splits that are
+        asked for and that a stage's devices cannot have.
+        """
+        problem = inside.problem
+        known_s = self._known_s()
         least = self.bounds.divided_s(mesh, count, stages)
         if least >= known_s:
             return MeshTrial(mesh, count, least_s=least)
         skeleton = _unsplit(problem, mesh, stages)
         check_degrees(problem, inside.required, skeleton)
-        found, refused = list[MeshTrial](), None
+        found = list[MeshTrial]()
+        refused = None
         try:
             for each in inside.placements(skeleton, known_s):
                 if busy_s(each.costs, problem.micro_batches) >= known_s:
@@ -357,9 +429,14 @@ def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
 
 
 def _told(trials: list[MeshTrial], best: MeshTrial) -> str:
-    """Return the step of the fastest trial, which is the first one, or the reason why no trial has a step."""
+    """Return the step of the fastest trial, which is the first one, or the reason why no trial has
+    a step.
+    """
     fastest = trials[0]
-    step = f"{_ms(fastest.step_s)} with {fastest.micro_batches} micro-batch{'es' * (fastest.micro_batches > 1)}"
+    step = (
+        f"{_ms(fastest.step_s)} with {fastest.micro_batches} "
+        f"micro-batch{'es' * (fastest.micro_batches > 1)}"
+    )
     if fastest is best:
         return f"{step}, the best of {len(trials)} tried"
     if math.isfinite(fastest.step_s):
@@ -379,21 +456,27 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TePDist:
-    """Tries every way to share the devices among stages and the mesh of each, and splits every operator inside.
+    """Tries every way to share the devices among stages and the mesh of each, and splits every
+    operator inside.
 
-    The number of micro-batches is chosen, too, where it is open. What is best is what a step under 1F1B, as it is
-    simulated, takes least with.
+    The number of micro-batches is chosen, too, where it is open. What is best is what a step under
+    1F1B, as it is simulated, takes least with.
     """
 
     level: LevelName = "O2"
-    """How splits are searched inside a stage. `O2`: segments between critical operators, then the whole stage by
-    dynamic programming. `O3`: all cones in one integer programme. `O4`: all operators in one."""
+    """How splits are searched inside a stage. `O2`: segments between critical operators, then the
+    whole stage by dynamic programming. `O3`: all cones in one integer programme. `O4`: all
+    operators in one.
+    """
     stages: int | None = None
-    """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried where it is open."""
+    """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried
+    where it is open.
+    """
     unbalance: float = 0.08
-    """By how much, as a share of the mean, a stage may compute more than the mean where the integer program divides the
-    operators so that the fewest bytes cross. A line of operators, cut so that the slowest stage is fastest, is tried
-    beside it and knows no such limit."""
+    """By how much, as a share of the mean, a stage may compute more than the mean where the integer
+    program divides the operators so that the fewest bytes cross. A line of operators, cut so that
+    the slowest stage is fastest, is tried beside it and knows no such limit.
+    """
 
     name: ClassVar[str] = "tepdist"
 
@@ -403,7 +486,9 @@ class TePDist:
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
         if self.unbalance < 0:
-            raise ConfigurationError(f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy")
+            raise ConfigurationError(
+                f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy"
+            )
         if self.stages is not None:
             # Groups of devices that constraints ask for need not be equal.
             asked = any(constraint.devices for constraint in problem.constraints)
@@ -418,23 +503,31 @@ class TePDist:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the least simulated step. Raises InfeasibleError where memory holds none,
-        ConfigurationError for constraints that cannot be followed."""
+        """The placement with the least simulated step. Raises InfeasibleError where memory holds
+        none, ConfigurationError for constraints that cannot be followed.
+        """
         found = best_order(problem, self._placed)
         count = len(found.stages)
         # Only some kinds of devices may have a stage, and then the option can have no such value.
         is_option = any(mesh.stages == count for mesh in meshes(problem.cluster))
-        return replace(found, options=(("stages", count),)) if self.stages is None and is_option else found
+        return (
+            replace(found, options=(("stages", count),))
+            if self.stages is None and is_option
+            else found
+        )
 
     def _placed(self, problem: Problem) -> Placement:
         resolved = resolved_constraints(problem, own_sizes=True)
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
             raise InfeasibleError(
-                f"no equal groups of these devices make {self.stages} {plural(self.stages or 0, 'stage')}"
+                f"no equal groups of these devices make {self.stages} "
+                f"{plural(self.stages or 0, 'stage')}"
             )
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-        outer = Outer(problem, LEVELS[self.level](problem.time_limit, problem.solver), self.unbalance, end)
+        outer = Outer(
+            problem, LEVELS[self.level](problem.time_limit, problem.solver), self.unbalance, end
+        )
         best = outer.run(found, required_sizes(problem, resolved))
         assert best.placement is not None
         inside = outer.in_micro_batches(best.micro_batches)

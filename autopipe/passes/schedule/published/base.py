@@ -1,9 +1,11 @@
-"""Parts of published schedules: the form of a placement, the grid of slots, split backwards; and GPipe.
+"""Parts of published schedules: the form of a placement, the grid of slots, split backwards; and
+GPipe.
 
-The grid is the one that papers draw: a forward and a backward take one slot each, and a micro-batch goes down a
-pipeline of depth p in slots f, f + 1, ..., f + p - 1 and comes back in the next p slots. A slot's number says only who
-comes first on a device: when tasks really start follows from their times. Every task stands in a later slot than all
-that it waits for, so any order by slots can run. A lane is a device, or a group that runs the same stages together.
+The grid is the one that papers draw: a forward and a backward take one slot each, and a micro-batch
+goes down a pipeline of depth p in slots f, f + 1, ..., f + p - 1 and comes back in the next p
+slots. A slot's number says only who comes first on a device: when tasks really start follows from
+their times. Every task stands in a later slot than all that it waits for, so any order by slots can
+run. A lane is a device, or a group that runs the same stages together.
 """
 
 from __future__ import annotations
@@ -19,16 +21,22 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, lanes_of, on_each_device
 from autopipe.ir.words import plural
-from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
+from autopipe.passes.schedule.orders import (
+    Ticks,
+    find_repetends,
+    merge_orders,
+    require_equal_micro_batches,
+)
 from autopipe.passes.schedule.predict import task_ticks
 
 
 @dataclass(frozen=True, slots=True)
 class GPipe:
-    """Every device runs all forwards of a step, then all backwards, both in the order of the micro-batches.
+    """Every device runs all forwards of a step, then all backwards, both in the order of the
+    micro-batches.
 
-    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019), section 2.3.
-    A device keeps the activations of all micro-batches at once.
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+    (2019), section 2.3. A device keeps the activations of all micro-batches at once.
     """
 
     name: ClassVar[str] = "gpipe"
@@ -38,26 +46,36 @@ class GPipe:
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         graph = StageGraph.of(problem, placement)
-        return order_gpipe(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
+        return order_gpipe(
+            graph, problem.micro_batches, problem.train, task_ticks(problem, placement)
+        )
 
 
 def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """All forwards, list-scheduled, then (in training) all backwards, list-scheduled; for any DAG of stages."""
+    """All forwards, list-scheduled, then (in training) all backwards, list-scheduled; for any DAG
+    of stages.
+    """
     stages = range(len(graph.stage_devices))
     merged = [
         merge_orders(
-            [[Task(s, phase, m) for m in graph.micro_batches_of(s, micro_batches)] for s in stages], graph, ticks
+            [[Task(s, phase, m) for m in graph.micro_batches_of(s, micro_batches)] for s in stages],
+            graph,
+            ticks,
         )
         for phase in ((Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,))
     ]
     lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
-    orders = [tuple(chain.from_iterable(phase[devices[0]] for phase in merged)) for devices in lanes]
+    orders = [
+        tuple(chain.from_iterable(phase[devices[0]] for phase in merged)) for devices in lanes
+    ]
     tasks = on_each_device(lanes, orders)
     return Schedule(micro_batches, tasks, find_repetends(tasks))
 
 
 LaneStages = tuple[tuple[int, ...], ...]
-"""The stages of each lane, ascending (of two pipelines first the one's); lanes as the first pipeline reaches them."""
+"""The stages of each lane, ascending (of two pipelines first the one's); lanes as the first
+pipeline reaches them.
+"""
 
 _MOST = 16  # Stages whose lanes a message tells.
 
@@ -71,7 +89,8 @@ class Form:
     options: str
     """Of the strategy tessel_shapes, for such a placement."""
     pipelines: int = 1
-    """2 for two pipelines of a stage a lane, in opposite directions over an even number of lanes."""
+    """2 for two pipelines of a stage a lane, in opposite directions over an even number of lanes.
+    """
     returns: bool = False
     """True if the pipeline goes down and comes up again."""
     repeats: bool = False
@@ -79,19 +98,33 @@ class Form:
 
     @property
     def hint(self) -> str:
-        return f"strategy tessel_shapes places stages so with {self.options}, manual by its constraints"
+        return (
+            f"strategy tessel_shapes places stages so with {self.options}, manual by its "
+            "constraints"
+        )
 
     def lanes(self, schedule: str, graph: StageGraph) -> LaneStages:
-        """The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are not placed so."""
+        """The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are
+        not placed so.
+        """
         if graph.pipeline_count != self.pipelines:
-            wanted = "one pipeline" if self.pipelines == 1 else f"{self.pipelines} {plural(self.pipelines, 'pipeline')}"
-            reason = f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
+            wanted = (
+                "one pipeline"
+                if self.pipelines == 1
+                else f"{self.pipelines} {plural(self.pipelines, 'pipeline')}"
+            )
+            reason = (
+                f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
+            )
             raise InfeasibleError(reason, hint=(CHAIN if self.pipelines == 1 else self).hint)
-        lane, of = _lane_numbers(schedule, graph), graph.pipelines or (0,) * len(graph.stage_devices)
+        lane = _lane_numbers(schedule, graph)
+        of = graph.pipelines or (0,) * len(graph.stage_devices)
         stages = sorted(range(len(of)), key=lambda stage: of[stage])
-        path, lanes = [lane[frozenset(graph.stage_devices[stage])] for stage in stages], range(len(lane))
+        path = [lane[frozenset(graph.stage_devices[stage])] for stage in stages]
+        lanes = range(len(lane))
         once = [*lanes, *reversed(lanes)] if self.returns or self.pipelines == 2 else [*lanes]
-        times, equal = len(path) // len(once), len({of.count(each) for each in range(self.pipelines)}) == 1
+        times = len(path) // len(once)
+        equal = len({of.count(each) for each in range(self.pipelines)}) == 1
         if path == once * times and times > 1 and self.returns and not self.repeats:
             reason = f"schedule {schedule} runs two stages a device, but here are {2 * times}"
             raise InfeasibleError(reason, hint=self.hint)
@@ -100,18 +133,31 @@ class Form:
             reason = f"schedule {schedule} wants stages that {self.wanted}, but they lie on {on}"
             raise InfeasibleError(reason, hint=self.hint)
         if self.pipelines == 2 and len(lanes) % 2:
-            reason = f"schedule {schedule} runs on an even number of devices, but a pipeline has {len(lanes)}"
+            reason = (
+                f"schedule {schedule} runs on an even number of devices, but a pipeline has "
+                f"{len(lanes)}"
+            )
             raise InfeasibleError(reason)
-        return tuple(tuple(s for s, each in zip(stages, path, strict=True) if each == own) for own in lanes)
+        return tuple(
+            tuple(s for s, each in zip(stages, path, strict=True) if each == own) for own in lanes
+        )
 
 
 def _lane_numbers(schedule: str, graph: StageGraph) -> dict[frozenset[int], int]:
-    """The lane of each group of devices. Raises InfeasibleError where two groups have some in common."""
+    """The lane of each group of devices. Raises InfeasibleError where two groups have some in
+    common.
+    """
     groups = list(dict.fromkeys(map(frozenset, graph.stage_devices)))
-    for pair in ((other, group) for place, group in enumerate(groups) for other in groups[:place] if group & other):
+    for pair in (
+        (other, group)
+        for place, group in enumerate(groups)
+        for other in groups[:place]
+        if group & other
+    ):
         listed = " and on ".join(", ".join(map(str, sorted(group))) for group in pair)
         raise InfeasibleError(
-            f"schedule {schedule} runs stages on the same devices or on different ones, but here are stages on "
+            f"schedule {schedule} runs stages on the same devices or on different ones, but "
+            "here are stages on "
             f"devices {listed}",
             hint="1f1b_plus takes stages on several devices beside stages on one",
         )
@@ -119,19 +165,27 @@ def _lane_numbers(schedule: str, graph: StageGraph) -> dict[frozenset[int], int]
 
 
 CHAIN = Form("lie on one device each, like 0 1 2", "shape: v")
-LOOPS = Form("pass all devices in turn, like 0 1 2 0 1 2", "shape: v and chunks: 2 or more", repeats=True)
-_DOWN_AND_UP = "go down the devices and up again, like 0 1 2 2 1 0", "shape: v, chunks: 2 and wave: true"
+LOOPS = Form(
+    "pass all devices in turn, like 0 1 2 0 1 2", "shape: v and chunks: 2 or more", repeats=True
+)
+_DOWN_AND_UP = (
+    "go down the devices and up again, like 0 1 2 2 1 0",
+    "shape: v, chunks: 2 and wave: true",
+)
 ONE_WAVE = Form(*_DOWN_AND_UP, returns=True)
 WAVES = Form(*_DOWN_AND_UP, returns=True, repeats=True)
-OPPOSITE = Form("form two pipelines that pass the devices in opposite directions", "shape: x", pipelines=2)
+OPPOSITE = Form(
+    "form two pipelines that pass the devices in opposite directions", "shape: x", pipelines=2
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """A schedule whose order follows from the form of the placement alone, not from times.
 
-    Stages of a pipeline are taken for a chain, in their order: a DAG of stages can run like this too. Inference runs
-    forwards alone, as soon as possible. It has no options, and so its subclasses are dataclasses without saying so.
+    Stages of a pipeline are taken for a chain, in their order: a DAG of stages can run like this
+    too. Inference runs forwards alone, as soon as possible. It has no options, and so its
+    subclasses are dataclasses without saying so.
     """
 
     name: ClassVar[str]
@@ -157,7 +211,9 @@ class Published:
         return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for this schedule."""
+        """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for
+        this schedule.
+        """
         return self.form.lanes(self.name, graph)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
@@ -169,29 +225,40 @@ Item = TypeVar("Item")
 
 
 def first_slot(index: int, depth: int, group: int) -> int:
-    """The first slot of the index-th unit of a pipeline where units come in groups. Those of a group follow two slots
-    apart; a group begins 2 * depth slots after the one before. With groups of `depth` units all are two slots apart:
-    1F1B."""
+    """The first slot of the index-th unit of a pipeline where units come in groups. Those of a
+    group follow two slots apart; a group begins 2 * depth slots after the one before. With groups
+    of `depth` units all are two slots apart: 1F1B.
+    """
     return 2 * (depth * (index // group) + index % group)
 
 
-def there_and_back(forwards: Sequence[Item], backwards: Sequence[Item], first: int) -> Iterator[tuple[int, Item]]:
+def there_and_back(
+    forwards: Sequence[Item], backwards: Sequence[Item], first: int
+) -> Iterator[tuple[int, Item]]:
     """(slot, item) of one unit; both are given by stage."""
     last = 2 * len(forwards) - 1
     yield from ((first + stage, item) for stage, item in enumerate(forwards))
     yield from ((first + last - stage, item) for stage, item in enumerate(backwards))
 
 
-def on_grid(pipeline: Sequence[int], micro_batches: Iterable[int], group: int) -> Iterator[tuple[int, Task]]:
-    """(slot, task) of all micro-batches that a pipeline of these stages runs, in groups of `group`."""
+def on_grid(
+    pipeline: Sequence[int], micro_batches: Iterable[int], group: int
+) -> Iterator[tuple[int, Task]]:
+    """(slot, task) of all micro-batches that a pipeline of these stages runs, in groups of
+    `group`.
+    """
     for index, m in enumerate(micro_batches):
         forwards = [Task(s, Phase.FORWARD, m) for s in pipeline]
         backwards = [Task(s, Phase.BACKWARD, m) for s in pipeline]
         yield from there_and_back(forwards, backwards, first_slot(index, len(pipeline), group))
 
 
-def in_turn(forwards: Sequence[Task], backwards: Sequence[Task], kept: int, k: int = 1) -> list[Task]:
-    """Forwards until `kept` micro-batches are kept, then k backwards and k forwards in turn, then backwards."""
+def in_turn(
+    forwards: Sequence[Task], backwards: Sequence[Task], kept: int, k: int = 1
+) -> list[Task]:
+    """Forwards until `kept` micro-batches are kept, then k backwards and k forwards in turn, then
+    backwards.
+    """
     order = list(forwards[:kept])
     for first in range(0, len(backwards), k):
         order += [*backwards[first : first + k], *forwards[kept + first : kept + first + k]]
@@ -206,10 +273,14 @@ def by_lane(lanes: LaneStages, slots: Iterable[tuple[int, Task]]) -> list[list[T
     return orders
 
 
-def spell(words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[Task]:
-    """A device's order spelled as it is drawn: F0 F1 B1 W ... A letter is a phase; the digit behind it says on which of
-    the device's `stages`. W stands alone: the oldest weight gradient that is owed. A word takes the first of the
-    stage's `micro_batches` that has not had its forward, or its backward. One that finds none left says nothing."""
+def spell(
+    words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[Sequence[int]]
+) -> list[Task]:
+    """A device's order spelled as it is drawn: F0 F1 B1 W ... A letter is a phase; the digit behind
+    it says on which of the device's `stages`. W stands alone: the oldest weight gradient that is
+    owed. A word takes the first of the stage's `micro_batches` that has not had its forward, or its
+    backward. One that finds none left says nothing.
+    """
     forwards, backwards = ([deque(each) for each in micro_batches] for _ in range(2))
     owed: deque[Task] = deque()
     order: list[Task] = []
@@ -217,7 +288,8 @@ def spell(words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[S
         if word == "W":
             order.append(owed.popleft())
             continue
-        phase, place = Phase(word[0]), int(word[1:])
+        phase = Phase(word[0])
+        place = int(word[1:])
         left = (forwards if phase is Phase.FORWARD else backwards)[place]
         if not left:
             continue
@@ -228,18 +300,22 @@ def spell(words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[S
 
 
 _CHANGE = {Phase.FORWARD: 1, Phase.INPUT_GRADIENT: 0, Phase.WEIGHT_GRADIENT: -1}
-"""Activations that a task adds to those kept: they are needed until parameters have their gradients."""
+"""Activations that a task adds to those kept: they are needed until parameters have their
+gradients.
+"""
 
 
 def fill_weights(orders: Sequence[Sequence[Task]], stages: int, room: int) -> list[list[Task]]:
-    """Orders of F and I on lanes, with all W put in. All is laid out in slots of equal length, stage after stage as in
-    a chain. A lane that cannot go on (its next task waits for another lane, or is a forward for which its `room` for
-    activations is used up) runs the oldest weight gradient that it owes. Raises InfeasibleError where the room is too
-    small for the orders."""
+    """Orders of F and I on lanes, with all W put in. All is laid out in slots of equal length,
+    stage after stage as in a chain. A lane that cannot go on (its next task waits for another lane,
+    or is a forward for which its `room` for activations is used up) runs the oldest weight gradient
+    that it owes. Raises InfeasibleError where the room is too small for the orders.
+    """
     done: set[Task] = set()
 
     def may_start(task: Task, kept: int) -> bool:
-        s, m = task.stage, task.micro_batch
+        s = task.stage
+        m = task.micro_batch
         if task.phase is Phase.FORWARD:
             return kept < room and (s == 0 or Task(s - 1, Phase.FORWARD, m) in done)
         ready = s == stages - 1 or Task(s + 1, Phase.INPUT_GRADIENT, m) in done

@@ -1,10 +1,11 @@
 """The steady state of a block schedule: Tessel's repetend, as a modulo schedule.
 
-Block i of unit n starts at phase(i) + period x (stage(i) + n). This is modulo scheduling, as of loops in Lam, "Software
-pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024), section III; the greatest stage less
-a block's is the index of micro-batch that Tessel gives it in the repetend. Tessel tries assignments of these indices
-one after the other (Algorithm 1) and solves each; here stages are variables, so that one model holds all assignments.
-`construct` finds steady states without a solver: an answer always, and a place for CP-SAT to begin from.
+Block i of unit n starts at phase(i) + period x (stage(i) + n). This is modulo scheduling, as of
+loops in Lam, "Software pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA
+2024), section III; the greatest stage less a block's is the index of micro-batch that Tessel gives
+it in the repetend. Tessel tries assignments of these indices one after the other (Algorithm 1) and
+solves each; here stages are variables, so that one model holds all assignments. `construct` finds
+steady states without a solver: an answer always, and a place for CP-SAT to begin from.
 """
 
 from __future__ import annotations
@@ -59,21 +60,26 @@ class CyclicModel:
         return self.phases[index] + period * self.stages[index]
 
     def order_pairs(self) -> None:
-        """Two blocks that share a device are in one of two orders within the period. The second ends before the first
-        is due again, so that neither overlaps the other in any repetition."""
+        """Two blocks that share a device are in one of two orders within the period. The second
+        ends before the first is due again, so that neither overlaps the other in any repetition.
+        """
         for (left, right), before in self.before.items():
             for one, other, holds in ((left, right, before), (right, left, before.negated())):
-                end, due = self.phases[one] + self.graph.blocks[one].time, self.phases[one] + self.period
+                end = self.phases[one] + self.graph.blocks[one].time
+                due = self.phases[one] + self.period
                 self.model.add(end <= self.phases[other]).only_enforce_if(holds)
-                self.model.add(self.phases[other] + self.graph.blocks[other].time <= due).only_enforce_if(holds)
+                self.model.add(
+                    self.phases[other] + self.graph.blocks[other].time <= due
+                ).only_enforce_if(holds)
 
     def memory_in_use(self, device: int) -> list[tuple[LinearExprT, int]]:
-        """Memory in use on a device right after each block that allocates there, with the step it is counted in.
+        """Memory in use on a device right after each block that allocates there, with the step it
+        is counted in.
 
-        Right after block i of unit n, block j has run for the units up to n + stage(i) - stage(j), the last of them
-        only if its phase is the smaller one or j is i. As the changes c add up to 0 over a unit, what is in use is the
-        sum over j of c(j) (is_before(j, i) - stage(j)), with is_before(i, i) = 1: Tessel's memory constraint for
-        endless repetition.
+        Right after block i of unit n, block j has run for the units up to n + stage(i) - stage(j),
+        the last of them only if its phase is the smaller one or j is i. As the changes c add up to
+        0 over a unit, what is in use is the sum over j of c(j) (is_before(j, i) - stage(j)), with
+        is_before(i, i) = 1: Tessel's memory constraint for endless repetition.
         """
         from ortools.sat.python import cp_model
 
@@ -88,7 +94,9 @@ class CyclicModel:
         found: list[tuple[LinearExprT, int]] = []
         for index, change in memory.items():
             if change > 0:
-                earlier = [memory[other] * is_before(other, index) for other in memory if other != index]
+                earlier = [
+                    memory[other] * is_before(other, index) for other in memory if other != index
+                ]
                 found.append((cp_model.LinearExpr.sum([change, *earlier, *in_flight]), step))
         return found
 
@@ -99,15 +107,20 @@ class CyclicModel:
                     self.model.add(used <= room // step)
 
     def anchor(self) -> None:
-        """Put the first block of each connected part in stage 0, if it is the only first one: units are equal."""
+        """Put the first block of each connected part in stage 0, if it is the only first one: units
+        are equal.
+        """
         blocks = self.graph.blocks
         part = list(range(len(blocks)))
         for index, block in enumerate(blocks):
             for other in block.after:
-                old, new = part[index], part[other]
+                old = part[index]
+                new = part[other]
                 part = [new if each == old else each for each in part]
         for name in set(part):
-            sources = [index for index, each in enumerate(part) if each == name and not blocks[index].after]
+            sources = [
+                index for index, each in enumerate(part) if each == name and not blocks[index].after
+            ]
             if len(sources) == 1:
                 self.model.add(self.stages[sources[0]] == 0)
 
@@ -121,7 +134,8 @@ class CyclicModel:
 
     def latency(self, known: PeriodicStarts) -> IntVar:
         """A variable that is at least a unit's time from its first start to its last end."""
-        period, least = known.period, unit_bound(self.graph)
+        period = known.period
+        least = unit_bound(self.graph)
         latency = self.model.new_int_var(least, max(least, known.latency(self.graph)), "")
         first = self.model.new_int_var(0, period - 1, "")
         for index, block in enumerate(self.graph.blocks):
@@ -129,13 +143,21 @@ class CyclicModel:
             self.model.add(self.start(index, period) + block.time <= first + latency)
         return latency
 
-    def solve(self, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False) -> SteadyState:
+    def solve(
+        self, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
+    ) -> SteadyState:
         """Raises AutopipeError where the solver's answer breaks a rule."""
-        answer = solve(self.model, [self.period, *self.phases, *self.stages], limit, on_solution, relax)
+        answer = solve(
+            self.model, [self.period, *self.phases, *self.stages], limit, on_solution, relax
+        )
         if not answer.found:
             return SteadyState(answer.status, None, answer.bound, answer.work)
-        (period, *values), count = answer.values, len(self.graph.blocks)
-        starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
+        (period, *values) = answer.values
+        count = len(self.graph.blocks)
+        starts = [
+            phase + period * stage
+            for phase, stage in zip(values[:count], values[count:], strict=True)
+        ]
         cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
         if not is_valid(self.graph, cyclic):
             raise AutopipeError("the solver's steady state breaks a rule of its own model")
@@ -145,7 +167,9 @@ class CyclicModel:
 def widest(graph: BlockGraph) -> int:
     """The block whose phase is 0: one on most devices, as its place rules out most."""
     blocks = graph.blocks
-    return max(range(len(blocks)), key=lambda index: (len(blocks[index].devices), blocks[index].time))
+    return max(
+        range(len(blocks)), key=lambda index: (len(blocks[index].devices), blocks[index].time)
+    )
 
 
 def _most_gap(wait: int, period: int) -> int:
@@ -157,9 +181,14 @@ def model_cyclic(graph: BlockGraph, low: int, high: int) -> CyclicModel:
     """A model of all steady states of periods from `low` to `high`."""
     from ortools.sat.python import cp_model
 
-    model, blocks, first = cp_model.CpModel(), range(len(graph.blocks)), widest(graph)
-    # Where no block can be moved towards the others, a tree of tight dependencies holds them: its gaps are enough.
-    gaps = sorted((_most_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True)
+    model = cp_model.CpModel()
+    blocks = range(len(graph.blocks))
+    first = widest(graph)
+    # Where no block can be moved towards the others, a tree of tight dependencies holds them: its
+    # gaps are enough.
+    gaps = sorted(
+        (_most_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True
+    )
     made = CyclicModel(
         graph,
         model,
@@ -179,7 +208,8 @@ def model_cyclic(graph: BlockGraph, low: int, high: int) -> CyclicModel:
                 model.add(made.start(index, low) >= made.start(other, low) + wait)
                 continue
             # The product of period and stages is spelled out, gap by gap.
-            enough, between = _most_gap(wait, low), made.stages[index] - made.stages[other]
+            enough = _most_gap(wait, low)
+            between = made.stages[index] - made.stages[other]
             chosen = [model.new_bool_var("") for _ in range(enough + 1)]
             model.add_exactly_one(chosen)
             for size, gap in enumerate(chosen[:-1]):
@@ -198,10 +228,15 @@ def with_period(graph: BlockGraph, period: int, limit: Limit) -> SteadyState:
 
 
 def least_period(
-    graph: BlockGraph, low: int, known: PeriodicStarts, limit: Limit, on_solution: OnSolution | None = None
+    graph: BlockGraph,
+    low: int,
+    known: PeriodicStarts,
+    limit: Limit,
+    on_solution: OnSolution | None = None,
 ) -> SteadyState:
-    """The steady state of least period from `low` to less than that of `known`, from which the search begins.
-    INFEASIBLE says that no period is shorter than the known one."""
+    """The steady state of least period from `low` to less than that of `known`, from which the
+    search begins. INFEASIBLE says that no period is shorter than the known one.
+    """
     made = model_cyclic(graph, low, known.period - 1)
     made.anchor()
     made.hint(known)
@@ -210,21 +245,28 @@ def least_period(
 
 
 def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> SteadyState:
-    """The steady state of the known period with the least time from a unit's first start to its last end."""
+    """The steady state of the known period with the least time from a unit's first start to its
+    last end.
+    """
     made = model_cyclic(graph, known.period, known.period)
     made.model.minimize(made.latency(known))
     made.hint(known)
     return made.solve(limit)
 
 
-def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None) -> SteadyState:
-    """The steady state of the known period whose fullest device uses least, and `latency` at most; then the others."""
+def least_memory(
+    graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None
+) -> SteadyState:
+    """The steady state of the known period whose fullest device uses least, and `latency` at most;
+    then the others.
+    """
     made = model_cyclic(graph, known.period, known.period)
     model = made.model
     if latency is not None:
         model.add(made.latency(known) <= latency)
     most = sum(abs(block.memory) for block in graph.blocks) * len(graph.blocks)
-    fullest, peaks = model.new_int_var(0, most, ""), []
+    fullest = model.new_int_var(0, most, "")
+    peaks = []
     for device in range(graph.devices):
         peaks.append(model.new_int_var(0, most, ""))
         model.add(fullest >= peaks[-1])
@@ -236,62 +278,89 @@ def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency
 
 
 _STEPS = 96
-"""Steps of the least period to which times are rounded up. Few make small models, many keep the error small."""
+"""Steps of the least period to which times are rounded up. Few make small models, many keep the
+error small.
+"""
 
 
 def coarse(graph: BlockGraph, bound: int) -> BlockGraph | None:
-    """The same blocks with times in steps of `bound` / 96, rounded up; None where times are no finer than that. An
-    order of blocks that is good for rounded times is good for exact ones, and found sooner."""
+    """The same blocks with times in steps of `bound` / 96, rounded up; None where times are no
+    finer than that. An order of blocks that is good for rounded times is good for exact ones, and
+    found sooner.
+    """
     step = -(-bound // _STEPS)
     if step < 4:
         return None
     blocks = (
-        replace(each, time=-(-each.time // step), delays=tuple(-(-delay // step) for delay in each.delays))
+        replace(
+            each,
+            time=-(-each.time // step),
+            delays=tuple(-(-delay // step) for delay in each.delays),
+        )
         for each in graph.blocks
     )
     return replace(graph, blocks=tuple(blocks))
 
 
 _Way = tuple[tuple[int, ...], bool, bool]
-"""How blocks are put down: their order; True if those on most devices have their phases beforehand, one behind the
-other; True if blocks stand against a neighbour, so that gaps stay whole."""
+"""How blocks are put down: their order; True if those on most devices have their phases beforehand,
+one behind the other; True if blocks stand against a neighbour, so that gaps stay whole.
+"""
 
 
 class _Placing:
-    """Puts the blocks of one unit into a period, one after the other, without taking any back. A simple form of Rau,
-    "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead."""
+    """Puts the blocks of one unit into a period, one after the other, without taking any back. A
+    simple form of Rau, "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead.
+    """
 
     def __init__(self, graph: BlockGraph, budget: Budget) -> None:
-        self.graph, self.budget = graph, budget
+        self.graph = graph
+        self.budget = budget
         sets = [set(block.devices) for block in graph.blocks]
         self.neighbours = [
-            [other for other, its in enumerate(sets) if other != index and its & own] for index, own in enumerate(sets)
+            [other for other, its in enumerate(sets) if other != index and its & own]
+            for index, own in enumerate(sets)
         ]
         self.behind: list[list[tuple[int, int]]] = [[] for _ in sets]
         for index, waits in enumerate(graph.waits):
             for other, wait in waits:
                 self.behind[other].append((index, wait))
-        most, end = max(map(len, sets)), 0
+        most = max(map(len, sets))
+        end = 0
         self.reserved: dict[int, int] = {}
         for index in graph.order:
             if 1 < most == len(sets[index]):
                 self.reserved[index] = end
                 end += graph.blocks[index].time
 
-    def place(self, period: int, order: Sequence[int], reserve: bool, touch: bool) -> PeriodicStarts | None:
-        """Each block as near as there is a gap to those that it waits for, or else to those that wait for it."""
-        blocks, starts = self.graph.blocks, dict[int, int]()
+    def place(
+        self, period: int, order: Sequence[int], reserve: bool, touch: bool
+    ) -> PeriodicStarts | None:
+        """Each block as near as there is a gap to those that it waits for, or else to those that
+        wait for it.
+        """
+        blocks = self.graph.blocks
+        starts = dict[int, int]()
         phases = dict(self.reserved) if reserve else {}
         for index in order:
             time = blocks[index].time
             if self.budget.left < 0 or time > period:
                 return None
-            waits, behind = self.graph.waits[index], self.behind[index]
-            first = max((starts[other] + wait for other, wait in waits if other in starts), default=None)
-            last = min((starts[other] - wait for other, wait in behind if other in starts), default=None)
+            waits = self.graph.waits[index]
+            behind = self.behind[index]
+            first = max(
+                (starts[other] + wait for other, wait in waits if other in starts), default=None
+            )
+            last = min(
+                (starts[other] - wait for other, wait in behind if other in starts), default=None
+            )
             onward = first is not None or last is None
             near, sign = (first or 0, 1) if onward else (last or 0, -1)
-            taken = [(phases[other], blocks[other].time) for other in self.neighbours[index] if other in phases]
+            taken = [
+                (phases[other], blocks[other].time)
+                for other in self.neighbours[index]
+                if other in phases
+            ]
             if index in phases:
                 edges = {phases[index]}
             else:  # Right there, or just before or behind a neighbour.
@@ -307,31 +376,39 @@ class _Placing:
                 return None
             starts[index], phases[index] = start, start % period
         periods = min(starts.values()) // period
-        return PeriodicStarts(period, tuple(starts[index] - periods * period for index in range(len(starts))))
+        return PeriodicStarts(
+            period, tuple(starts[index] - periods * period for index in range(len(starts)))
+        )
 
 
 _Wait = tuple[int, int, int, int]
-"""(before, after, time, periods): `after` starts no earlier than `before` plus time, less that many periods."""
+"""(before, after, time, periods): `after` starts no earlier than `before` plus time, less that many
+periods.
+"""
 
 
 def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
-    """The blocks in the order of `order`, at the least period of `low` or more that this order allows.
+    """The blocks in the order of `order`, at the least period of `low` or more that this order
+    allows.
 
-    Each block starts as early as it can, so that no other starts in this order and period make a unit's way shorter.
-    Memory in use is that of `order`, whose times may be those of another graph. An order and a period fix all waits;
-    starts keep them exactly if no circle of waits takes longer than its periods. So the period is raised to what the
-    slowest circle needs until there is none left: the recurrence bound of modulo scheduling.
+    Each block starts as early as it can, so that no other starts in this order and period make a
+    unit's way shorter. Memory in use is that of `order`, whose times may be those of another graph.
+    An order and a period fix all waits; starts keep them exactly if no circle of waits takes longer
+    than its periods. So the period is raised to what the slowest circle needs until there is none
+    left: the recurrence bound of modulo scheduling.
     """
     waits: list[_Wait] = []
     for index, before in enumerate(graph.waits):
         waits += [(other, index, wait, 0) for other, wait in before]
-    stages, phases = order.stages, order.phases
+    stages = order.stages
+    phases = order.phases
     for own in graph.members:
         members = sorted(own, key=lambda index: phases[index])
         for one, next_one in zip(members, [*members[1:], *members[:1]], strict=True):
             periods = stages[one] - stages[next_one] + (next_one == members[0])
             waits.append((one, next_one, graph.blocks[one].time, periods))
-    waits, period = list(dict.fromkeys(waits)), low
+    waits = list(dict.fromkeys(waits))
+    period = low
     while True:
         starts, circle = _earliest(len(graph.blocks), waits, period)
         if circle is None:
@@ -339,8 +416,12 @@ def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStart
         period = -(-sum(wait[2] for wait in circle) // sum(wait[3] for wait in circle))
 
 
-def _earliest(count: int, waits: Sequence[_Wait], period: int) -> tuple[tuple[int, ...], list[_Wait] | None]:
-    """Least starts of 0 or more that keep all waits, or a circle of waits that takes longer than its periods."""
+def _earliest(
+    count: int, waits: Sequence[_Wait], period: int
+) -> tuple[tuple[int, ...], list[_Wait] | None]:
+    """Least starts of 0 or more that keep all waits, or a circle of waits that takes longer than
+    its periods.
+    """
     starts = [0] * count
     last: list[_Wait | None] = [None] * count
     while True:
@@ -374,13 +455,17 @@ def _circle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
 
 
 _STEP = 1.04  # Factor from one period that is tried to the next.
-_MOST_ORDERS = 32  # Random orders of each kind that are tried at one period; fewer where there are many blocks.
+# Random orders of each kind that are tried at one period; fewer where there are many blocks.
+_MOST_ORDERS = 32
 _HALVINGS = 4  # Periods between the least and the best known that are tried with random orders.
 
 
 def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
-    """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that fits memory."""
-    best, placing = one_at_a_time(graph, serial), _Placing(graph, budget)
+    """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that
+    fits memory.
+    """
+    best = one_at_a_time(graph, serial)
+    placing = _Placing(graph, budget)
     ways = _ways([tuple(serial), graph.order])
     period: float = low
     while period < best.period:
@@ -391,7 +476,8 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
     orders = [_forward_order(graph, draw) for _ in range(count)]
     ways += _ways(orders + [_outward_order(graph, draw) for _ in range(count)])
-    period, known = low, low
+    period = low
+    known = low
     for _ in range(1 + _HALVINGS):
         found = _best_of(placing, period, ways)
         if found is None:
@@ -406,7 +492,8 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
 
 def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
     """One block at a time on all devices together, and each unit after the one before."""
-    starts, now = [0] * len(graph.blocks), 0
+    starts = [0] * len(graph.blocks)
+    now = 0
     for index in serial:
         starts[index] = max(now, *(starts[other] + wait for other, wait in graph.waits[index]), 0)
         now = starts[index] + graph.blocks[index].time
@@ -414,7 +501,9 @@ def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
 
 
 def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicStarts | None:
-    """Of all steady states of this period that these ways lead to the one with the shortest way of a unit."""
+    """Of all steady states of this period that these ways lead to the one with the shortest way of
+    a unit.
+    """
     best: PeriodicStarts | None = None
     graph = placing.graph
     for way in ways:
@@ -439,11 +528,16 @@ def _forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
 
 
 def _outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block waits for one before it or is waited for, as far as there is one. What is put down
-    first stands close together, so that little memory is held between: as in Llosa and others, "Swing modulo
-    scheduling" (PACT 1996)."""
-    near = [{*others, *block.after} for others, block in zip(graph.following, graph.blocks, strict=True)]
-    left, edge, order = set(range(len(near))), list[int](), list[int]()
+    """Any order in which each block waits for one before it or is waited for, as far as there is
+    one. What is put down first stands close together, so that little memory is held between: as in
+    Llosa and others, "Swing modulo scheduling" (PACT 1996).
+    """
+    near = [
+        {*others, *block.after} for others, block in zip(graph.following, graph.blocks, strict=True)
+    ]
+    left = set(range(len(near)))
+    edge = list[int]()
+    order = list[int]()
     while left:
         index = edge.pop(draw.randrange(len(edge))) if edge else draw.choice(sorted(left))
         if index in left:

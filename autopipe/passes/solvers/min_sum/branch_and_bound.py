@@ -1,8 +1,9 @@
 """The default solver: dual bound, pruning, elimination of what is left, and branching.
 
-Sweeps of the dual raise what each configuration surely costs; those above the best choice known are dropped.
-Eliminating the configurations up to a threshold gives a choice, and a proof where it costs no more than the threshold:
-whatever was left out costs more. A part that resists is cut in two, and the part with the least bound is next.
+Sweeps of the dual raise what each configuration surely costs; those above the best choice known are
+dropped. Eliminating the configurations up to a threshold gives a choice, and a proof where it costs
+no more than the threshold: whatever was left out costs more. A part that resists is cut in two, and
+the part with the least bound is next.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ ROUNDING = 1e-11
 
 
 class Dual:
-    """A lower bound by reparametrisation: sequential message passing (TRW-S: Kolmogorov 2006; SRMP: Kolmogorov 2015).
+    """A lower bound by reparametrisation: sequential message passing (TRW-S: Kolmogorov 2006; SRMP:
+    Kolmogorov 2015).
 
-    What an edge costs can be moved to its ends without changing any sum. A sweep visits nodes in order: each collects
-    from the edges behind it all that they surely cost, sets its own least aside as part of the bound, and hands the
-    rest on in equal shares to the edges ahead of it. On a chain one sweep forth and one back give the least cost of any
-    choice with a configuration exactly.
+    What an edge costs can be moved to its ends without changing any sum. A sweep visits nodes in
+    order: each collects from the edges behind it all that they surely cost, sets its own least
+    aside as part of the bound, and hands the rest on in equal shares to the edges ahead of it. On a
+    chain one sweep forth and one back give the least cost of any choice with a configuration
+    exactly.
 
-    Every configuration and edge left must be part of some choice without forbidden pairs of neighbours (`Support`).
+    Every configuration and edge left must be part of some choice without forbidden pairs of
+    neighbours (`Support`).
     """
 
     bound: float
@@ -70,7 +74,10 @@ class Dual:
         """Takes a merged model."""
         floats: dict[int, Array] = {}
         self._costs = [costs.astype(np.float64) for costs in model.costs]
-        self._matrices = [floats.setdefault(id(edge.costs), np.asarray(edge.costs, np.float64)) for edge in model.edges]
+        self._matrices = [
+            floats.setdefault(id(edge.costs), np.asarray(edge.costs, np.float64))
+            for edge in model.edges
+        ]
         self._ends = [(edge.source, edge.target) for edge in model.edges]
         self._out: list[list[int]] = [[] for _ in model.costs]
         self._into: list[list[int]] = [[] for _ in model.costs]
@@ -93,14 +100,18 @@ class Dual:
     @property
     def work(self) -> int:
         """Sums that a sweep compares, or could compare in its time."""
-        return self.cells([len(costs) for costs in self._costs]) + CALLS * (len(self._ends) + len(self._costs))
+        return self.cells([len(costs) for costs in self._costs]) + CALLS * (
+            len(self._ends) + len(self._costs)
+        )
 
     def cells(self, sizes: Sequence[int]) -> int:
         """Sums that a sweep compares when the nodes have these numbers of configurations."""
         return sum(sizes[source] * sizes[target] for source, target in self._ends)
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
-        """Visit all nodes in order or backwards; the choice that every node made seeing the choices behind it."""
+        """Visit all nodes in order or backwards; the choice that every node made seeing the choices
+        behind it.
+        """
         chosen = [0] * len(self._costs)
         for node, behind, ahead in self._visits(forward):
             seen = self._costs[node] + sum(self._messages[not forward][edge] for edge in ahead)
@@ -119,7 +130,9 @@ class Dual:
                 self._visit(node, behind, ahead, forward)
 
     def pairs(self) -> list[Array]:
-        """For every edge a matrix: no choice with these two configurations costs less. Takes a sweep backwards."""
+        """For every edge a matrix: no choice with these two configurations costs less. Takes a
+        sweep backwards.
+        """
         reach = list(self._matrices)
         for node, behind, ahead in self._visits(forward=False):
             rest = self._visit(node, behind, ahead, forward=False)
@@ -133,11 +146,14 @@ class Dual:
         if forward:
             yield from zip(range(len(self._costs)), self._into, self._out, strict=True)
         else:
-            yield from zip(reversed(range(len(self._costs))), self._out[::-1], self._into[::-1], strict=True)
+            yield from zip(
+                reversed(range(len(self._costs))), self._out[::-1], self._into[::-1], strict=True
+            )
 
     def _visit(self, node: int, behind: list[int], ahead: list[int], forward: bool) -> Array:
         """Collect, set aside and hand on; what each configuration had above the least."""
-        into, back = self._messages[forward], self._messages[not forward]
+        into = self._messages[forward]
+        back = self._messages[not forward]
         for edge in behind:
             into[edge] = least_difference(self._matrices[edge], back[edge], 0 if forward else 1)
         rest = self._set_aside(node)
@@ -150,7 +166,8 @@ class Dual:
         other = copy.copy(self)
         other._matrices = list(self._matrices)
         other._costs, other.reach, *messages = (
-            [vector.copy() for vector in vectors] for vectors in (self._costs, self.reach, *self._messages)
+            [vector.copy() for vector in vectors]
+            for vectors in (self._costs, self.reach, *self._messages)
         )
         other._messages = messages[0], messages[1]
         return other
@@ -164,12 +181,16 @@ class Dual:
                 self.reach[node] = self.reach[node][keep]
         for edge, ends in enumerate(self._ends):
             if changed[ends[0]] or changed[ends[1]]:
-                self._matrices[edge] = self._matrices[edge].take(kept[ends[0]], 0).take(kept[ends[1]], 1)
+                self._matrices[edge] = (
+                    self._matrices[edge].take(kept[ends[0]], 0).take(kept[ends[1]], 1)
+                )
                 for messages, end in zip(self._messages, ends, strict=True):
                     messages[edge] = messages[edge][kept[end]]
 
     def _set_aside(self, node: int) -> Array:
-        """Move the least of all that is at the node to the bound; what remains of it, with its messages."""
+        """Move the least of all that is at the node to the bound; what remains of it, with its
+        messages.
+        """
         total = self._costs[node].copy()
         for edge in self._out[node]:
             total += self._messages[0][edge]
@@ -205,7 +226,9 @@ class Subproblem:
     kept: Kept
 
     def __init__(self, model: MinSum, kept: Kept) -> None:
-        """Begins with what is kept. Raises InfeasibleError where every choice is forbidden, as far as pairs show it."""
+        """Begins with what is kept. Raises InfeasibleError where every choice is forbidden, as far
+        as pairs show it.
+        """
         self._support = Support(model)
         self.kept = self._support.of(kept)
         self.around = neighbours(model)
@@ -214,7 +237,10 @@ class Subproblem:
     @property
     def bound(self) -> float:
         """No choice in the part costs less."""
-        return max(self.dual.bound, *(float(reach.min()) for reach in self.dual.reach)) - self.dual.rounding
+        return (
+            max(self.dual.bound, *(float(reach.min()) for reach in self.dual.reach))
+            - self.dual.rounding
+        )
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
         """One sweep of the dual; the choice it came upon."""
@@ -222,14 +248,18 @@ class Subproblem:
 
     def within(self, threshold: float) -> list[Array]:
         """Positions of the configurations that may be in a choice which costs no more than this."""
-        return [np.flatnonzero(reach <= threshold + self.dual.rounding) for reach in self.dual.reach]
+        return [
+            np.flatnonzero(reach <= threshold + self.dual.rounding) for reach in self.dual.reach
+        ]
 
     def at(self, positions: Kept) -> list[Array]:
         return [keep[places] for keep, places in zip(self.kept, positions, strict=True)]
 
     def narrow(self, threshold: float) -> None:
-        """Drop configurations that are in no choice which costs as little, once that halves the work of a sweep. Raises
-        InfeasibleError where there is no such choice, as far as bounds and neighbours show it."""
+        """Drop configurations that are in no choice which costs as little, once that halves the
+        work of a sweep. Raises InfeasibleError where there is no such choice, as far as bounds and
+        neighbours show it.
+        """
         positions = self.within(threshold)
         sizes = [len(places) for places in positions]
         if not all(sizes):
@@ -238,9 +268,13 @@ class Subproblem:
             self._keep(positions)
 
     def _keep(self, positions: Kept) -> None:
-        """Drop all others, and those that have no neighbour left. Raises InfeasibleError where a node has none left."""
+        """Drop all others, and those that have no neighbour left. Raises InfeasibleError where a
+        node has none left.
+        """
         kept = self._support.of(self.at(positions))
-        self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)])
+        self.dual.restrict(
+            [np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)]
+        )
         self.kept = kept
 
     def cut(self, positions: Kept) -> Subproblem:
@@ -251,12 +285,16 @@ class Subproblem:
         return part
 
     def halves(self) -> list[Subproblem]:
-        """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones. None
-        where only one choice was left, which a sweep has come upon."""
+        """The part cut in two at the node that most others depend on, cheaper configurations and
+        dearer ones. None where only one choice was left, which a sweep has come upon.
+        """
         open_nodes = {node for node, keep in enumerate(self.kept) if len(keep) > 1}
         if not open_nodes:
             return []
-        node = max(open_nodes, key=lambda n: len(self.kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)))
+        node = max(
+            open_nodes,
+            key=lambda n: len(self.kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)),
+        )
         cheapest = np.argsort(self.dual.reach[node], kind="stable")
         parts = []
         for places in np.split(cheapest, [len(cheapest) // 2]):
@@ -268,14 +306,18 @@ class Subproblem:
 
 
 SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
+"""Of the gap: configurations are eliminated up to the first of these thresholds whose work is
+allowed.
+"""
 
 
 class Incumbent:
     """The best choice known of a merged model within a memory limit (bytes)."""
 
     def __init__(self, model: MinSum, limit: Number = math.inf, bound: float = -math.inf) -> None:
-        self.model, self.limit, self.bound = model, limit, bound
+        self.model = model
+        self.limit = limit
+        self.bound = bound
         self.choice: tuple[int, ...] = ()
         """() before there is one."""
         self.cost: Number = math.inf
@@ -289,12 +331,15 @@ class Incumbent:
             return
         memory = 0 if self.limit == math.inf else self.model.memory_of(choice)
         if memory <= self.limit:
-            self.choice, self.cost, self.memory = tuple(choice), cost, memory
+            self.choice = tuple(choice)
+            self.cost = cost
+            self.memory = memory
 
 
 class Objective(Incumbent):
-    """The goal of a search: the least cost of a merged model, whatever memory it needs. No choice costs less than
-    `bound` in the model that is searched."""
+    """The goal of a search: the least cost of a merged model, whatever memory it needs. No choice
+    costs less than `bound` in the model that is searched.
+    """
 
     @property
     def cutoff(self) -> float:
@@ -302,10 +347,12 @@ class Objective(Incumbent):
         return float(self.cost)
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """Offer the best choice of as many of the part's cheapest configurations as can be eliminated with the work.
-        Returns what that proves, `low` being known: that all choices in the part which are better than the best known
-        cost no less. And the work that it took. Configurations up to a threshold are eliminated by tables: where none
-        of their choices costs as little, none of the part's does."""
+        """Offer the best choice of as many of the part's cheapest configurations as can be
+        eliminated with the work. Returns what that proves, `low` being known: that all choices in
+        the part which are better than the best known cost no less. And the work that it took.
+        Configurations up to a threshold are eliminated by tables: where none of their choices costs
+        as little, none of the part's does.
+        """
         top = min(self.cutoff, max(float(reach.max()) for reach in part.dual.reach))
         for share in SHARES:
             threshold = low + share * (top - low)
@@ -326,14 +373,18 @@ class Objective(Incumbent):
 PROGRESS = 0.1
 """Sweeps go on while a pair of them closes this share of the gap."""
 PATIENCE = 50
-"""Where sweeps do not help, elimination may take this many times their work before the part is cut in two."""
+"""Where sweeps do not help, elimination may take this many times their work before the part is cut
+in two.
+"""
 SMALL = 1e5
 """Sums that an elimination may always compare."""
 
 
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
-    """Find the goal's best choice in a part; what is proven: nothing better costs less, in the model that is searched.
-    That is at least the goal's cutoff where its best choice is proven to be the best."""
+    """Find the goal's best choice in a part; what is proven: nothing better costs less, in the
+    model that is searched. That is at least the goal's cutoff where its best choice is proven to be
+    the best.
+    """
     parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
     while parts and parts[0][0] < goal.cutoff:
@@ -351,7 +402,9 @@ def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
 
 
 def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> float:
-    """Improve the goal's choice and the part's bound, which is returned; the cutoff if the part is exhausted."""
+    """Improve the goal's choice and the part's bound, which is returned; the cutoff if the part is
+    exhausted.
+    """
     work = 0.0
     before = -math.inf
     while True:
@@ -375,7 +428,9 @@ def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> 
 
 
 class ReducedStart:
-    """A merged model without its nodes of few neighbours, and all that is left as a part to be searched."""
+    """A merged model without its nodes of few neighbours, and all that is left as a part to be
+    searched.
+    """
 
     def __init__(self, model: MinSum, budget: Budget) -> None:
         """Raises InfeasibleError where every choice is forbidden, as far as pairs show it."""
@@ -385,8 +440,10 @@ class ReducedStart:
         self.part = Subproblem(self.reduction.model, everything(self.reduction.model))
 
     def solve(self, budget: Budget) -> Assignment:
-        """The best choice, whatever memory it needs; with bound and gap where the budget ends first. Raises
-        InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf."""
+        """The best choice, whatever memory it needs; with bound and gap where the budget ends
+        first. Raises InfeasibleError where every choice is forbidden. Where none was found in time,
+        the answer's cost is inf.
+        """
         goal = Objective(self.reduction.model)
         bound = search(self.part, goal, budget)
         proven = bound >= goal.cutoff
@@ -394,4 +451,6 @@ class ReducedStart:
             raise no_choice()
         choice = self.reduction.expanded(goal.choice)
         cost = self._model.cost_of(choice)
-        return Assignment(choice, cost, bound_of(bound, cost, proven), proven, self._model.memory_of(choice))
+        return Assignment(
+            choice, cost, bound_of(bound, cost, proven), proven, self._model.memory_of(choice)
+        )

@@ -1,11 +1,13 @@
 """Exact variable elimination: FindBestStrategy (PaSE, section III-B), a whole table at a time.
 
-Eliminating a node adds up all factors that know it and takes the least over its configurations; what is left is a
-factor over its dependent set. Backwards, each node's best configuration follows from those of its dependent set.
+Eliminating a node adds up all factors that know it and takes the least over its configurations;
+what is left is a factor over its dependent set. Backwards, each node's best configuration follows
+from those of its dependent set.
 
-The order decides the work: a table has an axis for every node of a dependent set, so an elimination costs about
-K^(1 + largest dependent set). Nodes of one or two neighbours leave no table larger than a matrix, whatever the order:
-`reduced` takes them away before anything else, and the tables of one of several equal layers serve all of them.
+The order decides the work: a table has an axis for every node of a dependent set, so an elimination
+costs about K^(1 + largest dependent set). Nodes of one or two neighbours leave no table larger than
+a matrix, whatever the order: `reduced` takes them away before anything else, and the tables of one
+of several equal layers serve all of them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def neighbours(model: MinSum) -> Neighbours:
 
 
 def with_choice(around: Neighbours, sizes: Sequence[int]) -> Neighbours:
-    """The graph of the nodes that have more than one configuration; the others have no neighbours."""
+    """The graph of the nodes that have more than one configuration; the others have no
+    neighbours.
+    """
     free = {node for node, size in enumerate(sizes) if size > 1}
     return [near & free if node in free else set() for node, near in enumerate(around)]
 
@@ -70,7 +74,9 @@ def breadth_first(around: Neighbours) -> tuple[int, ...]:
 
 
 def generate_seq(around: Neighbours) -> tuple[int, ...]:
-    """GenerateSeq (PaSE, section III-C): always the node whose dependent set is smallest, the first of equals."""
+    """GenerateSeq (PaSE, section III-C): always the node whose dependent set is smallest, the first
+    of equals.
+    """
     return _greedy(around, lambda rest, node: len(rest[node]), lambda rest, joined: joined)
 
 
@@ -80,13 +86,21 @@ def min_fill(around: Neighbours) -> tuple[int, ...]:
     def fill(rest: Neighbours, node: int) -> int:
         return sum(two not in rest[one] for one, two in combinations(rest[node], 2))
 
-    return _greedy(around, fill, lambda rest, joined: joined.union(*(rest[node] for node in joined)))
+    return _greedy(
+        around, fill, lambda rest, joined: joined.union(*(rest[node] for node in joined))
+    )
 
 
 def smallest_table(around: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Always the node whose elimination leaves the smallest table, by its neighbours' numbers of configurations."""
+    """Always the node whose elimination leaves the smallest table, by its neighbours' numbers of
+    configurations.
+    """
     bits = [math.log2(size) for size in sizes]
-    return _greedy(around, lambda rest, node: sum(bits[other] for other in rest[node]), lambda rest, joined: joined)
+    return _greedy(
+        around,
+        lambda rest, node: sum(bits[other] for other in rest[node]),
+        lambda rest, joined: joined,
+    )
 
 
 def _greedy(
@@ -94,7 +108,9 @@ def _greedy(
     score: Callable[[Neighbours, int], float],
     touched: Callable[[Neighbours, set[int]], Iterable[int]],
 ) -> tuple[int, ...]:
-    """Take the node of least score, join its neighbours with one another, and look again at those `touched` by that."""
+    """Take the node of least score, join its neighbours with one another, and look again at those
+    `touched` by that.
+    """
     rest = [set(near) for near in around]
     scores = [score(rest, node) for node in range(len(rest))]
     heap = [(scores[node], node) for node in range(len(rest))]
@@ -138,9 +154,12 @@ class TableTooLargeError(AutopipeError):
     """The tables of an elimination would need more memory than they may."""
 
 
-def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]) -> tuple[int, int]:
-    """Entries of all tables (8 bytes each, held until the end) and sums that are compared, for nodes of these numbers
-    of configurations eliminated in this order."""
+def size(
+    around: Neighbours, configurations: Sequence[int], order: Sequence[int]
+) -> tuple[int, int]:
+    """Entries of all tables (8 bytes each, held until the end) and sums that are compared, for
+    nodes of these numbers of configurations eliminated in this order.
+    """
     rest = [set(near) for near in around]
     entries = work = 0
     for node in order:
@@ -157,21 +176,29 @@ class Factor(NamedTuple):
     table: Array
 
 
-def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice, by eliminating nodes in an ordering of `ORDERINGS`. Memory is not limited. Raises
-    TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError where
-    every choice is forbidden; ConfigurationError for an unknown ordering."""
+def eliminate(
+    model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES
+) -> Assignment:
+    """The best choice, by eliminating nodes in an ordering of `ORDERINGS`. Memory is not limited.
+    Raises TableTooLargeError before anything is computed where all tables need more than
+    `max_bytes`; InfeasibleError where every choice is forbidden; ConfigurationError for an unknown
+    ordering.
+    """
     simple = conditioned(merged(model))
     if ordering not in ORDERINGS:
-        raise ConfigurationError(f"there is no ordering {ordering!r}; there are {', '.join(ORDERINGS)}")
+        raise ConfigurationError(
+            f"there is no ordering {ordering!r}; there are {', '.join(ORDERINGS)}"
+        )
     return counted(eliminate_in(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model)
 
 
 def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does. A factor
-    waits in the bucket of the first of its nodes to go. So a node's bucket holds all that its configuration is part of
-    once all nodes before it are gone, and its dependent set is what these factors know beside it (D(i) of PaSE): by
-    induction the least over the node is the least over all that went before it, too."""
+    """The best choice of a merged model, by eliminating its nodes in this order; raises as
+    `eliminate` does. A factor waits in the bucket of the first of its nodes to go. So a node's
+    bucket holds all that its configuration is part of once all nodes before it are gone, and its
+    dependent set is what these factors know beside it (D(i) of PaSE): by induction the least over
+    the node is the least over all that went before it, too.
+    """
     needed = 8 * size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
         # Of hundreds of operators the number is beyond all units.
@@ -181,13 +208,19 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
             "another ordering or the default solver may need less"
         )
     position = {node: index for index, node in enumerate(order)}
-    buckets: dict[int, list[Factor]] = {node: [Factor((node,), model.costs[node])] for node in order}
+    buckets: dict[int, list[Factor]] = {
+        node: [Factor((node,), model.costs[node])] for node in order
+    }
     for edge in model.edges:
         ahead = edge if position[edge.source] < position[edge.target] else edge.reversed
         buckets[ahead.source].append(Factor((ahead.source, ahead.target), ahead.costs))
     known: dict[tuple[object, ...], Array] = {}
     for node in order:
-        scope = tuple(sorted({n for f in buckets[node] for n in f.scope if n != node}, key=position.__getitem__))
+        scope = tuple(
+            sorted(
+                {n for f in buckets[node] for n in f.scope if n != node}, key=position.__getitem__
+            )
+        )
         if scope:
             buckets[scope[0]].append(Factor(scope, _least(buckets[node], (node, *scope), known)))
     best: dict[int, int] = {}
@@ -204,9 +237,13 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     return Assignment(choice, cost, cost, proven=True, memory=model.memory_of(choice))
 
 
-def _least(factors: list[Factor], axes: tuple[int, ...], known: dict[tuple[object, ...], Array]) -> Array:
-    """The least sum of the factors over the first node of `axes`, a table over the others; equal sums are formed once.
-    `known` tells tables apart by where they lie: all of them are held until the end."""
+def _least(
+    factors: list[Factor], axes: tuple[int, ...], known: dict[tuple[object, ...], Array]
+) -> Array:
+    """The least sum of the factors over the first node of `axes`, a table over the others; equal
+    sums are formed once. `known` tells tables apart by where they lie: all of them are held until
+    the end.
+    """
     tables = []
     for factor in factors:
         lengths = dict(zip(factor.scope, factor.table.shape, strict=True))
@@ -223,7 +260,9 @@ def place(table: Array) -> tuple[object, ...]:
 
 
 def summed_least(tables: list[Array]) -> Array:
-    """The least over the first axis of the sum of tables that are broadcast against each other, block by block."""
+    """The least over the first axis of the sum of tables that are broadcast against each other,
+    block by block.
+    """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     tables = sorted(tables, key=lambda table: table.size)
     least = np.empty(shape[1:], np.result_type(*tables))
@@ -231,7 +270,10 @@ def summed_least(tables: list[Array]) -> Array:
 
     def part(table: Array) -> Array:
         """These rows and this block, where the table has their axis."""
-        return table[rows if table.shape[0] > 1 else slice(None), block if table.shape[1] > 1 else slice(None)]
+        return table[
+            rows if table.shape[0] > 1 else slice(None),
+            block if table.shape[1] > 1 else slice(None),
+        ]
 
     for block in blocks(shape[1], inner):
         best = least[block]
@@ -250,8 +292,10 @@ Table = TypeVar("Table")
 
 
 class Contraction(Generic[Table]):
-    """A merged model from which nodes of one or two neighbours are taken away, one after the other. What is known of a
-    node or an edge may be any table that can be turned (axes exchanged) and added up."""
+    """A merged model from which nodes of one or two neighbours are taken away, one after the other.
+    What is known of a node or an edge may be any table that can be turned (axes exchanged) and
+    added up.
+    """
 
     def __init__(
         self,
@@ -263,17 +307,22 @@ class Contraction(Generic[Table]):
         self.own = dict(enumerate(own))
         self.around: dict[int, dict[int, Table]] = {node: {} for node in self.own}
         """Of every node left: its neighbours, and tables [own configurations, theirs]."""
-        self._turn, self._add = turn, add
+        self._turn = turn
+        self._add = add
         for one, other, table in edges:
             self._link(one, other, table)
 
     def tables(self, node: int) -> list[Table]:
-        """All that a node's configuration is part of: its own table, and that with each neighbour, ascending."""
+        """All that a node's configuration is part of: its own table, and that with each neighbour,
+        ascending.
+        """
         around = self.around[node]
         return [self.own[node], *(around[end] for end in sorted(around))]
 
     def take(self, node: int, least: Table) -> tuple[int, ...]:
-        """Take a node away, whose one or two neighbours (returned, ascending) then bear `least` of it."""
+        """Take a node away, whose one or two neighbours (returned, ascending) then bear `least` of
+        it.
+        """
         ends = tuple(sorted(self.around.pop(node)))
         del self.own[node]
         for end in ends:
@@ -333,9 +382,10 @@ class Reduction:
 
 
 def reduced(model: MinSum, work: float) -> Reduction:
-    """A merged model without its memory, and without the nodes of at most two neighbours. Those that no other has
-    changed go first, of them the cheapest, so that equal layers stay equal as long as they can; all of them together
-    take no more than `work`."""
+    """A merged model without its memory, and without the nodes of at most two neighbours. Those
+    that no other has changed go first, of them the cheapest, so that equal layers stay equal as
+    long as they can; all of them together take no more than `work`.
+    """
     once = Once(place)
     edges = ((edge.source, edge.target, edge.costs) for edge in model.edges)
     left = Contraction(model.costs, edges, np.transpose, partial(once, np.add))
@@ -369,7 +419,9 @@ def reduced(model: MinSum, work: float) -> Reduction:
 
 
 def _least_over_ends(own: Array, first: Array, second: Array | None = None) -> Array:
-    """For every choice of a node's one or two ends the least sum of all that the node is part of."""
+    """For every choice of a node's one or two ends the least sum of all that the node is part
+    of.
+    """
     if second is None:
         return summed_least([own[:, None], first])
     return summed_least([own[:, None, None], first[:, :, None], second[:, None, :]])

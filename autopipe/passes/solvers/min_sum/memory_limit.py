@@ -1,8 +1,9 @@
 """The least cost within a memory limit.
 
-A price for each byte turns the limit into costs; the least cost at any price bounds the least cost within the limit
-(Lagrangian relaxation). The price is moved to where the bound is highest. What remains between the bound and the best
-choice that fits is eliminated with lists of labels, pairs of cost and memory that nothing beats, in place of tables.
+A price for each byte turns the limit into costs; the least cost at any price bounds the least cost
+within the limit (Lagrangian relaxation). The price is moved to where the bound is highest. What
+remains between the bound and the best choice that fits is eliminated with lists of labels, pairs of
+cost and memory that nothing beats, in place of tables.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum.branch_and_bound import SHARES, Objective, ReducedStart, Subproblem, search
+from autopipe.passes.solvers.min_sum.branch_and_bound import (
+    SHARES,
+    Objective,
+    ReducedStart,
+    Subproblem,
+    search,
+)
 from autopipe.passes.solvers.min_sum.elimination import smallest_table, with_choice
 from autopipe.passes.solvers.min_sum.model import (
     Array,
@@ -36,13 +43,14 @@ FLAT = 1e-9
 
 @dataclass(slots=True)
 class HullEdge:
-    """Two choices, one over a memory limit and one within, as points (memory, cost) whose distance gives the next
-    price of a byte.
+    """Two choices, one over a memory limit and one within, as points (memory, cost) whose distance
+    gives the next price of a byte.
 
-    The best choice at a price is where a line of that slope touches the lower hull of all points, and its bound less
-    the price of all bytes of the limit bounds what fits. Between choices on either side of the limit the slope leads to
-    a point below their edge, which takes the place of one of them. Where there is none, the edge is the hull's own:
-    among all prices its slope is that of the highest bound.
+    The best choice at a price is where a line of that slope touches the lower hull of all points,
+    and its bound less the price of all bytes of the limit bounds what fits. Between choices on
+    either side of the limit the slope leads to a point below their edge, which takes the place of
+    one of them. Where there is none, the edge is the hull's own: among all prices its slope is that
+    of the highest bound.
     """
 
     limit: Number
@@ -93,16 +101,21 @@ class ParetoFront:
         return len(self.cost)
 
     def take(self, labels: Array) -> ParetoFront:
-        at, rows = ({node: column[labels] for node, column in each.items()} for each in (self.at, self.rows))
-        return ParetoFront(at, self.cost[labels], self.memory[labels], self.reach[labels], rows, self.least)
+        at, rows = (
+            {node: column[labels] for node, column in each.items()} for each in (self.at, self.rows)
+        )
+        return ParetoFront(
+            at, self.cost[labels], self.memory[labels], self.reach[labels], rows, self.least
+        )
 
 
 @dataclass(slots=True)
 class Sieve:
-    """Keeps the labels that may still become the cheapest choice within the limit. All nodes may need `limit` bytes
-    together, and need `least` at least. Of every node `sizes` has the number of its configurations, and no choice with
-    one of them costs less than `floors` says; none at all less than `bound`. In both, as in the labels' reach, a byte
-    costs `rate`."""
+    """Keeps the labels that may still become the cheapest choice within the limit. All nodes may
+    need `limit` bytes together, and need `least` at least. Of every node `sizes` has the number of
+    its configurations, and no choice with one of them costs less than `floors` says; none at all
+    less than `bound`. In both, as in the labels' reach, a byte costs `rate`.
+    """
 
     sizes: Sequence[int]
     limit: Number
@@ -113,7 +126,9 @@ class Sieve:
     room: int
     """Labels that a list may keep."""
     threshold: float
-    """Only labels that reach this are dropped for their cost. It falls where lists would become too long."""
+    """Only labels that reach this are dropped for their cost. It falls where lists would become too
+    long.
+    """
     formed: int = 0
 
     def join(self, one: ParetoFront, other: ParetoFront) -> ParetoFront:
@@ -121,7 +136,8 @@ class Sieve:
         shared = [node for node in other.at if node in one.at]
         while True:
             one, other = (front.take(front.reach < self.threshold) for front in (one, other))
-            mine, theirs = self._keys(one, shared), self._keys(other, shared)
+            mine = self._keys(one, shared)
+            theirs = self._keys(other, shared)
             sort = np.argsort(theirs, kind="stable")
             start = np.searchsorted(theirs[sort], mine, "left")
             counts = np.searchsorted(theirs[sort], mine, "right") - start
@@ -135,15 +151,20 @@ class Sieve:
         least = one.least + other.least
         memory = one.memory[left] + other.memory[right]
         fits = memory <= self.limit - (self.least - least)
-        first, second = one.take(left[fits]), other.take(right[fits])
+        first = one.take(left[fits])
+        second = other.take(right[fits])
         reach = np.maximum(first.reach, second.reach)
         cost = first.cost + second.cost
-        return ParetoFront(second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least)
+        return ParetoFront(
+            second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least
+        )
 
     def sift(self, front: ParetoFront, scope: Iterable[int]) -> ParetoFront:
-        """Labels that may be part of the cheapest choice, of labels that make the same choice in the scope. Where two
-        agree there, one can stand for the other. So a label goes if another costs and needs no more; and no choice with
-        it can cost less than the least of its scope and its excess over the cheapest label."""
+        """Labels that may be part of the cheapest choice, of labels that make the same choice in
+        the scope. Where two agree there, one can stand for the other. So a label goes if another
+        costs and needs no more; and no choice with it can cost less than the least of its scope and
+        its excess over the cheapest label.
+        """
         groups, inverse = np.unique(self._keys(front, scope), return_inverse=True)
         value = front.cost + self.rate * front.memory
         cheapest = np.full(len(groups), np.inf)
@@ -155,8 +176,11 @@ class Sieve:
         labels = np.flatnonzero(reach < self.threshold)
         if len(labels):
             labels = labels[np.lexsort((front.cost[labels], front.memory[labels], inverse[labels]))]
-            # Ranks of later groups lie below those of earlier ones, so that the running least begins anew with each.
-            rank = np.unique(front.cost[labels], return_inverse=True)[1] - inverse[labels] * len(labels)
+            # Ranks of later groups lie below those of earlier ones, so that the running least
+            # begins anew with each.
+            rank = np.unique(front.cost[labels], return_inverse=True)[1] - inverse[labels] * len(
+                labels
+            )
             labels = labels[np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]]]
         if len(labels) > self.room:
             self.threshold = float(np.partition(reach[labels], self.room)[self.room])
@@ -174,14 +198,20 @@ class Sieve:
 def eliminate_within(
     model: MinSum, order: Sequence[int], sieve: Sieve, pairs: Sequence[Array]
 ) -> tuple[int, ...] | None:
-    """The cheapest choice within the memory limit among those below the sieve's last threshold; None if there is none.
-    Takes a merged model, and for each of its edges a matrix: no choice with that pair costs less. As in `eliminate_in`,
-    a list waits in the bucket of the first of its nodes to go, and is passed on without it."""
+    """The cheapest choice within the memory limit among those below the sieve's last threshold;
+    None if there is none. Takes a merged model, and for each of its edges a matrix: no choice with
+    that pair costs less. As in `eliminate_in`, a list waits in the bucket of the first of its nodes
+    to go, and is passed on without it.
+    """
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
 
-    def add(ends: tuple[int, ...], costs: Array, memory: Array | None, floors: Array, least: Number) -> None:
-        """Entries of a vector or matrix that are not forbidden, and below the threshold, as labels."""
+    def add(
+        ends: tuple[int, ...], costs: Array, memory: Array | None, floors: Array, least: Number
+    ) -> None:
+        """Entries of a vector or matrix that are not forbidden, and below the threshold, as
+        labels.
+        """
         allowed = np.nonzero((floors < sieve.threshold) & np.isfinite(costs))
         needs = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
         at = dict(zip(ends, allowed, strict=True))
@@ -201,7 +231,11 @@ def eliminate_within(
             front = sieve.join(front, other)
         scope = sorted((other for other in front.at if other != node), key=position.__getitem__)
         front = below[node] = sieve.sift(front, scope)
-        left = replace(front, at={other: front.at[other] for other in scope}, rows={node: np.arange(len(front))})
+        left = replace(
+            front,
+            at={other: front.at[other] for other in scope},
+            rows={node: np.arange(len(front))},
+        )
         if scope:
             buckets[scope[0]].append(left)
         else:
@@ -230,7 +264,9 @@ MAX_ROOM = 200_000
 
 
 class MemoryLimitedObjective(Objective):
-    """The least cost within a memory limit; what is searched is the model with a price for bytes."""
+    """The least cost within a memory limit; what is searched is the model with a price for
+    bytes.
+    """
 
     rate = 0.0
     """Cost of a byte in the model that is searched."""
@@ -241,11 +277,15 @@ class MemoryLimitedObjective(Objective):
         return float(self.cost) + self.rate * self.limit
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """As `Objective` does, by lists of labels; the threshold is lowered where lists become too long."""
+        """As `Objective` does, by lists of labels; the threshold is lowered where lists become too
+        long.
+        """
         for share in SHARES:
             threshold = low + share * (self.cutoff - low)
             positions = part.within(threshold)
-            if part.dual.cells([len(places) for places in positions]) <= min(MAX_CELLS, work / LABEL):
+            if part.dual.cells([len(places) for places in positions]) <= min(
+                MAX_CELLS, work / LABEL
+            ):
                 break
         else:
             return low, 0.0
@@ -270,13 +310,19 @@ class MemoryLimitedObjective(Objective):
         found = eliminate_within(model, order, sieve, pairs)
         if found:
             self.offer(chosen(few.kept, found))
-        return max(low, min(sieve.threshold - part.dual.rounding, self.cutoff)), LABEL * sieve.formed
+        return max(
+            low, min(sieve.threshold - part.dual.rounding, self.cutoff)
+        ), LABEL * sieve.formed
 
 
 FEW = 4
-"""A reduced model is searched alone once it is this many times smaller; until then equal layers stay equal."""
+"""A reduced model is searched alone once it is this many times smaller; until then equal layers
+stay equal.
+"""
 ONE_PRICE = 0.1
-"""Of the work left: what the search at one price may take; its bound is one even where its answer is not proven."""
+"""Of the work left: what the search at one price may take; its bound is one even where its answer
+is not proven.
+"""
 COARSE = 0.02
 """Of the cost: as long as the gap is wider, two more sweeps at a price must do."""
 ROUNDS = 3
@@ -284,8 +330,10 @@ ROUNDS = 3
 
 
 def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
-    """The best choice of a merged model that needs no more than `limit` bytes; where none fits, that of least memory.
-    `free` is the best without a limit. Raises InfeasibleError where every choice is forbidden."""
+    """The best choice of a merged model that needs no more than `limit` bytes; where none fits,
+    that of least memory. `free` is the best without a limit. Raises InfeasibleError where every
+    choice is forbidden.
+    """
     least = ReducedStart(memory_alone(model), budget).solve(budget)
     cost = model.cost_of(least.choice)
     if least.cost > limit:
@@ -305,35 +353,49 @@ def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget)
         start = ReducedStart(priced(restricted(model, kept), goal.rate), budget)
         for _ in range(ROUNDS):
             left = _swept(start, goal, goal.rate, kept, budget)
-        reached = goal.cutoff if left is None else search(Subproblem(priced(model, goal.rate), left), goal, budget)
+        reached = (
+            goal.cutoff
+            if left is None
+            else search(Subproblem(priced(model, goal.rate), left), goal, budget)
+        )
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
-    return Assignment(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)
+    return Assignment(
+        goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory
+    )
 
 
 def _price(
     goal: MemoryLimitedObjective, kept: list[Array], edge: HullEdge, budget: Budget
 ) -> tuple[float, list[Array]]:
-    """The highest bound of any price, which the goal takes for its own, and what may be in a better choice."""
-    model, bound = goal.model, float(edge.over.bound)
+    """The highest bound of any price, which the goal takes for its own, and what may be in a better
+    choice.
+    """
+    model = goal.model
+    bound = float(edge.over.bound)
     while budget.left and bound < goal.cost and edge.is_open:
         rate = edge.rate
         start = ReducedStart(priced(restricted(model, kept), rate), budget)
         left = _swept(start, goal, rate, kept, budget)
         if left is None:
             return float(goal.cost), kept
-        found = start.solve(budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE))
+        found = start.solve(
+            budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE)
+        )
         if not found.proven and not edge.is_above(found.cost, rate):
             found = start.solve(budget.share(ONE_PRICE))
         choice = chosen(kept, found.choice)
         goal.offer(choice)
         if found.bound - rate * goal.limit > bound:
             bound = float(found.bound) - rate * goal.limit
-            goal.rate, goal.bound = rate, float(found.bound)
+            goal.rate = rate
+            goal.bound = float(found.bound)
         if not edge.is_above(found.cost, rate):
             break
         edge.move(replace(found, choice=choice, cost=model.cost_of(choice)))
-        if FEW * model.cells([len(keep) for keep in left]) < model.cells([len(keep) for keep in kept]):
+        if FEW * model.cells([len(keep) for keep in left]) < model.cells(
+            [len(keep) for keep in kept]
+        ):
             kept = left
     return bound, kept
 
@@ -342,7 +404,8 @@ def _swept(
     start: ReducedStart, goal: MemoryLimitedObjective, rate: float, kept: Kept, budget: Budget
 ) -> list[Array] | None:
     """Configurations left of `kept` after a sweep forth and one back; None if there are none."""
-    part, reduction = start.part, start.reduction
+    part = start.part
+    reduction = start.reduction
     for forward in (True, False):
         goal.offer(chosen(kept, reduction.expanded(part.sweep(forward))))
         budget.spend(part.dual.work)

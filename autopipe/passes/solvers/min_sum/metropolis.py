@@ -1,4 +1,5 @@
-"""A random walk over choices: FlexFlow's search (Jia et al., "Beyond Data and Model Parallelism", 2018, section 6).
+"""A random walk over choices: FlexFlow's search (Jia et al., "Beyond Data and Model Parallelism",
+2018, section 6).
 
 It proves nothing: it is here to be compared with.
 """
@@ -23,29 +24,42 @@ def walk(
     followers: int = 0,
     memory_limit: float | None = None,
 ) -> Assignment:
-    """The best choice met in `iterations` proposals, one node's random configuration each, from `start` on.
+    """The best choice met in `iterations` proposals, one node's random configuration each, from
+    `start` on.
 
-    A choice that costs more by d is taken with chance exp(-d / t), where t is `temperature` times what a node costs on
-    average at the start. The walk ends early when half of its iterations brought nothing better. The last `followers`
-    nodes are not proposed: they take what costs least whenever a neighbour changes. A choice over `memory_limit` is
-    taken only where it needs less memory than the one before. No bound is known: the answer's is minus infinity.
-    Raises InfeasibleError where the start is forbidden.
+    A choice that costs more by d is taken with chance exp(-d / t), where t is `temperature` times
+    what a node costs on average at the start. The walk ends early when half of its iterations
+    brought nothing better. The last `followers` nodes are not proposed: they take what costs least
+    whenever a neighbour changes. A choice over `memory_limit` is taken only where it needs less
+    memory than the one before. No bound is known: the answer's is minus infinity. Raises
+    InfeasibleError where the start is forbidden.
     """
-    here = _Walker(model, start, len(model.costs) - followers, math.inf if memory_limit is None else memory_limit)
+    here = _Walker(
+        model,
+        start,
+        len(model.costs) - followers,
+        math.inf if memory_limit is None else memory_limit,
+    )
     if here.cost == math.inf:
         raise InfeasibleError("a walk cannot begin with a choice that is forbidden")
     heat = temperature * here.cost / max(1, here.free)
     drawn = random.Random(seed)
-    best, rank, improved = tuple(here.choice), here.rank, 0
+    best = tuple(here.choice)
+    rank = here.rank
+    improved = 0
     for iteration in range(iterations if here.free else 0):
         if iteration - improved > iterations / 2:
             break
         node = drawn.randrange(here.free)
         moved = here.step(node, drawn.randrange(len(model.costs[node])), heat, drawn.random())
         if moved and here.rank < rank:
-            best, rank, improved = tuple(here.choice), here.rank, iteration
+            best = tuple(here.choice)
+            rank = here.rank
+            improved = iteration
     memory = model.memory_of(best)
-    return Assignment(best, model.cost_of(best), -math.inf, proven=False, memory=memory, fits=memory <= here.limit)
+    return Assignment(
+        best, model.cost_of(best), -math.inf, proven=False, memory=memory, fits=memory <= here.limit
+    )
 
 
 class _Walker:
@@ -53,7 +67,9 @@ class _Walker:
 
     def __init__(self, model: MinSum, start: Sequence[int], free: int, limit: float) -> None:
         self.model = merged(model)
-        self.choice, self.free, self.limit = list(start), free, limit
+        self.choice = list(start)
+        self.free = free
+        self.limit = limit
         self.around: list[list[Edge]] = [[] for _ in model.costs]
         """Of every node: its edges, each from it."""
         for edge in self.model.edges:
@@ -61,7 +77,10 @@ class _Walker:
             self.around[edge.target].append(edge.reversed)
         for node in range(free, len(model.costs)):
             self.choice[node] = self._follow(node, {})
-        self.cost, self.memory = float(model.cost_of(self.choice)), float(model.memory_of(self.choice))
+        self.cost, self.memory = (
+            float(model.cost_of(self.choice)),
+            float(model.memory_of(self.choice)),
+        )
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -69,7 +88,9 @@ class _Walker:
         return (True, self.memory) if self.memory > self.limit else (False, self.cost)
 
     def step(self, node: int, proposed: int, heat: float, chance: float) -> bool:
-        """Give a node the proposed configuration if `chance`, from 0 to 1, allows; whether it did."""
+        """Give a node the proposed configuration if `chance`, from 0 to 1, allows; whether it
+        did.
+        """
         if proposed == self.choice[node]:
             return False
         changed = {node: proposed}
@@ -84,7 +105,8 @@ class _Walker:
         if taken:
             for other, number in changed.items():
                 self.choice[other] = number
-            self.cost, self.memory = self.cost + cost, self.memory + memory
+            self.cost = self.cost + cost
+            self.memory = self.memory + memory
         return taken
 
     def _follow(self, node: int, changed: dict[int, int]) -> int:
@@ -106,7 +128,8 @@ class _Walker:
                 if edge.target in changed and edge.target < node:
                     continue  # Counted from the other end.
                 there = self.choice[edge.target]
-                was, now = (before, there), (number, changed.get(edge.target, there))
+                was = (before, there)
+                now = (number, changed.get(edge.target, there))
                 cost += float(edge.costs[now] - edge.costs[was])
                 if edge.memory is not None:
                     memory += float(edge.memory[now] - edge.memory[was])

@@ -1,5 +1,6 @@
-"""Pairwise min-sum models (nodes that choose a configuration each, and edges on which two choices cost something),
-models made from models, the answer of a solver with its proof, and the budget of a search.
+"""Pairwise min-sum models (nodes that choose a configuration each, and edges on which two choices
+cost something), models made from models, the answer of a solver with its proof, and the budget of a
+search.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 
 Array: TypeAlias = NDArray[Any]
-"""Of int64 or float64. Float64 holds whole numbers below 2^53 exactly, and inf for what is forbidden."""
+"""Of int64 or float64. Float64 holds whole numbers below 2^53 exactly, and inf for what is
+forbidden.
+"""
 Number: TypeAlias = int | float
 Kept: TypeAlias = Sequence[Array]
 """Of every node: ascending indices of configurations."""
@@ -24,8 +27,10 @@ _Made = TypeVar("_Made")
 
 
 class Once:
-    """Results of functions of arrays; where layers repeat, equal ones are formed once and stay one object. An argument
-    is known by `mark`: which object it is, or where it lies. All are held, so that their marks stay theirs."""
+    """Results of functions of arrays; where layers repeat, equal ones are formed once and stay one
+    object. An argument is known by `mark`: which object it is, or where it lies. All are held, so
+    that their marks stay theirs.
+    """
 
     def __init__(self, mark: Callable[[Any], Hashable] = id) -> None:
         self._mark = mark
@@ -58,7 +63,9 @@ class Edge:
 
     @property
     def reversed(self) -> Edge:
-        return Edge(self.target, self.source, self.costs.T, None if self.memory is None else self.memory.T)
+        return Edge(
+            self.target, self.source, self.costs.T, None if self.memory is None else self.memory.T
+        )
 
     def formed(self, once: Once, form: Callable[..., Array], *arguments: object) -> Edge:
         """The same with what `form` makes of each of its arrays and these arguments."""
@@ -68,29 +75,41 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MinSum:
-    """Choose a configuration for every node so that the sum over nodes and edges is least. Arrays are only read. Where
-    layers repeat, give the same array object to each: equal work is then done once. Several edges between two nodes add
-    up, an edge from a node to itself counts its diagonal."""
+    """Choose a configuration for every node so that the sum over nodes and edges is least. Arrays
+    are only read. Where layers repeat, give the same array object to each: equal work is then done
+    once. Several edges between two nodes add up, an edge from a node to itself counts its diagonal.
+    """
 
     costs: tuple[Array, ...]
     """A vector for every node: what each of its configurations costs."""
     edges: tuple[Edge, ...] = ()
     memory: tuple[Array, ...] | None = None
-    """A vector for every node: bytes of each of its configurations, not negative; None is none anywhere."""
+    """A vector for every node: bytes of each of its configurations, not negative; None is none
+    anywhere.
+    """
 
     def __post_init__(self) -> None:
-        """Raises AutopipeError where shapes do not belong together or a node has no configuration."""
+        """Raises AutopipeError where shapes do not belong together or a node has no
+        configuration.
+        """
         for node, costs in enumerate(self.costs):
             if costs.ndim != 1 or not len(costs):
-                raise AutopipeError(f"min-sum: node {node} needs a vector of costs, it has shape {costs.shape}")
-        if self.memory is not None and [a.shape for a in self.memory] != [a.shape for a in self.costs]:
-            raise AutopipeError("min-sum: memory needs one vector for every node, each as long as the node's costs")
+                raise AutopipeError(
+                    f"min-sum: node {node} needs a vector of costs, it has shape {costs.shape}"
+                )
+        if self.memory is not None and [a.shape for a in self.memory] != [
+            a.shape for a in self.costs
+        ]:
+            raise AutopipeError(
+                "min-sum: memory needs one vector for every node, each as long as the node's costs"
+            )
         for edge in self.edges:
             shape = (len(self.costs[edge.source]), len(self.costs[edge.target]))
             for array in (edge.costs, edge.memory):
                 if array is not None and array.shape != shape:
                     raise AutopipeError(
-                        f"min-sum: edge {edge.source}-{edge.target} needs a matrix of shape {shape}, not {array.shape}"
+                        f"min-sum: edge {edge.source}-{edge.target} needs a matrix of shape "
+                        f"{shape}, not {array.shape}"
                     )
 
     @property
@@ -103,13 +122,21 @@ class MinSum:
         return [len(costs) for costs in self.costs]
 
     def cost_of(self, choice: Sequence[int]) -> Number:
-        """Cost of one configuration for every node: an int, exactly, where all costs are integers."""
+        """Cost of one configuration for every node: an int, exactly, where all costs are
+        integers.
+        """
         parts = [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
-        return _total(parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges])
+        return _total(
+            parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges]
+        )
 
     def memory_of(self, choice: Sequence[int]) -> Number:
         known = ((edge, edge.memory) for edge in self.edges)
-        parts = [memory[choice[edge.source], choice[edge.target]] for edge, memory in known if memory is not None]
+        parts = [
+            memory[choice[edge.source], choice[edge.target]]
+            for edge, memory in known
+            if memory is not None
+        ]
         if self.memory is not None:
             parts += [memory[x] for memory, x in zip(self.memory, choice, strict=True)]
         return _total(parts)
@@ -129,15 +156,23 @@ def _total(parts: list[Any]) -> Number:
 
 
 def no_choice() -> InfeasibleError:
-    return InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+    return InfeasibleError(
+        "every choice of configurations has a forbidden one, or a forbidden pair"
+    )
 
 
 def merged(model: MinSum) -> MinSum:
-    """The same sums with at most one edge between two nodes, from the lower to the higher, and none from one to itself.
-    Arrays that need no change stay the objects they are; what is changed equally is changed once."""
+    """The same sums with at most one edge between two nodes, from the lower to the higher, and none
+    from one to itself. Arrays that need no change stay the objects they are; what is changed
+    equally is changed once.
+    """
     once = Once()
-    costs, memory = list(model.costs), list(model.memory or ())
-    if any(edge.memory is not None and edge.source == edge.target for edge in model.edges) and not memory:
+    costs = list(model.costs)
+    memory = list(model.memory or ())
+    if (
+        any(edge.memory is not None and edge.source == edge.target for edge in model.edges)
+        and not memory
+    ):
         memory = [np.zeros(len(vector), np.int64) for vector in costs]
     pairs: dict[tuple[int, int], Edge] = {}
     for edge in model.edges:
@@ -158,7 +193,9 @@ def merged(model: MinSum) -> MinSum:
 
 
 def restricted(model: MinSum, kept: Kept) -> MinSum:
-    """The model of what is kept; arrays that were shared and are restricted equally are shared again."""
+    """The model of what is kept; arrays that were shared and are restricted equally are shared
+    again.
+    """
     once = Once()
     shared: dict[bytes, Array] = {}
     some = [
@@ -174,12 +211,18 @@ def restricted(model: MinSum, kept: Kept) -> MinSum:
         found = array if rows is None else array.take(rows, 0)
         return found if columns is None else found.take(columns, 1)
 
-    edges = tuple(edge.formed(once, part, some[edge.source], some[edge.target]) for edge in model.edges)
-    return MinSum(vectors(model.costs), edges, None if model.memory is None else vectors(model.memory))
+    edges = tuple(
+        edge.formed(once, part, some[edge.source], some[edge.target]) for edge in model.edges
+    )
+    return MinSum(
+        vectors(model.costs), edges, None if model.memory is None else vectors(model.memory)
+    )
 
 
 def conditioned(model: MinSum) -> MinSum:
-    """A merged model whose nodes of one configuration have no edges: the others bear what those cost."""
+    """A merged model whose nodes of one configuration have no edges: the others bear what those
+    cost.
+    """
     once = Once()
     costs = list(model.costs)
     memory = None if model.memory is None else list(model.memory)
@@ -202,12 +245,18 @@ def conditioned(model: MinSum) -> MinSum:
 
 
 def priced(model: MinSum, rate: float) -> MinSum:
-    """The model in which every byte costs `rate` on top (Lagrangian relaxation of a memory limit)."""
-    return _with_costs(model, lambda costs, memory: costs if memory is None else costs + rate * memory)
+    """The model in which every byte costs `rate` on top (Lagrangian relaxation of a memory
+    limit).
+    """
+    return _with_costs(
+        model, lambda costs, memory: costs if memory is None else costs + rate * memory
+    )
 
 
 def memory_alone(model: MinSum) -> MinSum:
-    """The model whose cost is the memory; what is forbidden stays so. Edges without a say are left out."""
+    """The model whose cost is the memory; what is forbidden stays so. Edges without a say are left
+    out.
+    """
 
     def needs(costs: Array, memory: Array | None) -> Array:
         forbidden = np.isinf(costs)
@@ -224,7 +273,9 @@ def _with_costs(model: MinSum, form: Callable[[Array, Array | None], Array]) -> 
     return replace(
         model,
         costs=tuple(once(form, *each) for each in zip(model.costs, model.node_memory, strict=True)),
-        edges=tuple(replace(edge, costs=once(form, edge.costs, edge.memory)) for edge in model.edges),
+        edges=tuple(
+            replace(edge, costs=once(form, edge.costs, edge.memory)) for edge in model.edges
+        ),
     )
 
 
@@ -238,28 +289,38 @@ class Assignment:
     bound: Number
     """No choice (within the memory limit, if there is one) costs less."""
     proven: bool
-    """Nothing is better: no choice that fits costs less; where `fits` is false, no choice needs less memory."""
+    """Nothing is better: no choice that fits costs less; where `fits` is false, no choice needs
+    less memory.
+    """
     memory: Number = 0
     fits: bool = True
-    """True if the memory is within the limit. If not, the choice is the one of least memory that was found."""
+    """True if the memory is within the limit. If not, the choice is the one of least memory that
+    was found.
+    """
 
     @property
     def gap(self) -> float:
-        """By how much the cost may exceed the best, as a share of the cost; 0 where it is proven to be the best."""
+        """By how much the cost may exceed the best, as a share of the cost; 0 where it is proven to
+        be the best.
+        """
         if self.proven or self.cost == self.bound:
             return 0.0
         return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")
 
 
 def bound_of(least: float, cost: Number, proven: bool) -> Number:
-    """Lower bound to report for a choice of that cost when nothing costs less than `least`, but for rounding."""
+    """Lower bound to report for a choice of that cost when nothing costs less than `least`, but for
+    rounding.
+    """
     if proven:
         return cost
     return math.ceil(least) if isinstance(cost, int) and math.isfinite(least) else least
 
 
 def counted(answer: Assignment, model: MinSum) -> Assignment:
-    """The answer with cost and memory of its choice in the model as it was given, which may round them otherwise."""
+    """The answer with cost and memory of its choice in the model as it was given, which may round
+    them otherwise.
+    """
     cost = model.cost_of(answer.choice)
     bound = cost if answer.proven and answer.fits else answer.bound
     return replace(answer, cost=cost, bound=bound, memory=model.memory_of(answer.choice))
@@ -274,8 +335,9 @@ PATIENCE_S = 60.0
 
 
 class Budget:
-    """Rest of a time limit: sums to be compared, so that equal requests give equal answers. The clock only ends what a
-    slow machine cannot do in time."""
+    """Rest of a time limit: sums to be compared, so that equal requests give equal answers. The
+    clock only ends what a slow machine cannot do in time.
+    """
 
     def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -308,7 +370,9 @@ ENTRIES = 1 << 15
 
 
 def blocks(length: int, width: int) -> Iterator[slice]:
-    """Ranges of indices, each of as many as have ENTRIES entries (a core's cache) when each index has `width`."""
+    """Ranges of indices, each of as many as have ENTRIES entries (a core's cache) when each index
+    has `width`.
+    """
     step = max(1, ENTRIES // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
@@ -333,14 +397,19 @@ class Support:
             if array.dtype.kind == "f" and id(array) not in finite:
                 finite[id(array)] = np.isfinite(array)
         some = {mark: allowed for mark, allowed in finite.items() if not allowed.all()}
-        self._nodes = [(node, some[id(costs)]) for node, costs in enumerate(model.costs) if id(costs) in some]
+        self._nodes = [
+            (node, some[id(costs)]) for node, costs in enumerate(model.costs) if id(costs) in some
+        ]
         self._edges = [
-            (edge.source, edge.target, some[id(edge.costs)]) for edge in model.edges if id(edge.costs) in some
+            (edge.source, edge.target, some[id(edge.costs)])
+            for edge in model.edges
+            if id(edge.costs) in some
         ]
 
     def of(self, kept: Kept) -> list[Array]:
-        """Of what is kept: configurations that are not forbidden and have one such beside them at every neighbour.
-        Raises InfeasibleError where a node has none left."""
+        """Of what is kept: configurations that are not forbidden and have one such beside them at
+        every neighbour. Raises InfeasibleError where a node has none left.
+        """
         left = list(kept)
         for node, finite in self._nodes:
             left[node] = left[node][finite[left[node]]]

@@ -29,7 +29,12 @@ def test_only_committed_ones_count(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert committed_steps(tmp_path) == [12, 123456789]
     remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"notes", "step_7", "step_00000012", "step_123456789"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "notes",
+        "step_7",
+        "step_00000012",
+        "step_123456789",
+    }
 
 
 def test_a_folder_that_can_be_made_is_left_as_it_was(tmp_path: Path) -> None:

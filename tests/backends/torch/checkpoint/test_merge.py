@@ -15,13 +15,17 @@ from autopipe.ir.layout import Box
 
 
 def rows(start: int, stop: int, file: int = 0) -> StoredTensor:
-    return StoredTensor("float32", (4,), (Block(Box((start,), (stop,)), file, 8 * start, f"p{start}"),))
+    return StoredTensor(
+        "float32", (4,), (Block(Box((start,), (stop,)), file, 8 * start, f"p{start}"),)
+    )
 
 
 def part(rank: int, *parameters: StoredParameter) -> Checkpoint:
     file = StoredFile(f"rank_{rank}.safetensors", 10, str(rank))
     random = (StoredGenerator(rank, "cpu", rows(0, 4, file=rank)),)
-    return Checkpoint("m.onnx", "digest", "plan", 2, 5, 40, 7, {"name": "adamw"}, (file,), parameters, random)
+    return Checkpoint(
+        "m.onnx", "digest", "plan", 2, 5, 40, 7, {"name": "adamw"}, (file,), parameters, random
+    )
 
 
 def test_blocks_of_a_parameter_come_together() -> None:

@@ -1,4 +1,6 @@
-"""Shards and manifests without torch: any block comes back from any blocks, and a changed byte is refused."""
+"""Shards and manifests without torch: any block comes back from any blocks, and a changed byte is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,21 @@ def boxes_of(shape: tuple[int, ...], random: Random) -> list[Box]:
     return found
 
 
-def stored(folder: Path, dtype: str, shape: tuple[int, ...], random: Random) -> tuple[np.ndarray, Checkpoint]:
+def stored(
+    folder: Path, dtype: str, shape: tuple[int, ...], random: Random
+) -> tuple[np.ndarray, Checkpoint]:
     """A tensor of random bytes in blocks, spread over two files, and the manifest of them."""
     generator = np.random.default_rng(random.randrange(1000))
     size = numpy_type(dtype).itemsize
-    data = generator.integers(0, 2, (*shape, size), np.uint8).reshape(-1).view(numpy_type(dtype)).reshape(shape)
+    data = (
+        generator.integers(0, 2, (*shape, size), np.uint8)
+        .reshape(-1)
+        .view(numpy_type(dtype))
+        .reshape(shape)
+    )
     blocks: list[tuple[Box, int]] = [(box, random.randrange(2)) for box in boxes_of(shape, random)]
-    files, places = [], []
+    files = []
+    places = []
     for number in range(2):
         contents = [Content("random", "uint8", (3,), memoryview(b"abc"))]
         for index, (box, home) in enumerate(blocks):
@@ -65,7 +75,11 @@ def stored(folder: Path, dtype: str, shape: tuple[int, ...], random: Random) -> 
         files.append(file)
         places.append(offsets)
     tensor = StoredTensor(
-        dtype, shape, tuple(Block(box, home, places[home][f"b{i}"], f"b{i}") for i, (box, home) in enumerate(blocks))
+        dtype,
+        shape,
+        tuple(
+            Block(box, home, places[home][f"b{i}"], f"b{i}") for i, (box, home) in enumerate(blocks)
+        ),
     )
     state = StoredTensor("uint8", (3,), (Block(Box((0,), (3,)), 1, places[1]["random"], "random"),))
     parameter = StoredParameter(HOSTILE, True, tensor, (("exp_avg", tensor),), (("step", 3.0),))
@@ -75,7 +89,9 @@ def stored(folder: Path, dtype: str, shape: tuple[int, ...], random: Random) -> 
     return data, found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8", "bool", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float64", "int8", "bool", "complex64", "complex128"]
+)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 6, 3)])
 def test_any_block_comes_back(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     random = Random(f"{dtype}{shape}")
@@ -111,9 +127,14 @@ def test_files_are_what_safetensors_reads(tmp_path: Path, dtype: str) -> None:
 
 
 def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
-    contents = [Content(f"b{row}", "float32", (1, 2), memoryview(np.full(2, row, "<f4")).cast("B")) for row in range(4)]
+    contents = [
+        Content(f"b{row}", "float32", (1, 2), memoryview(np.full(2, row, "<f4")).cast("B"))
+        for row in range(4)
+    ]
     file, offsets = write_shard(tmp_path / "rank_00000.safetensors", contents[:3])
-    rows = [Block(Box((row, 0), (row + 1, 2)), 0, offsets[f"b{row}"], f"b{row}") for row in range(3)]
+    rows = [
+        Block(Box((row, 0), (row + 1, 2)), 0, offsets[f"b{row}"], f"b{row}") for row in range(3)
+    ]
     elsewhere = Block(Box((3, 0), (4, 2)), 1, 0, "b3")
     gone = StoredFile("rank_00001.safetensors", 0, "")
     tensor = StoredTensor("float32", (4, 2), (*rows, elsewhere))
@@ -122,7 +143,9 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot be read"):
         Reader(tmp_path, checkpoint).read(tensor, Box((1, 1), (4, 2)))
     with pytest.raises(LaunchError, match="lacks 2 of 4 elements"):
-        Reader(tmp_path, checkpoint).read(StoredTensor("float32", (4, 2), tuple(rows)), Box((2, 0), (4, 2)))
+        Reader(tmp_path, checkpoint).read(
+            StoredTensor("float32", (4, 2), tuple(rows)), Box((2, 0), (4, 2))
+        )
 
 
 def test_every_flipped_byte_is_refused(tmp_path: Path) -> None:
@@ -131,7 +154,9 @@ def test_every_flipped_byte_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "manifest.json", tmp_path / name):
         whole = path.read_bytes()
         for position in range(0, len(whole), 3):
-            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+            path.write_bytes(
+                whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :]
+            )
             with pytest.raises(LaunchError, match=r"damaged|format") as caught:
                 for file in read_checkpoint(tmp_path).files:
                     verify_file(tmp_path, file)
@@ -155,5 +180,7 @@ def test_files_elsewhere_are_refused(tmp_path: Path, change: str) -> None:
     _, checkpoint = stored(tmp_path, "float32", (2,), Random(1))
     form = document.document_of(checkpoint)
     form["files"][0]["name"] = change
-    with pytest.raises(ConfigurationError, match=r"files\[0\]\.name is .*expected a file of the checkpoint"):
+    with pytest.raises(
+        ConfigurationError, match=r"files\[0\]\.name is .*expected a file of the checkpoint"
+    ):
         document.parsed(json.loads(json.dumps(form)))

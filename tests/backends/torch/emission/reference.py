@@ -28,14 +28,18 @@ def compare(
     atol: float = 1e-5,
     **attributes: Attribute,
 ) -> Use:
-    """Assert that the node's results are ONNX Runtime's; `outputs` says which results are asked for."""
+    """Assert that the node's results are ONNX Runtime's; `outputs` says which results are asked
+    for.
+    """
     names = ["" if array is None else f"i{index}" for index, array in enumerate(arrays)]
     results = [f"o{index}" if wanted else "" for index, wanted in enumerate(outputs)]
     proto = onnx.helper.make_node(op, names, results, domain=domain, **attributes)
     given = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
     wanted = _run(proto, given, opset, domain)
     node = Node(op, op, tuple(names), tuple(results), attributes_of(proto), domain)
-    static = {names[index] for index in OPERATORS[qualified_name(node)].static if index < len(names)}
+    static = {
+        names[index] for index in OPERATORS[qualified_name(node)].static if index < len(names)
+    }
     values = {name: _value(name, array) for name, array in given.items()}
     graph = Graph(
         name=op,
@@ -47,7 +51,9 @@ def compare(
         outputs=tuple(name for name in results if name),
         values=tuple(_value(name, array) for name, array in wanted.items()),
     )
-    found = computed(signature_of(graph, node), {name: to_tensor(array) for name, array in given.items()})
+    found = computed(
+        signature_of(graph, node), {name: to_tensor(array) for name, array in given.items()}
+    )
     for (name, array), tensor in zip(wanted.items(), found, strict=True):
         assert to_array(tensor).dtype == array.dtype
         np.testing.assert_allclose(to_array(tensor), array, rtol, atol, err_msg=f"{name} of {op}")
@@ -65,20 +71,33 @@ def gradients(use: Use) -> list[torch.Tensor]:
     return [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
 
 
-def _run(proto: onnx.NodeProto, given: dict[str, np.ndarray], opset: int, domain: str) -> dict[str, np.ndarray]:
+def _run(
+    proto: onnx.NodeProto, given: dict[str, np.ndarray], opset: int, domain: str
+) -> dict[str, np.ndarray]:
     inputs = [
-        onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        onnx.helper.make_tensor_value_info(
+            name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
         for name, array in given.items()
     ]
     names = [name for name in proto.output if name]
-    graph = onnx.helper.make_graph([proto], "node", inputs, [onnx.ValueInfoProto(name=name) for name in names])
-    opsets = [onnx.helper.make_opsetid("", opset), *([onnx.helper.make_opsetid(domain, 1)] if domain else [])]
+    graph = onnx.helper.make_graph(
+        [proto], "node", inputs, [onnx.ValueInfoProto(name=name) for name in names]
+    )
+    opsets = [
+        onnx.helper.make_opsetid("", opset),
+        *([onnx.helper.make_opsetid(domain, 1)] if domain else []),
+    ]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
     return dict(zip(names, session.run(names, given), strict=True))
 
 
 def _value(name: str, array: np.ndarray) -> Value:
-    return Value(name, dtype_of(onnx.helper.np_dtype_to_tensor_dtype(array.dtype), name), array.shape)
+    return Value(
+        name, dtype_of(onnx.helper.np_dtype_to_tensor_dtype(array.dtype), name), array.shape
+    )

@@ -28,7 +28,12 @@ CASES: list[tuple[str, list[np.ndarray | None], tuple[bool, ...], dict[str, Any]
     ("FusedMatMul", [normal(2, 3, 4), normal(2, 5, 4)], (True,), {"transB": 1, "alpha": 0.5}),
     ("FusedMatMul", [normal(2, 4, 3), normal(4, 5)], (True,), {"transA": 1}),
     ("FusedMatMul", [normal(2, 3, 5, 4), normal(3, 6, 5)], (True,), {"transA": 1, "transB": 1}),
-    ("SkipLayerNormalization", [normal(2, 3, 4), normal(2, 3, 4), normal(4), normal(4)], (True,), {}),
+    (
+        "SkipLayerNormalization",
+        [normal(2, 3, 4), normal(2, 3, 4), normal(4), normal(4)],
+        (True,),
+        {},
+    ),
     (
         "SkipLayerNormalization",
         [normal(2, 3, 4), normal(2, 3, 4), normal(4), normal(4), normal(4)],
@@ -70,13 +75,22 @@ def test_shapes_are_told(
     use = compare(op, arrays, opset=17, outputs=outputs, domain=DOMAIN, **attributes)
     names = [f"o{index}" if wanted else "" for index, wanted in enumerate(outputs)]
     proto = onnx.helper.make_node(op, use.node.inputs, names, domain=DOMAIN, **attributes)
-    operands = tuple((use.graph.type_of(name), None) if name else (None, None) for name in use.node.inputs)
+    operands = tuple(
+        (use.graph.type_of(name), None) if name else (None, None) for name in use.node.inputs
+    )
     found = Inference((("", 17), (DOMAIN, 1))).types(proto, operands)
     for name, value in zip(names, found, strict=True):
         if name:
             assert value is not None
-            assert (value.dtype, value.shape) == (use.graph.type_of(name).dtype, use.graph.type_of(name).shape)
+            assert (value.dtype, value.shape) == (
+                use.graph.type_of(name).dtype,
+                use.graph.type_of(name).shape,
+            )
 
 
 def test_normalisation_by_root_mean_square() -> None:
-    check(compare("SimplifiedLayerNormalization", [normal(2, 3, 4), normal(4)], opset=17, epsilon=1e-3))
+    check(
+        compare(
+            "SimplifiedLayerNormalization", [normal(2, 3, 4), normal(4)], opset=17, epsilon=1e-3
+        )
+    )

@@ -14,7 +14,12 @@ import pytest
 
 from autopipe.backends.torch.emission import program as folder_module
 from autopipe.backends.torch.emission.archive import write_arrays
-from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, replace_folder, write_program
+from autopipe.backends.torch.emission.program import (
+    ProgramFiles,
+    Provenance,
+    replace_folder,
+    write_program,
+)
 from autopipe.ir import output_files
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
@@ -27,12 +32,18 @@ PROVENANCE = Provenance("model.onnx", "", "", Optimizer(), "fp32", 0, 0.1, 0.2)
 
 def files(name: str = "", layers: int = 1) -> ProgramFiles:
     graph, loss = mlp(layers)
-    return ProgramFiles(name, lower(graph, *one_device(graph, 2, True, 4), loss), ("A stage.",), ("A rank.",))
+    return ProgramFiles(
+        name, lower(graph, *one_device(graph, 2, True, 4), loss), ("A stage.",), ("A rank.",)
+    )
 
 
 def listing(folder: Path) -> dict[str, bytes]:
     """Everything in a folder, hidden files too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_program_and_its_reference(tmp_path: Path) -> None:
@@ -75,7 +86,9 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert (tmp_path / "program" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("extra", ["notes.txt", "checkpoints/step_1/weights.safetensors", "reference/mine.txt"])
+@pytest.mark.parametrize(
+    "extra", ["notes.txt", "checkpoints/step_1/weights.safetensors", "reference/mine.txt"]
+)
 @pytest.mark.parametrize("program", [False, True])
 def test_other_peoples_files_are_kept(tmp_path: Path, extra: str, program: bool) -> None:
     target = tmp_path / "program"
@@ -155,7 +168,9 @@ def test_a_system_that_cannot_exchange_folders_replaces_their_files(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "program"]
 
 
-@pytest.mark.parametrize("name", ["stage_00.py", "run.py", "manifest.json", "constants.npz", "reference/rank_000.py"])
+@pytest.mark.parametrize(
+    "name", ["stage_00.py", "run.py", "manifest.json", "constants.npz", "reference/rank_000.py"]
+)
 def test_edited_files_are_kept_and_named(tmp_path: Path, name: str) -> None:
     target = tmp_path / "program"
     write_program([files(), files("reference")], PROVENANCE, target)
@@ -188,7 +203,9 @@ def test_a_program_without_digests_is_not_replaced(tmp_path: Path) -> None:
     del manifest["sha256"]
     (target / "manifest.json").write_text(json.dumps(manifest))
     before = listing(tmp_path)
-    with pytest.raises(ConfigurationError, match="edited, or an earlier version of autopipe wrote it"):
+    with pytest.raises(
+        ConfigurationError, match="edited, or an earlier version of autopipe wrote it"
+    ):
         write_program([files()], PROVENANCE, target)
     assert listing(tmp_path) == before
 
@@ -216,7 +233,9 @@ def test_an_interruption_while_writing_leaves_what_was_there(tmp_path: Path) -> 
     assert listing(tmp_path) == before
 
 
-def test_text_that_is_no_python_is_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_no_python_is_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder_module, "emit_stage", lambda stage, title: "def forward(:\n")
     with pytest.raises(CodegenError, match="generated code is not valid Python") as caught:
         write_program([files()], PROVENANCE, tmp_path / "program")
@@ -224,7 +243,9 @@ def test_text_that_is_no_python_is_never_written(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_operators_that_torch_lacks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_torch_lacks_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from autopipe.backends.torch.emission import stage
 
     monkeypatch.delitem(stage.EMITTERS, "Tanh")
@@ -240,14 +261,21 @@ def test_constants_without_elements_are_kept(tmp_path: Path) -> None:
     loss = builder.mean_square(value)
     graph = builder.graph(loss)
     program = lower(graph, *one_device(graph, 1, True, 4), loss)
-    write_program([ProgramFiles("", program, ("A stage.",), ("A rank.",))], PROVENANCE, tmp_path / "program")
+    write_program(
+        [ProgramFiles("", program, ("A stage.",), ("A rank.",))], PROVENANCE, tmp_path / "program"
+    )
     with np.load(tmp_path / "program" / "constants.npz") as stored:
         assert stored["c0"].shape == (0,)
 
 
 def test_constants_have_the_same_bytes_by_every_release_of_python(tmp_path: Path) -> None:
     """Its own header for sizes of eight bytes changed in Python 3.11.4."""
-    write_arrays(tmp_path / "constants.npz", {"c0": np.arange(6).reshape(2, 3), "c3": np.array(1.5, np.float32)})
-    assert hashlib.sha256((tmp_path / "constants.npz").read_bytes()).hexdigest()[:12] == "df3925f43314"
+    write_arrays(
+        tmp_path / "constants.npz",
+        {"c0": np.arange(6).reshape(2, 3), "c3": np.array(1.5, np.float32)},
+    )
+    assert (
+        hashlib.sha256((tmp_path / "constants.npz").read_bytes()).hexdigest()[:12] == "df3925f43314"
+    )
     with np.load(tmp_path / "constants.npz", allow_pickle=False) as stored:
         assert stored["c0"].tolist() == [[0, 1, 2], [3, 4, 5]] and stored["c3"] == 1.5

@@ -1,4 +1,6 @@
-"""Operands known while compiling are written as numbers; results are those of onnx's reference all the same."""
+"""Operands known while compiling are written as numbers; results are those of onnx's reference all
+the same.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def test_scalars_on_either_side(op: str, dtype: type[np.generic]) -> None:
     table = np.arange(1, 7).reshape(2, 3).astype(dtype)
     integral = np.issubdtype(dtype, np.integer)
     settings = {"fmod": 1} if op == "Mod" and not integral else {}
-    for scalar in (np.array(2, dtype), np.array([3], dtype), np.array([[[2]]], dtype), np.ones((2, 1), dtype)):
+    for scalar in (
+        np.array(2, dtype),
+        np.array([3], dtype),
+        np.array([[[2]]], dtype),
+        np.ones((2, 1), dtype),
+    ):
         for operands, known in (
             ((table, scalar), {1}),
             ((scalar, table), {0}),
@@ -48,16 +55,22 @@ def test_scalars_on_either_side(op: str, dtype: type[np.generic]) -> None:
             [found] = computed(signature_of(use.graph, use.node), _tensors(use.arrays))
             assert to_array(found).dtype == wanted.dtype
             assert found.shape == wanted.shape
-            np.testing.assert_allclose(to_array(found), wanted, rtol=1e-3 if dtype == np.float16 else 1e-6)
+            np.testing.assert_allclose(
+                to_array(found), wanted, rtol=1e-3 if dtype == np.float16 else 1e-6
+            )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_choices_and_bounds(dtype: type[np.generic]) -> None:
     table = np.arange(6).reshape(2, 3).astype(dtype)
-    low, high = np.array(2, dtype), np.array(4, dtype)
+    low = np.array(2, dtype)
+    high = np.array(4, dtype)
     condition = table > 2
     uses = [use_of("Clip", [table, low, high], known=known) for known in ((), (1,), (2,), (1, 2))]
-    uses += [use_of("Clip", [table, None, high], known=(2,)), use_of("Clip", [table, low], known=(1,))]
+    uses += [
+        use_of("Clip", [table, None, high], known=(2,)),
+        use_of("Clip", [table, low], known=(1,)),
+    ]
     uses += [use_of("Where", [condition, table, low], known=known) for known in ((), (2,))]
     uses += [use_of("Where", [condition, low, high], known=known) for known in ((), (1,), (1, 2))]
     uses += [

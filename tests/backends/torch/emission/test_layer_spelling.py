@@ -1,4 +1,6 @@
-"""What layers look like in generated code: torch's own functions wherever they compute what ONNX asks."""
+"""What layers look like in generated code: torch's own functions wherever they compute what ONNX
+asks.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,23 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Split
 from tests.ir.ops.uses import use_of
 
-# ruff: noqa: E501 - one case a line
-
 
 def floats(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-def spelled(op: str, arrays: list[np.ndarray | None], splits: tuple[Split, ...] = (), **settings: Any) -> str:
+def spelled(
+    op: str, arrays: list[np.ndarray | None], splits: tuple[Split, ...] = (), **settings: Any
+) -> str:
     use = use_of(op, arrays, **settings)
-    codes = tuple(None if array is None else "abcdefgh"[place] for place, array in enumerate(arrays))
+    codes = tuple(
+        None if array is None else "abcdefgh"[place] for place, array in enumerate(arrays)
+    )
     return EMITTERS[op](Call.of(signature_of(use.graph, use.node), codes, splits))
 
 
-IMAGE, LABELS = floats(2, 4, 8, 8), np.zeros((2, 3), np.int64)
+IMAGE = floats(2, 4, 8, 8)
+LABELS = np.zeros((2, 3), np.int64)
 SCALES = np.array([1, 1, 2, 2], np.float32)
 VECTOR = floats(4)
 
@@ -79,7 +84,9 @@ VECTOR = floats(4)
         ),
     ],
 )  # fmt: skip
-def test_spelling(op: str, arrays: list[np.ndarray | None], settings: dict[str, Any], code: str) -> None:
+def test_spelling(
+    op: str, arrays: list[np.ndarray | None], settings: dict[str, Any], code: str
+) -> None:
     assert spelled(op, arrays, **settings) == code
 
 
@@ -87,6 +94,6 @@ def test_attributes_that_count_heads_or_groups_are_shared_out() -> None:
     half = (Split("h", 2),)
     code = spelled("Attention", [floats(2, 3, 16)] * 3, half, q_num_heads=8, kv_num_heads=8)
     assert "(4, 4)" in code
-    assert spelled("GroupNormalization", [IMAGE, VECTOR, VECTOR], (Split("g", 2),), num_groups=4) == (
-        "F.group_norm(a, 2, b, c, 1e-05)"
-    )
+    assert spelled(
+        "GroupNormalization", [IMAGE, VECTOR, VECTOR], (Split("g", 2),), num_groups=4
+    ) == ("F.group_norm(a, 2, b, c, 1e-05)")

@@ -46,11 +46,17 @@ def test_gemm(opset: int, biased: bool) -> None:
 
 @pytest.mark.parametrize(
     ("op", "opset", "mode"),
-    [(op, opset, mode) for op, opset in (("Upsample", 9), ("Resize", 10)) for mode in ("nearest", "linear")],
+    [
+        (op, opset, mode)
+        for op, opset in (("Upsample", 9), ("Resize", 10))
+        for mode in ("nearest", "linear")
+    ],
 )
 def test_resizing_before_11(op: str, opset: int, mode: str) -> None:
     compare(op, [normal(1, 2, 4, 3), np.array([1, 1, 2, 3], np.float32)], opset=opset, mode=mode)
-    compare(op, [normal(1, 2, 4, 5), np.array([1, 1, 1.5, 2.5], np.float32)], opset=opset, mode=mode)
+    compare(
+        op, [normal(1, 2, 4, 5), np.array([1, 1, 1.5, 2.5], np.float32)], opset=opset, mode=mode
+    )
 
 
 def test_nearest_by_the_rule_of_tensorflow() -> None:
@@ -65,14 +71,18 @@ def test_upsample_by_attribute() -> None:
 
 @given(
     st.sampled_from(("nearest", "linear", "cubic")),
-    st.sampled_from(("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "half_pixel_symmetric")),
+    st.sampled_from(
+        ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "half_pixel_symmetric")
+    ),
     st.sampled_from(("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")),
     st.sampled_from((0.5, 0.75, 1.0, 1.5, 2.0, 3.0)),
     st.sampled_from((0.5, 1.0, 1.25, 2.0)),
     st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_resize(mode: str, places: str, rounding: str, high: float, wide: float, exclude: bool) -> None:
+def test_resize(
+    mode: str, places: str, rounding: str, high: float, wide: float, exclude: bool
+) -> None:
     attributes: dict[str, Any] = {"mode": mode, "coordinate_transformation_mode": places}
     if mode == "nearest":
         attributes["nearest_mode"] = rounding
@@ -100,7 +110,14 @@ def test_pooling(
     compare("MaxPool", [x], opset=12, dilations=[dilation, 1], **shared)
     compare("MaxPool", [x], opset=12, outputs=(True, True), **shared)
     if not ceil:
-        compare("AveragePool", [x], opset=19, count_include_pad=int(counted), dilations=[1, dilation], **shared)
+        compare(
+            "AveragePool",
+            [x],
+            opset=19,
+            count_include_pad=int(counted),
+            dilations=[1, dilation],
+            **shared,
+        )
         compare("LpPool", [x], opset=18, p=3, **shared)
 
 
@@ -113,8 +130,15 @@ def test_pooling(
     st.sampled_from(("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")),
 )
 @settings(max_examples=60, deadline=None)
-def test_convolution(stride: int, dilation: int, kernel: int, pads: list[int], more: int, policy: str) -> None:
-    attributes: dict[str, Any] = {"strides": [stride], "dilations": [dilation], "auto_pad": policy, "group": 2}
+def test_convolution(
+    stride: int, dilation: int, kernel: int, pads: list[int], more: int, policy: str
+) -> None:
+    attributes: dict[str, Any] = {
+        "strides": [stride],
+        "dilations": [dilation],
+        "auto_pad": policy,
+        "group": 2,
+    }
     if policy == "NOTSET":
         attributes["pads"] = pads
     if policy.startswith("SAME"):
@@ -123,7 +147,12 @@ def test_convolution(stride: int, dilation: int, kernel: int, pads: list[int], m
     attributes["output_padding"] = [min(more, stride - 1)]
     reach = attributes["dilations"][0] * (kernel - 1)
     if policy == "NOTSET" and sum(pads) <= reach + 4:
-        compare("ConvTranspose", [normal(2, 4, 6), normal(4, 3, kernel), normal(6)], opset=21, **attributes)
+        compare(
+            "ConvTranspose",
+            [normal(2, 4, 6), normal(4, 3, kernel), normal(6)],
+            opset=21,
+            **attributes,
+        )
 
 
 def test_products_of_integers() -> None:

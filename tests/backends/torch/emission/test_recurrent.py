@@ -1,4 +1,6 @@
-"""Recurrent layers of all kinds against ONNX Runtime, and the fused layers' gradients against the loop's."""
+"""Recurrent layers of all kinds against ONNX Runtime, and the fused layers' gradients against the
+loop's.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ UNUSUAL = {
     "GRU": ["HardSigmoid", "Softsign"],
     "LSTM": ["HardSigmoid", "ScaledTanh", "LeakyRelu"],
 }
-STEPS, BATCH, WIDTH, STATE = 4, 3, 2, 5
+STEPS = 4
+BATCH = 3
+WIDTH = 2
+STATE = 5
 BOOLEANS = st.booleans()
 
 
-def operands(op: str, directions: int, seed: int, optional: dict[str, bool]) -> list[np.ndarray | None]:
+def operands(
+    op: str, directions: int, seed: int, optional: dict[str, bool]
+) -> list[np.ndarray | None]:
     draw = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -55,14 +62,22 @@ def operands(op: str, directions: int, seed: int, optional: dict[str, bool]) -> 
     st.sampled_from(("RNN", "GRU", "LSTM")),
     st.sampled_from(("forward", "reverse", "bidirectional")),
     st.integers(0, 2**32 - 1),
-    st.fixed_dictionaries(dict.fromkeys(("bias", "lengths", "hidden", "cell", "peepholes"), BOOLEANS)),
+    st.fixed_dictionaries(
+        dict.fromkeys(("bias", "lengths", "hidden", "cell", "peepholes"), BOOLEANS)
+    ),
     BOOLEANS,
     BOOLEANS,
     BOOLEANS,
 )
 @settings(max_examples=80, deadline=None)
 def test_layers_are_those_of_onnxruntime(
-    op: str, direction: str, seed: int, optional: dict[str, bool], clipped: bool, unusual: bool, flag: bool
+    op: str,
+    direction: str,
+    seed: int,
+    optional: dict[str, bool],
+    clipped: bool,
+    unusual: bool,
+    flag: bool,
 ) -> None:
     directions = 2 if direction == "bidirectional" else 1
     attributes: dict[str, Any] = {"hidden_size": STATE, "direction": direction}
@@ -83,7 +98,9 @@ def test_layers_are_those_of_onnxruntime(
 @pytest.mark.parametrize("op", ["RNN", "GRU", "LSTM"])
 def test_fused_layers_have_the_gradients_of_the_loop(op: str, direction: str) -> None:
     directions = 2 if direction == "bidirectional" else 1
-    arrays = operands(op, directions, 7, {"bias": True, "hidden": True, "cell": True, "lengths": True})
+    arrays = operands(
+        op, directions, 7, {"bias": True, "hidden": True, "cell": True, "lengths": True}
+    )
     whole = np.full(BATCH, STEPS, np.int32)
     attributes: dict[str, Any] = {"hidden_size": STATE, "direction": direction}
     if op == "GRU":
@@ -97,9 +114,13 @@ def test_fused_layers_have_the_gradients_of_the_loop(op: str, direction: str) ->
 
 def test_coupled_gates_forget_what_they_do_not_take() -> None:
     arrays = operands("LSTM", 1, 3, {"bias": True})
-    compare("LSTM", arrays, opset=21, outputs=(True, False, True), hidden_size=STATE, input_forget=1)
+    compare(
+        "LSTM", arrays, opset=21, outputs=(True, False, True), hidden_size=STATE, input_forget=1
+    )
 
 
 def test_activations_stated_as_they_are_by_default_stay_fused() -> None:
     for op, names in USUAL.items():
-        compare(op, operands(op, 1, 5, {"bias": True}), opset=14, hidden_size=STATE, activations=names)
+        compare(
+            op, operands(op, 1, 5, {"bias": True}), opset=14, hidden_size=STATE, activations=names
+        )

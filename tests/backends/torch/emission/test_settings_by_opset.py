@@ -1,4 +1,6 @@
-"""Operators that took their settings as attributes before they took them as operands, against ONNX Runtime at each."""
+"""Operators that took their settings as attributes before they took them as operands, against ONNX
+Runtime at each.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def test_axes_of_reductions(op: str, opset: int) -> None:
 
 @pytest.mark.parametrize("opset", [7, 11, 13, 21])
 def test_dimensions_of_one(opset: int) -> None:
-    for op, data, axes in (("Squeeze", normal(1, 2, 1, 3), (0, 2)), ("Unsqueeze", normal(2, 3), (0, 2))):
+    for op, data, axes in (
+        ("Squeeze", normal(1, 2, 1, 3), (0, 2)),
+        ("Unsqueeze", normal(2, 3), (0, 2)),
+    ):
         if opset < 13:
             compare(op, [data], opset=opset, axes=axes)
         else:
@@ -61,14 +66,24 @@ def test_dimensions_of_one(opset: int) -> None:
 
 @pytest.mark.parametrize("opset", [7, 10, 13])
 def test_slices(opset: int) -> None:
-    for starts, ends, axes in (((1, -3), (2, -1), (0, 2)), ((0,), (2**31 - 1,), (1,)), ((5,), (9,), (1,))):
+    for starts, ends, axes in (
+        ((1, -3), (2, -1), (0, 2)),
+        ((0,), (2**31 - 1,), (1,)),
+        ((5,), (9,), (1,)),
+    ):
         if opset < 10:
             compare("Slice", [normal(2, 3, 4)], opset=opset, starts=starts, ends=ends, axes=axes)
         else:
-            compare("Slice", [normal(2, 3, 4), integers(starts), integers(ends), integers(axes)], opset=opset)
+            compare(
+                "Slice",
+                [normal(2, 3, 4), integers(starts), integers(ends), integers(axes)],
+                opset=opset,
+            )
 
 
-@pytest.mark.parametrize(("start", "end", "step"), [(5, 0, -1), (-1, -100, -2), (7, 1, -3), (0, 6, 4), (100, -100, -1)])
+@pytest.mark.parametrize(
+    ("start", "end", "step"), [(5, 0, -1), (-1, -100, -2), (7, 1, -3), (0, 6, 4), (100, -100, -1)]
+)
 def test_slices_with_steps(start: int, end: int, step: int) -> None:
     operands = [normal(2, 6), *(integers([value]) for value in (start, end, 1, step))]
     compare("Slice", operands, opset=13)
@@ -85,7 +100,9 @@ def test_padding(opset: int, mode: str) -> None:
     else:
         compare("Pad", [normal(2, 3, 4), integers(pads), scalar(0.5)], opset=opset, mode=mode)
     if opset >= 18:
-        compare("Pad", [normal(2, 3, 4), integers([1, 2]), None, integers([-1])], opset=opset, mode=mode)
+        compare(
+            "Pad", [normal(2, 3, 4), integers([1, 2]), None, integers([-1])], opset=opset, mode=mode
+        )
 
 
 @pytest.mark.parametrize("opset", [7, 11, 12, 13])
@@ -117,7 +134,9 @@ def test_top_k(opset: int, axis: int) -> None:
 
 @pytest.mark.parametrize("opset", [7, 11, 13, 18])
 def test_splits(opset: int) -> None:
-    data, sizes, three = normal(6, 4), (1, 2, 3), (True, True, True)
+    data = normal(6, 4)
+    sizes = (1, 2, 3)
+    three = (True, True, True)
     if opset < 13:
         compare("Split", [data], opset=opset, outputs=three, axis=0, split=sizes)
     else:
@@ -130,7 +149,9 @@ def test_splits(opset: int) -> None:
 
 
 def _check_without_second(use: Use) -> None:
-    """ONNX Runtime crashes where a result in the middle is not asked for; ours must give the others unchanged."""
+    """ONNX Runtime crashes where a result in the middle is not asked for; ours must give the others
+    unchanged.
+    """
     tensors = {name: to_tensor(array) for name, array in use.arrays.items()}
     signature = signature_of(use.graph, use.node)
     first, _, third = computed(signature, tensors)
@@ -147,9 +168,17 @@ def test_scattered_elements(opset: int, axis: int) -> None:
     op = "ScatterElements" if opset >= 11 else "Scatter"
     compare(op, [normal(3, 3), places, normal(2, 2)], opset=opset, axis=axis)
     for reduction in ("add", "mul", "max", "min") if opset >= 18 else ():
-        compare(op, [normal(3, 3), places - 1, normal(2, 2)], opset=opset, axis=axis, reduction=reduction)
+        compare(
+            op,
+            [normal(3, 3), places - 1, normal(2, 2)],
+            opset=opset,
+            axis=axis,
+            reduction=reduction,
+        )
         pairs = np.array([[0, 1], [0, 1], [2, -1]], np.int64)
-        compare("ScatterND", [normal(3, 3, 2), pairs, normal(3, 2)], opset=opset, reduction=reduction)
+        compare(
+            "ScatterND", [normal(3, 3, 2), pairs, normal(3, 2)], opset=opset, reduction=reduction
+        )
 
 
 @pytest.mark.parametrize("opset", [7, 11, 13])

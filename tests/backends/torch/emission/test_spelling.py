@@ -30,7 +30,9 @@ def spelled(op: str, arrays: list[np.ndarray | None], **settings: Any) -> str:
     """The expression for one use, with operands called a, b, c …"""
     use = use_of(op, arrays, **settings)
     signature = signature_of(use.graph, use.node)
-    codes = tuple(None if array is None else name for array, name in zip(arrays, NAMES, strict=False))
+    codes = tuple(
+        None if array is None else name for array, name in zip(arrays, NAMES, strict=False)
+    )
     return EMITTERS[op](Call.of(signature, codes))
 
 
@@ -55,7 +57,12 @@ def test_unknown_words_are_refused() -> None:
         ("Mul", [floats(2, 3), np.float32(0.1) * floats()], {"known": [1]}, "a * 0.1"),
         ("Sub", [np.float32(1) * floats(), floats(2, 3)], {"known": [0]}, "1.0 - b"),
         ("Add", [floats(3), floats(1, 1)], {"known": [1]}, "a + b"),
-        ("Div", [integers(7, 8), integers(2)], {"known": [1]}, 'torch.div(a, 2, rounding_mode="trunc")'),
+        (
+            "Div",
+            [integers(7, 8), integers(2)],
+            {"known": [1]},
+            'torch.div(a, 2, rounding_mode="trunc")',
+        ),
         ("Max", [floats(3), np.float32(0) * floats()], {"known": [1]}, "torch.clamp(a, min=0.0)"),
         ("Max", [floats(3), floats(3), floats(3)], {}, "torch.maximum(torch.maximum(a, b), c)"),
         ("Pow", [floats(3), np.float32(2) * floats()], {"known": [1]}, "torch.pow(a, 2.0)"),
@@ -82,23 +89,58 @@ def test_unknown_words_are_refused() -> None:
         ("Transpose", [floats(2, 3, 4)], {"perm": [0, 2, 1]}, "a.transpose(1, 2)"),
         ("Transpose", [floats(2, 3, 4)], {"perm": [2, 0, 1]}, "a.permute(2, 0, 1)"),
         ("Concat", [floats(2, 3), floats(2, 4)], {"axis": -1}, "torch.cat([a, b], dim=1)"),
-        ("Split", [floats(2, 6)], {"axis": 1, "num_outputs": 3, "results": 3}, "torch.split(a, 2, dim=1)"),
-        ("Split", [floats(2, 6), integers(1, 5)], {"axis": 1, "results": 2}, "torch.split(a, [1, 5], dim=1)"),
+        (
+            "Split",
+            [floats(2, 6)],
+            {"axis": 1, "num_outputs": 3, "results": 3},
+            "torch.split(a, 2, dim=1)",
+        ),
+        (
+            "Split",
+            [floats(2, 6), integers(1, 5)],
+            {"axis": 1, "results": 2},
+            "torch.split(a, [1, 5], dim=1)",
+        ),
         ("Slice", [floats(2, 6), integers(0), integers(1), integers(1)], {}, "a[:, :1]"),
         ("Slice", [floats(2, 6), integers(1), integers(2**63 - 1), integers(0)], {}, "a[1:]"),
-        ("Slice", [floats(8), integers(-1), integers(-9), integers(0), integers(-2)], {}, "a.flip(0)[::2]"),
+        (
+            "Slice",
+            [floats(8), integers(-1), integers(-9), integers(0), integers(-2)],
+            {},
+            "a.flip(0)[::2]",
+        ),
         ("Expand", [floats(1, 3), integers(4, 3)], {}, "a.expand(4, 3)"),
-        ("Pad", [floats(1, 1, 3, 3), integers(0, 0, 1, 2, 0, 0, 3, 4)], {}, "F.pad(a, (2, 4, 1, 3))"),
+        (
+            "Pad",
+            [floats(1, 1, 3, 3), integers(0, 0, 1, 2, 0, 0, 3, 4)],
+            {},
+            "F.pad(a, (2, 4, 1, 3))",
+        ),
         ("Gather", [floats(9, 4), integers(1, 2)], {}, "F.embedding(b, a)"),
         ("Gather", [floats(9, 4), np.array(-1)], {"axis": 1, "known": [1]}, "a[:, 3]"),
         ("Gather", [floats(9, 4), integers(1, 2)], {"axis": 1}, "a[:, b]"),
         ("Gather", [floats(9, 4), integers(-2, -1)], {"axis": 1, "known": [1]}, "a[:, 2:4]"),
         ("Gather", [floats(9, 4), integers(-1, 0)], {"known": [1]}, "a[b]"),
         ("ReduceMean", [floats(2, 3), integers(-1)], {}, "a.mean(dim=1, keepdim=True)"),
-        ("ReduceSum", [integers(1, 2), integers(0)], {"keepdims": 0}, "a.sum(dim=0, dtype=torch.int64)"),
+        (
+            "ReduceSum",
+            [integers(1, 2), integers(0)],
+            {"keepdims": 0},
+            "a.sum(dim=0, dtype=torch.int64)",
+        ),
         ("ArgMax", [floats(2, 3)], {"axis": 1, "keepdims": 0}, "torch.argmax(a, dim=1)"),
-        ("ConstantOfShape", [integers(2, 3)], {}, "torch.zeros((2, 3), dtype=torch.float32, device=p.device)"),
-        ("Range", [np.array(0), np.array(5), np.array(1)], {}, "torch.arange(5, dtype=torch.int64, device=p.device)"),
+        (
+            "ConstantOfShape",
+            [integers(2, 3)],
+            {},
+            "torch.zeros((2, 3), dtype=torch.float32, device=p.device)",
+        ),
+        (
+            "Range",
+            [np.array(0), np.array(5), np.array(1)],
+            {},
+            "torch.arange(5, dtype=torch.int64, device=p.device)",
+        ),
         ("Dropout", [floats(3)], {}, "a"),
         ("Dropout", [floats(3), floats(), np.array(False)], {}, "a"),
         ("Dropout", [floats(3), np.float32(0), np.array(True)], {}, "a"),
@@ -135,7 +177,9 @@ def test_spelling(op: str, arrays: list[np.ndarray], settings: dict[str, Any], c
     assert spelled(op, arrays, **settings) == code.replace("(N)", f"({node:#018x})")
 
 
-@pytest.mark.parametrize("value", [0.1, 1e-5, 1e-12, 3.4e38, -3.4028234663852886e38, float("inf"), float("nan"), -0.0])
+@pytest.mark.parametrize(
+    "value", [0.1, 1e-5, 1e-12, 3.4e38, -3.4028234663852886e38, float("inf"), float("nan"), -0.0]
+)
 def test_short_numbers_round_to_the_same_single(value: float) -> None:
     written = eval(number(float(np.float32(value))))
     assert np.float32(written).tobytes() == np.float32(value).tobytes()

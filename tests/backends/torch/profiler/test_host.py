@@ -1,4 +1,6 @@
-"""The host's time per operator: a run's time over the operators that the cost model counts for its layers."""
+"""The host's time per operator: a run's time over the operators that the cost model counts for its
+layers.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ LAYERS = 40
 
 
 def test_a_runs_time_is_divided_by_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes 72 seconds from one reading to the next: so long takes each run of 40 layers."""
+    """A clock that goes 72 seconds from one reading to the next: so long takes each run of 40
+    layers.
+    """
     builder = Builder(8, 8)
-    weight, bias, data = builder.parameter("w", (8, 8)), builder.parameter("b", (8,)), "x"
+    weight = builder.parameter("w", (8, 8))
+    bias = builder.parameter("b", (8,))
+    data = "x"
     for _ in range(LAYERS):
-        added = builder.add(builder.node("Gelu", (builder.add(builder.matmul(data, weight), bias),), (8, 8)), data)
+        added = builder.add(
+            builder.node("Gelu", (builder.add(builder.matmul(data, weight), bias),), (8, 8)), data
+        )
         columns = builder.node("Transpose", (added,), (8, 8), perm=(1, 0))
         normalized = builder.node("LayerNormalization", (columns, bias, bias), (8, 8), axis=-1)
         data = builder.node("Flatten", (normalized,), (8, 8), axis=1)

@@ -1,4 +1,6 @@
-"""What the profiler measures is what it is asked for; how long that took is nobody's matter here."""
+"""What the profiler measures is what it is asked for; how long that took is nobody's matter
+here.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,13 @@ GRAPH = perceptron([16, 8, 8])
 
 def samples(graph: Graph) -> list[Sample]:
     """Of all nodes, in order."""
-    operations, work = Operations(graph, "fp32"), annotate(graph)
-    return [operations.sample(index, each) for index, each in enumerate(work) if index not in operations.absorbed]
+    operations = Operations(graph, "fp32")
+    work = annotate(graph)
+    return [
+        operations.sample(index, each)
+        for index, each in enumerate(work)
+        if index not in operations.absorbed
+    ]
 
 
 def test_every_operation_of_a_lap_is_measured_once(tmp_path: Path) -> None:
@@ -76,9 +83,12 @@ def test_a_product_and_its_bias_run_as_one(tmp_path: Path) -> None:
 
 
 def test_shares_of_every_split_run_by_themselves(tmp_path: Path) -> None:
-    operations, work = Operations(GRAPH, "fp32"), annotate(GRAPH)
+    operations = Operations(GRAPH, "fp32")
+    work = annotate(GRAPH)
     lap = [
-        operations.sample(index, work[index], splits) for index in range(4) for splits in operations.cuts(index, (2,))
+        operations.sample(index, work[index], splits)
+        for index in range(4)
+        for splits in operations.cuts(index, (2,))
     ]
     found, refused = measure_operations(lap, WATCH, tmp_path, train=True, seconds=0.01)
     assert refused == ()
@@ -98,8 +108,12 @@ def test_what_does_not_run_is_left_out_and_said(tmp_path: Path) -> None:
 
 def test_onnxruntime_measures_forwards_of_the_same_operations(tmp_path: Path) -> None:
     builder = Builder(8, 16)
-    graph = builder.finish(builder.relu(builder.add(builder.linear("x", 32), builder.parameter("bias", (32,)))))
-    found, refused = onnxruntime_profiler.measure_operations(samples(graph), tmp_path, threads=1, seconds=0.01)
+    graph = builder.finish(
+        builder.relu(builder.add(builder.linear("x", 32), builder.parameter("bias", (32,))))
+    )
+    found, refused = onnxruntime_profiler.measure_operations(
+        samples(graph), tmp_path, threads=1, seconds=0.01
+    )
     assert refused == ()
     assert [each.operation.operator for each in found] == ["MatMul+Add", "Relu"]
     assert all(each.forward.seconds >= 0 and each.backward is None for each in found)
@@ -149,7 +163,9 @@ def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
     assert 0 < plain.bucket.per_tensor_s < 0.5
     assert 0 < plain.bucket.per_byte_s < 1e-6
     started = TaskStartOverhead(1.0, 2.0).added_to(plain)
-    assert started == replace(plain, forward_s=1.0 + plain.forward_s, backward_s=2.0 + plain.backward_s)
+    assert started == replace(
+        plain, forward_s=1.0 + plain.forward_s, backward_s=2.0 + plain.backward_s
+    )
 
 
 @pytest.mark.distributed

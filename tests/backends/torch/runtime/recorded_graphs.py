@@ -1,10 +1,13 @@
-"""A stand-in for CUDA graphs on the CPU: a graph records operators during the capture and runs them again at a replay.
+"""A stand-in for CUDA graphs on the CPU: a graph records operators during the capture and runs them
+again at a replay.
 
 It behaves as CUDA does where a mistake of the caller would show:
 
 - A capture has no effect: tensors that existed before have their old values when it ends.
-- Memory that a graph allocates holds NaN when its replay begins, as if something else had used the memory.
-- An operator that waits for the device (`item`, `tolist`, `nonzero`) is an error in a capture and in debug mode.
+- Memory that a graph allocates holds NaN when its replay begins, as if something else had used the
+  memory.
+- An operator that waits for the device (`item`, `tolist`, `nonzero`) is an error in a capture and
+  in debug mode.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ class Device:
     def check_wait(self, what: str) -> None:
         """An operator waits for the device."""
         if self.capturing:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing ({what})"
+            )
         if self.debug_mode:
             raise RuntimeError("called a synchronizing CUDA operation")
 
@@ -95,7 +100,9 @@ class RecordedGraph(TorchDispatchMode):
         """Storages that the capture has written, with copies of what they held."""
         self._floating: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function in _WAITING:
             self.device.check_wait(str(function))
@@ -108,11 +115,16 @@ class RecordedGraph(TorchDispatchMode):
                 self._allocated[storage._cdata] = storage
                 if each.is_floating_point():
                     self._floating.append(each.detach())
-        self._kernels.append(Kernel(function, args, kwargs, tree_leaves(results), torch.is_grad_enabled()))
+        self._kernels.append(
+            Kernel(function, args, kwargs, tree_leaves(results), torch.is_grad_enabled())
+        )
         return results
 
     def _keep_written(self, function: Any, args: Any, kwargs: Any) -> None:
-        named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+        named = (
+            dict(zip((each.name for each in function._schema.arguments), args, strict=False))
+            | kwargs
+        )
         for each in function._schema.arguments:
             if each.alias_info is not None and each.alias_info.is_write:
                 for tensor in _tensors(named.get(each.name)):
@@ -145,14 +157,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(RecordedGraph, "device", device, raising=False)
 
     @contextmanager
-    def capture(graph: RecordedGraph, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+    def capture(
+        graph: RecordedGraph, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
         device.capturing += 1
         device.captures += 1
         device.open_pools.append(pool)
         try:
             with graph:
                 yield
-            if device.captures == device.failing:  # CUDA has invalidated the capture, and torch does not end it.
+            if (
+                device.captures == device.failing
+            ):  # CUDA has invalidated the capture, and torch does not end it.
                 raise torch.OutOfMemoryError("CUDA error: out of memory")
             device.open_pools.remove(pool)
         finally:
@@ -183,9 +199,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     def release(_: int, pool: object) -> None:
         device.released_pools.append(pool)
 
-    generator = SimpleNamespace(clone_state=lambda: "a copy", graphsafe_set_state=device.generator_states.append)
+    generator = SimpleNamespace(
+        clone_state=lambda: "a copy", graphsafe_set_state=device.generator_states.append
+    )
     monkeypatch.setattr(cuda_graphs, "_DEVICE", "cpu")
-    monkeypatch.setattr(philox, "_kernel_for", lambda tensor: None)  # A graph records operators, but not NumPy.
+    monkeypatch.setattr(
+        philox, "_kernel_for", lambda tensor: None
+    )  # A graph records operators, but not NumPy.
     monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)

@@ -1,5 +1,6 @@
-"""A CUDA device that only keeps time: work that it is given takes simulated seconds, and to wait for it takes the host
-as long. Its events and streams stand in for torch's."""
+"""A CUDA device that only keeps time: work that it is given takes simulated seconds, and to wait
+for it takes the host as long. Its events and streams stand in for torch's.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +61,17 @@ class Device:
 
         current = BoundStream()
         monkeypatch.setattr(torch, "empty", empty)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: device.kept_for.append(stream))
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda _, stream: device.kept_for.append(stream)
+        )
         monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "Event", BoundEvent)
         monkeypatch.setattr(torch.cuda, "Stream", BoundStream)
         monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: device.wait_until(device.busy_until))
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda *_: device.wait_until(device.busy_until)
+        )
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
         monkeypatch.setattr(
             "autopipe.backends.torch.runtime.clock.time",

@@ -25,8 +25,11 @@ for step in range(16):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 def test_blocks_of_any_size_are_asked_of_the_system_once() -> None:
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
-    # Where the heap begins is drawn at random: blocks may take a few steps to find the places that they then keep.
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+    )
+    # Where the heap begins is drawn at random: blocks may take a few steps to find the places that
+    # they then keep.
     faults = [int(line) for line in done.stdout.split()]
     pages = 96 * 2**20 // resource.getpagesize()
     assert faults[0] >= pages

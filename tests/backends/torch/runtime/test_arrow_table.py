@@ -21,7 +21,8 @@ from tests.backends.torch.runtime.test_stored_arrays import TOKENS, Batches, ind
 
 PICTURE = InputRange(Value("picture", DType.FLOAT32, (2, 3, 4)), 0, None)
 TURNED = InputRange(Value("turned", DType.FLOAT32, (3, 2)), 1, None)
-FLAT, LABEL = index_input("flat", (16,)), index_input("label", (2,))
+FLAT = index_input("flat", (16,))
+LABEL = index_input("label", (2,))
 ENTRIES = (TOKENS, PICTURE, TURNED, FLAT, LABEL)
 MANIFEST = Batches(ENTRIES)
 ROWS = 10
@@ -70,7 +71,9 @@ def write_dataset(path: Path, found: pa.Table) -> None:
     names = [f"data-{number:05}-of-00002.arrow" for number in range(2)]
     for name, part in zip(names, (found.slice(0, 7), found.slice(7)), strict=True):
         write_stream(path / name, part)
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (path / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
 
 
 def write_folder(path: Path, found: pa.Table) -> None:
@@ -93,11 +96,16 @@ WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
 def test_a_row_is_a_sample_and_a_column_an_input(tmp_path: Path, name: str, shuffle: bool) -> None:
     WRITERS[name](tmp_path / name, table())
     source = opened(MANIFEST, tmp_path / name, shuffle=shuffle)
-    found, order = numbers(), np.arange(ROWS)
+    found = numbers()
+    order = np.arange(ROWS)
     if shuffle:
         labels = source.rows(LABEL, 0, ROWS)
-        order = np.array([next(iter(np.flatnonzero((found["flat"] == row).all(1)))) for row in flat_rows(source)])
-        assert np.array_equal(labels, found["label"][order]) and not np.array_equal(order, np.arange(ROWS))
+        order = np.array(
+            [next(iter(np.flatnonzero((found["flat"] == row).all(1)))) for row in flat_rows(source)]
+        )
+        assert np.array_equal(labels, found["label"][order]) and not np.array_equal(
+            order, np.arange(ROWS)
+        )
     order = order[3:9]
     assert np.array_equal(source.rows(TOKENS, 3, 9), found["tokens"][order])
     assert np.array_equal(source.rows(PICTURE, 3, 9), found["picture"][order])
@@ -124,12 +132,21 @@ def changed(column: str, value: object) -> pa.Table:
             changed("tokens", [[1] * 8] * 6 + [[1] * 7] + [[1] * 9] * 3),
             "'tokens' row 6 has 7 elements, a sample of the",
         ),
-        (changed("tokens", [[1] * 8] * 9 + [[]]), "'tokens' row 9 has 0 elements, a sample of the input 8"),
+        (
+            changed("tokens", [[1] * 8] * 9 + [[]]),
+            "'tokens' row 9 has 0 elements, a sample of the input 8",
+        ),
         (changed("tokens", [[1] * 8] * 9 + [None]), "'tokens' has nulls"),
         (changed("tokens", [[1] * 8] * 9 + [[None] * 8]), "'tokens' has nulls"),
         (changed("tokens", ["some"] * 10), "'tokens' holds string, no numbers"),
-        (changed("tokens", [[1] * 8] * 9 + [[1] * 7 + [50]]), "'tokens' row 9 holds 50: it must be from 0 to 49"),
-        (changed("flat", [[1] * 8] * 9 + [[1] * 7 + [50]]), "'flat' row 79 holds 50: it must be from 0 to 49"),
+        (
+            changed("tokens", [[1] * 8] * 9 + [[1] * 7 + [50]]),
+            "'tokens' row 9 holds 50: it must be from 0 to 49",
+        ),
+        (
+            changed("flat", [[1] * 8] * 9 + [[1] * 7 + [50]]),
+            "'flat' row 79 holds 50: it must be from 0 to 49",
+        ),
         (changed("label", [1.5] * 10), "'label' holds float64, not int64"),
     ],
 )
@@ -157,13 +174,17 @@ def test_of_several_datasets_one_is_named_and_no_file_outside_is_read(tmp_path: 
         opened(MANIFEST, tmp_path)
     assert caught.value.hint == f"name one of its splits: {tmp_path / 'train'}"
     opened(MANIFEST, tmp_path / "train")
-    (tmp_path / "train" / "state.json").write_text('{"_data_files": [{"filename": "../outside.arrow"}]}')
+    (tmp_path / "train" / "state.json").write_text(
+        '{"_data_files": [{"filename": "../outside.arrow"}]}'
+    )
     write_stream(tmp_path / "outside.arrow", table())
     with pytest.raises(ConfigurationError, match="the table cannot be read"):
         opened(MANIFEST, tmp_path / "train")
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     WRITERS["table.arrow"](tmp_path / "table.arrow", table())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigurationError, match="needs pyarrow") as caught:

@@ -1,4 +1,6 @@
-"""Blocks that a thread reads before they are needed are those that would be read where they are asked for."""
+"""Blocks that a thread reads before they are needed are those that would be read where they are
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.batch_reader import BatchReader, BlockRequest, PrefetchingReader
+from autopipe.backends.torch.runtime.batch_reader import (
+    BatchReader,
+    BlockRequest,
+    PrefetchingReader,
+)
 from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.random_batches import RandomSource
 from autopipe.backends.torch.runtime.sample_source import Slices, Source
@@ -23,7 +29,10 @@ from tests.backends.torch.runtime.stand_in_cuda import Device
 
 CPU = torch.device("cpu")
 IDS = InputRange(
-    Value("ids", DType.INT64, (2, 3)), 0, 7, allowed=(InputBounds(starts=(0, 0), stops=(2, 3), least=0, below=1000),)
+    Value("ids", DType.INT64, (2, 3)),
+    0,
+    7,
+    allowed=(InputBounds(starts=(0, 0), stops=(2, 3), least=0, below=1000),),
 )
 NARROW = InputRange(Value("narrow", DType.BFLOAT16, (2, 2)), 0, None)
 BATCH = 6
@@ -31,7 +40,9 @@ BATCH = 6
 
 @dataclass(frozen=True)
 class Batches:
-    """What readers look at of a manifest: three micro-batches of two samples, of which stage 1 makes two of each."""
+    """What readers look at of a manifest: three micro-batches of two samples, of which stage 1
+    makes two of each.
+    """
 
     train: bool = True
     inputs: tuple[InputRange, ...] = (IDS, NARROW)
@@ -40,7 +51,10 @@ class Batches:
     batch_size: int = BATCH
     outputs: tuple[Output, ...] = ()
 
-    stages: tuple[SimpleNamespace, ...] = (SimpleNamespace(micro_batch_ratio=1), SimpleNamespace(micro_batch_ratio=2))
+    stages: tuple[SimpleNamespace, ...] = (
+        SimpleNamespace(micro_batch_ratio=1),
+        SimpleNamespace(micro_batch_ratio=2),
+    )
 
 
 WHOLE: Slices = ((0, 2), (0, 3))
@@ -73,12 +87,18 @@ def batches():
 
 def write_data(folder: Path, samples: int) -> str:
     ids = np.arange(3 * samples).reshape(samples, 3)
-    np.savez(folder / "data.npz", ids=ids, narrow=np.linspace(0, 1, 2 * samples, dtype=np.float32).reshape(samples, 2))
+    np.savez(
+        folder / "data.npz",
+        ids=ids,
+        narrow=np.linspace(0, 1, 2 * samples, dtype=np.float32).reshape(samples, 2),
+    )
     return str(folder / "data.npz")
 
 
 @pytest.fixture(params=["random", "file", "function"])
-def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def data(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
     if request.param == "random":
         return None
     if request.param == "file":
@@ -120,7 +140,11 @@ def test_a_thread_reads_what_would_be_read_where_it_is_asked_for(
     assert len(found) == len(wanted) and ("no more" in found) == (not train and data is not None)
     for ours, theirs in zip(found, wanted, strict=True):
         if isinstance(theirs, torch.Tensor):
-            assert isinstance(ours, torch.Tensor) and ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+            assert (
+                isinstance(ours, torch.Tensor)
+                and ours.dtype is theirs.dtype
+                and torch.equal(ours, theirs)
+            )
         else:
             assert ours == theirs
 
@@ -132,7 +156,9 @@ def test_the_computing_stream_waits_for_each_copy_and_keeps_its_memory(
     closing.append(PrefetchingReader(manifest, RandomSource(manifest, 0), CPU, 3))  # type: ignore[arg-type]
     walk(closing[0], 3)
     current = torch.cuda.current_stream()
-    assert len(current.waited_for) == len(device.kept_for) == len(device.pinned) == 2 * len(REQUESTS)  # type: ignore[attr-defined]
+    assert (
+        len(current.waited_for) == len(device.kept_for) == len(device.pinned) == 2 * len(REQUESTS)
+    )  # type: ignore[attr-defined]
     assert len(set(current.waited_for)) == 2 * len(REQUESTS)  # type: ignore[attr-defined]
     assert set(device.kept_for) == {current} and current not in device.entered
 
@@ -147,7 +173,9 @@ class CountingSource(RandomSource):
         return super().rows(entry, start, stop)
 
 
-def test_no_more_than_two_micro_batches_are_read_in_advance(device: Device, closing: list[BatchReader]) -> None:
+def test_no_more_than_two_micro_batches_are_read_in_advance(
+    device: Device, closing: list[BatchReader]
+) -> None:
     manifest = Batches()
     source = CountingSource(manifest, 0)  # type: ignore[arg-type]
     reader = PrefetchingReader(manifest, source, CPU, 1000)  # type: ignore[arg-type]

@@ -28,8 +28,16 @@ from autopipe.ir.program import Channel
 @pytest.mark.parametrize(
     ("gpus", "nccl", "why"),
     [
-        (["a GPU 0", "a GPU 1", "b GPU 2"], True, "ranks exchange tensors over NCCL: 3 ranks have a GPU each"),
-        (["a GPU 0", "a GPU 1", "a GPU 0"], False, "ranks exchange tensors over gloo: ranks 0 and 2 share a GPU 0"),
+        (
+            ["a GPU 0", "a GPU 1", "b GPU 2"],
+            True,
+            "ranks exchange tensors over NCCL: 3 ranks have a GPU each",
+        ),
+        (
+            ["a GPU 0", "a GPU 1", "a GPU 0"],
+            False,
+            "ranks exchange tensors over gloo: ranks 0 and 2 share a GPU 0",
+        ),
         (["a GPU 0", "", "b GPU 2"], False, "ranks exchange tensors over gloo: rank 1 has no GPU"),
         (["", "", ""], False, ""),
     ],
@@ -79,7 +87,9 @@ def world_of(ranks: int, rank: int, store: dist.Store) -> Iterator[None]:
 
 def test_a_rank_of_many_neither_makes_nor_waits_for_communicators_of_others() -> None:
     """Llama-7B on 1,024 GPUs has 1,920 for messages: who is no member of one passes by."""
-    ends = [(64 * stage + place, 64 * (stage + 1) + place) for stage in range(15) for place in range(64)]
+    ends = [
+        (64 * stage + place, 64 * (stage + 1) + place) for stage in range(15) for place in range(64)
+    ]
     channels = [Channel(number, *pair, 1, 1) for number, pair in enumerate(ends)]
     with world_of(1025, 1024, Untouched()):
         communicators = NcclCommunicators(1024, torch.device("cuda", 0), timedelta(seconds=1))
@@ -90,8 +100,12 @@ def test_a_rank_of_many_neither_makes_nor_waits_for_communicators_of_others() ->
 
 
 def test_ranks_make_their_communicators_without_waiting_for_those_of_others() -> None:
-    """A rank makes at most four for messages, and the last is made in the fourth round, however long the pipeline."""
-    ends = [(64 * stage + place, 64 * (stage + 1) + place) for stage in range(15) for place in range(64)]
+    """A rank makes at most four for messages, and the last is made in the fourth round, however
+    long the pipeline.
+    """
+    ends = [
+        (64 * stage + place, 64 * (stage + 1) + place) for stage in range(15) for place in range(64)
+    ]
     paths = {each: each for source, target in ends for each in ((source, target), (target, source))}
     made = [0] * 1024
     for pair in order_in_rounds(dict(sorted(paths.items()))):

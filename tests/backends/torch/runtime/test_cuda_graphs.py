@@ -1,4 +1,6 @@
-"""Which stages may be captured as CUDA graphs, the line that a run says of them, and static gradients."""
+"""Which stages may be captured as CUDA graphs, the line that a run says of them, and static
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,21 @@ def test_which_stages_may_be_captured(names: tuple[str, ...], reason: str) -> No
 
 
 def test_names_of_a_text() -> None:
-    names = names_in("@recompute\ndef segment_0(p, x0):\n    return p.group.along((2, 1)).all_reduce(F.relu(x0)), ()\n")
+    names = names_in(
+        "@recompute\ndef segment_0(p, x0):\n    return p.group.along((2, "
+        "1)).all_reduce(F.relu(x0)), ()\n"
+    )
     assert {"recompute", "p.group", "F.relu"} <= names
 
 
 @pytest.mark.parametrize(
     ("stages", "by_rank", "line"),
     [
-        (2, [{"0": "", "update": ""}, {"1": "", "update": ""}], "CUDA graphs: 2 of 2 stages captured, and the update"),
+        (
+            2,
+            [{"0": "", "update": ""}, {"1": "", "update": ""}],
+            "CUDA graphs: 2 of 2 stages captured, and the update",
+        ),
         (2, [{"0": ""}, {"1": ""}], "CUDA graphs: 2 of 2 stages captured"),
         (
             4,
@@ -41,23 +50,36 @@ def test_names_of_a_text() -> None:
                 },
                 {"3": "its ranks exchange data inside of it"},
             ],
-            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data inside of it; "
+            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data "
+            "inside of it; "
             "the update eager: its optimizer takes the learning rate from the host",
         ),
         (
             3,
-            [{"0": "the plan is not bound by the host", "1": "", "2": "one of its operators waits for the device"}],
-            "CUDA graphs: 1 of 3 stages captured; stage 0 eager: the plan is not bound by the host; "
+            [
+                {
+                    "0": "the plan is not bound by the host",
+                    "1": "",
+                    "2": "one of its operators waits for the device",
+                }
+            ],
+            "CUDA graphs: 1 of 3 stages captured; stage 0 eager: the plan is not bound by the "
+            "host; "
             "stage 2 eager: one of its operators waits for the device",
         ),
         (
             1,
             [{"0": "the plan is not bound by the host"}],
-            "no CUDA graphs: the plan is not bound by the host (--cuda-graphs captures its stages nevertheless)",
+            (
+                "no CUDA graphs: the plan is not bound by the host (--cuda-graphs captures its "
+                "stages nevertheless)"
+            ),
         ),
     ],
 )
-def test_a_run_says_in_one_line_what_is_captured(stages: int, by_rank: list[dict[str, str]], line: str) -> None:
+def test_a_run_says_in_one_line_what_is_captured(
+    stages: int, by_rank: list[dict[str, str]], line: str
+) -> None:
     assert summary(stages, by_rank) == line
 
 
@@ -76,5 +98,7 @@ def test_static_gradients_hold_what_gradients_held() -> None:
     assert parameters[2].grad is None
     parameters[1].grad += 1
     gradients.place(parameters[:2])
-    assert parameters[1].grad.tolist() == [4.0, 4.0], "another stage of the step has placed it before"
+    assert parameters[1].grad.tolist() == [4.0, 4.0], (
+        "another stage of the step has placed it before"
+    )
     assert own.tolist() == [3.0, 3.0]

@@ -1,4 +1,6 @@
-"""Settings of a rank on a GPU: how much memory its tensors may take, and how its optimizer updates."""
+"""Settings of a rank on a GPU: how much memory its tensors may take, and how its optimizer
+updates.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(("limit", "share"), [(20 * GIB, 0.25), (80 * GIB, 1.0), (96 * GIB, 1.0)])
-def test_tensors_take_no_more_than_the_plan_allows(limit: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_take_no_more_than_the_plan_allows(
+    limit: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_to: list[tuple[float, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: set_to.append(given))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: set_to.append(given)
+    )
     limit_memory(limit, torch.device("cuda", 1))
     assert set_to == [(share, torch.device("cuda", 1))]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_segments_of_memory_grow_unless_the_user_has_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_memory_grow_unless_the_user_has_settings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     with rank_environment():
@@ -34,12 +44,16 @@ def test_segments_of_memory_grow_unless_the_user_has_settings(name: str, monkeyp
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
     monkeypatch.setenv(name, "max_split_size_mb:64")
     with rank_environment():
-        found = {each: os.environ.get(each) for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
+        found = {
+            each: os.environ.get(each) for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        }
     assert [value for value in found.values() if value] == ["max_split_size_mb:64"] and found[name]
 
 
 class OnGpu(torch.nn.Parameter):
-    """A parameter that says it is on a GPU. The update itself is the CPU's kernel of the same name."""
+    """A parameter that says it is on a GPU. The update itself is the CPU's kernel of the same
+    name.
+    """
 
     is_cuda = True
 
@@ -69,4 +83,6 @@ def test_an_update_in_one_kernel_gives_the_same_numbers(name: str) -> None:
         fused.step()
         usual.step()
     for first, second in zip(there, here, strict=True):
-        assert torch.linalg.vector_norm(first.data - second.data) <= 1e-6 * torch.linalg.vector_norm(second.data)
+        assert torch.linalg.vector_norm(
+            first.data - second.data
+        ) <= 1e-6 * torch.linalg.vector_norm(second.data)

@@ -30,7 +30,9 @@ from autopipe.ir.program import InputBounds, InputRange, Output
 from autopipe.ir.training import DataSettings
 
 
-def input_range(name: str, dtype: str, shape: tuple[int, ...], *more: Any, **bounds: Any) -> InputRange:
+def input_range(
+    name: str, dtype: str, shape: tuple[int, ...], *more: Any, **bounds: Any
+) -> InputRange:
     return InputRange(Value(name, DType(dtype), shape), *more, **bounds)
 
 
@@ -69,12 +71,16 @@ def arrays(samples: int) -> dict[str, np.ndarray]:
         shape = list(entry.value.shape)
         if entry.batch_axis is not None:
             shape[entry.batch_axis] = shape[entry.batch_axis] // 2 * samples
-        found[entry.value.name] = np.arange(np.prod(shape)).reshape(shape).astype(entry.value.dtype.value)
+        found[entry.value.name] = (
+            np.arange(np.prod(shape)).reshape(shape).astype(entry.value.dtype.value)
+        )
     return found
 
 
 @pytest.fixture(params=["random", "stored", "compressed", "function"])
-def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def data(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
     """The same kind of data by every way."""
     if request.param == "random":
         return None
@@ -111,7 +117,9 @@ def batches():
 
 @pytest.mark.parametrize("entry", MANIFEST.inputs, ids=lambda entry: entry.value.name)
 def test_blocks_are_parts_of_the_micro_batch(data: str | None, entry: InputRange) -> None:
-    """A rank that asks for a block alone, with a source of its own, gets that part of what others read whole."""
+    """A rank that asks for a block alone, with a source of its own, gets that part of what others
+    read whole.
+    """
     reading_all = open_source(MANIFEST, data, 3)
     everything = tuple((0, extent) for extent in entry.value.shape)
     for sample in range(0, 12, 2):
@@ -135,11 +143,15 @@ def test_files_are_read_sample_by_sample_and_filled_up(tmp_path: Path, entry: In
         assert np.array_equal(found, whole)
         return
     samples = np.split(whole, 5, entry.batch_axis)
-    assert np.array_equal(found, np.concatenate([samples[index] for index in (3, 4, 0)], entry.batch_axis))
+    assert np.array_equal(
+        found, np.concatenate([samples[index] for index in (3, 4, 0)], entry.batch_axis)
+    )
 
 
 def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> None:
-    """Of 20 samples 18, which are 3 batches; inputs of any number of rows a sample keep together."""
+    """Of 20 samples 18, which are 3 batches; inputs of any number of rows a sample keep
+    together.
+    """
     np.savez(tmp_path / "data.npz", **arrays(20))
     source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
     starts = [source.sample(step) for step in range(7)]
@@ -148,7 +160,9 @@ def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> 
     assert all(source.count(step) == 6 for step in range(7))
     assert source.left_over == 2
     for entry in (IDS, PICTURE, ROWS):
-        assert np.array_equal(source.rows(entry, starts[3], starts[3] + 6), source.rows(entry, 0, 6))
+        assert np.array_equal(
+            source.rows(entry, starts[3], starts[3] + 6), source.rows(entry, 0, 6)
+        )
 
 
 def test_an_epoch_that_was_begun_with_other_batches_goes_on(tmp_path: Path) -> None:
@@ -174,7 +188,10 @@ def test_a_file_in_inference_ends(tmp_path: Path) -> None:
 def test_arrays_of_unequal_length_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **(arrays(12) | {"ids": arrays(13)["ids"]}))
     for manifest in (MANIFEST, INFERENCE):
-        with pytest.raises(ConfigurationError, match="different numbers of samples: 'ids' 13, 'picture' 12, 'rows' 12"):
+        with pytest.raises(
+            ConfigurationError,
+            match="different numbers of samples: 'ids' 13, 'picture' 12, 'rows' 12",
+        ):
             open_source(manifest, str(tmp_path / "data.npz"), 0)
     np.savez(tmp_path / "data.npz", **(arrays(12) | {"rows": np.zeros((37, 2))}))
     with pytest.raises(ConfigurationError, match="'rows' has 37 rows, of which a sample has 3"):
@@ -188,9 +205,16 @@ def test_training_needs_a_whole_batch(tmp_path: Path) -> None:
 
 
 BOUNDED = input_range(
-    "ids", "int64", (2, 3), 0, 7, allowed=(InputBounds(0, 7, (0, 0), (2, 1)), InputBounds(-9, 9, (0, 1), (2, 3)))
+    "ids",
+    "int64",
+    (2, 3),
+    0,
+    7,
+    allowed=(InputBounds(0, 7, (0, 0), (2, 1)), InputBounds(-9, 9, (0, 1), (2, 3))),
 )
-LABELS = input_range("labels", "int64", (2,), 0, 5, allowed=(InputBounds(0, 5, (0,), (2,)),), ignored=-100)
+LABELS = input_range(
+    "labels", "int64", (2,), 0, 5, allowed=(InputBounds(0, 5, (0,), (2,)),), ignored=-100
+)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +263,9 @@ def test_numbers_out_of_range_are_found_by_row(
 
 @pytest.mark.parametrize(("dtype", "most"), [("int64", 1 << 20), ("int32", 1 << 26)])
 def test_large_files_are_looked_at_where_they_lie(tmp_path: Path, dtype: str, most: int) -> None:
-    """Indices of 96 MiB take none, or a piece's where they have another type, and are looked at to the last."""
+    """Indices of 96 MiB take none, or a piece's where they have another type, and are looked at to
+    the last.
+    """
     rows = (96 << 20) // 3 // np.dtype(dtype).itemsize
     given = np.zeros((rows, 3), dtype)
     given[-1] = 8
@@ -263,7 +289,9 @@ def test_random_numbers_cover_the_table_of_each_column() -> None:
         InputBounds(10, 1000, (0, 1), (2, 2)),
         InputBounds(-5, -2, (0, 2), (2, 3)),
     )
-    source = open_source(Batches(inputs=(input_range("ids", "int64", (2, 3), 0, 2, drawn=bounds),)), None, 0)
+    source = open_source(
+        Batches(inputs=(input_range("ids", "int64", (2, 3), 0, 2, drawn=bounds),)), None, 0
+    )
     found = source.rows(input_range("ids", "int64", (2, 3), 0, 2, drawn=bounds), 0, 4000)
     assert set(found[:, 0]) == {0, 1}
     assert found[:, 1].min() < 20 and found[:, 1].max() > 990 and found[:, 1].min() >= 10
@@ -272,7 +300,9 @@ def test_random_numbers_cover_the_table_of_each_column() -> None:
 
 @pytest.mark.parametrize("below", [None, 5])
 @pytest.mark.parametrize("drawn", [(), (InputBounds(2, 4, (), ()),)])
-def test_random_data_of_an_input_that_is_one_number(below: int | None, drawn: tuple[InputBounds, ...]) -> None:
+def test_random_data_of_an_input_that_is_one_number(
+    below: int | None, drawn: tuple[InputBounds, ...]
+) -> None:
     entry = input_range("scale", "float32", (), None, below, drawn=drawn)
     found = open_source(Batches(inputs=(entry,)), None, 0).rows(entry, 0, 0)
     assert (found.shape, found.dtype) == ((), np.float32)
@@ -299,17 +329,24 @@ def test_random_numbers_keep_to_their_ranges() -> None:
 def test_random_inputs_differ_from_one_another_and_by_seed() -> None:
     first, second = (open_source(MANIFEST, None, seed) for seed in (1, 2))
     assert not np.array_equal(first.rows(ROWS, 0, 2), second.rows(ROWS, 0, 2))
-    assert not np.array_equal(first.rows(ROWS, 0, 2).ravel()[:4], first.rows(PICTURE, 0, 2).ravel()[:4])
+    assert not np.array_equal(
+        first.rows(ROWS, 0, 2).ravel()[:4], first.rows(PICTURE, 0, 2).ravel()[:4]
+    )
 
 
-def test_values_without_samples_follow_the_steps_of_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_without_samples_follow_the_steps_of_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that reads nothing else must not stay at the first batch."""
     monkeypatch.syspath_prepend(str(tmp_path))
     lines = ["import numpy as np", "def batches():", "    for step in range(3):"]
     lines.append("        yield {'table': np.full((3, 2), step)}")
     (tmp_path / "tables_of_steps.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     source = open_source(MANIFEST, "tables_of_steps:batches", 0)
-    found = [read_block(source, MANIFEST, TABLE, sample, ((0, 1), (0, 1))).item() for sample in (0, 2, 6, 16)]
+    found = [
+        read_block(source, MANIFEST, TABLE, sample, ((0, 1), (0, 1))).item()
+        for sample in (0, 2, 6, 16)
+    ]
     assert found == [0, 0, 1, 2]
 
 
@@ -343,7 +380,9 @@ def test_after_other_batches_a_function_goes_on_at_the_step_and_a_file_at_the_sa
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])
-def test_arrays_that_do_not_fit(tmp_path: Path, array: np.ndarray, message: str, compressed: bool) -> None:
+def test_arrays_that_do_not_fit(
+    tmp_path: Path, array: np.ndarray, message: str, compressed: bool
+) -> None:
     path = tmp_path / "data.npz"
     save = np.savez_compressed if compressed else np.savez
     save(path, **(arrays(6) | {"ids": array}))  # type: ignore[arg-type]
@@ -372,7 +411,9 @@ def test_float_ids_name_the_file_and_how_to_save_them(tmp_path: Path) -> None:
         (9.0, ""),
     ],
 )
-def test_ids_that_a_model_declares_floating_point_are_integers(tmp_path: Path, number: float, message: str) -> None:
+def test_ids_that_a_model_declares_floating_point_are_integers(
+    tmp_path: Path, number: float, message: str
+) -> None:
     allowed = (InputBounds(0, 10, (0, 0), (2, 3)),)
     manifest = Batches(inputs=(input_range("ids", "float32", (2, 3), 0, None, allowed=allowed),))
     ids = np.ones((6, 3), np.float32)
@@ -387,14 +428,20 @@ def test_ids_that_a_model_declares_floating_point_are_integers(tmp_path: Path, n
 
 @pytest.mark.parametrize("mask", [np.uint8, np.float32])
 def test_integers_of_other_types_are_taken(tmp_path: Path, mask: type) -> None:
-    np.savez(tmp_path / "data.npz", **(arrays(6) | {"ids": np.full((6, 3), 5, np.uint16), "mask": np.ones(6, mask)}))
+    np.savez(
+        tmp_path / "data.npz",
+        **(arrays(6) | {"ids": np.full((6, 3), 5, np.uint16), "mask": np.ones(6, mask)}),
+    )
     source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
     assert source.rows(IDS, 0, 2).tolist() == [[5] * 3] * 2
     assert source.rows(MASK, 0, 2).tolist() == [True, True]
 
 
 def test_columns_first(tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **{name: np.asfortranarray(array) for name, array in arrays(6).items()})
+    np.savez(
+        tmp_path / "data.npz",
+        **{name: np.asfortranarray(array) for name, array in arrays(6).items()},
+    )
     source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
     assert np.array_equal(source.rows(PICTURE, 2, 4), arrays(6)["picture"][:, 2:4])
 
@@ -439,13 +486,19 @@ def test_missing_files_arrays_and_functions(tmp_path: Path) -> None:
 def spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *sizes: int) -> str:
     """A function that gives batches of `ids` of these sizes, numbered from 0."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    lines = ["import numpy as np", "def batches():", f"    for step, size in enumerate({list(sizes)}):"]
+    lines = [
+        "import numpy as np",
+        "def batches():",
+        f"    for step, size in enumerate({list(sizes)}):",
+    ]
     lines.append("        yield {'ids': np.full((size, 3), step)}")
     (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{name}:batches"
 
 
-def test_functions_that_end_begin_again_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_end_begin_again_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The batch that is not whole is left out."""
     source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "two_and_a_half", 6, 6, 3), 0)
     assert [source.rows(IDS, 6 * step, 6 * step + 6)[0, 0] for step in range(3)] == [0, 1, 0]
@@ -459,14 +512,18 @@ def test_functions_that_end_end_inference(tmp_path: Path, monkeypatch: pytest.Mo
     assert not source.count(2)
 
 
-def test_functions_that_give_too_little_or_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_give_too_little_or_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = {
         (5,): "epoch 1 has no batch of 6 samples",
         (5, 6): "batch 0 has 5 samples, not 6, and is not the last",
         (7,): "batch 0 has 7 samples, not 6",
     }
     for number, (sizes, message) in enumerate(cases.items()):
-        source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, f"odd_batches{number}", *sizes), 0)
+        source = open_source(
+            MANIFEST, spelt(tmp_path, monkeypatch, f"odd_batches{number}", *sizes), 0
+        )
         with pytest.raises(ConfigurationError, match=message):
             source.rows(IDS, 0, 2)
     source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "ids_alone", 6), 0)
@@ -498,7 +555,10 @@ def test_a_function_of_the_step_gives_any_step_and_is_not_asked_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "asked = []\ndef batches(step, batch_size, seed):\n    asked.append(step)\n"
-    text += "    return None if step == 9 else {'ids': np.full((batch_size - (step == 8), 3), step + seed)}\n"
+    text += (
+        "    return None if step == 9 else {'ids': np.full((batch_size - (step == 8), 3), step + "
+        "seed)}\n"
+    )
     name = written(tmp_path, monkeypatch, "of_the_step", text)
     source = open_source(MANIFEST, name, 40, Position(5, 30))
     assert [source.rows(IDS, sample, sample + 2)[0, 0] for sample in (30, 34, 42)] == [45, 45, 47]
@@ -527,10 +587,22 @@ def test_an_iterator_may_be_made_for_a_batch_size_and_a_seed_and_end_with_its_ep
     [
         ("def batches(path): pass", {}, "takes path"),
         ("def batches(): return [[1, 2]]", {}, "batch 0 is list, not a dict of arrays by input"),
-        ("def batches(): return [{'ids': np.zeros((6, 3))}]", {"shuffle": True}, "the order of a function's batches"),
+        (
+            "def batches(): return [{'ids': np.zeros((6, 3))}]",
+            {"shuffle": True},
+            "the order of a function's batches",
+        ),
         ("def batches(step): return {}", {"epochs": 2}, "a function of the step has no epochs"),
-        ("def batches(): return [{'ids': np.full((6, 3), 7)}]", {}, "batch 0: 'ids' row 0 holds 7: it must be from 0"),
-        ("def batches(): return [{'ids': np.full((6, 3), 'a')}]", {}, "batch 0: 'ids' holds <U1, not int64"),
+        (
+            "def batches(): return [{'ids': np.full((6, 3), 7)}]",
+            {},
+            "batch 0: 'ids' row 0 holds 7: it must be from 0",
+        ),
+        (
+            "def batches(): return [{'ids': np.full((6, 3), 'a')}]",
+            {},
+            "batch 0: 'ids' holds <U1, not int64",
+        ),
     ],
 )
 def test_functions_that_do_not_keep_the_contract(
@@ -539,7 +611,9 @@ def test_functions_that_do_not_keep_the_contract(
     manifest = Batches(inputs=(dataclasses.replace(BOUNDED, allowed=BOUNDED.allowed[:1]),))
     name = written(tmp_path, monkeypatch, f"contract{abs(hash(text))}", text + "\n")
     with pytest.raises(ConfigurationError) as caught:
-        open_source(manifest, name, 0, settings=DataSettings(**settings)).rows(manifest.inputs[0], 0, 6)
+        open_source(manifest, name, 0, settings=DataSettings(**settings)).rows(
+            manifest.inputs[0], 0, 6
+        )
     assert message in str(caught.value)
 
 
@@ -550,11 +624,18 @@ LOSS_LABELS = dataclasses.replace(LABELS, value=Value("labels", DType.INT64, (2,
 def test_a_batch_is_filled_up_with_its_first_sample_whose_label_counts_for_nothing(
     tmp_path: Path, train: bool, filled: int
 ) -> None:
-    """Of 9 samples the second batch has 3, in micro-batches of 2: the last one has none and is weighed with nothing."""
+    """Of 9 samples the second batch has 3, in micro-batches of 2: the last one has none and is
+    weighed with nothing.
+    """
     manifest = Batches(inputs=(LOSS_LABELS, ROWS), train=train)
-    given = {"labels": np.array([0, 0, 0, 0, 0, 0, 1, 2, 3]), "rows": np.arange(54.0).reshape(27, 2)}
+    given = {
+        "labels": np.array([0, 0, 0, 0, 0, 0, 1, 2, 3]),
+        "rows": np.arange(54.0).reshape(27, 2),
+    }
     np.savez(tmp_path / "data.npz", **given)
-    source = open_source(manifest, str(tmp_path / "data.npz"), 0, settings=DataSettings(last_batch="pad"))
+    source = open_source(
+        manifest, str(tmp_path / "data.npz"), 0, settings=DataSettings(last_batch="pad")
+    )
     assert source.count(1) == 3
     blocks = [
         read_filled_block(source, manifest, LOSS_LABELS, 1, offset, ((0, 2),)).tolist()  # type: ignore[arg-type]

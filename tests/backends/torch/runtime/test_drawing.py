@@ -1,4 +1,6 @@
-"""Drawn blocks equal the same blocks of the whole, however they are cut, read and shared among threads."""
+"""Drawn blocks equal the same blocks of the whole, however they are cut, read and shared among
+threads.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def blocks(draw: st.DrawFn) -> Block:
     """A shape and a block of it."""
     shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
     starts = tuple(draw(st.integers(0, extent - 1)) for extent in shape)
-    stops = tuple(draw(st.integers(start, extent)) for start, extent in zip(starts, shape, strict=True))
+    stops = tuple(
+        draw(st.integers(start, extent)) for start, extent in zip(starts, shape, strict=True)
+    )
     return shape, starts, stops
 
 
@@ -61,7 +65,9 @@ def test_a_large_table_by_two_threads() -> None:
 
 
 @given(st.integers(0, 2**20 - 8), st.integers(0, 2**20 - 8), st.integers(1, 8), st.integers(1, 8))
-def test_blocks_far_inside_a_table_that_fits_nowhere(row: int, column: int, rows: int, columns: int) -> None:
+def test_blocks_far_inside_a_table_that_fits_nowhere(
+    row: int, column: int, rows: int, columns: int
+) -> None:
     """Element (i, j) of a tebi-element table is made from word 2^20 · i + j of its stream."""
     found = drawn((2**20, 2**20), (row, column), (row + rows, column + columns))
     key = key_of(9, Purpose.PARAMETER, parameters._number_of("w"))

@@ -19,7 +19,8 @@ from autopipe.ir.problem import LossDivision
 from autopipe.ir.program import InputRange
 from tests.backends.torch.runtime.test_data import Batches, input_range
 
-VALUES, LABELS = input_range("values", "float32", (6, 1), 0, None), input_range("labels", "int64", (6,), 0, 9)
+VALUES = input_range("values", "float32", (6, 1), 0, None)
+LABELS = input_range("labels", "int64", (6,), 0, 9)
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,20 @@ class Counted:
 
 
 def manifest_of(*inputs: InputRange, micro_batches: int = 2) -> Manifest:
-    return cast(Manifest, Batches(inputs, micro_batches=micro_batches, micro_batch_size=6, train=False))
+    return cast(
+        Manifest, Batches(inputs, micro_batches=micro_batches, micro_batch_size=6, train=False)
+    )
 
 
-@given(samples=st.integers(1, 60), micro_batches=st.integers(1, 3), size=st.sampled_from([1, 2, 3, 6]))
+@given(
+    samples=st.integers(1, 60), micro_batches=st.integers(1, 3), size=st.sampled_from([1, 2, 3, 6])
+)
 def test_losses_add_up_to_that_of_every_sample(samples: int, micro_batches: int, size: int) -> None:
     """A stage's micro-batch has `size` samples; its loss is the mean of theirs."""
     manifest = manifest_of(VALUES, micro_batches=micro_batches)
-    data, total, step = EverySample(manifest, cast(Source, Counted(manifest, samples))), 0.0, 0
+    data = EverySample(manifest, cast(Source, Counted(manifest, samples)))
+    total = 0.0
+    step = 0
     while data.count(step):
         for start in range(step * manifest.batch_size, (step + 1) * manifest.batch_size, size):
             loss = float(np.mean(data.rows(VALUES, start, start + size) ** 2.0))
@@ -60,7 +67,9 @@ def test_ignored_labels_count_for_nothing(samples: int, micro_batches: int) -> N
     """Losses are means over the labels that are not ignored."""
     labels = replace(LABELS, ignored=-100)
     manifest = manifest_of(labels, micro_batches=micro_batches)
-    data, total, step = EverySample(manifest, cast(Source, Counted(manifest, samples))), 0.0, 0
+    data = EverySample(manifest, cast(Source, Counted(manifest, samples)))
+    total = 0.0
+    step = 0
     while data.count(step):
         for start in range(step * manifest.batch_size, (step + 1) * manifest.batch_size, 6):
             if weight := data.weight(start, 6):
@@ -72,16 +81,21 @@ def test_ignored_labels_count_for_nothing(samples: int, micro_batches: int) -> N
 
 def test_batches_that_cannot_be_divided_are_taken_whole() -> None:
     manifest = manifest_of(VALUES)
-    indivisible = cast(Manifest, replace(cast(Batches, manifest), loss_division=LossDivision(divisible=False)))
+    indivisible = cast(
+        Manifest, replace(cast(Batches, manifest), loss_division=LossDivision(divisible=False))
+    )
     for samples, whole in ((12, 12), (23, 12), (24, 24), (11, 0)):
-        data, step = EverySample(indivisible, cast(Source, Counted(manifest, samples))), 0
+        data = EverySample(indivisible, cast(Source, Counted(manifest, samples)))
+        step = 0
         while data.count(step):
             assert data.weight(step * 12, 6) == data.weight(step * 12 + 6, 6) == 6
             step += 1
         assert (data.samples, step) == (whole, whole // 12)
 
 
-def test_functions_and_files_are_gone_through_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_and_files_are_gone_through_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = manifest_of(VALUES)
     every = np.arange(20, dtype=np.float32).reshape(20, 1)
     np.savez(tmp_path / "held_out.npz", values=every)
@@ -101,7 +115,11 @@ def batches():
         found = []
         while data.count(len(found)):
             start = len(found) * 12
-            found.append(np.concatenate([data.rows(VALUES, start + each, start + each + 4) for each in (0, 4, 8)]))
+            found.append(
+                np.concatenate(
+                    [data.rows(VALUES, start + each, start + each + 4) for each in (0, 4, 8)]
+                )
+            )
         return np.concatenate(found)
 
     by_file = taken(str(tmp_path / "held_out.npz"))

@@ -15,7 +15,9 @@ from autopipe.backends.torch.runtime.failures import Failure, failure_of, read_f
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
-LOST = RuntimeError("[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+LOST = RuntimeError(
+    "[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+)
 
 
 def process(folder: Path, rank: int, code: int, failure: Failure | None = None) -> ProcessFailure:
@@ -35,7 +37,11 @@ def test_the_cause_is_named_before_what_followed_it(tmp_path: Path) -> None:
     lost = failure_of(LOST, 0, "0B1")
     cause = failure_of(ValueError("bad row"), 1, "1F2")
     assert lost.time <= cause.time and lost.consequence and "lost another rank" in lost.message
-    failures = {0: process(tmp_path, 0, 5, lost), 1: process(tmp_path, 1, 5, cause), 2: process(tmp_path, 2, -15)}
+    failures = {
+        0: process(tmp_path, 0, 5, lost),
+        1: process(tmp_path, 1, 5, cause),
+        2: process(tmp_path, 2, -15),
+    }
     found = first_failure(failures, tmp_path).error()
     assert str(found) == "rank 1, task 1F2: ValueError: bad row"
 
@@ -44,7 +50,9 @@ def test_a_rank_that_posts_a_message_to_a_lost_rank_names_it() -> None:
     heartbeat = Heartbeat()
     with pytest.raises(RuntimeError), heartbeat.posting(3, 5):
         raise LOST
-    assert failure_of(LOST, 0, "0B1", heartbeat.awaited).message.startswith("lost rank 3 (channel 5): ")
+    assert failure_of(LOST, 0, "0B1", heartbeat.awaited).message.startswith(
+        "lost rank 3 (channel 5): "
+    )
 
 
 def test_a_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
@@ -63,7 +71,10 @@ def test_a_rank_that_could_not_say_more_is_known_by_its_last_line(tmp_path: Path
 
 def test_only_what_was_asked_wrongly_is_a_configuration_error() -> None:
     wrong = failure_of(ConfigurationError("no array", "give one", "x.npz"), 2, "start")
-    assert isinstance(wrong.error(), ConfigurationError) and str(wrong.error()) == "x.npz: no array (give one)"
+    assert (
+        isinstance(wrong.error(), ConfigurationError)
+        and str(wrong.error()) == "x.npz: no array (give one)"
+    )
     assert wrong.final
     ours = failure_of(LaunchError("too short", where="model.onnx"), 2, "start")
     assert str(ours.error()) == "rank 2, task start: model.onnx: too short"
@@ -75,7 +86,10 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, {}, NCCL version 2.27.3"
 @pytest.mark.parametrize(
     "words",
     [
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process "
+            "exiting prematurely."
+        ),
         "remote process exited or there was a network error",
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=RECV)",
         "NCCL communicator was aborted on rank 0.",
@@ -86,7 +100,9 @@ def test_a_peer_that_nccl_lost_is_named_with_the_channel(words: str) -> None:
     assert failure.message.startswith("lost rank 3 (channel 17): ") and failure.consequence
 
 
-@pytest.mark.parametrize("words", ["unhandled cuda error", "invalid usage", "unhandled system error"])
+@pytest.mark.parametrize(
+    "words", ["unhandled cuda error", "invalid usage", "unhandled system error"]
+)
 def test_other_errors_of_nccl_are_the_ranks_own(words: str) -> None:
     failure = failure_of(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
     assert "lost" not in failure.message and not failure.consequence
@@ -97,9 +113,14 @@ def test_the_machine_is_named_where_there_are_several(monkeypatch: pytest.Monkey
     monkeypatch.setattr("socket.gethostname", lambda: "gpu-7")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert str(failure_of(ValueError("bad"), 2, "1F2").error()) == "rank 2, task 1F2: ValueError: bad"
+    assert (
+        str(failure_of(ValueError("bad"), 2, "1F2").error()) == "rank 2, task 1F2: ValueError: bad"
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert str(failure_of(ValueError("bad"), 2, "1F2").error()) == "rank 2 on gpu-7, task 1F2: ValueError: bad"
+    assert (
+        str(failure_of(ValueError("bad"), 2, "1F2").error())
+        == "rank 2 on gpu-7, task 1F2: ValueError: bad"
+    )
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), ValueError("first\nsecond")])
@@ -114,7 +135,10 @@ def test_error_files_of_other_programs_are_left_alone() -> None:
     assert read_failure({"message": {"message": "x", "extraInfo": {"timestamp": 1}}}) is None
 
 
-CLOSED = "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.28"
+CLOSED = (
+    "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL "
+    "version 2.28"
+)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +146,33 @@ CLOSED = "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a 
     [
         (LOST, True),
         (dist.DistBackendError(CLOSED), True),
-        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (
+            dist.DistBackendError(
+                "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
+            ),
+            True,
+        ),
         (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
         (dist.DistStoreError("wait timeout after 100ms, keys: /0"), True),
-        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.28"), False),
-        (dist.DistBackendError("NCCL error in: x.cpp:7, invalid usage (run with NCCL_DEBUG=WARN)"), False),
+        (
+            dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.28"
+            ),
+            False,
+        ),
+        (
+            dist.DistBackendError(
+                "NCCL error in: x.cpp:7, invalid usage (run with NCCL_DEBUG=WARN)"
+            ),
+            False,
+        ),
         (RuntimeError("NCCL was not built with this torch"), False),
         (NotImplementedError("gloo has no such operator"), False),
         (ValueError("Timeout is not a number"), False),
     ],
 )
-def test_only_errors_of_a_lost_connection_follow_from_another_rank(error: Exception, lost: bool) -> None:
+def test_only_errors_of_a_lost_connection_follow_from_another_rank(
+    error: Exception, lost: bool
+) -> None:
     found = failure_of(error, 1, "0B2")
     assert found.consequence == lost and ("lost another rank" in found.message) == lost

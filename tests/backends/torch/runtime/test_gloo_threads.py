@@ -28,6 +28,8 @@ os._exit(0)
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's schedulers")
 def test_gloos_threads_are_started_to_preempt_nobody_and_the_ranks_own_stays_as_it_is() -> None:
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+    )
     found = sorted({tuple(line.split()) for line in done.stdout.splitlines()})
     assert found == [("gloo", str(os.SCHED_BATCH)), ("own", str(os.SCHED_OTHER))]

@@ -33,11 +33,15 @@ def parameter(size: int, dtype: torch.dtype = torch.float32, trained: bool = Tru
     return torch.ones(size, dtype=dtype, requires_grad=trained)
 
 
-def block(index: int, size: int, ranks: tuple[int, ...], home: int | None = None, dtype: str = "float32") -> Block:
+def block(
+    index: int, size: int, ranks: tuple[int, ...], home: int | None = None, dtype: str = "float32"
+) -> Block:
     return Block(index, size, dtype, 8 if dtype == "float64" else 4, ranks, home)
 
 
-def reduction(parameters: dict[int, torch.Tensor], blocks: list[Block]) -> tuple[GradientReduction, Transport]:
+def reduction(
+    parameters: dict[int, torch.Tensor], blocks: list[Block]
+) -> tuple[GradientReduction, Transport]:
     transport = Transport()
     return GradientReduction(transport, parameters, buckets_of(blocks), shared=False), transport  # type: ignore[arg-type]
 

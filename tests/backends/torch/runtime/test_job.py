@@ -24,7 +24,12 @@ STEP = {
     "NCCL_SOCKET_IFNAME": "ib0",
 }
 PORT = 20000 + (4711 * 31 + 2) % 10000
-POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
+POD = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_MASTER_PORT": "23456",
+}
 
 
 @pytest.mark.parametrize(
@@ -55,15 +60,28 @@ def test_a_task_of_srun_has_torchs_variables() -> None:
 
 
 def test_tasks_are_counted_by_node() -> None:
-    many = STEP | {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1,3", "SLURM_NODEID": "3"}
+    many = STEP | {
+        "SLURM_STEP_NODELIST": "n[1-4]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2),1,3",
+        "SLURM_NODEID": "3",
+    }
     found = variables_of_rank(many | {"SLURM_PROCID": "11", "SLURM_LOCALID": "2"})
-    assert [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["11", "2", "12", "3"]
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [
+        "11",
+        "2",
+        "12",
+        "3",
+    ]
     with pytest.raises(ConfigurationError, match="there is no node 4"):
         variables_of_rank(many | {"SLURM_NODEID": "4"})
 
 
 def test_one_node_meets_on_itself_and_a_given_address_is_kept() -> None:
-    alone = STEP | {"SLURM_STEP_NODELIST": "gpu9", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"}
+    alone = STEP | {
+        "SLURM_STEP_NODELIST": "gpu9",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+        "SLURM_NODEID": "0",
+    }
     assert variables_of_rank(alone)["MASTER_ADDR"] == "127.0.0.1"
     given = {"MASTER_ADDR": "gpu9-ib", "MASTER_PORT": "1234"}
     found = variables_of_rank(STEP | given)
@@ -80,12 +98,19 @@ def test_one_node_meets_on_itself_and_a_given_address_is_kept() -> None:
     ],
     ids=["nothing", "a batch script", "a rank of a launch in a step", "by hand"],
 )
-def test_what_has_torchs_variables_or_no_manager_is_left_as_it_is(environment: dict[str, str]) -> None:
+def test_what_has_torchs_variables_or_no_manager_is_left_as_it_is(
+    environment: dict[str, str],
+) -> None:
     assert variables_of_rank(environment) == {}
 
 
 def test_a_pod_has_one_rank_of_its_own() -> None:
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"}
+    pod = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "no.such.host.invalid",
+    }
     assert variables_of_rank(pod) == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert variables_of_rank(pod | {"MASTER_ADDR": "127.0.0.1"})["GLOO_SOCKET_IFNAME"] == "lo"
 
@@ -93,10 +118,17 @@ def test_a_pod_has_one_rank_of_its_own() -> None:
 def test_the_job_of_a_launch() -> None:
     assert job_of({}) is None
     launch = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert job_of(launch) == Job("Slurm", "2", 1, f"gpu09:{PORT}", name="slurm-4711.2", hosts=("gpu09", "gpu10"))
+    assert job_of(launch) == Job(
+        "Slurm", "2", 1, f"gpu09:{PORT}", name="slurm-4711.2", hosts=("gpu09", "gpu10")
+    )
     assert job_of(launch | {"SLURM_STEP_NODELIST": "gpu9", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert job_of(POD) == Job("Kubernetes", "2", 1, "job-master-0:23456")
-    elastic = {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "w-0:1", "PET_RDZV_ID": "w", "PET_NPROC_PER_NODE": "8"}
+    elastic = {
+        "PET_NNODES": "1:4",
+        "PET_RDZV_ENDPOINT": "w-0:1",
+        "PET_RDZV_ID": "w",
+        "PET_NPROC_PER_NODE": "8",
+    }
     assert job_of(elastic) == Job("Kubernetes", "1:4", None, "w-0:1", 8, "w")
     assert job_of(POD | {"PET_NPROC_PER_NODE": "gpu"}) == job_of(POD)
 
@@ -108,7 +140,9 @@ def test_a_launch_for_each_task_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0), (8, 3)])
-def test_a_task_takes_its_gpu_of_those_that_it_sees(monkeypatch: pytest.MonkeyPatch, visible: int, device: int) -> None:
+def test_a_task_takes_its_gpu_of_those_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: int, device: int
+) -> None:
     """Where CUDA_VISIBLE_DEVICES shows one GPU to each, that one is number 0."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -119,13 +153,17 @@ def test_a_task_takes_its_gpu_of_those_that_it_sees(monkeypatch: pytest.MonkeyPa
     assert chosen == [device]
 
 
-@pytest.mark.parametrize(("ranks", "given", "found"), [("1", None, None), ("4", None, "EAGER"), ("4", "LAZY", "LAZY")])
+@pytest.mark.parametrize(
+    ("ranks", "given", "found"), [("1", None, None), ("4", None, "EAGER"), ("4", "LAZY", "LAZY")]
+)
 def test_several_ranks_load_their_kernels_when_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, ranks: str, given: str | None, found: str | None
 ) -> None:
     """A kernel that is loaded later may wait for a receive that is posted already."""
     monkeypatch.setattr(
-        os, "environ", {"WORLD_SIZE": ranks} | ({} if given is None else {"CUDA_MODULE_LOADING": given})
+        os,
+        "environ",
+        {"WORLD_SIZE": ranks} | ({} if given is None else {"CUDA_MODULE_LOADING": given}),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     transport._choose_device("auto")

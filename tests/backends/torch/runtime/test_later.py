@@ -1,4 +1,6 @@
-"""Deferred gradients of parameters: equal to undeferred ones, and computed when asked for, not before."""
+"""Deferred gradients of parameters: equal to undeferred ones, and computed when asked for, not
+before.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,16 @@ def tied(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torc
     return later(torch.matmul, later(torch.matmul, x, w[0]), w[0].t()).sum() * rows.sum(0)
 
 
-def rows_and_columns(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
-    """Products of tensors of three dimensions, the first of which nothing flows through, by a weight and its like."""
+def rows_and_columns(
+    later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]
+) -> torch.Tensor:
+    """Products of tensors of three dimensions, the first of which nothing flows through, by a
+    weight and its like.
+    """
     first = later(F.linear, torch.ones(2, 3, 6, dtype=torch.float64), w[0])
-    return later(torch.matmul, first + x, w[0]) + later(torch.matmul, later(torch.mm, x, w[0]), w[5].t())
+    return later(torch.matmul, first + x, w[0]) + later(
+        torch.matmul, later(torch.mm, x, w[0]), w[5].t()
+    )
 
 
 def pieces(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
@@ -48,7 +56,10 @@ SHAPES = ((4, 6), (6,), (6, 5), (2, 2), (3, 2), (6, 6))
 def drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    return x, [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
+    return x, [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in SHAPES
+    ]
 
 
 @pytest.mark.parametrize("forward", CASES)
@@ -75,7 +86,9 @@ def test_each_half_does_its_own_products() -> None:
     later = WeightGradQueue((first, second, table))
     product = 2 * 8 * 16 * 16
     with FlopCounterMode(display=False) as counter:
-        result = later(torch.matmul, later(F.linear, x, first, torch.zeros(16, requires_grad=True)), second)
+        result = later(
+            torch.matmul, later(F.linear, x, first, torch.zeros(16, requires_grad=True)), second
+        )
     assert counter.get_total_flops() == 2 * product
     with FlopCounterMode(display=False) as counter:
         result.sum().backward()
@@ -86,7 +99,8 @@ def test_each_half_does_its_own_products() -> None:
 
 
 def test_a_bias_does_not_wait() -> None:
-    weight, bias = torch.randn(4, 3, requires_grad=True), torch.randn(4, requires_grad=True)
+    weight = torch.randn(4, 3, requires_grad=True)
+    bias = torch.randn(4, requires_grad=True)
     later = WeightGradQueue((weight, bias))
     later(F.linear, torch.randn(2, 3), weight, bias).sum().backward()
     assert bias.grad is not None
@@ -103,13 +117,16 @@ def test_nothing_waits_without_gradients() -> None:
 
 
 def test_what_waits_keeps_only_what_it_needs() -> None:
-    """The product's operand, until the second half is done; what other operators kept is free after the first."""
+    """The product's operand, until the second half is done; what other operators kept is free after
+    the first.
+    """
     x = torch.randn(8, 16, requires_grad=True)
     weight = torch.randn(16, 16, requires_grad=True)
     later = WeightGradQueue((weight,))
     operand = torch.tanh(x)
     after = torch.exp(later(torch.matmul, operand, weight))
-    needed, other = operand.untyped_storage(), after.untyped_storage()
+    needed = operand.untyped_storage()
+    other = after.untyped_storage()
     alone = _holders(torch.empty(1).untyped_storage())
     after.sum().backward()
     del operand, after
@@ -120,19 +137,25 @@ def test_what_waits_keeps_only_what_it_needs() -> None:
 
 
 def test_formulas_queue_no_graph() -> None:
-    x, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    weight = torch.randn(16, 4, requires_grad=True)
     later = WeightGradQueue((weight,))
     later(torch.matmul, x, weight).sum().backward()
     (waits,) = later.take()
-    assert isinstance(waits.add, partial) and [type(each) for each in waits.add.args] == [torch.Tensor]
+    assert isinstance(waits.add, partial) and [type(each) for each in waits.add.args] == [
+        torch.Tensor
+    ]
 
 
 def test_autocast_is_autograd_s() -> None:
     """Which casts what flows and the weight, and gives the gradient in the weight's own type."""
-    x, weight, bias = torch.randn(8, 16), torch.randn(4, 16, requires_grad=True), torch.randn(4, requires_grad=True)
+    x = torch.randn(8, 16)
+    weight = torch.randn(4, 16, requires_grad=True)
+    bias = torch.randn(4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         F.linear(x, weight, bias).float().sum().backward()
-    expected, weight.grad = weight.grad, None
+    expected = weight.grad
+    weight.grad = None
     later = WeightGradQueue((weight,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         later(F.linear, x, weight, bias).float().sum().backward()
@@ -146,7 +169,13 @@ CONVOLUTIONS = [
     (F.conv1d, (2, 4, 9), (6, 2, 3), (6,), {"stride": 2, "padding": 1, "groups": 2}),
     (F.conv2d, (2, 3, 8, 7), (5, 3, 3, 2), (), {"dilation": (2, 1), "padding": (1, 0)}),
     (F.conv3d, (1, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,), {}),
-    (F.conv_transpose2d, (2, 4, 3, 3), (4, 2, 3, 3), (4,), {"stride": 2, "output_padding": 1, "groups": 2}),
+    (
+        F.conv_transpose2d,
+        (2, 4, 3, 3),
+        (4, 2, 3, 3),
+        (4,),
+        {"stride": 2, "output_padding": 1, "groups": 2},
+    ),
 ]
 
 

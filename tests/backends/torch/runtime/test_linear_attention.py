@@ -1,4 +1,6 @@
-"""Linear attention in chunks and its gradients are those of the recurrence token by token, in double precision."""
+"""Linear attention in chunks and its gradients are those of the recurrence token by token, in
+double precision.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ from torch import Tensor
 
 from autopipe.backends.torch.runtime.operators import linear_attention
 
-BATCH, TOKENS, HEADS, GROUPS, SIZE, WIDTH = 2, 70, 4, 2, 8, 6
+BATCH = 2
+TOKENS = 70
+HEADS = 4
+GROUPS = 2
+SIZE = 8
+WIDTH = 6
 
 
 def token_by_token(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, decay: Tensor | None, beta: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    decay: Tensor | None,
+    beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     query, key = (each.unflatten(2, (-1, SIZE)) for each in (query, key))
     value = value.unflatten(2, (-1, WIDTH))
@@ -25,14 +37,18 @@ def token_by_token(
             state = state * decay.unflatten(2, (GROUPS, -1))[:, t].exp()[..., None]
         written = value[:, t]
         if beta is not None:
-            written = beta[:, t, :, None] * (written - torch.einsum("bhdv,bhd->bhv", state, key[:, t]))
+            written = beta[:, t, :, None] * (
+                written - torch.einsum("bhdv,bhd->bhv", state, key[:, t])
+            )
         state = state + key[:, t, :, :, None] * written[:, :, None]
         shared = state.repeat_interleave(HEADS // GROUPS, 1)
         results.append(torch.einsum("bhd,bhdv->bhv", query[:, t], shared) / math.sqrt(SIZE))
     return torch.stack(results, 1).flatten(2), state
 
 
-@pytest.mark.parametrize(("decay", "beta"), [*itertools.product((None, GROUPS, GROUPS * SIZE), (None, 1, GROUPS))])
+@pytest.mark.parametrize(
+    ("decay", "beta"), [*itertools.product((None, GROUPS, GROUPS * SIZE), (None, 1, GROUPS))]
+)
 def test_chunks_are_the_recurrence(decay: int | None, beta: int | None) -> None:
     random = torch.Generator().manual_seed(0)
 
@@ -54,6 +70,10 @@ def test_chunks_are_the_recurrence(decay: int | None, beta: int | None) -> None:
     for results in (wanted, found):
         sum(result.square().sum() for result in results).backward()
     pairs = [*zip(found, wanted, strict=True)]
-    pairs += [(a.grad, b.grad) for a, b in zip(single, exact, strict=True) if a is not None and b is not None]
+    pairs += [
+        (a.grad, b.grad)
+        for a, b in zip(single, exact, strict=True)
+        if a is not None and b is not None
+    ]
     for left, right in pairs:
         assert (left.double() - right).norm() < 1e-5 * right.norm()

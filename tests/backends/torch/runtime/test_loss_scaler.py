@@ -21,10 +21,13 @@ def optimizer_of(name: str, parameters: list[torch.Tensor], fused: bool) -> torc
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)
 
 
-def train(name: str, fused: bool, bad_steps: set[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def train(
+    name: str, fused: bool, bad_steps: set[int]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Parameter and state after six steps, of which some overflow."""
     weight = torch.ones(5, requires_grad=True)
-    optimizer, scaler = optimizer_of(name, [weight], fused), scaler_of(4.0)
+    optimizer = optimizer_of(name, [weight], fused)
+    scaler = scaler_of(4.0)
     for step in range(6):
         gradient = torch.arange(5.0) + (0 if step in bad_steps else step)
         weight.grad = gradient * scaler.scale
@@ -36,14 +39,18 @@ def train(name: str, fused: bool, bad_steps: set[int]) -> tuple[torch.Tensor, di
         scaler.end_step()
         if step in bad_steps:
             assert torch.equal(weight, before[0])
-            assert all(torch.equal(optimizer.state[weight][key], old) for key, old in before[1].items())
+            assert all(
+                torch.equal(optimizer.state[weight][key], old) for key, old in before[1].items()
+            )
     return weight.detach(), optimizer.state[weight]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("bad_steps", [set(), {3}, {0}, {0, 1, 4}], ids=str)
 def test_fused_optimizers_skip_as_others_do(name: str, bad_steps: set[int]) -> None:
-    """The first step too, after which torch's fused SGD would go on from numbers that it never wrote."""
+    """The first step too, after which torch's fused SGD would go on from numbers that it never
+    wrote.
+    """
     (found, state), (expected, known) = (train(name, fused, bad_steps) for fused in (True, False))
     torch.testing.assert_close(found, expected)
     assert state.keys() == known.keys()
@@ -54,7 +61,8 @@ def test_fused_optimizers_skip_as_others_do(name: str, bad_steps: set[int]) -> N
 def test_a_fused_optimizer_is_not_asked_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(5, requires_grad=True)
     weight.grad = torch.full((5,), torch.nan)
-    optimizer, scaler = optimizer_of("adamw", [weight], fused=True), scaler_of(4.0)
+    optimizer = optimizer_of("adamw", [weight], fused=True)
+    scaler = scaler_of(4.0)
 
     def read(_: torch.Tensor) -> float:
         raise AssertionError("the host waits for the device")
@@ -87,4 +95,6 @@ def test_gradients_of_every_type_are_unscaled() -> None:
     for weight in weights:
         weight.grad = torch.full_like(weight, 12.0)
     scaler_of(4.0).unscale([*weights, torch.ones(1)])
-    assert [weight.grad.tolist() for weight in weights if weight.grad is not None] == [[3.0, 3.0]] * 2
+    assert [weight.grad.tolist() for weight in weights if weight.grad is not None] == [
+        [3.0, 3.0]
+    ] * 2

@@ -1,4 +1,6 @@
-"""The side file of a program is read as it was written, and refused in one line where it was not."""
+"""The side file of a program is read as it was written, and refused in one line where it was
+not.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,28 @@ from tests.distributed.support.running import schedule_of, write
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     graph, loss = mlp(2)
-    placement = Placement((Stage((0, 1), (1, 0), 4, ((0, (Split("n", 2),)),)), Stage((2, 3, 4, 5), (2,), 4)))
+    placement = Placement(
+        (Stage((0, 1), (1, 0), 4, ((0, (Split("n", 2),)),)), Stage((2, 3, 4, 5), (2,), 4))
+    )
     write(graph, placement, schedule_of(graph, placement, 3), loss, tmp_path / "program")
     return tmp_path / "program"
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
     found = read_manifest(folder)
-    assert (found.world_size, found.micro_batches, found.micro_batch_size, found.batch_size) == (3, 3, 4, 12)
+    assert (found.world_size, found.micro_batches, found.micro_batch_size, found.batch_size) == (
+        3,
+        3,
+        4,
+        12,
+    )
     assert (found.train, found.loss, found.precision, found.seed) == (True, "v5", "fp32", 5)
     assert [stage.ranks for stage in found.stages] == [(1, 0), (2,)]
     halves = [
-        [(shard.parameter, shard.box.starts, shard.box.stops, shard.gradient_ranks) for shard in each]
+        [
+            (shard.parameter, shard.box.starts, shard.box.stops, shard.gradient_ranks)
+            for shard in each
+        ]
         for each in found.shards
     ]
     assert halves == [
@@ -63,19 +75,28 @@ def test_other_files(tmp_path: Path, text: str | None, message: str) -> None:
 def test_every_key_is_needed(folder: Path) -> None:
     path = folder / "manifest.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
-    del whole["sha256"]  # Digests of the folder's files, which only `codegen` reads: an edited program still runs.
+    del whole[
+        "sha256"
+    ]  # Digests of the folder's files, which only `codegen` reads: an edited program still runs.
     path.write_text(json.dumps(whole), encoding="utf-8")
     assert read_manifest(folder).world_size == 3
     for key in whole:
-        path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}), encoding="utf-8")
+        path.write_text(
+            json.dumps({name: value for name, value in whole.items() if name != key}),
+            encoding="utf-8",
+        )
         with pytest.raises(ConfigurationError, match="manifest"):
             read_manifest(folder)
 
 
-@pytest.mark.parametrize("key", ["model", "inputs", "outputs", "parameters", "stages", "channels", "ranks", "seed"])
+@pytest.mark.parametrize(
+    "key", ["model", "inputs", "outputs", "parameters", "stages", "channels", "ranks", "seed"]
+)
 def test_values_of_other_types(folder: Path, key: str) -> None:
     path = folder / "manifest.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(whole | {key: None}), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=f"the manifest is damaged: {key}.* is (null|missing)"):
+    with pytest.raises(
+        ConfigurationError, match=f"the manifest is damaged: {key}.* is (null|missing)"
+    ):
         read_manifest(folder)

@@ -38,7 +38,9 @@ def test_the_error_is_below_a_millionth(words: list[int]) -> None:
 
 
 def test_the_largest_numbers() -> None:
-    """Half of a word's values are beyond each side of zero, and the last of them is the 2^-33 quantile."""
+    """Half of a word's values are beyond each side of zero, and the last of them is the 2^-33
+    quantile.
+    """
     found = standard_normal(torch.tensor([0, -1], dtype=torch.int32)).tolist()
     assert found == pytest.approx([-NORMAL.inv_cdf(2.0**-33), NORMAL.inv_cdf(2.0**-33)], rel=1e-6)
 
@@ -68,7 +70,9 @@ def drawn() -> np.ndarray:
 
 
 def test_the_distribution_is_normal(drawn: np.ndarray) -> None:
-    """Kolmogorov and Smirnov: below the distance that one in a thousand samples of this size exceeds."""
+    """Kolmogorov and Smirnov: below the distance that one in a thousand samples of this size
+    exceeds.
+    """
     assert stats.kstest(drawn, "norm").statistic < 1.95 / math.sqrt(COUNT)
 
 
@@ -89,7 +93,9 @@ def test_tails(drawn: np.ndarray, beyond: float) -> None:
 def test_neighbours_are_independent(drawn: np.ndarray) -> None:
     for distance in (1, 2, 3, 4, 64):
         assert abs(np.corrcoef(drawn[:-distance], drawn[distance:])[0, 1]) < 4 / math.sqrt(COUNT)
-        assert abs(np.corrcoef(drawn[:-distance] ** 2, drawn[distance:] ** 2)[0, 1]) < 4 / math.sqrt(COUNT)
+        assert abs(
+            np.corrcoef(drawn[:-distance] ** 2, drawn[distance:] ** 2)[0, 1]
+        ) < 4 / math.sqrt(COUNT)
 
 
 def test_quantiles_equal_the_library() -> None:
@@ -100,5 +106,7 @@ def test_quantiles_equal_the_library() -> None:
 
 def test_compiled_numbers_are_equal() -> None:
     words = draw_run(KEY, 0, 1000)
-    compiled = torch.compile(lambda drawn: standard_normal(drawn) * 2.0, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda drawn: standard_normal(drawn) * 2.0, backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(compiled(words), standard_normal(words) * 2.0)

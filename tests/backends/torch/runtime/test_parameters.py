@@ -1,4 +1,6 @@
-"""A rank's blocks of parameters equal the same blocks of the whole, drawn, filled or read from a file."""
+"""A rank's blocks of parameters equal the same blocks of the whole, drawn, filled or read from a
+file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     """A shape of up to three dimensions and a block of it."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
     starts = tuple(draw(st.integers(0, extent - 1)) for extent in shape)
-    stops = tuple(draw(st.integers(start + 1, extent)) for start, extent in zip(starts, shape, strict=True))
+    stops = tuple(
+        draw(st.integers(start + 1, extent)) for start, extent in zip(starts, shape, strict=True)
+    )
     return shape, Box(starts, stops)
 
 
@@ -61,7 +65,9 @@ def test_filled_blocks(block: tuple[tuple[int, ...], Box]) -> None:
     assert torch.equal(found, torch.full(box.shape, 1.5))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int8", "bool", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "int64", "int8", "bool", "bfloat16"]
+)
 @pytest.mark.parametrize("external", [False, True])
 @settings(max_examples=25)
 @given(block=blocks(), offset=st.integers(0, 9))

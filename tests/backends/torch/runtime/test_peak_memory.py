@@ -19,6 +19,8 @@ print(peak_memory(torch.device("cpu")))
 
 def test_what_the_process_has_that_starts_a_rank_is_not_counted() -> None:
     held = np.ones(512 * MIB, dtype=np.uint8)
-    done = subprocess.run([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, check=True
+    )
     assert 60 * MIB < int(done.stdout) < 160 * MIB
     assert held.all()

@@ -30,7 +30,8 @@ class CountingWork:
 
 
 def test_what_arrives_is_waited_for_once() -> None:
-    work, buffer = CountingWork(), torch.ones(2)
+    work = CountingWork()
+    buffer = torch.ones(2)
     arrival = PendingRecv(cast(Any, work), buffer, torch.device("cpu"))
     assert arrival.wait() is buffer
     assert arrival.wait() is buffer
@@ -64,7 +65,8 @@ class GlooWork:
 
 
 def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
-    departures, sent = SendQueue(watched=True, most_bytes=0), [threading.Event() for _ in range(3)]
+    departures = SendQueue(watched=True, most_bytes=0)
+    sent = [threading.Event() for _ in range(3)]
     tensors = [torch.ones(4) for _ in sent]
     held = [weakref.ref(each) for each in tensors]
     for tensor, event in zip(tensors, sent, strict=True):
@@ -83,7 +85,8 @@ def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
 
 
 def test_small_messages_are_held_up_to_so_many_bytes() -> None:
-    departures, sent = SendQueue(watched=True, most_bytes=2 * torch.ones(4).nbytes), [threading.Event() for _ in "123"]
+    departures = SendQueue(watched=True, most_bytes=2 * torch.ones(4).nbytes)
+    sent = [threading.Event() for _ in "123"]
     tensors = [torch.ones(4) for _ in sent]
     held = [weakref.ref(each) for each in tensors]
     for event in sent:
@@ -104,7 +107,8 @@ def test_small_messages_are_held_up_to_so_many_bytes() -> None:
 
 @pytest.mark.parametrize("most_bytes", [0, 2**20])
 def test_a_message_that_cannot_be_sent_ends_the_step(most_bytes: int) -> None:
-    departures, sent = SendQueue(watched=True, most_bytes=most_bytes), threading.Event()
+    departures = SendQueue(watched=True, most_bytes=most_bytes)
+    sent = threading.Event()
     departures.add(PendingSend(cast(Any, GlooWork(sent, fails=True)), torch.ones(1)))
     sent.set()
     with pytest.raises(RuntimeError, match="closed by peer"):
@@ -116,7 +120,8 @@ def test_a_message_that_cannot_be_sent_ends_the_step(most_bytes: int) -> None:
 
 
 def test_where_handles_tell_they_are_asked_without_waiting() -> None:
-    departures, works = SendQueue(watched=False), [CountingWork(completed=True), CountingWork()]
+    departures = SendQueue(watched=False)
+    works = [CountingWork(completed=True), CountingWork()]
     for work in works:
         departures.add(PendingSend(cast(Any, work), torch.ones(1)))
     assert [work.waits for work in works] == [0, 0]

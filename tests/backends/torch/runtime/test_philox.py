@@ -84,7 +84,9 @@ HIGH = column(2**31, 5, 2**32 - 1)
 )
 @pytest.mark.parametrize("key", [(2**32 - 1, 5), (torch.tensor(9), torch.tensor(2**31))])
 @pytest.mark.parametrize("blocks", [(0, 1), (3, 3), (5, 1400)])
-def test_numpy_draws_the_words_of_torch_operators(rows: Rows, key: Key, blocks: tuple[int, int]) -> None:
+def test_numpy_draws_the_words_of_torch_operators(
+    rows: Rows, key: Key, blocks: tuple[int, int]
+) -> None:
     expected = draw_words_by_operators(rows, *blocks, key)
     found = draw_words_by_numpy(rows.first, rows.second, rows.third, rows.fourth, *blocks, key)
     assert torch.equal(found, expected)
@@ -93,7 +95,8 @@ def test_numpy_draws_the_words_of_torch_operators(rows: Rows, key: Key, blocks: 
 
 def test_words_broadcast() -> None:
     """Counters of size 1 along a dimension apply to all of it."""
-    rows, blocks = torch.arange(3)[:, None], torch.arange(2)[None]
+    rows = torch.arange(3)[:, None]
+    blocks = torch.arange(2)[None]
     key = torch.tensor(1), torch.tensor(2)
     zero = torch.zeros((), dtype=torch.int64)
     found: Block = philox_4x32((blocks, rows, zero, zero), key)

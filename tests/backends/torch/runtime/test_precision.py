@@ -21,7 +21,9 @@ CUDNN: Any = torch.backends.cudnn
 
 
 def rounded() -> tuple[bool, bool]:
-    """True where CUDA's products, and convolutions, may round fp32 operands to 19 bits, as torch itself says."""
+    """True where CUDA's products, and convolutions, may round fp32 operands to 19 bits, as torch
+    itself says.
+    """
     if hasattr(CUBLAS, "fp32_precision"):
         layers = {CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision}
         assert len(layers) == 1
@@ -49,10 +51,19 @@ def test_only_tf32_rounds_operands_and_nothing_that_is_verified_does() -> None:
 
 
 def test_tf32_goes_from_the_configuration_into_costs_and_ranks(tmp_path: Path) -> None:
-    """A step takes less than in fp32 and more than in bf16 on a device that has units for each; a rank that records
-    for `verify` computes in fp32 all the same."""
-    model, steps = tmp_path / "gpt.onnx", {}
-    sizes = {"layers": "1", "hidden": "256", "heads": "4", "sequence": "64", "vocabulary": "64", "loss": "true"}
+    """A step takes less than in fp32 and more than in bf16 on a device that has units for each; a
+    rank that records for `verify` computes in fp32 all the same.
+    """
+    model = tmp_path / "gpt.onnx"
+    steps = {}
+    sizes = {
+        "layers": "1",
+        "hidden": "256",
+        "heads": "4",
+        "sequence": "64",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", sizes)).save(model)
     for precision in ("fp32", "tf32", "bf16"):
         words = ["plan", str(model), "--gpus", "1", "--cluster", "a100-80gb", "--batch-size", "64"]
@@ -73,7 +84,9 @@ def test_tf32_goes_from_the_configuration_into_costs_and_ranks(tmp_path: Path) -
     assert steps["bf16"] < steps["tf32"] < steps["fp32"]
     assert main(["codegen", str(tmp_path / "tf32"), "-q"]) == 0
     program = tmp_path / "tf32" / "program"
-    assert json.loads((program / "manifest.json").read_text(encoding="utf-8"))["precision"] == "tf32"
+    assert (
+        json.loads((program / "manifest.json").read_text(encoding="utf-8"))["precision"] == "tf32"
+    )
     dry_run(program, 0, "--device", "cpu")
     assert rounded() == (True, True)
     dry_run(program, 0, "--device", "cpu", "--record", tmp_path / "record")

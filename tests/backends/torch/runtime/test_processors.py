@@ -46,7 +46,10 @@ os._exit(0)
 """
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True).map(sorted))
+@given(
+    st.integers(1, 40),
+    st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True).map(sorted),
+)
 def test_ranks_have_neighbouring_processors_in_equal_shares_or_take_them_in_turn(ranks, processors):
     shares = [processors_of(rank, ranks, processors) for rank in range(ranks)]
     if len(processors) >= ranks:
@@ -65,7 +68,8 @@ def test_all_threads_of_a_rank_keep_to_its_processors(tmp_path: Path) -> None:
     processors = sorted(os.sched_getaffinity(0))
     for rank, found in enumerate(_ranks(tmp_path, 2)):
         own = sorted(processors_of(rank, 2, processors))
-        # Some threads are there before the rank joins the others: those of numerical libraries, which one uses not.
+        # Some threads are there before the rank joins the others: those of numerical libraries,
+        # which one uses not.
         assert found["threads"].count(own) >= 4, "the rank's own and gloo's"
         assert found["own"] == max(1, len(own))
 
@@ -95,7 +99,9 @@ def machine(folder: Path, nodes: dict[str, int], cores: dict[int, str]) -> Path:
 def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
     devices = {"0000:19:00.0": 0, "0000:cd:00.0": 1, "0000:01:00.0": -1, "0000:02:00.0": 2}
     system = machine(tmp_path, devices, {0: "0-1,8-9", 1: "2-3,10", 2: ""})
-    near = {device: sorted(processors_near(device, system)) for device in (*devices, "0000:ff:00.0")}
+    near = {
+        device: sorted(processors_near(device, system)) for device in (*devices, "0000:ff:00.0")
+    }
     assert list(near.values()) == [[0, 1, 8, 9], [2, 3, 10], [], [], []]
 
 
@@ -111,7 +117,11 @@ def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
     ids=["all", "some", "none is near", "the job manager's"],
 )
 def test_a_rank_keeps_to_the_processors_near_its_gpu_of_those_that_it_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: set[int], parents: set[int], bound: set[int] | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: set[int],
+    parents: set[int],
+    bound: set[int] | None,
 ) -> None:
     system = machine(tmp_path, {"0000:cd:00.0": 1}, {1: "2-3,10"})
     found: list[set[int]] = []
@@ -130,7 +140,9 @@ def test_the_pci_address_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @BOUND
-def test_nothing_is_bound_where_the_system_does_not_tell_where_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_bound_where_the_system_does_not_tell_where_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = os.sched_getaffinity
 
     def own_alone(process: int) -> set[int]:
@@ -150,12 +162,22 @@ def _ranks(folder: Path, count: int, before=None) -> list[dict]:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         env = os.environ | {name: str(each) for name, each in world.items()}
         command = [sys.executable, "-c", _RANK, str(folder / "store")]
-        rank_of = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=before)  # noqa: PLW1509
+        rank_of = subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=before,  # noqa: PLW1509
+        )
         started.append(rank_of)
     return [json.loads(each.communicate(timeout=120)[0].splitlines()[-1]) for each in started]
 
 
 @BOUND
-def test_ranks_take_turns_where_their_parent_has_fewer_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2} if process == os.getppid() else {0})
+def test_ranks_take_turns_where_their_parent_has_fewer_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda process: {0, 1, 2} if process == os.getppid() else {0}
+    )
     assert [has_more_ranks_than_cores(ranks) for ranks in (1, 3, 4)] == [False, False, True]

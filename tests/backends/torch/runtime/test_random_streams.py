@@ -29,7 +29,9 @@ def begun(position: int = 0, seed: int = 1, step: int = 2, sample: int = 0) -> R
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None]:
+def cut_tensors(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None]:
     """The shape of a block, the degree of each dimension, and where samples are counted."""
     rank = draw(st.integers(0, 4))
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=rank, max_size=rank)))
@@ -51,11 +53,15 @@ def test_a_block_is_what_it_is_of_the_whole(
 ) -> None:
     """Devices lie along the dimensions, the last one fastest."""
     shape, degrees, samples = cut
-    whole = words_of(begun()(node, samples=samples), tuple(map(math.prod, zip(shape, degrees, strict=True))))
+    whole = words_of(
+        begun()(node, samples=samples), tuple(map(math.prod, zip(shape, degrees, strict=True)))
+    )
     strides = [math.prod(degrees[dimension + 1 :]) for dimension in range(len(degrees))]
     cuts = tuple(((degree, stride),) for degree, stride in zip(degrees, strides, strict=True))
     for position, places in enumerate(itertools.product(*map(range, degrees))):
-        block = tuple(slice(place * own, (place + 1) * own) for place, own in zip(places, shape, strict=True))
+        block = tuple(
+            slice(place * own, (place + 1) * own) for place, own in zip(places, shape, strict=True)
+        )
         found = words_of(begun(position)(node, cuts, samples), shape)
         assert torch.equal(found, whole[block])
 
@@ -77,12 +83,20 @@ def test_a_sample_has_the_same_numbers_in_any_micro_batch(
         for sample in range(count):
             expected = apart.select(dimension + 1, sample).flatten(dimension, dimension + 1)
             for samples in (None, (dimension, 2, inner)):
-                assert torch.equal(words_of(begun(sample=sample)(5, samples=samples), one), expected)
+                assert torch.equal(
+                    words_of(begun(sample=sample)(5, samples=samples), one), expected
+                )
 
 
 def test_each_seed_step_sample_and_node_has_numbers_of_its_own() -> None:
     first = words_of(begun()(5), WHOLE)
-    others = (begun(seed=2)(5), begun(step=3)(5), begun(sample=1)(5), begun()(6), begun()(5 + 2**32))
+    others = (
+        begun(seed=2)(5),
+        begun(step=3)(5),
+        begun(sample=1)(5),
+        begun()(6),
+        begun()(5 + 2**32),
+    )
     assert len(first.unique()) > 0.999 * first.numel()
     for other in others:
         assert float((words_of(other, WHOLE) == first).double().mean()) < 1e-3
@@ -126,13 +140,16 @@ def test_dropout_that_is_told_not_to_train_keeps_all() -> None:
     data = torch.randn(3, 5)
     assert torch.equal(operators.dropout(data, 0.5, begun()(5), torch.tensor(False)), data)
     assert torch.equal(
-        operators.dropout(data, 0.5, begun()(5), torch.tensor(True)), operators.dropout(data, 0.5, begun()(5))
+        operators.dropout(data, 0.5, begun()(5), torch.tensor(True)),
+        operators.dropout(data, 0.5, begun()(5)),
     )
 
 
 def test_masks_are_the_same_in_half_precision() -> None:
     data = torch.ones(WHOLE)
-    single, narrow = (operators.dropout_and_mask(each, 0.3, begun()(5)) for each in (data, data.bfloat16()))
+    single, narrow = (
+        operators.dropout_and_mask(each, 0.3, begun()(5)) for each in (data, data.bfloat16())
+    )
     assert torch.equal(single[1], narrow[1]) and narrow[0].dtype == torch.bfloat16
 
 
@@ -166,4 +183,6 @@ def test_a_forward_that_draws_nothing_makes_nothing(monkeypatch: pytest.MonkeyPa
     in_advance = Random(CPU, draws=True)
     in_advance.begin(1, 2, 2, 2)
     made.clear()
-    assert torch.equal(words_of(in_advance(5), (4,)), first) and not made, "a compiled forward finds it there"
+    assert torch.equal(words_of(in_advance(5), (4,)), first) and not made, (
+        "a compiled forward finds it there"
+    )

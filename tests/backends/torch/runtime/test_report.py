@@ -86,13 +86,22 @@ def test_the_first_report_is_shown_at_once_and_those_of_short_steps_together(
     run(reporter, rank, device, 3, 0.06)
     assert not capsys.readouterr().out, "a quarter of a second holds four"
     run(reporter, rank, device, 2, 0.06)
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1", "2", "3", "4"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
     reporter.report()
     reporter.report()
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["5"], "each is shown once"
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["5"], (
+        "each is shown once"
+    )
 
 
-def test_what_a_launcher_reads_is_not_printed(rank: Any, device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_launcher_reads_is_not_printed(
+    rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
+) -> None:
     reporter = Reporter(rank)
     run(reporter, rank, device, 1, 0.06)
     reporter.say("compiled")
@@ -101,7 +110,9 @@ def test_what_a_launcher_reads_is_not_printed(rank: Any, device: Device, capsys:
     assert not capsys.readouterr().out
 
 
-def test_times_of_profiled_steps_are_left_with_their_waits(rank: Any, device: Device, tmp_path: Path) -> None:
+def test_times_of_profiled_steps_are_left_with_their_waits(
+    rank: Any, device: Device, tmp_path: Path
+) -> None:
     rank.options = Options(profile_times=tmp_path / "times", profile_from=1, profile_to=2)
     rank.clock.keeps_waits = True
     reporter = Reporter(rank)
@@ -114,9 +125,14 @@ def test_times_of_profiled_steps_are_left_with_their_waits(rank: Any, device: De
         rank.clock.add("0B0", start)
         reporter.end_step()
         rank.steps_done = number + 1
-    found = [json.loads(line) for line in (tmp_path / "times" / "rank_000.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (tmp_path / "times" / "rank_000.jsonl").read_text().splitlines()
+    ]
     assert [each["step"] for each in found] == [1, 2]
-    assert found[0]["waits"] == [{"task": "0B0", "peer": 3, "channel": 7, "start": 0.0, "end": 0.25}]
+    assert found[0]["waits"] == [
+        {"task": "0B0", "peer": 3, "channel": 7, "start": 0.0, "end": 0.25}
+    ]
     assert found[0]["spans"] == [{"task": "0B0", "start": 0.25, "end": 0.75}]
     assert found[0]["seconds"] == 0.75
 
@@ -131,8 +147,16 @@ def test_rates_norm_and_use_of_the_devices(rank: Any, device: Device) -> None:
     rank.stages = {4: stage(2.0)}
     run(Reporter(rank), rank, device, 1, 0.5)
     report = json.loads(rank.options.report.read_text(encoding="utf-8"))
-    found = {name: report[name] for name in ("loss", "learning_rate", "grad_norm", "tokens_per_s", "mfu")}
-    assert found == {"loss": 2.0, "learning_rate": 0.25, "grad_norm": 3.0, "tokens_per_s": 64.0, "mfu": 0.25}
+    found = {
+        name: report[name] for name in ("loss", "learning_rate", "grad_norm", "tokens_per_s", "mfu")
+    }
+    assert found == {
+        "loss": 2.0,
+        "learning_rate": 0.25,
+        "grad_norm": 3.0,
+        "tokens_per_s": 64.0,
+        "mfu": 0.25,
+    }
     assert report["tflops_per_device"] == 2.0
 
 
@@ -164,7 +188,9 @@ def test_figures_of_ranks_come_together_by_step(rank: Any, device: Device) -> No
     rank.transport.gather_numbers = gather
     run(reporter, rank, device, 1, 0.1)
     run(reporter, rank, device, 1, 0.2)
-    lines = [json.loads(line) for line in rank.options.report.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in rank.options.report.read_text(encoding="utf-8").splitlines()
+    ]
     assert [(each["step"], each["step_time_s"]) for each in lines] == [
         (0, pytest.approx(0.125)),
         (1, pytest.approx(0.2)),
@@ -174,7 +200,9 @@ def test_figures_of_ranks_come_together_by_step(rank: Any, device: Device) -> No
 
 
 def stage(*losses: float) -> Any:
-    return SimpleNamespace(losses={1 + place: torch.tensor(loss) for place, loss in enumerate(losses)}, loss_share=1.0)
+    return SimpleNamespace(
+        losses={1 + place: torch.tensor(loss) for place, loss in enumerate(losses)}, loss_share=1.0
+    )
 
 
 def test_steps_before_a_loss_that_is_no_number_are_shown(rank: Any, device: Device) -> None:
@@ -222,7 +250,9 @@ def test_on_a_gpu_a_step_is_reported_when_the_next_has_been_launched(
     assert capsys.readouterr().out.startswith("step 3  loss 4.000000  500.0 ms")
 
 
-def test_on_a_gpu_the_losses_of_a_report_are_read_together_beside_the_step(gpu_rank: Any, device: Device) -> None:
+def test_on_a_gpu_the_losses_of_a_report_are_read_together_beside_the_step(
+    gpu_rank: Any, device: Device
+) -> None:
     reporter = Reporter(gpu_rank)
     for number in range(9):
         launch(reporter, gpu_rank, device, 0.06, float(number), 1.0)
@@ -230,7 +260,9 @@ def test_on_a_gpu_the_losses_of_a_report_are_read_together_beside_the_step(gpu_r
     assert len(device.entered) == 2, "one copy a report, on a stream of its own"
 
 
-def test_on_a_gpu_a_loss_that_is_no_number_is_found_a_step_on_with_its_place(gpu_rank: Any, device: Device) -> None:
+def test_on_a_gpu_a_loss_that_is_no_number_is_found_a_step_on_with_its_place(
+    gpu_rank: Any, device: Device
+) -> None:
     reporter = Reporter(gpu_rank)
     launch(reporter, gpu_rank, device, 0.5, 1.0, 2.0)
     launch(reporter, gpu_rank, device, 0.5, 3.0, float("inf"))

@@ -28,7 +28,9 @@ def test_a_free_buffer_is_used_again() -> None:
 
 def test_buffers_that_are_held_are_left_alone() -> None:
     ring = RecvBufferPool(2)
-    first, second, third = take(ring), take(ring), take(ring)
+    first = take(ring)
+    second = take(ring)
+    third = take(ring)
     assert len({each.data_ptr() for each in (first, second, third)}) == 3
     address = second.data_ptr()
     del second

@@ -1,4 +1,6 @@
-"""The order of samples over steps and epochs: each once an epoch, the same wherever a run goes on."""
+"""The order of samples over steps and epochs: each once an epoch, the same wherever a run goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from autopipe.backends.torch.runtime.sample_order import Position, SampleOrder, 
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
-def test_an_epoch_is_a_permutation_whoever_asks_for_which_part(samples: int, seed: int, epoch: int) -> None:
+def test_an_epoch_is_a_permutation_whoever_asks_for_which_part(
+    samples: int, seed: int, epoch: int
+) -> None:
     whole = shuffled(np.arange(samples), samples, seed, epoch)
     assert sorted(whole) == list(range(samples))
     part = np.arange(samples // 3, samples)
@@ -21,12 +25,16 @@ def test_an_epoch_is_a_permutation_whoever_asks_for_which_part(samples: int, see
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders = {tuple(shuffled(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    orders = {
+        tuple(shuffled(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)
+    }
     assert len(orders) == 100
 
 
 def test_every_sample_comes_to_every_place() -> None:
-    """Of 5 samples in 6,000 epochs each is at each place 1,200 times, within five standard deviations (155)."""
+    """Of 5 samples in 6,000 epochs each is at each place 1,200 times, within five standard
+    deviations (155).
+    """
     counts = np.zeros((5, 5), int)
     for epoch in range(6000):
         counts[np.arange(5), shuffled(np.arange(5), 5, 7, epoch)] += 1
@@ -41,7 +49,8 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 def walk(order: SampleOrder) -> list[list[int]]:
     """The stored samples of each step, to the end."""
-    found, step = [], order.begin.steps
+    found = []
+    step = order.begin.steps
     while count := order.count(step):
         found.append(list(order.stored(order.sample(step), order.sample(step) + count)))
         step += 1
@@ -55,7 +64,9 @@ def joined(steps: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("keeps_last", [True, False])
-def test_epochs_take_all_samples_or_all_that_fill_batches(seed: int | None, keeps_last: bool) -> None:
+def test_epochs_take_all_samples_or_all_that_fill_batches(
+    seed: int | None, keeps_last: bool
+) -> None:
     steps = walk(SampleOrder(20, 6, keeps_last, seed, epochs=2))
     assert [len(each) for each in steps] == ([6, 6, 6, 2] if keeps_last else [6, 6, 6]) * 2
     for epoch in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):

@@ -15,8 +15,12 @@ COUNT = 4000
 
 
 def frequencies(**settings: float | None) -> dict[int, float]:
-    request = GenerationRequest((), 1, temperature=settings.pop("temperature", 1.0), seed=5, **settings)  # type: ignore[arg-type]
-    tokens = choose_tokens(SHARES.log().expand(COUNT, -1), request, [(number, 0) for number in range(COUNT)])
+    request = GenerationRequest(
+        (), 1, temperature=settings.pop("temperature", 1.0), seed=5, **settings
+    )  # type: ignore[arg-type]
+    tokens = choose_tokens(
+        SHARES.log().expand(COUNT, -1), request, [(number, 0) for number in range(COUNT)]
+    )
     return {token: count / COUNT for token, count in Counter(tokens).items()}
 
 
@@ -42,4 +46,6 @@ def test_a_draw_belongs_to_its_sequence_and_place() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     draws = [(sequence, number) for sequence in range(2) for number in range(3)]
     together = choose_tokens(logits, request, draws)
-    assert [choose_tokens(logits[row : row + 1], request, [draw])[0] for row, draw in enumerate(draws)] == together
+    assert [
+        choose_tokens(logits[row : row + 1], request, [draw])[0] for row, draw in enumerate(draws)
+    ] == together

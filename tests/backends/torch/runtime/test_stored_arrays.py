@@ -18,8 +18,12 @@ from autopipe.ir.program import InputBounds, InputRange, Output
 from autopipe.ir.training import DataSettings
 
 
-def index_input(name: str, shape: tuple[int, ...], below: int = 50, axis: int = 0, first: int = 0) -> InputRange:
-    """An input of indices below a bound, of which the loss or the table reads those from column `first` on."""
+def index_input(
+    name: str, shape: tuple[int, ...], below: int = 50, axis: int = 0, first: int = 0
+) -> InputRange:
+    """An input of indices below a bound, of which the loss or the table reads those from column
+    `first` on.
+    """
     starts = (0,) * (len(shape) - 1) + (first,)
     allowed = (InputBounds(0, below, starts, shape),)
     return InputRange(Value(name, DType.INT64, shape), axis, below, allowed=allowed)
@@ -40,7 +44,8 @@ class Batches:
     outputs: tuple[Output, ...] = ()
 
 
-TOKENS, LABELS = index_input("tokens", (2, 8)), index_input("labels", (2, 8))
+TOKENS = index_input("tokens", (2, 8))
+LABELS = index_input("labels", (2, 8))
 GPT = Batches((TOKENS, LABELS))
 
 
@@ -70,11 +75,15 @@ def test_the_last_sample_needs_its_label(tmp_path: Path) -> None:
 
 
 def test_shapes_and_inputs_of_other_models(tmp_path: Path) -> None:
-    """Labels that the graph moves itself, sequences merged into the batch or first, and what transformers take."""
+    """Labels that the graph moves itself, sequences merged into the batch or first, and what
+    transformers take.
+    """
     inside = index_input("labels", (2, 8), first=1)
     flat = index_input("decoder.labels", (16,))
     turned = index_input("input_ids", (8, 2), axis=1)
-    mask, types, places = (mask_input(name, (2, 8)) for name in ("attention_mask", "token_type_ids", "position_ids"))
+    mask, types, places = (
+        mask_input(name, (2, 8)) for name in ("attention_mask", "token_type_ids", "position_ids")
+    )
     path = write_tokens(tmp_path)
     whole = np.fromfile(path, "<u2").astype(int)
     source = opened(Batches((inside, flat, turned, mask, types, places)), path)
@@ -85,7 +94,9 @@ def test_shapes_and_inputs_of_other_models(tmp_path: Path) -> None:
     assert source.rows(places, 0, 2).tolist() == [list(range(8))] * 2
 
 
-def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(tmp_path: Path) -> None:
+def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(
+    tmp_path: Path,
+) -> None:
     large = Batches((index_input("tokens", (2, 8), 100_000),))
     write_tokens(tmp_path, 100, "<u4", 99_999)
     source, _ = check_data(large, str(tmp_path / "tokens.bin"), None)  # type: ignore[arg-type]
@@ -104,8 +115,16 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(tmp
 @pytest.mark.parametrize(
     ("manifest", "settings", "message"),
     [
-        (GPT, {"sequence_length": 16}, "data.sequence_length is 16, a sample of 'tokens' has 8 tokens"),
-        (Batches((TOKENS, index_input("others", (2, 8)))), {}, "inputs tokens, others would take tokens"),
+        (
+            GPT,
+            {"sequence_length": 16},
+            "data.sequence_length is 16, a sample of 'tokens' has 8 tokens",
+        ),
+        (
+            Batches((TOKENS, index_input("others", (2, 8)))),
+            {},
+            "inputs tokens, others would take tokens",
+        ),
         (Batches((LABELS,)), {}, "inputs none would take tokens"),
         (
             Batches((TOKENS, index_input("labels", (2, 4)))),
@@ -118,10 +137,16 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(tmp
             "inputs tokens, picture would take tokens",
         ),
         (Batches((index_input("tokens", (2, 200)),)), {}, "100 tokens are no sample of 200"),
-        (Batches((index_input("tokens", (2, 8), 49),)), {}, r"'tokens' row \d+ holds 49: it must be from 0 to 48"),
+        (
+            Batches((index_input("tokens", (2, 8), 49),)),
+            {},
+            r"'tokens' row \d+ holds 49: it must be from 0 to 48",
+        ),
     ],
 )
-def test_token_files_that_do_not_fit(tmp_path: Path, manifest: Batches, settings: Any, message: str) -> None:
+def test_token_files_that_do_not_fit(
+    tmp_path: Path, manifest: Batches, settings: Any, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_data(manifest, str(write_tokens(tmp_path)), None, DataSettings(**settings))  # type: ignore[arg-type]
 
@@ -134,7 +159,9 @@ def test_bytes_that_are_no_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.npz", "tokens.npy"])
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    (tmp_path / name).write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    )
     with pytest.raises(ConfigurationError, match=f"{name} is a pointer of Git LFS") as caught:
         opened(GPT, tmp_path / name)
     assert caught.value.hint == "git lfs pull"
@@ -149,11 +176,17 @@ def test_a_folder_holds_a_file_for_each_input(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.asfortranarray(tokens[::-1]))
     source = opened(GPT, tmp_path)
     assert np.array_equal(source.rows(LABELS, 1, 3), tokens[::-1][1:3])
-    assert np.array_equal(opened(Batches((TOKENS,)), tmp_path / "tokens.npy").rows(TOKENS, 1, 3), tokens[1:3])
-    with pytest.raises(ConfigurationError, match="one array is no data for a model of several inputs"):
+    assert np.array_equal(
+        opened(Batches((TOKENS,)), tmp_path / "tokens.npy").rows(TOKENS, 1, 3), tokens[1:3]
+    )
+    with pytest.raises(
+        ConfigurationError, match="one array is no data for a model of several inputs"
+    ):
         opened(GPT, tmp_path / "tokens.npy")
     np.save(tmp_path / "labels.npy", np.array([[{}] * 8] * 10), allow_pickle=True)
-    with pytest.raises(ConfigurationError, match="'labels' cannot be read: it holds Python objects"):
+    with pytest.raises(
+        ConfigurationError, match="'labels' cannot be read: it holds Python objects"
+    ):
         opened(GPT, tmp_path).rows(LABELS, 0, 1)
 
 
@@ -171,8 +204,13 @@ def test_shuffled_samples_keep_their_labels_and_name_their_row(tmp_path: Path) -
     for name in ("tokens", "labels"):
         np.save(tmp_path / f"{name}.npy", tokens)
     source = opened(GPT, tmp_path, shuffle=True)
-    first, second = ([source.rows(entry, 0, 8) for entry in GPT.inputs], source.rows(TOKENS, 10, 18))
-    assert np.array_equal(*first) and not np.array_equal(first[0], tokens[:8]) and not np.array_equal(first[0], second)
+    first = [source.rows(entry, 0, 8) for entry in GPT.inputs]
+    second = source.rows(TOKENS, 10, 18)
+    assert (
+        np.array_equal(*first)
+        and not np.array_equal(first[0], tokens[:8])
+        and not np.array_equal(first[0], second)
+    )
     assert {tuple(row) for row in first[0]} <= {tuple(row) for row in tokens}
     tokens[7, 3] = 50
     np.save(tmp_path / "tokens.npy", tokens)
@@ -198,7 +236,9 @@ def test_of_a_large_file_pieces_are_checked_and_the_rest_is_said(
             check_data(manifest, str(tmp_path / "tokens.npy"), None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("header", ["{'descr': (", "{'descr': '<i8'L '", "(" * 9000, "{[]: 0}", "1 +"])
+@pytest.mark.parametrize(
+    "header", ["{'descr': (", "{'descr': '<i8'L '", "(" * 9000, "{[]: 0}", "1 +"]
+)
 def test_a_header_that_is_no_literal_is_refused(tmp_path: Path, header: str) -> None:
     text = header.encode() + b"\n"
     path = tmp_path / "tokens.npy"

@@ -1,4 +1,6 @@
-"""Tensors without values: their forms are those of tensors with values, and what they would take is counted."""
+"""Tensors without values: their forms are those of tensors with values, and what they would take is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,28 @@ def test_memory_is_counted_while_a_tensor_is_alive_and_not_taken() -> None:
 
 
 def test_autocast_gives_the_types_that_it_gives_with_values() -> None:
-    weight, x = torch.ones(4, 4), torch.ones(2, 4)
+    weight = torch.ones(4, 4)
+    x = torch.ones(2, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         types = [(x @ weight).dtype, torch.softmax(x @ weight, 1).dtype, (x + weight[:2]).dtype]
     with use_fake_tensors(torch.device("cpu")), torch.autocast("cpu", dtype=torch.bfloat16):
-        weight, x = torch.empty(4, 4), torch.empty(2, 4)
-        assert [(x @ weight).dtype, torch.softmax(x @ weight, 1).dtype, (x + weight[:2]).dtype] == types
+        weight = torch.empty(4, 4)
+        x = torch.empty(2, 4)
+        assert [
+            (x @ weight).dtype,
+            torch.softmax(x @ weight, 1).dtype,
+            (x + weight[:2]).dtype,
+        ] == types
 
 
-@pytest.mark.parametrize("operation", [torch.nonzero, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy])
+@pytest.mark.parametrize(
+    "operation", [torch.nonzero, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy]
+)
 def test_an_operator_that_needs_values_says_so(operation: object) -> None:
     assert callable(operation)
-    with pytest.raises(LaunchError, match="needs values") as caught, use_fake_tensors(torch.device("cpu")):
+    with (
+        pytest.raises(LaunchError, match="needs values") as caught,
+        use_fake_tensors(torch.device("cpu")),
+    ):
         operation(torch.empty(1))
     assert "--device cpu" in caught.value.hint

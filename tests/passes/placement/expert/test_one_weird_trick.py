@@ -11,9 +11,13 @@ from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
 
 def network(*widths: int, batch: int = 8) -> Graph:
-    """A convolution of 3 channels to 4 on 5 by 5 pixels, and linear layers with a Relu after each."""
+    """A convolution of 3 channels to 4 on 5 by 5 pixels, and linear layers with a Relu after
+    each.
+    """
     builder = Builder(batch, 75)
-    image = builder.node("Reshape", ("x", builder.parameter("s", (4,), trainable=False)), (batch, 3, 5, 5))
+    image = builder.node(
+        "Reshape", ("x", builder.parameter("s", (4,), trainable=False)), (batch, 3, 5, 5)
+    )
     kernel = builder.parameter("kernel", (4, 3, 3, 3))
     data = builder.node("Conv", (image, kernel), (batch, 4, 3, 3))
     data = builder.node("Flatten", (builder.relu(data),), (batch, 36), axis=1)
@@ -46,7 +50,9 @@ def test_outputs_that_do_not_divide_leave_samples_to_the_others() -> None:
 
 def test_a_product_before_a_convolution_is_no_classifier() -> None:
     builder = Builder(8, 3)
-    data = builder.node("Reshape", (builder.linear("x", 48), builder.parameter("s", (4,), False)), (8, 3, 4, 4))
+    data = builder.node(
+        "Reshape", (builder.linear("x", 48), builder.parameter("s", (4,), False)), (8, 3, 4, 4)
+    )
     data = builder.node("Conv", (data, builder.parameter("kernel", (4, 3, 1, 1))), (8, 4, 4, 4))
     assert splits_by_name(builder.finish(data), 4)["MatMul0"] == (Split("m", 4),)
 
@@ -70,8 +76,14 @@ def test_memory_that_does_not_do_is_refused() -> None:
     ("constraint", "reason"),
     [
         (Constraint("*", stage=1), "asks for stage 1, and this node is in stage 0"),
-        (Constraint("conv*", devices=(0,)), r"asks for devices \[0\], and this node is on \[0, 1, 2, 3\]"),
-        (Constraint("matmul4", split=(("b", 4),)), "asks for split b:4, and this node is split n:4"),
+        (
+            Constraint("conv*", devices=(0,)),
+            r"asks for devices \[0\], and this node is on \[0, 1, 2, 3\]",
+        ),
+        (
+            Constraint("matmul4", split=(("b", 4),)),
+            "asks for split b:4, and this node is split n:4",
+        ),
         (Constraint("matmul4", split=()), "asks for split not at all, and this node is split n:4"),
     ],
 )

@@ -49,7 +49,8 @@ def test_a_group_is_as_large_as_asked() -> None:
 def test_samples_that_groups_cannot_share_are_refused() -> None:
     given = problem(perceptron([16, 32, 16], batch=3), cluster(8, per_node=4))
     with pytest.raises(
-        InfeasibleError, match="expert cannot share a micro-batch of 3 samples equally among 2 replicas"
+        InfeasibleError,
+        match="expert cannot share a micro-batch of 3 samples equally among 2 replicas",
     ):
         placed(given)
     assert feed_forward(given, tensor=8)[0] == (Split("n", 8),)
@@ -64,7 +65,9 @@ def language_model(layers: int) -> Graph:
         weight = builder.parameter(f"weight{layer}", (1, 24, 6))
         recurrence = builder.parameter(f"recurrence{layer}", (1, 24, 6))
         data = builder.node("LSTM", (data, weight, recurrence), (4, 1, 8, 6), hidden_size=6)
-        data = builder.node("Reshape", (data, builder.parameter(f"s{layer}", (3,), False)), (4, 8, 6))
+        data = builder.node(
+            "Reshape", (data, builder.parameter(f"s{layer}", (3,), False)), (4, 8, 6)
+        )
     data = builder.node("Transpose", (data,), (8, 4, 6), perm=(1, 0, 2))
     return builder.finish(builder.linear(data, 10))
 
@@ -78,14 +81,18 @@ def language_model(layers: int) -> Graph:
         (2, 1, [(0,)]),
     ],
 )
-def test_recurrent_layers_are_a_pipeline(layers: int, devices: int, groups: list[tuple[int, ...]]) -> None:
+def test_recurrent_layers_are_a_pipeline(
+    layers: int, devices: int, groups: list[tuple[int, ...]]
+) -> None:
     graph = language_model(layers)
     stages = placed(problem(graph, cluster(devices))).stages
     assert [stage.devices for stage in stages] == groups
     count = [sum(graph.nodes[node].op == "LSTM" for node in stage.nodes) for stage in stages]
     assert sum(count) == layers and min(count) > 0
     assert all(
-        len(splits) == 1 and splits[0].degree == len(groups[0]) for stage in stages for _, splits in stage.splits
+        len(splits) == 1 and splits[0].degree == len(groups[0])
+        for stage in stages
+        for _, splits in stage.splits
     )
 
 
@@ -100,7 +107,11 @@ def test_networks_that_mostly_convolve_are_split_by_one_weird_trick() -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    given = problem(perceptron([16, 32, 16]), cluster(4), constraints=(Constraint("matmul0", split=(("b", 4),)),))
+    given = problem(
+        perceptron([16, 32, 16]),
+        cluster(4),
+        constraints=(Constraint("matmul0", split=(("b", 4),)),),
+    )
     with pytest.raises(ConfigurationError, match="asks for split b:4, and this node is split n:4"):
         placed(given)
     with pytest.raises(ConfigurationError, match="tensor is -1"):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.passes.placement.given import NodeEntry, NodeNames, entries_of, layer_globs, role_globs
+from autopipe.passes.placement.given import (
+    NodeEntry,
+    NodeNames,
+    entries_of,
+    layer_globs,
+    role_globs,
+)
 from tests.passes.cost.graphs import perceptron
 
 
@@ -21,7 +27,9 @@ def named_graph(*names: str) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-NAMES = NodeNames(named_graph("/layers.1/up", "/layers.1/down", "same", "same", "", "*", "layers.10/up", "[x]"))
+NAMES = NodeNames(
+    named_graph("/layers.1/up", "/layers.1/down", "same", "same", "", "*", "layers.10/up", "[x]")
+)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +69,23 @@ def test_what_means_no_node_is_told(entry: NodeEntry, message: str) -> None:
 
 
 def test_whole_layers_are_one_line_each() -> None:
-    names = NodeNames(named_graph("in", "/layers.1/up", "/layers.1/down", "/layers.2/up", "/layers.2/down", "out/3"))
+    names = NodeNames(
+        named_graph(
+            "in", "/layers.1/up", "/layers.1/down", "/layers.2/up", "/layers.2/down", "out/3"
+        )
+    )
     nodes = (0, 1, 2, 3)
     entries = entries_of(names, nodes, range(6), set(nodes), layer_globs(names, nodes))
     assert entries == ("in", "/layers.1/*", "/layers.2/up")
-    assert entries_of(names, (2, 3, 4), range(6), {2, 3, 4}, ()) == (("/layers.1/down", "/layers.2/down"),)
+    assert entries_of(names, (2, 3, 4), range(6), {2, 3, 4}, ()) == (
+        ("/layers.1/down", "/layers.2/down"),
+    )
     assert tuple(role_globs(names, range(6))) == ("/layers.*/up", "/layers.*/down")
 
 
-PARTS = st.sampled_from(["a", "b1", "layers.0", "layers.12", "[1]", "*", "?2", "", "re:x", "'", "\n", "\ud800", "12"])
+PARTS = st.sampled_from(
+    ["a", "b1", "layers.0", "layers.12", "[1]", "*", "?2", "", "re:x", "'", "\n", "\ud800", "12"]
+)
 
 
 @given(st.lists(st.lists(PARTS, max_size=4).map("/".join), min_size=2, max_size=12), st.data())

@@ -28,7 +28,8 @@ def shapes(depth: int = 2) -> st.SearchStrategy[Shape]:
     return st.recursive(
         leaf,
         lambda inner: st.tuples(
-            st.sampled_from(["series", "parallel"]), st.lists(inner, min_size=2, max_size=3).map(tuple)
+            st.sampled_from(["series", "parallel"]),
+            st.lists(inner, min_size=2, max_size=3).map(tuple),
         ),
         max_leaves=4,
     )
@@ -40,7 +41,11 @@ def model(shape: Shape, batch: int) -> Graph:
 
     def grow(part: Shape, data: str) -> str:
         if isinstance(part, int):
-            return builder.linear(builder.linear(data, part), 16) if part > 16 else builder.linear(data, 16)
+            return (
+                builder.linear(builder.linear(data, part), 16)
+                if part > 16
+                else builder.linear(data, 16)
+            )
         kind, parts = part
         if kind == "series":
             for each in parts:
@@ -66,7 +71,8 @@ class Judge:
         return Judge(problem, sample_axes(problem.graph))
 
     def place(self, stages: list[tuple[tuple[int, ...], int]]) -> Placement:
-        found, first = [], 0
+        found = []
+        first = 0
         for nodes, degree in stages:
             devices = tuple(range(first, first + degree))
             size = self.problem.micro_batch_size
@@ -75,12 +81,16 @@ class Judge:
         return Placement(tuple(found))
 
     def seconds(self, placement: Placement) -> float:
-        """Of a micro-batch on the slowest stage, messages and a share of the step's end included."""
+        """Of a micro-batch on the slowest stage, messages and a share of the step's end
+        included.
+        """
         problem = self.problem
         link = problem.cluster.levels[0].link
         costs = stage_costs(problem, placement)
         found = [
-            cost.forward_s + cost.backward_s + (cost.gradient_s + cost.update_s) / problem.micro_batches
+            cost.forward_s
+            + cost.backward_s
+            + (cost.gradient_s + cost.update_s) / problem.micro_batches
             for cost in costs
         ]
         sent: set[tuple[str, int]] = set()
@@ -98,9 +108,13 @@ class Judge:
 
 
 def partitions(graph: Graph, most: int) -> Iterator[list[tuple[int, ...]]]:
-    """Every partition of the nodes into at most so many convex stages whose graph has no circle, in an order that
-    follows its edges."""
-    reads = [[p for name in node.inputs if (p := graph.producer(name)) is not None] for node in graph.nodes]
+    """Every partition of the nodes into at most so many convex stages whose graph has no circle, in
+    an order that follows its edges.
+    """
+    reads = [
+        [p for name in node.inputs if (p := graph.producer(name)) is not None]
+        for node in graph.nodes
+    ]
 
     def grow(node: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
         if node == len(reads):
@@ -115,7 +129,10 @@ def partitions(graph: Graph, most: int) -> Iterator[list[tuple[int, ...]]]:
 
     for groups in grow(0, []):
         owner = {node: index for index, group in enumerate(groups) for node in group}
-        needs = [{owner[p] for node in group for p in reads[node]} - {index} for index, group in enumerate(groups)]
+        needs = [
+            {owner[p] for node in group for p in reads[node]} - {index}
+            for index, group in enumerate(groups)
+        ]
         order: list[int] = []
         while len(order) < len(groups):
             ready = [g for g in range(len(groups)) if g not in order and needs[g] <= set(order)]
@@ -127,7 +144,9 @@ def partitions(graph: Graph, most: int) -> Iterator[list[tuple[int, ...]]]:
 
 
 def degrees(stages: int, devices: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Every number of devices for each stage that shares `size` samples equally, at most `devices` together."""
+    """Every number of devices for each stage that shares `size` samples equally, at most `devices`
+    together.
+    """
     allowed = [degree for degree in range(1, devices + 1) if size % degree == 0]
     return (each for each in itertools.product(allowed, repeat=stages) if sum(each) <= devices)
 
@@ -135,15 +154,17 @@ def degrees(stages: int, devices: int, size: int) -> Iterator[tuple[int, ...]]:
 def check_stages(graph: Graph, placement: Placement) -> None:
     """Raise InfeasibleError unless C1 to C3 hold.
 
-    C1: the stages part the nodes, and each is convex: no way leads out of it and back. C2: where a node reads what
-    another stage computes there is an edge between the two, from the earlier to the later. C3: no device has two
-    stages.
+    C1: the stages part the nodes, and each is convex: no way leads out of it and back. C2: where a
+    node reads what another stage computes there is an edge between the two, from the earlier to the
+    later. C3: no device has two stages.
     """
     owner: dict[int, int] = {}
     for index, stage in enumerate(placement.stages):
         for node in stage.nodes:
             if owner.setdefault(node, index) != index:
-                raise InfeasibleError(f"C1: {graph.nodes[node].name!r} is in stages {owner[node]} and {index}")
+                raise InfeasibleError(
+                    f"C1: {graph.nodes[node].name!r} is in stages {owner[node]} and {index}"
+                )
     if len(owner) != len(graph.nodes):
         raise InfeasibleError(f"C1: {len(graph.nodes) - len(owner)} nodes are in no stage")
     devices = [device for stage in placement.stages for device in stage.devices]
@@ -157,22 +178,34 @@ def check_stages(graph: Graph, placement: Placement) -> None:
             if producer is None or producer in recomputed:
                 continue
             if owner[producer] > owner[index] and index not in recomputed:
-                raise InfeasibleError(f"C2: stage {owner[index]} reads {name!r} of the later stage {owner[producer]}")
+                raise InfeasibleError(
+                    f"C2: stage {owner[index]} reads {name!r} of the later stage {owner[producer]}"
+                )
             behind[index] |= behind[producer]
             if owner[producer] != owner[index]:
                 behind[index] |= 1 << owner[producer]
         if behind[index] >> owner[index] & 1 and index not in recomputed:
-            raise InfeasibleError(f"C1: a way leads out of stage {owner[index]} and back to {reader.name!r}")
+            raise InfeasibleError(
+                f"C1: a way leads out of stage {owner[index]} and back to {reader.name!r}"
+            )
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise InfeasibleError unless C4 holds on every device: micro-batches in order, forward before backward."""
+    """Raise InfeasibleError unless C4 holds on every device: micro-batches in order, forward before
+    backward.
+    """
     for device, order in enumerate(schedule.tasks):
         done: dict[tuple[int, Phase], int] = {}
         for task in order:
             last = done.get((task.stage, task.phase), -1)
             if task.micro_batch <= last:
-                raise InfeasibleError(f"C4: {task} comes after micro-batch {last}", where=f"device {device}")
-            if task.phase is not Phase.FORWARD and task.micro_batch > done.get((task.stage, Phase.FORWARD), -1):
-                raise InfeasibleError(f"C4: {task} comes before its forward", where=f"device {device}")
+                raise InfeasibleError(
+                    f"C4: {task} comes after micro-batch {last}", where=f"device {device}"
+                )
+            if task.phase is not Phase.FORWARD and task.micro_batch > done.get(
+                (task.stage, Phase.FORWARD), -1
+            ):
+                raise InfeasibleError(
+                    f"C4: {task} comes before its forward", where=f"device {device}"
+                )
             done[task.stage, task.phase] = task.micro_batch

@@ -15,7 +15,14 @@ LINES: tuple[tuple[Region, ...], ...] = (
     (Fork(((BlockRun(0, 2),), (BlockRun(2, 3),), (BlockRun(3, 5),)), 0, 5), BlockRun(5, 6)),
     (
         BlockRun(0, 1),
-        Fork(((BlockRun(1, 2), Fork(((BlockRun(2, 3),), (BlockRun(3, 4),)), 2, 4)), (BlockRun(4, 5),)), 1, 5),
+        Fork(
+            (
+                (BlockRun(1, 2), Fork(((BlockRun(2, 3),), (BlockRun(3, 4),)), 2, 4)),
+                (BlockRun(4, 5),),
+            ),
+            1,
+            5,
+        ),
         BlockRun(5, 6),
     ),
 )
@@ -30,7 +37,8 @@ def test_levels_change_nothing_where_needs_are_the_same_at_all(
     regions: tuple[Region, ...], runs: tuple[int, ...], figures: list[int]
 ) -> None:
     needs = tuple(
-        np.array(figures[36 * run : 36 * (run + 1)] + [NEVER] * 13, np.int16).reshape(7, 7) for run in range(len(runs))
+        np.array(figures[36 * run : 36 * (run + 1)] + [NEVER] * 13, np.int16).reshape(7, 7)
+        for run in range(len(runs))
     )
     for each in needs:
         each[np.tril_indices(7)] = NEVER

@@ -40,8 +40,12 @@ def prices_of(both: Problem) -> tuple[Solver, StagePrices]:
     return Solver(line, both.cluster.size, both.train), prices
 
 
-def chains(prices: StagePrices, start: int, run: int, room: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Every chain of (start, stop, run, degree) from a place on, runs in order, with so many devices left of `run`."""
+def chains(
+    prices: StagePrices, start: int, run: int, room: int
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Every chain of (start, stop, run, degree) from a place on, runs in order, with so many
+    devices left of `run`.
+    """
     if start == prices.places - 1:
         yield []
         return
@@ -74,14 +78,22 @@ def least_of_all(prices: StagePrices, levels: int) -> float:
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.sampled_from([8, 64, 512]), min_size=2, max_size=4),
-    st.tuples(st.integers(1, 2), st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([10**9, 400_000])),
+    st.tuples(
+        st.integers(1, 2), st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([10**9, 400_000])
+    ),
     st.tuples(st.integers(1, 2), st.sampled_from([0.5, 2.0]), st.sampled_from([10**9, 400_000])),
     st.integers(1, 4),
 )
 def test_no_chain_over_runs_has_a_faster_slowest_stage(
-    widths: list[int], first: tuple[int, float, int], second: tuple[int, float, int], micro_batches: int
+    widths: list[int],
+    first: tuple[int, float, int],
+    second: tuple[int, float, int],
+    micro_batches: int,
 ) -> None:
-    parts = [(count, kind(speed, memory, str(place))) for place, (count, speed, memory) in enumerate((first, second))]
+    parts = [
+        (count, kind(speed, memory, str(place)))
+        for place, (count, speed, memory) in enumerate((first, second))
+    ]
     both = problem(perceptron(widths, SIZE), mixed_cluster(parts), micro_batches)
     solver, prices = prices_of(both)
     best = least_of_all(prices, min(both.cluster.size, prices.places - 1))
@@ -102,7 +114,8 @@ def test_no_chain_over_runs_has_a_faster_slowest_stage(
 
 def test_a_run_is_priced_as_its_kind_is() -> None:
     graph = perceptron([64, 512, 64], SIZE)
-    fast, slow = kind(4.0), kind(1.0)
+    fast = kind(4.0)
+    slow = kind(1.0)
     for run, own in enumerate((fast, slow)):
         alone = problem(graph, Cluster("c", (own,) * 4, cluster(4).levels), 4)
         both = problem(graph, Cluster("c", (fast, fast, slow, slow), cluster(4).levels), 4)
@@ -110,7 +123,9 @@ def test_a_run_is_priced_as_its_kind_is() -> None:
         prices = stage_prices(tables, NodeSeconds(both, tables.samples), SIZE, (2,))
         (one,) = [each for each in prices.options if each.run == run]
         other_tables = make_tables(alone, prices_of(alone)[0].line.chain)
-        (other,) = stage_prices(other_tables, NodeSeconds(alone, other_tables.samples), SIZE, (2,)).options
+        (other,) = stage_prices(
+            other_tables, NodeSeconds(alone, other_tables.samples), SIZE, (2,)
+        ).options
         for name in ("forward", "backward", "end", "always", "kept"):
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
@@ -130,8 +145,12 @@ def test_branches_over_two_kinds(speeds: tuple[float, float]) -> None:
 
 
 def test_too_little_memory_is_said_of_the_device_it_is() -> None:
-    both = problem(perceptron([64] * 5), mixed_cluster([(1, kind(1.0, 30_000)), (1, kind(2.0, 20_000))]))
-    with pytest.raises(InfeasibleError, match=r"of 2 needs .* on device \d, .* over the limit of (29.30|19.53) KiB"):
+    both = problem(
+        perceptron([64] * 5), mixed_cluster([(1, kind(1.0, 30_000)), (1, kind(2.0, 20_000))])
+    )
+    with pytest.raises(
+        InfeasibleError, match=r"of 2 needs .* on device \d, .* over the limit of (29.30|19.53) KiB"
+    ):
         GraphPipe().run(both)
 
 

@@ -1,4 +1,6 @@
-"""Micro-batches of stages' own sizes shorten a step, keep to what the problem allows, and fit into memory."""
+"""Micro-batches of stages' own sizes shorten a step, keep to what the problem allows, and fit into
+memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ PARTS = range(4), range(4, 8), range(8, 12), range(12, 22)
 def problem_of(latency: float, rate: float) -> Problem:
     """The small DLRM on a batch of 16 samples, on five devices."""
     graph, loss = small_graph("dlrm", SIZES[-1])
-    toy = Cluster("toy", (device(memory=10**9, latency=latency),) * 5, (Level("node", 5, Link(latency, rate)),))
+    toy = Cluster(
+        "toy",
+        (device(memory=10**9, latency=latency),) * 5,
+        (Level("node", 5, Link(latency, rate)),),
+    )
     return Problem(graph, annotate(graph), toy, 16, 2, Mode.TRAIN, loss, micro_batch_sizes=SIZES)
 
 
@@ -41,7 +47,9 @@ def placement_of(problem: Problem, size: int) -> Placement:
     samples = sample_axes(problem.graph)
     groups = ((0,), (1,), (2,), (3, 4))
     parts = zip(PARTS, groups, strict=True)
-    stages = (Stage(tuple(nodes), own, size, samples.splits(nodes, len(own))) for nodes, own in parts)
+    stages = (
+        Stage(tuple(nodes), own, size, samples.splits(nodes, len(own))) for nodes, own in parts
+    )
     return Placement(tuple(stages), notes=("kept",))
 
 
@@ -49,12 +57,16 @@ def step_of(problem: Problem, placement: Placement) -> Timeline:
     """A step by kFkB."""
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     schedule = KForwardsKBackwards().run(problem, placement)
-    return simulate(schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement))
+    return simulate(
+        schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)
+    )
 
 
 @settings(max_examples=5, deadline=None)
 @given(st.sampled_from((0.0, 1e-7, 1e-5)), st.sampled_from((1e6, 1e9)), st.sampled_from((2, 4, 8)))
-def test_no_step_is_longer_and_sizes_divide_the_largest(latency: float, rate: float, size: int) -> None:
+def test_no_step_is_longer_and_sizes_divide_the_largest(
+    latency: float, rate: float, size: int
+) -> None:
     problem = problem_of(latency, rate)
     before = placement_of(problem, size)
     after = with_own_sizes(problem, before)
@@ -62,17 +74,29 @@ def test_no_step_is_longer_and_sizes_divide_the_largest(latency: float, rate: fl
     sizes = [stage.micro_batch_size for stage in after.stages]
     assert set(sizes) <= set(SIZES)
     assert all(max(sizes) % each == 0 for each in sizes)
-    assert all(each % len(stage.devices) == 0 for each, stage in zip(sizes, after.stages, strict=True))
-    assert replace(after, stages=tuple(replace(stage, micro_batch_size=size) for stage in after.stages)) == before
+    assert all(
+        each % len(stage.devices) == 0 for each, stage in zip(sizes, after.stages, strict=True)
+    )
+    assert (
+        replace(
+            after, stages=tuple(replace(stage, micro_batch_size=size) for stage in after.stages)
+        )
+        == before
+    )
     assert step_of(problem, after).end <= step_of(problem, before).end
 
 
 @pytest.mark.parametrize(
     ("latency", "rate"),
-    [(1e-5, 1e9), *(pytest.param(*each, marks=pytest.mark.sweep) for each in ((0.0, 1e6), (0.0, 1e12)))],
+    [
+        (1e-5, 1e9),
+        *(pytest.param(*each, marks=pytest.mark.sweep) for each in ((0.0, 1e6), (0.0, 1e12))),
+    ],
 )
 def test_of_all_sizes_none_is_much_better(latency: float, rate: float) -> None:
-    """Neither where starts of operators take longest, nor where messages do, nor where work does."""
+    """Neither where starts of operators take longest, nor where messages do, nor where work
+    does.
+    """
     problem = replace(problem_of(latency, rate), micro_batch_sizes=SIZES[1:])
     before = placement_of(problem, 2)
     found = step_of(problem, with_own_sizes(problem, before)).end

@@ -11,7 +11,12 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
-from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units, other_orders
+from autopipe.passes.placement.graphpipe.series_parallel import (
+    decompose,
+    make_line,
+    make_units,
+    other_orders,
+)
 from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, stage_prices
 from tests.passes.cost.graphs import HOST_LAUNCHES, cluster, problem
 from tests.passes.placement.graphpipe.models import Judge, Shape, degrees, model, partitions, shapes
@@ -20,7 +25,9 @@ SIZE = 4
 
 
 def least_found(given: Problem, others: bool) -> float:
-    """The least seconds of a micro-batch on the slowest stage; infinite where memory holds no stages."""
+    """The least seconds of a micro-batch on the slowest stage; infinite where memory holds no
+    stages.
+    """
     units = make_units(given.graph)
     forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
@@ -31,7 +38,9 @@ def least_found(given: Problem, others: bool) -> float:
         tables = make_tables(given, line.chain)
         seconds = NodeSeconds(given, tables.samples)
         prices = stage_prices(tables, seconds, SIZE, range(1, given.cluster.size + 1))
-        found = Solver(line, given.cluster.size, given.train).fastest(prices, 0.0, best, given.cluster.size)
+        found = Solver(line, given.cluster.size, given.train).fastest(
+            prices, 0.0, best, given.cluster.size
+        )
         best = best if found is None else found
     return best
 
@@ -63,7 +72,9 @@ def test_no_valid_stages_are_faster(
 ) -> None:
     graph = model(shape, SIZE)
     assume(len(graph.nodes) <= 7)
-    given = problem(graph, cluster(devices, memory=memory, flops=flops, host_launch=host_launch), micro_batches)
+    given = problem(
+        graph, cluster(devices, memory=memory, flops=flops, host_launch=host_launch), micro_batches
+    )
     assert least_found(given, others=True) == pytest.approx(least_of_all(given), rel=1e-9)
 
 

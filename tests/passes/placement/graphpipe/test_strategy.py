@@ -23,7 +23,13 @@ from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.exports.branches import exported
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
-from tests.passes.placement.graphpipe.models import Shape, check_schedule, check_stages, model, shapes
+from tests.passes.placement.graphpipe.models import (
+    Shape,
+    check_schedule,
+    check_stages,
+    model,
+    shapes,
+)
 
 TWO = ("parallel", (("series", (256, 256)), ("series", (256, 256))))
 """Two branches of two pairs of linear layers."""
@@ -47,7 +53,9 @@ def unordered(graph: Graph, placement: Placement) -> list[tuple[int, int]]:
     for source, target in stage_edges(graph, placement):
         behind[target] |= behind[source]
     count = len(placement.stages)
-    return [(one, other) for other in range(count) for one in range(other) if one not in behind[other]]
+    return [
+        (one, other) for other in range(count) for one in range(other) if one not in behind[other]
+    ]
 
 
 def test_branches_are_stages_beside_one_another() -> None:
@@ -58,7 +66,9 @@ def test_branches_are_stages_beside_one_another() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip", "dlrm"])
-def test_exported_models_become_concurrent_branches_without_a_hint(name: str, tmp_path: Path) -> None:
+def test_exported_models_become_concurrent_branches_without_a_hint(
+    name: str, tmp_path: Path
+) -> None:
     graph = read_model(exported(name, False, tmp_path), dims={}, batch=16).graph
     given = chosen(graph, 16, 4, loss="loss")
     given = replace(given, cluster=build_cluster(cluster_preset("summit"), 4))
@@ -67,7 +77,9 @@ def test_exported_models_become_concurrent_branches_without_a_hint(name: str, tm
 
 @settings(max_examples=10)
 @given(shapes(), st.sampled_from([2, 3, 4]), st.sampled_from([4, 12]))
-def test_results_are_valid_and_never_slower_than_a_chain(shape: Shape, devices: int, batch: int) -> None:
+def test_results_are_valid_and_never_slower_than_a_chain(
+    shape: Shape, devices: int, batch: int
+) -> None:
     given = chosen(model(shape, batch), batch, devices)
     placement = GraphPipe().run(given)
     placement.verify(given.graph)
@@ -83,13 +95,18 @@ def test_results_are_valid_and_never_slower_than_a_chain(shape: Shape, devices: 
 def test_measured_shares_may_take_less_than_their_part(devices: int, power: float) -> None:
     given = chosen(model(TWO, 16), 16, devices)
     name = given.cluster.devices[0].name
-    points = tuple((share, 1e-3 * share**power, 2e-3 * share**power) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0))
+    points = tuple(
+        (share, 1e-3 * share**power, 2e-3 * share**power)
+        for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    )
     work = tuple(replace(each, measured=(Measured(name, True, points),)) for each in given.work)
     given = replace(given, work=work)
     placement = GraphPipe().run(given)
     check_stages(given.graph, placement)
     longest = max(each.forward_s + each.backward_s for each in stage_costs(given, placement))
-    assert longest < 3e-3 * len(work) * devices**-power * 1.5, "about as short as shares of all would be"
+    assert longest < 3e-3 * len(work) * devices**-power * 1.5, (
+        "about as short as shares of all would be"
+    )
 
 
 def test_schedules_of_its_stages_meet_the_fourth_condition() -> None:
@@ -111,7 +128,9 @@ def test_memory_is_what_1f1b_needs() -> None:
 
 def test_too_little_memory_is_told_with_the_least_that_is_missing() -> None:
     graph = perceptron([64] * 5, batch=4)
-    with pytest.raises(InfeasibleError, match=r"over the limit of .*, in the placement that needs least") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"over the limit of .*, in the placement that needs least"
+    ) as caught:
         GraphPipe().run(chosen(graph, 4, 2, memory=20_000))
     assert "smaller micro-batches or a higher memory limit" in caught.value.hint
     # With the bytes that are missing it works.
@@ -131,7 +150,9 @@ def test_recomputation_is_as_asked(option: str, expected: set[bool]) -> None:
 
 
 def test_recomputation_makes_room_where_it_is_left_open() -> None:
-    """One sample cannot be shared, so the first of three stages keeps three times what it needs at once."""
+    """One sample cannot be shared, so the first of three stages keeps three times what it needs at
+    once.
+    """
     builder = Builder(1, 2)
     data = builder.linear("x", 4096)
     for _ in range(60):
@@ -163,8 +184,10 @@ def test_inference_too() -> None:
 
 def test_a_region_that_is_not_series_parallel_is_noted() -> None:
     builder = Builder(8, 16)
-    first, second = builder.linear("x", 16), builder.linear("x", 16)
-    third, fourth = builder.relu(first), builder.add(first, second)
+    first = builder.linear("x", 16)
+    second = builder.linear("x", 16)
+    third = builder.relu(first)
+    fourth = builder.add(first, second)
     graph = builder.finish(builder.add(third, fourth))
     (note,) = GraphPipe().run(chosen(graph, 8, 2)).notes
     assert note.startswith("4 operators from 'matmul0' to 'add3' are not series-parallel")
@@ -182,7 +205,9 @@ def test_equal_requests_have_equal_answers() -> None:
 
 
 def test_depth_is_that_of_a_branch() -> None:
-    """Four equal branches of four layers on four devices: each a stage, the one with the sum behind the others."""
+    """Four equal branches of four layers on four devices: each a stage, the one with the sum behind
+    the others.
+    """
     branch = ("series", (256, 256))
     given = chosen(model(("parallel", (branch,) * 4), 16), 16, 4)
     placement = GraphPipe().run(given)

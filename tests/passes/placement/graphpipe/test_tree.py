@@ -6,19 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.graphpipe.series_parallel import Leaf, Parallel, Series, Tree, decompose, leaves
+from autopipe.passes.placement.graphpipe.series_parallel import (
+    Leaf,
+    Parallel,
+    Series,
+    Tree,
+    decompose,
+    leaves,
+)
 
 
 @st.composite
 def random_needs(draw: st.DrawFn) -> list[int]:
     """For up to twelve units the earlier ones that each reads from, as bits."""
     count = draw(st.integers(1, 12))
-    return [draw(st.integers(0, 2**unit - 1)) & draw(st.integers(0, 2**unit - 1)) for unit in range(count)]
+    return [
+        draw(st.integers(0, 2**unit - 1)) & draw(st.integers(0, 2**unit - 1))
+        for unit in range(count)
+    ]
 
 
 @st.composite
 def series_parallel_needs(draw: st.DrawFn) -> list[int]:
-    """The same for a graph made of parts in series, where what follows reads from all ends, and in parallel."""
+    """The same for a graph made of parts in series, where what follows reads from all ends, and in
+    parallel.
+    """
 
     def grow(first: int, depth: int) -> tuple[list[int], int, int]:
         """Needs of the units from `first` on; the sources and the ends, as bits."""
@@ -31,11 +43,13 @@ def series_parallel_needs(draw: st.DrawFn) -> list[int]:
             more, begin, end = grow(first + len(needs), depth - 1)
             if kind == "series" and part:
                 more = [
-                    need | (ends if begin >> (first + len(needs) + place) & 1 else 0) for place, need in enumerate(more)
+                    need | (ends if begin >> (first + len(needs) + place) & 1 else 0)
+                    for place, need in enumerate(more)
                 ]
                 ends = end
             else:
-                sources, ends = sources | begin, ends | end
+                sources = sources | begin
+                ends = ends | end
             needs += more
         return needs, sources, ends
 
@@ -74,21 +88,29 @@ def test_prefixes_in_series_and_branches_are_convex(needs: list[int]) -> None:
     for part in parts_of(decompose(needs, [1.0] * len(needs))[0]):
         groups = [set(leaves(each)) for each in part.parts]
         if isinstance(part, Series):
-            groups = [set(itertools.chain.from_iterable(groups[:stop])) for stop in range(1, len(groups))]
+            groups = [
+                set(itertools.chain.from_iterable(groups[:stop])) for stop in range(1, len(groups))
+            ]
         for group in groups:
-            below = {unit for unit in range(len(needs)) if any(waits[unit] >> one & 1 for one in group)} - group
+            below = {
+                unit for unit in range(len(needs)) if any(waits[unit] >> one & 1 for one in group)
+            } - group
             assert not any(waits[one] >> unit & 1 for one in group for unit in below)
 
 
 @given(random_needs())
-def test_parts_are_related_as_the_tree_says_but_within_the_regions_it_names(needs: list[int]) -> None:
+def test_parts_are_related_as_the_tree_says_but_within_the_regions_it_names(
+    needs: list[int],
+) -> None:
     waits = above(needs)
     tree, found = decompose(needs, [1.0] * len(needs))
     regions = [set(region) for region in found]
     for part in parts_of(tree):
         for first, second in itertools.combinations(part.parts, 2):
             for one, other in itertools.product(leaves(first), leaves(second)):
-                ordered = waits[other] >> one & 1 or any({one, other} <= region for region in regions)
+                ordered = waits[other] >> one & 1 or any(
+                    {one, other} <= region for region in regions
+                )
                 assert ordered if isinstance(part, Series) else not waits[other] >> one & 1
 
 
@@ -107,6 +129,10 @@ BEHIND = Series((Parallel((Series((Leaf(0), Leaf(2))), Leaf(1))), Leaf(3), Leaf(
 
 
 @pytest.mark.parametrize(("weights", "tree"), [([9, 9, 1, 9], BESIDE), ([9, 9, 9, 1], BEHIND)])
-def test_a_region_that_is_not_series_parallel_loses_little(weights: list[float], tree: Tree) -> None:
-    """2 reads from 0, and 3 from 0 and 1: either 2 waits for 1, or 3 for 2, which matters where both are heavy."""
+def test_a_region_that_is_not_series_parallel_loses_little(
+    weights: list[float], tree: Tree
+) -> None:
+    """2 reads from 0, and 3 from 0 and 1: either 2 waits for 1, or 3 for 2, which matters where
+    both are heavy.
+    """
     assert decompose([0, 0, 0b1, 0b11, 0b1100], [*weights, 1.0]) == (tree, ((0, 1, 2, 3),))

@@ -16,7 +16,14 @@ from autopipe.passes.cost.memory_check import fitted, size_text
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement import grid as search
-from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial, factorisations, place
+from autopipe.passes.placement.grid import (
+    Degrees,
+    Grid,
+    GridSearch,
+    GridTrial,
+    factorisations,
+    place,
+)
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import DualPipe, ZeroBubbleV
@@ -29,7 +36,9 @@ def open_problem(name: str = "gpt", devices: int = 8, samples: int = 16, **field
     """A small model of the zoo on micro-batches of any size."""
     graph, loss = small_graph(name, samples)
     sizes = tuple(size for size in range(1, samples + 1) if samples % size == 0)
-    base = replace(problem(perceptron([8, 8]), cluster(devices)), graph=graph, work=annotate(graph), loss=loss)
+    base = replace(
+        problem(perceptron([8, 8]), cluster(devices)), graph=graph, work=annotate(graph), loss=loss
+    )
     return replace(base, batch_size=samples, micro_batches=1, micro_batch_sizes=sizes, **fields)
 
 
@@ -42,7 +51,9 @@ def step_of(given: Problem, placement: Placement) -> float:
 def test_degrees_are_obeyed(degrees: tuple[int, int, int]) -> None:
     pipeline, data, tensor = degrees
     found = Grid(pipeline=pipeline, data=data, tensor=tensor).run(open_problem())
-    assert len(found.stages) == pipeline and {len(stage.devices) for stage in found.stages} == {data * tensor}
+    assert len(found.stages) == pipeline and {len(stage.devices) for stage in found.stages} == {
+        data * tensor
+    }
     cut = {split.degree for stage in found.stages for _, splits in stage.splits for split in splits}
     assert cut == {data, tensor} - {1}
 
@@ -67,8 +78,15 @@ def test_tensor_devices_hold_equal_parts_of_every_matrix(samples: int) -> None:
 def test_positions_that_the_graph_fixes_are_not_shared(samples: int) -> None:
     graph, _ = small_graph("gpt", samples)
     splits = whole_group_splits(graph, 1, 2)
-    lookups = {each.inputs[0]: splits.get(node) for node, each in enumerate(graph.nodes) if each.op == "Gather"}
-    assert lookups == {"token_embedding.weight": (Split("d0", 2),), "position_embedding.weight": None}
+    lookups = {
+        each.inputs[0]: splits.get(node)
+        for node, each in enumerate(graph.nodes)
+        if each.op == "Gather"
+    }
+    assert lookups == {
+        "token_embedding.weight": (Split("d0", 2),),
+        "position_embedding.weight": None,
+    }
 
 
 def test_one_degree_given_leaves_the_others_open() -> None:
@@ -81,7 +99,10 @@ def test_one_degree_given_leaves_the_others_open() -> None:
     ("options", "message"),
     [
         ({"pipeline": 3}, "pipeline 3 is 3, which does not divide the 8 devices"),
-        ({"pipeline": 2, "data": 2, "tensor": 4}, "pipeline 2 x data 2 x tensor 4 is 16, which does not make the 8"),
+        (
+            {"pipeline": 2, "data": 2, "tensor": 4},
+            "pipeline 2 x data 2 x tensor 4 is 16, which does not make the 8",
+        ),
         ({"pipeline": 2, "data": 8}, "pipeline 2 x data 8 is 16"),
         ({"tensor": 0}, "tensor is 0"),
         ({"chunks": 0}, "chunks is 0"),
@@ -98,7 +119,9 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
 def test_samples_that_replicas_cannot_share_are_refused() -> None:
     given = replace(open_problem(), micro_batches=16, micro_batch_sizes=())
     given = replace(given, graph=small_graph("gpt", 1)[0], work=annotate(small_graph("gpt", 1)[0]))
-    with pytest.raises(InfeasibleError, match="cannot share a micro-batch of 1 sample equally among 8 replicas"):
+    with pytest.raises(
+        InfeasibleError, match="cannot share a micro-batch of 1 sample equally among 8 replicas"
+    ):
         Grid(data=8).run(given)
 
 
@@ -111,7 +134,8 @@ def test_what_is_chosen_is_no_slower_than_any_other_degrees() -> None:
         try:
             steps.append(step_of(given, other.run(given)))
         except InfeasibleError:
-            continue  # More stages than there are operators, or layers that so many devices cannot share.
+            # More stages than there are operators, or layers that so many devices cannot share.
+            continue
     assert len(steps) > 4 and best <= min(steps) * (1 + 1e-9)
 
 
@@ -160,7 +184,9 @@ def test_memory_asks_for_more_parts() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full", "auto"])
 @pytest.mark.parametrize("options", [{}, {"tensor": 2}, {"pipeline": 2, "tensor": 2}])
-def test_a_refusal_names_the_degrees_that_need_least(recompute: str, options: dict[str, int]) -> None:
+def test_a_refusal_names_the_degrees_that_need_least(
+    recompute: str, options: dict[str, int]
+) -> None:
     given = open_problem("gpt", optimizer=Optimizer("adamw"), recompute=recompute)
     every = tuple(factorisations(given.cluster, **options))
     peaks = {}
@@ -178,7 +204,9 @@ def test_a_refusal_names_the_degrees_that_need_least(recompute: str, options: di
     message = caught.value.message
     assert f"{size_text(need)} on device" in message and "1.00 KiB over the limit" in message
     assert any(
-        f"with {degrees}, micro-batch size {degrees.data}" in message for degrees in peaks if peaks[degrees] == need
+        f"with {degrees}, micro-batch size {degrees.data}" in message
+        for degrees in peaks
+        if peaks[degrees] == need
     )
     assert (f"the least of {len(every)} combinations of pipeline" in message) is (len(every) > 1)
     assert Grid(**options).run(replace(given, memory_limit=need)).stages
@@ -209,10 +237,16 @@ def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
 def test_two_pipelines_take_opposite_directions_with_copies_of_the_parameters() -> None:
     given = resized(open_problem(), 2)
     one, two = (place(given, Degrees(2, 2, 2), 1, False, opposite) for opposite in (False, True))
-    assert [(stage.pipeline, stage.devices[0]) for stage in two.stages] == [(0, 0), (0, 4), (1, 4), (1, 0)]
+    assert [(stage.pipeline, stage.devices[0]) for stage in two.stages] == [
+        (0, 0),
+        (0, 4),
+        (1, 4),
+        (1, 0),
+    ]
     assert [stage.nodes for stage in two.stages] == 2 * [stage.nodes for stage in one.stages]
     DualPipe().requires(given, two)
-    alone, both = static_memory(given, one), static_memory(given, two)
+    alone = static_memory(given, one)
+    both = static_memory(given, two)
     # The tied embedding, which the first and the last stage need, is there once.
     assert alone[0] < both[0] == both[4] < alone[0] + alone[4]
 

@@ -20,8 +20,14 @@ def graphs(draw: st.DrawFn, branches: bool = True) -> Graph:
     values = ["x"]
     for _ in range(draw(st.integers(3, 6))):
         data = draw(st.sampled_from(values)) if branches else values[-1]
-        same = [other for other in values if builder.shapes[other] == builder.shapes[data] and other != data]
-        kind = draw(st.sampled_from(["linear", "relu", "add"] if same and branches else ["linear", "relu"]))
+        same = [
+            other
+            for other in values
+            if builder.shapes[other] == builder.shapes[data] and other != data
+        ]
+        kind = draw(
+            st.sampled_from(["linear", "relu", "add"] if same and branches else ["linear", "relu"])
+        )
         if kind == "linear":
             values.append(builder.linear(data, draw(st.sampled_from([6, 12, 24]))))
         elif kind == "relu":
@@ -33,8 +39,11 @@ def graphs(draw: st.DrawFn, branches: bool = True) -> Graph:
 
 def stage_of(problem: Problem, splits: Splits) -> StageCost:
     """The cost of the model in one stage on all devices."""
-    nodes, devices = tuple(range(len(problem.graph.nodes))), tuple(range(problem.cluster.size))
-    (cost,) = stage_costs(problem, Placement((Stage(nodes, devices, problem.micro_batch_size, splits),)))
+    nodes = tuple(range(len(problem.graph.nodes)))
+    devices = tuple(range(problem.cluster.size))
+    (cost,) = stage_costs(
+        problem, Placement((Stage(nodes, devices, problem.micro_batch_size, splits),))
+    )
     return cost
 
 

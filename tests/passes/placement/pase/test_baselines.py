@@ -16,7 +16,9 @@ from tests.passes.placement.pase.paper.models import model_graph, problem_of
 
 def seconds(given: Problem, placement: Placement) -> float:
     (cost,) = stage_costs(given, placement)
-    return given.micro_batches * (cost.forward_s + cost.backward_s) + cost.gradient_s + cost.update_s
+    return (
+        given.micro_batches * (cost.forward_s + cost.backward_s) + cost.gradient_s + cost.update_s
+    )
 
 
 @pytest.fixture
@@ -26,7 +28,8 @@ def wide() -> Problem:
 
 
 def test_a_walk_is_between_data_parallelism_and_the_best(wide: Problem) -> None:
-    best, walked = seconds(wide, Pase().run(wide)), seconds(wide, Mcmc().run(wide))
+    best = seconds(wide, Pase().run(wide))
+    walked = seconds(wide, Mcmc().run(wide))
     apart = seconds(wide, DataParallel().run(wide))
     assert best <= walked < apart
     assert seconds(wide, Mcmc(iterations=0).run(wide)) == apart
@@ -37,12 +40,16 @@ def test_a_walk_depends_on_the_seed_alone(wide: Problem) -> None:
 
 
 def test_breadth_first_finds_what_pase_finds(wide: Problem) -> None:
-    assert seconds(wide, BreadthFirst().run(wide)) == pytest.approx(seconds(wide, Pase().run(wide)), rel=1e-12)
+    assert seconds(wide, BreadthFirst().run(wide)) == pytest.approx(
+        seconds(wide, Pase().run(wide)), rel=1e-12
+    )
 
 
 def test_breadth_first_gives_up_with_the_size_of_its_tables() -> None:
     given = problem_of(model_graph("transformer", 8), 8)
-    with pytest.raises(InfeasibleError, match=r"breadth_first cannot search this model: elimination needs .* GiB"):
+    with pytest.raises(
+        InfeasibleError, match=r"breadth_first cannot search this model: elimination needs .* GiB"
+    ):
         BreadthFirst().run(given)
 
 

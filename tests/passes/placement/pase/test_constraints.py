@@ -20,7 +20,9 @@ def run(*constraints: Constraint, stages: int = 1, devices: int = 4) -> Placemen
 
 def test_a_split_is_kept_and_the_others_follow() -> None:
     (stage,) = run(Constraint("matmul0", split=(("n", 2), ("b", 2)))).stages
-    assert stage.splits_of(0) == (Split("n", 2), Split("m", 2)), "outer to inner as asked for; b are the samples"
+    assert stage.splits_of(0) == (Split("n", 2), Split("m", 2)), (
+        "outer to inner as asked for; b are the samples"
+    )
 
 
 def test_no_split_on_purpose() -> None:
@@ -75,7 +77,9 @@ def test_what_cannot_be_followed_is_named(
 
 def test_constraints_that_leave_only_what_costs_much_are_followed() -> None:
     alone = (Constraint("matmul0", split=(("k", 4),)), Constraint("relu1", split=(("x1", 4),)))
-    (stage,) = run(*alone, Constraint("matmul2", split=(("n", 4),)), Constraint("relu3", split=(("x0", 4),))).stages
+    (stage,) = run(
+        *alone, Constraint("matmul2", split=(("n", 4),)), Constraint("relu3", split=(("x0", 4),))
+    ).stages
     assert [stage.splits_of(node)[0].axis for node in range(4)] == ["k", "x1", "n", "x0"]
 
 

@@ -1,4 +1,6 @@
-"""What pase finds is never slower than a strategy made by hand or by chance, in the simulator's own figures."""
+"""What pase finds is never slower than a strategy made by hand or by chance, in the simulator's own
+figures.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ BASELINES: tuple[Strategy, ...] = (
     Mcmc(iterations=1000, temperature=0.5),
 )
 FEW = ("alexnet", "transformer")
-REST = tuple(pytest.param(name, marks=pytest.mark.sweep) for name in sorted(MODELS) if name not in FEW)
+REST = tuple(
+    pytest.param(name, marks=pytest.mark.sweep) for name in sorted(MODELS) if name not in FEW
+)
 
 
 def links(devices: int, per_node: int, inside: float, between: float) -> Cluster:
-    """Devices whose kernels start at once, with links of so many bytes a second in a node and between nodes."""
+    """Devices whose kernels start at once, with links of so many bytes a second in a node and
+    between nodes.
+    """
     found = cluster(devices, memory=10**12, latency=1e-9)
     levels = (
         Level("node", per_node, Link(1e-9, inside)),
@@ -40,7 +46,9 @@ def links(devices: int, per_node: int, inside: float, between: float) -> Cluster
     return replace(found, levels=levels)
 
 
-@pytest.mark.parametrize("devices", [links(4, 2, 1e10, 1e9), links(8, 4, 1e9, 1e9)], ids=["2x2", "2x4"])
+@pytest.mark.parametrize(
+    "devices", [links(4, 2, 1e10, 1e9), links(8, 4, 1e9, 1e9)], ids=["2x2", "2x4"]
+)
 @pytest.mark.parametrize("model", [*FEW, *REST])
 def test_never_slower(model: str, devices: Cluster) -> None:
     graph = model_graph(model, 16)
@@ -49,11 +57,15 @@ def test_never_slower(model: str, devices: Cluster) -> None:
     assert best is not None
     found = {strategy: seconds(given, strategy) for strategy in BASELINES}
     assert any(found.values())
-    assert {strategy: other for strategy, other in found.items() if other and other < best * (1 - 1e-9)} == {}
+    assert {
+        strategy: other for strategy, other in found.items() if other and other < best * (1 - 1e-9)
+    } == {}
 
 
 def seconds(given: Problem, strategy: Strategy) -> float | None:
-    """A step's; None where the strategy is refused or makes a pipeline, which overlaps what is not its own."""
+    """A step's; None where the strategy is refused or makes a pipeline, which overlaps what is not
+    its own.
+    """
     try:
         strategy.requires(given)
         placement = strategy.run(given)
@@ -62,4 +74,6 @@ def seconds(given: Problem, strategy: Strategy) -> float | None:
     if len(placement.stages) > 1:
         return None
     (cost,) = stage_costs(given, placement)
-    return given.micro_batches * (cost.forward_s + cost.backward_s) + cost.gradient_s + cost.update_s
+    return (
+        given.micro_batches * (cost.forward_s + cost.backward_s) + cost.gradient_s + cost.update_s
+    )

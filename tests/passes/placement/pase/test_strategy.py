@@ -1,4 +1,6 @@
-"""What the strategy promises: within memory, never worse than sharing samples alone, in stages, within a time limit."""
+"""What the strategy promises: within memory, never worse than sharing samples alone, in stages,
+within a time limit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def memory_of(given: Problem, placement: Placement) -> int:
 
 
 def least_bytes(given: Problem, splits: Splits) -> int:
-    nodes, devices = tuple(range(len(given.graph.nodes))), tuple(range(given.cluster.size))
+    nodes = tuple(range(len(given.graph.nodes)))
+    devices = tuple(range(given.cluster.size))
     return memory_of(given, Placement((Stage(nodes, devices, given.micro_batch_size, splits),)))
 
 
@@ -38,14 +41,17 @@ def least_bytes(given: Problem, splits: Splits) -> int:
 def test_never_below_data_parallelism(graph: Graph, devices: Cluster) -> None:
     given = problem(graph, devices)
     (stage,) = Pase().run(given).stages
-    samples, group = sample_axes(graph), devices.size
+    samples = sample_axes(graph)
+    group = devices.size
     if all(samples.divides(node, group) for node in range(len(graph.nodes))):
         shared = samples.splits(range(len(graph.nodes)), group)
         assert seconds_of(given, stage.splits) <= seconds_of(given, shared)
 
 
 def test_large_layers_are_split_by_columns_and_rows() -> None:
-    """A few samples and large weights: exchanging gradients would cost more than exchanging values."""
+    """A few samples and large weights: exchanging gradients would cost more than exchanging
+    values.
+    """
     given = problem(perceptron([512, 2048, 512], batch=8), cluster(4), micro_batches=1)
     (stage,) = Pase().run(given).stages
     assert stage.splits_of(0) == (Split("n", 4),)
@@ -57,7 +63,9 @@ def test_elimination_finds_the_same(ordering: str) -> None:
     given = problem(perceptron([64, 256, 64, 256]), cluster(4, 2))
     (exact,) = Pase().run(given).stages
     (other,) = Pase(solver="elimination", ordering=ordering).run(given).stages  # type: ignore[arg-type]
-    assert seconds_of(given, exact.splits) == pytest.approx(seconds_of(given, other.splits), rel=1e-12)
+    assert seconds_of(given, exact.splits) == pytest.approx(
+        seconds_of(given, other.splits), rel=1e-12
+    )
 
 
 def test_what_is_found_fits_into_memory_where_the_fastest_does_not() -> None:
@@ -76,17 +84,23 @@ def test_nothing_that_fits_is_better(share: float) -> None:
     given = problem(perceptron([64, 128, 64], batch=256), cluster(2), micro_batches=8)
     configured = [configurations(space_of(given.graph, node), 2) for node in given.graph.nodes]
     every = [tuple(enumerate(each)) for each in itertools.product(*configured)]
-    tight = replace(given, memory_limit=int(share * max(least_bytes(given, each) for each in every)))
+    tight = replace(
+        given, memory_limit=int(share * max(least_bytes(given, each) for each in every))
+    )
     fitting = [each for each in every if least_bytes(given, each) <= (tight.memory_limit or 0)]
     best = min(seconds_of(given, each) for each in fitting)
     (stage,) = Pase().run(tight).stages
     assert least_bytes(given, stage.splits) <= (tight.memory_limit or 0)
-    assert seconds_of(given, stage.splits) <= best * 1.01, "but for latencies that the model does not count"
+    assert seconds_of(given, stage.splits) <= best * 1.01, (
+        "but for latencies that the model does not count"
+    )
 
 
 def test_where_nothing_fits_the_least_excess_is_told() -> None:
     given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
-    with pytest.raises(InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement that needs least"):
+    with pytest.raises(
+        InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement that needs least"
+    ):
         Pase().run(given)
 
 
@@ -102,7 +116,12 @@ def test_stages_of_equal_groups_are_split_inside() -> None:
     assert (first.devices, second.devices) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert set(first.nodes) | set(second.nodes) == set(range(8))
     assert first.splits and second.splits
-    assert all(split.degree <= 4 for stage in (first, second) for _, splits in stage.splits for split in splits)
+    assert all(
+        split.degree <= 4
+        for stage in (first, second)
+        for _, splits in stage.splits
+        for split in splits
+    )
 
 
 def test_more_stages_than_operators() -> None:
@@ -135,9 +154,13 @@ def test_gradients_that_backward_hides(batch: int) -> None:
     given = problem(perceptron([128, 256, 128], batch=batch), cluster(2), micro_batches=1)
     configured = [configurations(space_of(given.graph, node), 2) for node in given.graph.nodes]
     every = [tuple(enumerate(each)) for each in itertools.product(*configured)]
-    best = min(step_seconds(stage_of(given, each), given.micro_batches, overlap=True) for each in every)
+    best = min(
+        step_seconds(stage_of(given, each), given.micro_batches, overlap=True) for each in every
+    )
     placement = Pase(overlap=True).run(given)
-    found = step_seconds(stage_of(given, placement.stages[0].splits), given.micro_batches, overlap=True)
+    found = step_seconds(
+        stage_of(given, placement.stages[0].splits), given.micro_batches, overlap=True
+    )
     assert found == pytest.approx(best, rel=0.02), "but for latencies that the model does not count"
     assert placement.proof is not None
     assert placement.proof.lower_bound <= found
@@ -148,7 +171,10 @@ def test_gradients_that_backward_hides(batch: int) -> None:
     [
         ({"stages": 0}, "stages is 0, and there are 4 devices"),
         ({"stages": 5}, "stages is 5, and there are 4 devices"),
-        ({"costs": "pase-paper"}, "costs pase-paper and search_space executable do not go together"),
+        (
+            {"costs": "pase-paper"},
+            "costs pase-paper and search_space executable do not go together",
+        ),
         ({"search_space": "paper"}, "costs autopipe and search_space paper do not go together"),
         (
             {"costs": "pase-paper", "search_space": "paper", "stages": 2},

@@ -32,7 +32,10 @@ MEMORY = st.sampled_from([10**9, 600_000])
     st.integers(1, 5),
 )
 def test_no_chain_without_straddling_has_a_faster_slowest_stage(
-    widths: list[int], first: tuple[int, float, int], second: tuple[int, float, int], micro_batches: int
+    widths: list[int],
+    first: tuple[int, float, int],
+    second: tuple[int, float, int],
+    micro_batches: int,
 ) -> None:
     graph = perceptron(widths)
     kinds = [kind(speed, memory, f"{speed}-{memory}") for _, speed, memory in (first, second)]
@@ -43,7 +46,9 @@ def test_no_chain_without_straddling_has_a_faster_slowest_stage(
     for stages in range(1, len(devices) + 1):
         for chain in chains(len(graph.nodes), len(devices), stages, (1, 2)):
             placement = place(graph, chain)
-            whole = all(len({devices[each] for each in stage.devices}) == 1 for stage in placement.stages)
+            whole = all(
+                len({devices[each] for each in stage.devices}) == 1 for stage in placement.stages
+            )
             if whole and fits(given, placement):
                 best = min(best, max(prices(given, placement)))
     strategy = PipeDream(objective="slowest_stage")
@@ -70,11 +75,16 @@ def test_a_slow_device_gets_less_work_in_proportion() -> None:
 
 
 def test_devices_with_little_memory_come_where_less_is_kept() -> None:
-    """A pipeline's last stages keep fewer micro-batches: devices with little memory stand there, however given."""
+    """A pipeline's last stages keep fewer micro-batches: devices with little memory stand there,
+    however given.
+    """
     graph = perceptron([64] * 17, batch=256)
     plain = problem(graph, cluster(4), micro_batches=16)
-    needs = device_memory(plain, even := PipeDream(replicate=False).run(plain), stage_costs(plain, even))
-    large, small = kind(1.0, 10**9, "large"), kind(1.0, needs[2], "small")
+    needs = device_memory(
+        plain, even := PipeDream(replicate=False).run(plain), stage_costs(plain, even)
+    )
+    large = kind(1.0, 10**9, "large")
+    small = kind(1.0, needs[2], "small")
     for parts in itertools.permutations([(2, large), (2, small)]):
         both = problem(graph, mixed_cluster(parts), micro_batches=16)
         answer = PipeDream(replicate=False).run(both)
@@ -84,8 +94,14 @@ def test_devices_with_little_memory_come_where_less_is_kept() -> None:
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.lists(st.sampled_from([8, 64, 512]), min_size=3, max_size=5), st.integers(1, 2), st.integers(1, 5))
-def test_kinds_that_are_equal_give_the_plan_of_one_kind(widths: list[int], half: int, micro_batches: int) -> None:
+@given(
+    st.lists(st.sampled_from([8, 64, 512]), min_size=3, max_size=5),
+    st.integers(1, 2),
+    st.integers(1, 5),
+)
+def test_kinds_that_are_equal_give_the_plan_of_one_kind(
+    widths: list[int], half: int, micro_batches: int
+) -> None:
     graph = perceptron(widths)
     same = kind(1.0)
     parted = problem(graph, mixed_cluster([(half, same), (half, same)]), micro_batches)

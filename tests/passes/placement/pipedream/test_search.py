@@ -14,7 +14,9 @@ Stages = list[tuple[int, int, int, int]]
 
 
 def chains(blocks: int, devices: int, stages: int, degrees: tuple[int, ...]) -> Iterator[Stages]:
-    """Every way to cut blocks into stages with degrees that add up to the devices: (first, stop, device, degree)."""
+    """Every way to cut blocks into stages with degrees that add up to the devices: (first, stop,
+    device, degree).
+    """
     for inner in itertools.combinations(range(1, blocks), stages - 1):
         bounds = (0, *inner, blocks)
         for chosen in itertools.product(degrees, repeat=stages):
@@ -23,7 +25,12 @@ def chains(blocks: int, devices: int, stages: int, degrees: tuple[int, ...]) -> 
                 yield [(bounds[at], bounds[at + 1], starts[at], chosen[at]) for at in range(stages)]
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([(1,), (1, 2), (1, 2, 4), (2,)]), st.integers(0, 10**6))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from([(1,), (1, 2), (1, 2, 4), (2,)]),
+    st.integers(0, 10**6),
+)
 def test_every_number_of_stages_gets_its_best_chain(
     blocks: int, devices: int, degrees: tuple[int, ...], seed: int
 ) -> None:

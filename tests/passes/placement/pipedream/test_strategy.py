@@ -17,7 +17,14 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
-from tests.passes.cost.graphs import HOST_LAUNCHES, Builder, cluster, edge_bytes, perceptron, problem
+from tests.passes.cost.graphs import (
+    HOST_LAUNCHES,
+    Builder,
+    cluster,
+    edge_bytes,
+    perceptron,
+    problem,
+)
 from tests.passes.placement.pipedream.test_search import chains
 
 
@@ -40,13 +47,22 @@ def prices(given: Problem, placement: Placement) -> list[float]:
     """Seconds of each stage a micro-batch, from the costs of the finished placement."""
     found = []
     edges = edge_bytes(given, placement)
-    for index, (stage, cost) in enumerate(zip(placement.stages, stage_costs(given, placement), strict=True)):
+    for index, (stage, cost) in enumerate(
+        zip(placement.stages, stage_costs(given, placement), strict=True)
+    ):
         link = given.cluster.levels[0].link
-        coming = sum(size for (_, target), size in edges.items() if target == index) / len(stage.devices)
-        going = sum(size for (source, _), size in edges.items() if source == index) / len(stage.devices)
+        coming = sum(size for (_, target), size in edges.items() if target == index) / len(
+            stage.devices
+        )
+        going = sum(size for (source, _), size in edges.items() if source == index) / len(
+            stage.devices
+        )
         messages = sum(link.seconds(size) for size in (coming, going) if size)
         found.append(
-            cost.forward_s + cost.backward_s + messages + (cost.gradient_s + cost.update_s) / given.micro_batches
+            cost.forward_s
+            + cost.backward_s
+            + messages
+            + (cost.gradient_s + cost.update_s) / given.micro_batches
         )
     return found
 
@@ -66,7 +82,12 @@ def fits(given: Problem, placement: Placement) -> bool:
     st.sampled_from(HOST_LAUNCHES),
 )
 def test_no_other_chain_is_faster(
-    widths: list[int], devices: int, micro_batches: int, memory: int, optimizer: Optimizer, host_launch: float
+    widths: list[int],
+    devices: int,
+    micro_batches: int,
+    memory: int,
+    optimizer: Optimizer,
+    host_launch: float,
 ) -> None:
     graph = perceptron(widths)
     devices_there = cluster(devices, memory=memory, host_launch=host_launch)
@@ -92,7 +113,9 @@ def test_no_other_chain_is_faster(
     assert all(bool(stage.splits) == (len(stage.devices) > 1) for stage in answer.stages)
     assert max(found) == pytest.approx(best[stages])
     step = sum(found) + (micro_batches - 1) * max(found)
-    assert all(step <= (count + micro_batches - 1) * slowest * 1.0011 for count, slowest in best.items())
+    assert all(
+        step <= (count + micro_batches - 1) * slowest * 1.0011 for count, slowest in best.items()
+    )
 
 
 def test_equal_layers_come_out_even() -> None:
@@ -107,7 +130,9 @@ def test_stages_beside_a_heavy_one_are_even_too() -> None:
     data = "x"
     for _ in range(12):
         data = builder.relu(builder.linear(data, 64))
-    given = problem(builder.finish(builder.linear(data, 2048)), cluster(4, flops=1e10), micro_batches=16)
+    given = problem(
+        builder.finish(builder.linear(data, 2048)), cluster(4, flops=1e10), micro_batches=16
+    )
     answer = PipeDream(replicate=False).run(given)
     assert [len(stage.nodes) for stage in answer.stages] == [8, 8, 8, 1]
 
@@ -124,7 +149,10 @@ def test_no_stage_at_most_is_refused() -> None:
 
 def test_too_little_memory_names_stage_limit_and_excess() -> None:
     given = problem(perceptron([64] * 5), cluster(2, memory=20_000), optimizer=Optimizer("adamw"))
-    with pytest.raises(InfeasibleError, match=r"stage \d of 2 needs .* on device \d, .* over the limit of 19.53 KiB"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"stage \d of 2 needs .* on device \d, .* over the limit of 19.53 KiB",
+    ):
         PipeDream().run(given)
 
 
@@ -139,11 +167,15 @@ def test_recomputation_where_memory_asks_for_it() -> None:
     answer = PipeDream(replicate=False).run(replace(tight, recompute="auto"))
     assert answer.stages[0].recompute
     assert fits(replace(tight, recompute="auto"), answer)
-    assert all(stage.recompute for stage in PipeDream().run(replace(loose, recompute="full")).stages)
+    assert all(
+        stage.recompute for stage in PipeDream().run(replace(loose, recompute="full")).stages
+    )
 
 
 def test_inference_has_no_backward_to_balance() -> None:
-    answer = PipeDream(replicate=False).run(problem(perceptron([64] * 9), cluster(2), mode=Mode.INFER))
+    answer = PipeDream(replicate=False).run(
+        problem(perceptron([64] * 9), cluster(2), mode=Mode.INFER)
+    )
     assert [len(stage.nodes) for stage in answer.stages] == [8, 8]
 
 
@@ -182,7 +214,9 @@ def test_constraints_are_obeyed() -> None:
     assert {0, 1} <= set(answer.stages[0].nodes)
     assert answer.stages[0].devices == (0, 1)
     answer = ask(Constraint("matmul1[024]", split=(("b", 2),)))
-    assert all(len(stage.devices) == 2 for stage in answer.stages if {10, 12, 14} & set(stage.nodes))
+    assert all(
+        len(stage.devices) == 2 for stage in answer.stages if {10, 12, 14} & set(stage.nodes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +232,10 @@ def test_constraints_that_no_chain_fulfils_are_refused(constraint: Constraint, r
 
 
 def test_constraints_that_contradict_the_order_are_refused() -> None:
-    with pytest.raises(InfeasibleError, match=r"no chain of stages over 4 devices obeys the constraint on 'matmul0'"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"no chain of stages over 4 devices obeys the constraint on 'matmul0'",
+    ):
         ask(Constraint("matmul0", stage=1), Constraint("matmul2", stage=0))
 
 
@@ -223,6 +260,9 @@ def test_a_sweep_leaves_out_sizes_that_memory_does_not_hold() -> None:
     free = PipeDream(sweep=True).run(given)
     need = max(device_memory(whole, free, stage_costs(whole, free)))
     assert free.stages[0].micro_batch_size == 4096
-    assert PipeDream(sweep=True).run(replace(given, memory_limit=need // 4)).stages[0].micro_batch_size == 64
+    assert (
+        PipeDream(sweep=True).run(replace(given, memory_limit=need // 4)).stages[0].micro_batch_size
+        == 64
+    )
     with pytest.raises(InfeasibleError, match="over the limit"):
         PipeDream(sweep=True).run(replace(given, memory_limit=1000))

@@ -10,12 +10,21 @@ from tests.passes.cost.graphs import Builder
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=30))
-def test_blocks_are_a_partition_in_an_order_that_needs_what_comes_first(steps: list[tuple[int, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(0, 99)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_blocks_are_a_partition_in_an_order_that_needs_what_comes_first(
+    steps: list[tuple[int, int, int]],
+) -> None:
     builder = Builder(4, 8)
     values = [builder.linear("x", 8)]
     for kind, one, two in steps:
-        left, right = values[one % len(values)], values[two % len(values)]
+        left = values[one % len(values)]
+        right = values[two % len(values)]
         if kind == 0:
             values.append(builder.relu(left))
         else:
@@ -40,7 +49,9 @@ def test_blocks_are_a_partition_in_an_order_that_needs_what_comes_first(steps: l
 
 
 def test_layers_with_a_way_around_them_are_blocks() -> None:
-    """x -> linear -> relu -> linear, added to x: what is inside exchanges most and leaves nothing to cut."""
+    """x -> linear -> relu -> linear, added to x: what is inside exchanges most and leaves nothing
+    to cut.
+    """
     builder = Builder(4, 8)
     data = "x"
     for _ in range(40):

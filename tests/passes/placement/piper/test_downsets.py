@@ -24,8 +24,15 @@ def test_all_downsets_and_pairs_are_found_and_counted(needs: tuple[int, ...]) ->
     found = Downsets(needs)
     own = [sum(1 << block for block in np.flatnonzero(row)) for row in found.holds]
     assert sorted(own) == masks and count_downsets(needs) == len(masks)
-    pairs = {(own[inner], own[outer]) for inner, outer in zip(found.inner, found.outer, strict=True)}
-    assert pairs == {(inner, outer) for inner in masks for outer in masks if inner != outer and inner & ~outer == 0}
+    pairs = {
+        (own[inner], own[outer]) for inner, outer in zip(found.inner, found.outer, strict=True)
+    }
+    assert pairs == {
+        (inner, outer)
+        for inner in masks
+        for outer in masks
+        if inner != outer and inner & ~outer == 0
+    }
     assert len(pairs) == len(found.inner)
     sizes = found.holds.sum(axis=1)
     for level, (first, stop) in enumerate(zip(found.levels, found.levels[1:], strict=False)):
@@ -35,7 +42,8 @@ def test_all_downsets_and_pairs_are_found_and_counted(needs: tuple[int, ...]) ->
 
 
 def test_many_downsets_are_counted_without_listing_them() -> None:
-    branches, layers = 16, 4
+    branches = 16
+    layers = 4
     chain = [0 if layer == 0 else 1 << layer - 1 for layer in range(layers)]
     needs = tuple(need << branch * layers for branch in range(branches) for need in chain)
     assert count_downsets((*needs, (1 << branches * layers) - 1)) == 5**16 + 1

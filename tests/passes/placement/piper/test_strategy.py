@@ -32,30 +32,42 @@ class Priced:
 
 
 class Exhaustive:
-    """Every chain of stages of a problem's blocks, each stage priced by the costs of a placement that has it."""
+    """Every chain of stages of a problem's blocks, each stage priced by the costs of a placement
+    that has it.
+    """
 
     def __init__(self, given: Problem) -> None:
         self.given = given
         forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
         self.blocks: Blocks = join_nodes(given.graph, forward + backward)
         self.ways: list[StageSharing] = list(sharings(given, self.blocks, sample_axes(given.graph)))
-        self.recomputations = {"none": [False], "full": [True], "auto": [False, True]}[given.recompute]
+        self.recomputations = {"none": [False], "full": [True], "auto": [False, True]}[
+            given.recompute
+        ]
         self.price = cache(self._price)
         self.downsets = [
             held
             for held in range(1 << len(self.blocks.nodes))
-            if all(not held >> block & 1 or need & ~held == 0 for block, need in enumerate(self.blocks.needs))
+            if all(
+                not held >> block & 1 or need & ~held == 0
+                for block, need in enumerate(self.blocks.needs)
+            )
         ]
 
     def best(self) -> float:
         """The least time of a slowest stage; infinite where memory holds no chain."""
         return min(self._slowest(0, self.given.cluster.size, 0.0, []), default=float("inf"))
 
-    def _slowest(self, held: int, left: int, slowest: float, chain: list[Priced]) -> Iterator[float]:
+    def _slowest(
+        self, held: int, left: int, slowest: float, chain: list[Priced]
+    ) -> Iterator[float]:
         if held == self.downsets[-1]:
             limit = self.given.memory_of(0)
             kept = (min(place, self.given.micro_batches) for place in range(len(chain), 0, -1))
-            if all(stage.always + stage.each * count <= limit for stage, count in zip(chain, kept, strict=True)):
+            if all(
+                stage.always + stage.each * count <= limit
+                for stage, count in zip(chain, kept, strict=True)
+            ):
                 yield slowest
             return
         for outer in self.downsets:
@@ -69,7 +81,8 @@ class Exhaustive:
                             yield from self._slowest(outer, left - devices, worst, [*chain, found])
 
     def _price(self, inner: int, outer: int, way: int, recompute: bool) -> Priced:
-        given, sharing = self.given, self.ways[way]
+        given = self.given
+        sharing = self.ways[way]
         parts = [inner, outer & ~inner, self.downsets[-1] & ~outer]
         stages = []
         for number, part in enumerate(parts):
@@ -89,7 +102,9 @@ class Exhaustive:
             for name, source, target in crossing_values(given.graph, placement)
             if 1 in (source, target)
         }
-        messages = sum(link.seconds(given.graph.type_of(name).bytes / sharing.replicas) for name, _ in crossing)
+        messages = sum(
+            link.seconds(given.graph.type_of(name).bytes / sharing.replicas) for name, _ in crossing
+        )
         seconds = cost.forward_s + cost.backward_s + messages
         seconds += (cost.gradient_s + cost.update_s) / given.micro_batches
         return Priced(seconds, cost.static_bytes + cost.transient_bytes, cost.kept_bytes)
@@ -143,15 +158,27 @@ def step(exhaustive: Exhaustive, answer: Placement) -> float:
 
 def seconds(exhaustive: Exhaustive, answer: Placement) -> list[float]:
     """Seconds of the stages of an answer, each found again among all that there are."""
-    held, found = 0, []
+    held = 0
+    found = []
     for stage in answer.stages:
-        own = sum(1 << block for block, nodes in enumerate(exhaustive.blocks.nodes) if set(nodes) <= set(stage.nodes))
+        own = sum(
+            1 << block
+            for block, nodes in enumerate(exhaustive.blocks.nodes)
+            if set(nodes) <= set(stage.nodes)
+        )
         ways = [
             exhaustive.price(held, held | own, way, stage.recompute).seconds
             for way, sharing in enumerate(exhaustive.ways)
             if sharing.devices == len(stage.devices)
             and stage.splits
-            == tuple(sorted(s for block, splits in enumerate(sharing.splits) if own >> block & 1 for s in splits))
+            == tuple(
+                sorted(
+                    s
+                    for block, splits in enumerate(sharing.splits)
+                    if own >> block & 1
+                    for s in splits
+                )
+            )
         ]
         found.append(ways[0])
         held |= own
@@ -177,13 +204,17 @@ def test_memory_is_kept_and_no_chain_that_keeps_it_is_faster(
     shard: bool,
     host_launch: float,
 ) -> None:
-    """Widths are odd, so that layers are not shared: only the samples are, with `shard` the optimizer's state too."""
+    """Widths are odd, so that layers are not shared: only the samples are, with `shard` the
+    optimizer's state too.
+    """
     graph = branched([[15, *middle, 15] for middle in middles], 33)
     devices_there = cluster(devices, host_launch=host_launch)
     loose = problem(graph, devices_there, micro_batches, optimizer=Optimizer("adamw", shard=shard))
     alone = Placement((Stage(tuple(range(len(graph.nodes))), (0,), 8),))
     given = replace(
-        loose, recompute=recompute, memory_limit=int(share * device_memory(loose, alone, stage_costs(loose, alone))[0])
+        loose,
+        recompute=recompute,
+        memory_limit=int(share * device_memory(loose, alone, stage_costs(loose, alone))[0]),
     )
     exhaustive = Exhaustive(given)
     best = exhaustive.best()
@@ -200,13 +231,18 @@ def test_a_stage_may_hold_parts_of_two_branches() -> None:
     """Of two equal branches of three layers each, three devices get one layer of each."""
     given = problem(branched([[128] * 4, [128] * 4], 1), cluster(3), micro_batches=8)
     answer = Piper().run(given)
-    products = [sum(given.graph.nodes[node].op == "MatMul" for node in stage.nodes[:9]) for stage in answer.stages]
+    products = [
+        sum(given.graph.nodes[node].op == "MatMul" for node in stage.nodes[:9])
+        for stage in answer.stages
+    ]
     assert len(answer.stages) in (1, 3) and sum(products) == 7
 
 
 def test_too_many_downsets_are_refused_with_their_number() -> None:
     given = problem(branched([[16] * 5 for _ in range(7)], 16), cluster(4))
-    with pytest.raises(InfeasibleError, match=r"have \d{6,} downsets, .* up to max_downsets = 10000"):
+    with pytest.raises(
+        InfeasibleError, match=r"have \d{6,} downsets, .* up to max_downsets = 10000"
+    ):
         Piper().run(given)
 
 
@@ -216,7 +252,9 @@ def test_options_and_constraints_are_checked() -> None:
         Piper(max_downsets=0).requires(given)
     free = Piper().run(given)
     name = given.graph.nodes[0].name
-    obeyed = replace(given, constraints=(Constraint(name, stage=0, devices=free.stages[0].devices),))
+    obeyed = replace(
+        given, constraints=(Constraint(name, stage=0, devices=free.stages[0].devices),)
+    )
     assert Piper().run(obeyed) == free
     with pytest.raises(ConfigurationError, match="asks for stage 5"):
         Piper().run(replace(given, constraints=(Constraint(name, stage=5),)))
@@ -224,7 +262,9 @@ def test_options_and_constraints_are_checked() -> None:
 
 def test_recomputation_as_asked_for() -> None:
     given = problem(perceptron([16] * 9, batch=64), cluster(2), micro_batches=8)
-    assert not any(stage.recompute for stage in Piper().run(replace(given, recompute="auto")).stages)
+    assert not any(
+        stage.recompute for stage in Piper().run(replace(given, recompute="auto")).stages
+    )
     assert all(stage.recompute for stage in Piper().run(replace(given, recompute="full")).stages)
 
 
@@ -240,7 +280,9 @@ def test_inference_and_optimizer_state_are_counted() -> None:
 def test_the_micro_batch_with_the_shortest_step_is_chosen() -> None:
     """Launches are what small micro-batches lose, filling the pipeline what large ones do."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
-    given = replace(problem(perceptron([63] * 9, batch=64), cluster(4, flops=1e10), 1), micro_batch_sizes=sizes)
+    given = replace(
+        problem(perceptron([63] * 9, batch=64), cluster(4, flops=1e10), 1), micro_batch_sizes=sizes
+    )
     piper = Piper(objective="slowest_stage")
     chosen = piper.run(given).stages[0].micro_batch_size
     assert 1 < chosen < 64

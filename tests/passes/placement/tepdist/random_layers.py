@@ -1,4 +1,6 @@
-"""Small random models as tables are: edges to users, lines, residuals, equal layers, values that all layers read."""
+"""Small random models as tables are: edges to users, lines, residuals, equal layers, values that
+all layers read.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 @st.composite
 def layered(draw: st.DrawFn, memory: bool = False) -> MinSum:
-    """Up to three equal layers of up to four variables, each variable with one to three configurations."""
+    """Up to three equal layers of up to four variables, each variable with one to three
+    configurations.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    layers, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 3))
+    width = draw(st.integers(1, 3))
     forbidden = draw(st.sampled_from([0.0, 0.2]))
 
     def costs(*shape: int) -> np.ndarray:
@@ -39,7 +44,9 @@ def layered(draw: st.DrawFn, memory: bool = False) -> MinSum:
         for one, other in joined
     ]
     edges = [
-        Edge(layer * width + one, layer * width + other, matrix, more if rng.random() < 0.5 else None)
+        Edge(
+            layer * width + one, layer * width + other, matrix, more if rng.random() < 0.5 else None
+        )
         for layer in range(layers)
         for one, other, matrix, more in within
         if layer * width + other < layers * width
@@ -57,4 +64,7 @@ def layered(draw: st.DrawFn, memory: bool = False) -> MinSum:
 def best_choice(model: MinSum, limit: float = np.inf) -> float:
     """What the best choice costs that needs at most `limit` bytes; inf where there is none."""
     every = product(*(range(len(vector)) for vector in model.costs))
-    return min((float(model.cost_of(choice)) for choice in every if model.memory_of(choice) <= limit), default=np.inf)
+    return min(
+        (float(model.cost_of(choice)) for choice in every if model.memory_of(choice) <= limit),
+        default=np.inf,
+    )

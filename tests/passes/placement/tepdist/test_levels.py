@@ -50,7 +50,9 @@ def test_where_there_is_nothing_to_choose_nothing_is_chosen(level: type[Level]) 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12)
 @given(layered(memory=True), st.integers(0, 60))
-def test_within_a_limit_answers_fit_and_bounds_hold(level: type[Level], model: MinSum, limit: int) -> None:
+def test_within_a_limit_answers_fit_and_bounds_hold(
+    level: type[Level], model: MinSum, limit: int
+) -> None:
     if best_choice(model) == np.inf:
         return
     best = best_choice(model, limit)
@@ -78,7 +80,9 @@ def min_memory(model: MinSum) -> float:
 @given(graphs())
 def test_small_graphs_are_split_as_the_exact_search_does(level: type[Level], graph: Graph) -> None:
     given = problem(graph, cluster(4, 2))
-    tables = make_tables(given, range(len(graph.nodes)), (0, 1, 2, 3), StageOptions(given=frozenset(graph.outputs)))
+    tables = make_tables(
+        given, range(len(graph.nodes)), (0, 1, 2, 3), StageOptions(given=frozenset(graph.outputs))
+    )
     assert level()(tables, None).cost == pytest.approx(solve(tables.model).cost, rel=1e-9)
 
 
@@ -96,7 +100,12 @@ def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: 
 @pytest.mark.parametrize("level", LEVELS)
 def test_within_memory_a_network_is_split_close_to_what_is_possible(level: type[Level]) -> None:
     given = problem_of(model_graph("alexnet", 8), 4)
-    tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), StageOptions(given=frozenset({"loss"})))
+    tables = make_tables(
+        given,
+        range(len(given.graph.nodes)),
+        tuple(range(4)),
+        StageOptions(given=frozenset({"loss"})),
+    )
     free = level()(tables, None)
     least = sum(int(each.min()) for each in tables.model.memory or ())
     limit = (free.memory + least) / 2

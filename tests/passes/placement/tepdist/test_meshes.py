@@ -1,4 +1,6 @@
-"""How devices are shared among stages: every factorisation, groups within nodes where they can be."""
+"""How devices are shared among stages: every factorisation, groups within nodes where they can
+be.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.passes.placement.tepdist.strategy import meshes
 
 
-@pytest.mark.parametrize(("devices", "stages"), [(1, [1]), (6, [1, 2, 3, 6]), (8, [1, 2, 4, 8]), (7, [1, 7])])
+@pytest.mark.parametrize(
+    ("devices", "stages"), [(1, [1]), (6, [1, 2, 3, 6]), (8, [1, 2, 4, 8]), (7, [1, 7])]
+)
 def test_every_factorisation_of_a_node_once(devices: int, stages: list[int]) -> None:
     found = list(meshes(build_cluster(cluster_preset("tepdist-m8"), devices)))
     assert [mesh.stages for mesh in found] == stages
@@ -25,7 +29,8 @@ def test_two_levels_in_both_orders_where_a_stage_has_several_nodes() -> None:
         "2 stages of 8 x 2 devices", "4 stages of 8 devices", "8 stages of 4 devices", "16 stages of 2 devices",
         "32 stages of 1 device",
     ]  # fmt: skip
-    outside, inside = by_name["2 stages of 2 x 8 devices"].groups[1], by_name["2 stages of 8 x 2 devices"].groups[1]
+    outside = by_name["2 stages of 2 x 8 devices"].groups[1]
+    inside = by_name["2 stages of 8 x 2 devices"].groups[1]
     assert outside == tuple(range(16, 32))
     assert inside[:4] == (16, 24, 17, 25), "what is split first stays in a node"
 

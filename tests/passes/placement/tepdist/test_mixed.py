@@ -21,11 +21,14 @@ from autopipe.passes.sharding.search import SplitProblem
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
 
-FAST, SLOW = kind(0.04, name="fast"), kind(0.01, name="slow")
+FAST = kind(0.04, name="fast")
+SLOW = kind(0.01, name="slow")
 
 
 def given(layers: int = 12, micro_batches: int = 8) -> Problem:
-    return problem(perceptron([128] * (layers + 1)), mixed_cluster([(4, FAST), (2, SLOW)]), micro_batches)
+    return problem(
+        perceptron([128] * (layers + 1)), mixed_cluster([(4, FAST), (2, SLOW)]), micro_batches
+    )
 
 
 def test_groups_are_equal_within_each_kind_and_straddle_none() -> None:
@@ -48,13 +51,18 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
     bounds = Bounds(both)
     for mesh in meshes(both.cluster):
         stages = cut_into_stages(both, mesh.groups, {})
-        placement = Placement(tuple(Stage(nodes, group, 8) for nodes, group in zip(stages, mesh.groups, strict=True)))
-        alone = Placement(tuple(replace(stage, devices=stage.devices[:1]) for stage in placement.stages))
+        placement = Placement(
+            tuple(Stage(nodes, group, 8) for nodes, group in zip(stages, mesh.groups, strict=True))
+        )
+        alone = Placement(
+            tuple(replace(stage, devices=stage.devices[:1]) for stage in placement.stages)
+        )
         step = quick_step(both, alone, stage_costs(both, alone)).end
         least = bounds.step_s(mesh, micro_batches)
         assert 0 < least <= bounds.divided_s(mesh, micro_batches, stages) <= step
         if max(map(len, mesh.groups)) == 1 and micro_batches == 32:
-            # Devices differ by one factor, and filling and draining is little: a fair share of all is close.
+            # Devices differ by one factor, and filling and draining is little: a fair share of all
+            # is close.
             assert least > 0.5 * step
 
 
@@ -91,7 +99,9 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
 
 def test_numbers_of_stages_that_there_are() -> None:
     both = given()
-    with pytest.raises(ConfigurationError, match="stages is 1, and 6 devices cannot be shared equally by so many"):
+    with pytest.raises(
+        ConfigurationError, match="stages is 1, and 6 devices cannot be shared equally by so many"
+    ):
         TePDist(stages=1).requires(both)
     assert len(TePDist(stages=3).run(both).stages) == 3
     with pytest.raises(InfeasibleError):

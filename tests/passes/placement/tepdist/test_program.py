@@ -1,4 +1,6 @@
-"""The integer program of a min-sum model: the solver finds what trying all choices finds, forbidden pairs included."""
+"""The integer program of a min-sum model: the solver finds what trying all choices finds, forbidden
+pairs included.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from hypothesis import strategies as st
 from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.integer_programs import fix_by_reduced_cost, least_choice, promising
+from autopipe.passes.placement.tepdist.integer_programs import (
+    fix_by_reduced_cost,
+    least_choice,
+    promising,
+)
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import merged
 
@@ -17,7 +23,8 @@ from autopipe.passes.solvers.min_sum.model import merged
 @settings(max_examples=10)
 @given(model=layered(memory=True), limit=st.integers(10, 60))
 def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
-    simple, best = merged(model), best_choice(model, limit)
+    simple = merged(model)
+    best = best_choice(model, limit)
     if best == np.inf:
         with pytest.raises(InfeasibleError):
             least_choice(simple, 60.0, limit=limit)
@@ -31,7 +38,8 @@ def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
 @settings(max_examples=15)
 @given(layered())
 def test_what_is_dropped_is_in_no_better_choice(model: MinSum) -> None:
-    simple, best = merged(model), best_choice(model)
+    simple = merged(model)
+    best = best_choice(model)
     if best == np.inf:
         return
     left = promising(simple, fix_by_reduced_cost(simple), 4)

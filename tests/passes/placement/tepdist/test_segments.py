@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from random_layers import best_choice, layered
 
-from autopipe.passes.placement.tepdist.segments import MOST_WIDE, EqualSegments, cut, fill_cones, is_root, ranks
+from autopipe.passes.placement.tepdist.segments import (
+    MOST_WIDE,
+    EqualSegments,
+    cut,
+    fill_cones,
+    is_root,
+    ranks,
+)
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import make_tables
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
@@ -19,7 +26,10 @@ MATRIX = np.array([[0.0, 3.0], [2.0, 0.0]])
 
 def joined(count: int, *ends: tuple[int, int], heavy: tuple[int, ...] = ()) -> MinSum:
     """A model of two configurations a variable; `heavy` ones take a hundred times as long."""
-    costs = [np.array([100.0, 101.0]) if variable in heavy else np.array([1.0, 1.0]) for variable in range(count)]
+    costs = [
+        np.array([100.0, 101.0]) if variable in heavy else np.array([1.0, 1.0])
+        for variable in range(count)
+    ]
     return MinSum(tuple(costs), tuple(Edge(*each, MATRIX) for each in ends))
 
 

@@ -36,7 +36,11 @@ GRAPH = perceptron([12, 24, 12, 24, 12])
 def open_problem(devices: int = 4, **fields: Any) -> Problem:
     """Eight samples in micro-batches of any size."""
     return replace(
-        problem(GRAPH, cluster(devices)), micro_batches=1, batch_size=8, micro_batch_sizes=(1, 2, 4, 8), **fields
+        problem(GRAPH, cluster(devices)),
+        micro_batches=1,
+        batch_size=8,
+        micro_batch_sizes=(1, 2, 4, 8),
+        **fields,
     )
 
 
@@ -50,7 +54,13 @@ def zoo_problem(name: str, devices: Cluster, samples: int = 16) -> Problem:
     base = problem(GRAPH, devices)
     sizes = tuple(size for size in range(1, samples + 1) if samples % size == 0)
     return replace(
-        base, graph=graph, work=annotate(graph), batch_size=samples, micro_batches=1, loss=loss, micro_batch_sizes=sizes
+        base,
+        graph=graph,
+        work=annotate(graph),
+        batch_size=samples,
+        micro_batches=1,
+        loss=loss,
+        micro_batch_sizes=sizes,
     )
 
 
@@ -75,7 +85,12 @@ def test_notes_have_a_line_for_each_factorisation_the_best_first() -> None:
 
 def test_a_time_that_is_up_ends_the_search_with_what_there_is() -> None:
     found = TePDist().run(open_problem(8, time_limit=1e-9))
-    assert [note.endswith("left out as time was up") for note in found.notes[:4]] == [False, True, True, True]
+    assert [note.endswith("left out as time was up") for note in found.notes[:4]] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("stages", [None, 2])
@@ -105,7 +120,9 @@ def test_constraints_on_stages_devices_and_splits_are_kept() -> None:
     assert 4 in found.stages[1].nodes
     found = TePDist().run(open_problem(constraints=(Constraint("matmul6", devices=(3, 2)),)))
     assert next(stage.devices for stage in found.stages if 6 in stage.nodes) == (3, 2)
-    found = TePDist(stages=1).run(open_problem(constraints=(Constraint("matmul4", split=(("n", 2), ("b", 2))),)))
+    found = TePDist(stages=1).run(
+        open_problem(constraints=(Constraint("matmul4", split=(("n", 2), ("b", 2))),))
+    )
     assert found.stages[0].splits_of(4) == (Split("n", 2), Split("m", 2))
 
 
@@ -115,15 +132,26 @@ def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
     strategy = TePDist(stages=2)
     strategy.requires(given)
     assert [stage.devices for stage in strategy.run(given).stages] == [(0,), (1, 2)]
-    assert [stage.devices for stage in TePDist().run(open_problem(constraints=asked)).stages] == [(0,), (1, 2, 3)]
+    assert [stage.devices for stage in TePDist().run(open_problem(constraints=asked)).stages] == [
+        (0,),
+        (1, 2, 3),
+    ]
 
 
 @pytest.mark.parametrize(
     ("strategy", "constraints", "message"),
     [
         (TePDist(stages=2), (Constraint("matmul0", stage=2),), "asks for stage 2"),
-        (TePDist(stages=4), (Constraint("matmul0", devices=(0, 1)),), "asks for devices \\[0, 1\\]"),
-        (TePDist(), (Constraint("matmul0", devices=(0, 1)), Constraint("relu1", devices=(1, 2))), "asks for devices"),
+        (
+            TePDist(stages=4),
+            (Constraint("matmul0", devices=(0, 1)),),
+            "asks for devices \\[0, 1\\]",
+        ),
+        (
+            TePDist(),
+            (Constraint("matmul0", devices=(0, 1)), Constraint("relu1", devices=(1, 2))),
+            "asks for devices",
+        ),
         (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "its stage has"),
         (TePDist(), (Constraint("matmul0", micro_batch_size=3),), "micro-batches of 3 samples"),
         (TePDist(), (Constraint("nothing"),), "no node's name matches"),
@@ -183,10 +211,14 @@ def test_a_million_classes_are_split_although_nobody_says_so(tmp_path: Path) -> 
     links = build_cluster(cluster_preset("tepdist-m8"), 8)
     given = Problem(model.graph, annotate(model.graph), links, 256, 1, Mode.TRAIN, model.loss)
     (stage,) = TePDist().run(given).stages
-    (last,) = (index for index, node in enumerate(model.graph.nodes) if node.op == "LinearCrossEntropy")
+    (last,) = (
+        index for index, node in enumerate(model.graph.nodes) if node.op == "LinearCrossEntropy"
+    )
     assert stage.splits_of(last) == (Split("c", 8),)
     first = next(index for index, node in enumerate(model.graph.nodes) if node.op == "Conv")
-    assert stage.splits_of(first) == sample_axes(model.graph).splits([first], 8)[0][1], "convolutions share samples"
+    assert stage.splits_of(first) == sample_axes(model.graph).splits([first], 8)[0][1], (
+        "convolutions share samples"
+    )
 
 
 def test_tessel_takes_its_stages() -> None:

@@ -15,9 +15,16 @@ from tests.distributed.support.running import schedule_of
 from tests.passes.cost.graphs import cluster
 
 
-@given(st.data(), st.booleans(), st.sampled_from(["auto", "v", "m", "nn", "k"]), st.sampled_from([1, 2, 4]))
+@given(
+    st.data(),
+    st.booleans(),
+    st.sampled_from(["auto", "v", "m", "nn", "k"]),
+    st.sampled_from([1, 2, 4]),
+)
 @settings(max_examples=60, deadline=None)
-def test_placements_can_be_lowered(data: st.DataObject, train: bool, shape: str, devices: int) -> None:
+def test_placements_can_be_lowered(
+    data: st.DataObject, train: bool, shape: str, devices: int
+) -> None:
     graph, loss = data.draw(graphs(train))
     mode = Mode.TRAIN if train else Mode.INFER
     problem = Problem(graph, annotate(graph), cluster(devices), BATCH, 1, mode, loss)

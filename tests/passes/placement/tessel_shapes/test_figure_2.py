@@ -1,4 +1,6 @@
-"""Lin et al., "Tessel" (HPCA 2024), Figure 2: what a table of 768,000 rows does to the balance of a chain of stages."""
+"""Lin et al., "Tessel" (HPCA 2024), Figure 2: what a table of 768,000 rows does to the balance of a
+chain of stages.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ from autopipe.passes.placement.tessel_shapes import (
 
 
 def device_seconds(folder: Path, layers: int) -> list[float]:
-    """Seconds of a micro-batch of one sample on each of four V100: table and head on two, the layers on two.
+    """Seconds of a micro-batch of one sample on each of four V100: table and head on two, the
+    layers on two.
 
-    In fp16, layers recomputed, as in the paper. The zoo's head is the table, so that both are on the same devices.
+    In fp16, layers recomputed, as in the paper. The zoo's head is the table, so that both are on
+    the same devices.
     """
     path = folder / "model.onnx"
     settings = {"size": "tessel-figure-2", "layers": layers, "loss": True, "weights": "none"}

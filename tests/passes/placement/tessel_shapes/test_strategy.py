@@ -29,7 +29,9 @@ FLAVA = (("text_layers", "4"), ("image_layers", "4"))
 
 
 @cache
-def model_problem(name: str, settings: tuple[tuple[str, str], ...], devices: int = 4, loss: bool = True) -> Problem:
+def model_problem(
+    name: str, settings: tuple[tuple[str, str], ...], devices: int = 4, loss: bool = True
+) -> Problem:
     """Training of a model on micro-batches of two samples; inference without a loss."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -110,10 +112,18 @@ def test_flava_is_a_k(shape: str) -> None:
     assert groups(placement) == [(0,), (1,), (2,), (3,), ALL]
     assert stage_edges(problem.graph, placement) == ((0, 1), (1, 4), (2, 3), (3, 4))
     split = axes(problem, placement, 4)
-    layer = {name.removeprefix("/cross/layers.0"): axis for name, axis in split.items() if "layers.0" in name}
-    assert layer["/attention/query/MatMul"] == layer["/feed_forward/up/MatMul"] == "n:4", "by columns"
+    layer = {
+        name.removeprefix("/cross/layers.0"): axis
+        for name, axis in split.items()
+        if "layers.0" in name
+    }
+    assert layer["/attention/query/MatMul"] == layer["/feed_forward/up/MatMul"] == "n:4", (
+        "by columns"
+    )
     assert layer["/attention/MatMul_1"] == "h:4", "by heads"
-    assert layer["/attention/output/MatMul"] == layer["/feed_forward/down/MatMul"] == "k:4", "by rows"
+    assert layer["/attention/output/MatMul"] == layer["/feed_forward/down/MatMul"] == "k:4", (
+        "by rows"
+    )
     assert not any("norm" in name for name in split)
 
 
@@ -126,7 +136,8 @@ def test_a_cross_encoder_that_cannot_be_shared_makes_no_k_unasked() -> None:
 
 def test_v_and_x_run_over_the_devices_and_back() -> None:
     problem = model_problem("gpt", GPT)
-    single, both = placed(problem, shape="v"), placed(problem, shape="x")
+    single = placed(problem, shape="v")
+    both = placed(problem, shape="x")
     assert groups(single) == [(0,), (1,), (2,), (3,)]
     assert groups(both) == [*groups(single), (3,), (2,), (1,), (0,)]
     assert [stage.pipeline for stage in both.stages] == [0] * 4 + [1] * 4
@@ -136,13 +147,23 @@ def test_v_and_x_run_over_the_devices_and_back() -> None:
 def test_chunks_go_round_or_back_and_forth() -> None:
     problem = model_problem("gpt", GPT)
     assert groups(placed(problem, shape="v", chunks=2)) == [(0,), (1,), (2,), (3,)] * 2
-    assert groups(placed(problem, shape="v", chunks=2, wave=True)) == [(0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)]
+    assert groups(placed(problem, shape="v", chunks=2, wave=True)) == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+        (3,),
+        (2,),
+        (1,),
+        (0,),
+    ]
     assert groups(placed(problem, shape="m", chunks=2)) == [ALL, *[(0,), (1,), (2,), (3,)] * 2, ALL]
 
 
 def test_lookups_in_the_middle_can_be_made_first() -> None:
     problem = model_problem("dlrm", ())
-    middle, first = placed(problem, shape="nn"), placed(problem, shape="m")
+    middle = placed(problem, shape="nn")
+    first = placed(problem, shape="m")
     assert groups(middle) == [(0,), (1,), ALL, (2,), (3,)]
     assert groups(first) == [ALL, (0,), (1,), (2,), (3,)]
     assert set(axes(problem, first, 0).values()) == {"d0:4"}
@@ -162,13 +183,20 @@ def test_inference_leaves_the_logits_in_shards() -> None:
 def test_small_tables_and_no_branches_make_a_v() -> None:
     problem = model_problem("gpt", (("layers", "8"), ("vocabulary", "128")))
     assert groups(placed(problem)) == [(0,), (1,), (2,), (3,)]
-    assert groups(placed(problem, shape="m"))[::5] == [ALL, ALL], "asked for, the largest table is shared"
+    assert groups(placed(problem, shape="m"))[::5] == [ALL, ALL], (
+        "asked for, the largest table is shared"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "options", "message"),
     [
-        ("gpt", (("vocabulary", "1021"),), {"shape": "m"}, "4 devices cannot share the 1021 rows of 'token_embedding"),
+        (
+            "gpt",
+            (("vocabulary", "1021"),),
+            {"shape": "m"},
+            "4 devices cannot share the 1021 rows of 'token_embedding",
+        ),
         ("gpt", (("vocabulary", "1021"),), {"shape": "m"}, "pad it to 1024 in the model"),
         (
             "gpt",
@@ -176,8 +204,18 @@ def test_small_tables_and_no_branches_make_a_v() -> None:
             {"shape": "nn"},
             "2 chains between large tables, and the lookups in 'token_embedding.weight' leave 1",
         ),
-        ("gpt", GPT, {"shape": "k"}, "shape k puts branches on devices of their own, and the model has none"),
-        ("candle-uno", (), {"shape": "m"}, "shares lookups in large tables among all devices, and the model has none"),
+        (
+            "gpt",
+            GPT,
+            {"shape": "k"},
+            "shape k puts branches on devices of their own, and the model has none",
+        ),
+        (
+            "candle-uno",
+            (),
+            {"shape": "m"},
+            "shares lookups in large tables among all devices, and the model has none",
+        ),
         ("gpt", GPT, {"shape": "v", "chunks": 100}, "cannot be cut into 400 stages"),
     ],
 )
@@ -190,7 +228,8 @@ def test_models_without_the_shape(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"shape": "w"}, "there is no shape 'w'"), ({"chunks": 0}, "chunks is 0")]
+    ("options", "message"),
+    [({"shape": "w"}, "there is no shape 'w'"), ({"chunks": 0}, "chunks is 0")],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -214,7 +253,9 @@ def test_constraints_are_refused() -> None:
 
 def test_chains_are_cut_where_memory_holds_them() -> None:
     problem = model_problem("gpt", GPT)
-    even = device_memory(problem, placed(problem, shape="v"), stage_costs(problem, placed(problem, shape="v")))
+    even = device_memory(
+        problem, placed(problem, shape="v"), stage_costs(problem, placed(problem, shape="v"))
+    )
     tight = replace(problem, memory_limit=int(0.93 * max(even)))
     placement = placed(tight, shape="v")
     assert max(device_memory(tight, placement, stage_costs(tight, placement))) <= 0.93 * max(even)
@@ -223,5 +264,7 @@ def test_chains_are_cut_where_memory_holds_them() -> None:
 
 def test_memory_that_holds_no_shape_is_named() -> None:
     problem = replace(model_problem("gpt", GPT), memory_limit=200_000)
-    with pytest.raises(InfeasibleError, match=r"of 6 needs? .* on device \d, .* over the limit of 0\.19 MiB"):
+    with pytest.raises(
+        InfeasibleError, match=r"of 6 needs? .* on device \d, .* over the limit of 0\.19 MiB"
+    ):
         placed(problem)

@@ -1,4 +1,6 @@
-"""Orders in PyTorch's CSV: read as torch reads them, written as torch takes them, refused with line and column."""
+"""Orders in PyTorch's CSV: read as torch reads them, written as torch takes them, refused with line
+and column.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.passes.schedule.csv_order import fitted_order, read_orders
 from tests.cli.drawing.examples import chain_plan
 
-RANKS, MICRO_BATCHES = 4, 8
+RANKS = 4
+MICRO_BATCHES = 8
 
 
 def torch_schedule(name, chunks):
     """One of torch's schedules for stages that are nothing but numbers."""
     stages = [
         SimpleNamespace(
-            num_stages=RANKS * chunks, group_size=RANKS, group_rank=0, group=None, submod=None, stage_index=index
+            num_stages=RANKS * chunks,
+            group_size=RANKS,
+            group_rank=0,
+            group=None,
+            submod=None,
+            stage_index=index,
         )
         for index in range(chunks)
     ]
@@ -33,8 +41,12 @@ def torch_schedule(name, chunks):
 
 def loaded_by_torch(path, stages):
     runtime = object.__new__(pipelining._PipelineScheduleRuntime)
-    runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
-    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = RANKS, stages, MICRO_BATCHES
+    runtime.pipeline_order = {}
+    runtime._stages = []
+    runtime._defer_pp_recv = False
+    runtime.pp_group_size = RANKS
+    runtime._num_stages = stages
+    runtime._n_microbatches = MICRO_BATCHES
     # Torch 2.15 reads these; the values are its defaults.
     runtime._unshard_lookahead = "full"
     runtime._max_active_stages = 3
@@ -49,7 +61,9 @@ def flat(actions):
 
 
 def dump_computations(schedule, path):
-    """Write the order of a schedule of torch without its communication, which torch 2.9 writes in no other format."""
+    """Write the order of a schedule of torch without its communication, which torch 2.9 writes in
+    no other format.
+    """
     has_formats = "format" in inspect.signature(schedule._dump_csv).parameters
     schedule._dump_csv(str(path), *(["compute_only"] if has_formats else []))
 
@@ -81,7 +95,8 @@ def test_schedules_of_torch_are_read_as_torch_has_them(name, chunks, tmp_path):
 
 def test_torch_takes_what_is_written_and_gives_it_back(tmp_path):
     plan, timeline = chain_plan(RANKS, MICRO_BATCHES)
-    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    ours = tmp_path / "ours.csv"
+    theirs = tmp_path / "theirs.csv"
     ours.write_text(orders_csv(plan_picture(plan, timeline)))
     runtime = loaded_by_torch(ours, RANKS)
     assert [list(map(str, runtime.pipeline_order[rank])) for rank in range(RANKS)] == [
@@ -131,7 +146,9 @@ def test_idle_cells_and_spaces_say_nothing(tmp_path):
     assert schedule.grid() == "0: 0F0 0I0 0W0\n1: 1F0 1B0"
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_bytes(b"\xff")])
+@pytest.mark.parametrize(
+    "make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_bytes(b"\xff")]
+)
 def test_what_cannot_be_read_is_refused(tmp_path, make):
     make(tmp_path / "order.csv")
     with pytest.raises(ConfigurationError, match=r"order\.csv"):

@@ -18,7 +18,9 @@ def waves(devices: int, times: int = 1) -> tuple[int, ...]:
 
 
 def chain_on(path: Sequence[int], pipelines: int = 1) -> StageGraph:
-    """A stage on each device of the path; with several pipelines, each takes an equal share of it."""
+    """A stage on each device of the path; with several pipelines, each takes an equal share of
+    it.
+    """
     depth = len(path) // pipelines
     edges = tuple((stage, stage + 1) for stage in range(len(path) - 1) if (stage + 1) % depth)
     of = tuple(stage // depth for stage in range(len(path))) if pipelines > 1 else ()

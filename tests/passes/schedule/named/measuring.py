@@ -1,16 +1,22 @@
-"""What a schedule's order takes and keeps, computed from scratch: shares no code with what makes or checks orders."""
+"""What a schedule's order takes and keeps, computed from scratch: shares no code with what makes or
+checks orders.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""Activations of a stage that a task adds; they are needed until the parameters' gradients are there."""
+"""Activations of a stage that a task adds; they are needed until the parameters' gradients are
+there.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one step in which every task starts as soon as its device's order and its own waits allow."""
+    """Figures of one step in which every task starts as soon as its device's order and its own
+    waits allow.
+    """
 
     makespan: int
     work: tuple[int, ...]
@@ -34,7 +40,8 @@ class Measured:
 def measure(schedule, graph, times, together=()) -> Measured:
     """`times` gives the length of each phase by its letter.
 
-    Pairs of tasks in `together` are one piece of work each, of the time `times["&"]`: they start and end at once.
+    Pairs of tasks in `together` are one piece of work each, of the time `times["&"]`: they start
+    and end at once.
     """
     partner = {a: b for pair in together for a, b in (pair, pair[::-1])}
     names = [[str(task) for task in order] for order in schedule.tasks]
@@ -48,7 +55,9 @@ def measure(schedule, graph, times, together=()) -> Measured:
         for device, order in enumerate(rest):
             while order and order[0] not in ends:
                 group = [order[0]] + ([partner[order[0]]] if order[0] in partner else [])
-                needs = {need for name in group for need in waits(name, graph, everything)} - set(group)
+                needs = {need for name in group for need in waits(name, graph, everything)} - set(
+                    group
+                )
                 if not needs <= ends.keys():
                     break
                 start = max([free[device], *(ends[need] for need in needs)])
@@ -61,7 +70,10 @@ def measure(schedule, graph, times, together=()) -> Measured:
     return Measured(
         max(ends.values()),
         tuple(sum(times[letter(name)] for name in order) for order in names),
-        tuple(max(ends[name] for name in order) - min(starts[name] for name in order) for order in names),
+        tuple(
+            max(ends[name] for name in order) - min(starts[name] for name in order)
+            for order in names
+        ),
         tuple(peak(order) for order in names),
     )
 
@@ -81,7 +93,9 @@ def waits(name, graph, everything):
         return [f"{stage}I{micro_batch}"]
     later = [target for source, target in graph.edges if source == stage]
     gradients = [
-        f"{target}I{micro_batch}" if f"{target}I{micro_batch}" in everything else f"{target}B{micro_batch}"
+        f"{target}I{micro_batch}"
+        if f"{target}I{micro_batch}" in everything
+        else f"{target}B{micro_batch}"
         for target in later
     ]
     return [f"{stage}F{micro_batch}", *gradients]

@@ -29,7 +29,12 @@ def orders_of(kind, devices, chunks, micro_batches):
     )
     actions = (kind._calculate_single_rank_operations(settings, rank) for rank in range(devices))
     return tuple(
-        tuple(Task.parse(str(part)) for action in order if action for part in action.sub_actions or [action])
+        tuple(
+            Task.parse(str(part))
+            for action in order
+            if action
+            for part in action.sub_actions or [action]
+        )
         for order in actions
     )
 
@@ -40,7 +45,9 @@ def ours(name, graph, micro_batches):
 
 def without_weights(orders):
     """Orders without weight gradients."""
-    return tuple(tuple(task for task in order if task.phase is not Phase.WEIGHT_GRADIENT) for order in orders)
+    return tuple(
+        tuple(task for task in order if task.phase is not Phase.WEIGHT_GRADIENT) for order in orders
+    )
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 6])
@@ -55,10 +62,13 @@ def test_interleaved_1f1b_is_torchs(devices, chunks, groups):
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 4, 9])
 def test_looped_bfs_is_torchs_but_for_the_order_of_backwards(devices, chunks, micro_batches):
-    # Torch runs the backwards of a stage from the last micro-batch to the first; as in GPipe, we go from the first.
+    # Torch runs the backwards of a stage from the last micro-batch to the first; as in GPipe, we go
+    # from the first.
     turned = tuple(
         tuple(
-            Task(task.stage, task.phase, micro_batches - 1 - task.micro_batch) if task.phase is Phase.BACKWARD else task
+            Task(task.stage, task.phase, micro_batches - 1 - task.micro_batch)
+            if task.phase is Phase.BACKWARD
+            else task
             for task in order
         )
         for order in orders_of(theirs.ScheduleLoopedBFS, devices, chunks, micro_batches)
@@ -86,15 +96,14 @@ def test_zb_h1_is_torchs_interleaved_zero_bubble_of_one_stage(devices, more):
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 11, 24])
 def test_zb_v_is_torchs_but_for_weight_gradients_at_the_end(devices, micro_batches):
     graph = suited("zb_v", devices)
-    mine, orders = (
-        ours("zb_v", graph, micro_batches),
-        orders_of(theirs.ScheduleZBVZeroBubble, devices, 2, micro_batches),
-    )
+    mine = ours("zb_v", graph, micro_batches)
+    orders = orders_of(theirs.ScheduleZBVZeroBubble, devices, 2, micro_batches)
     assert without_weights(mine) == without_weights(orders)
-    # Torch has a fixed place for each weight gradient; ours stand where a device would wait, which is never worse and
-    # with few micro-batches better.
+    # Torch has a fixed place for each weight gradient; ours stand where a device would wait, which
+    # is never worse and with few micro-batches better.
     steps = [
-        measure(Schedule(micro_batches, each), graph, {"F": 1, "I": 1, "W": 1}).makespan for each in (mine, orders)
+        measure(Schedule(micro_batches, each), graph, {"F": 1, "I": 1, "W": 1}).makespan
+        for each in (mine, orders)
     ]
     assert steps[0] <= steps[1]
     if devices <= micro_batches < 2 * devices - 1:

@@ -1,4 +1,6 @@
-"""Published schedules on DAGs of stages: the order of a chain can run whatever edges lead forward."""
+"""Published schedules on DAGs of stages: the order of a chain can run whatever edges lead
+forward.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,22 @@ def forward_edges(draw, stages, pipelines):
 @settings(max_examples=20)
 @given(st.data())
 def test_orders_can_run_whatever_edges_there_are(name, data):
-    devices = data.draw(st.sampled_from([2, 4] if name in {"chimera", "dualpipe"} else [1, 2, 3, 4]))
+    devices = data.draw(
+        st.sampled_from([2, 4] if name in {"chimera", "dualpipe"} else [1, 2, 3, 4])
+    )
     micro_batches = devices * data.draw(st.sampled_from([2, 4]))
     chain = suited(name, devices)
-    graph = replace(chain, edges=data.draw(forward_edges(len(chain.stage_devices), chain.pipelines)))
+    graph = replace(
+        chain, edges=data.draw(forward_edges(len(chain.stage_devices), chain.pipelines))
+    )
     scheduler_class(name)().order(graph, micro_batches).verify(graph, train=True)
 
 
 @st.composite
 def stages_beside_shared_ones(draw):
-    """A stage on each of some devices in any order, with stages on several of them anywhere between."""
+    """A stage on each of some devices in any order, with stages on several of them anywhere
+    between.
+    """
     devices = draw(st.integers(2, 4))
     groups = [(device,) for device in draw(st.permutations(range(devices)))]
     several = st.lists(st.integers(0, devices - 1), min_size=2, max_size=devices, unique=True)

@@ -1,4 +1,6 @@
-"""Published schedules on blocks: Table II of the Tessel paper, measured; what they refuse; that every rule is kept."""
+"""Published schedules on blocks: Table II of the Tessel paper, measured; what they refuse; that
+every rule is kept.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ def broken_rules(schedule):
     ]
     for tasks in schedule.tasks:
         ends = [start + blocks[index].time for start, _, index in tasks]
-        broken += [tasks[place] for place in range(1, len(tasks)) if tasks[place][0] < ends[place - 1]]
+        broken += [
+            tasks[place] for place in range(1, len(tasks)) if tasks[place][0] < ends[place - 1]
+        ]
     return broken
 
 
 @pytest.mark.parametrize(
     ("name", "form", "bubble", "period"),
-    [("1f1b", "v", 0, 4), ("chimera", "x", 0.2, 10), ("1f1b_plus", "m", 0.25, 8), ("1f1b_plus", "nn", 0.2, 10)],
+    [
+        ("1f1b", "v", 0, 4),
+        ("chimera", "x", 0.2, 10),
+        ("1f1b_plus", "m", 0.25, 8),
+        ("1f1b_plus", "nn", 0.2, 10),
+    ],
 )
 def test_table_2_is_measured(name, form, bubble, period):
     schedule = schedule_blocks(name, shape(form, 4, train=True), 32)
@@ -37,17 +46,23 @@ def test_table_2_is_measured(name, form, bubble, period):
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("units", [1, 2, 5, 12])
-@pytest.mark.parametrize(("name", "form"), [("gpipe", "k"), ("1f1b", "v"), ("1f1b_plus", "nn"), ("chimera", "x")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("gpipe", "k"), ("1f1b", "v"), ("1f1b_plus", "nn"), ("chimera", "x")]
+)
 def test_every_rule_is_kept(name, form, units, devices, train):
     schedule = schedule_blocks(name, shape(form, devices, train), units)
     assert schedule.units == units
     assert not broken_rules(schedule)
-    assert schedule.lower_bound <= (schedule.makespan if schedule.repetend is None else schedule.period)
+    assert schedule.lower_bound <= (
+        schedule.makespan if schedule.repetend is None else schedule.period
+    )
 
 
 @pytest.mark.parametrize(("form", "bubble"), [("v", 0), ("m", 0), ("nn", 0)])
 def test_forwards_alone_follow_one_another_closely(form, bubble):
-    assert schedule_blocks("1f1b_plus", shape(form, 4, train=False), 32).steady_bubble_rate == bubble
+    assert (
+        schedule_blocks("1f1b_plus", shape(form, 4, train=False), 32).steady_bubble_rate == bubble
+    )
 
 
 def test_a_repetend_says_when_blocks_of_the_steady_state_start():
@@ -71,7 +86,9 @@ def test_gpipe_ends_when_theory_says():
 
 
 def test_memory_that_does_not_do_is_named():
-    with pytest.raises(InfeasibleError, match=r"device 0: schedule 1f1b needs memory 4 where there is 3"):
+    with pytest.raises(
+        InfeasibleError, match=r"device 0: schedule 1f1b needs memory 4 where there is 3"
+    ):
         schedule_blocks("1f1b", shape("v", 4, train=True, memory=3), 8)
 
 
@@ -92,7 +109,9 @@ def test_blocks_that_a_schedule_has_no_place_for_are_refused(name, form, reason)
 
 def test_a_way_that_does_not_come_back_is_refused():
     blocks = (Block("a", (0,), 1, 1), Block("b", (1,), 1, 0, (0,)), Block("c", (1,), 1, 0, (1,)))
-    with pytest.raises(InfeasibleError, match=r"devices \[0, 1, 1\] are not passed once there and once back"):
+    with pytest.raises(
+        InfeasibleError, match=r"devices \[0, 1, 1\] are not passed once there and once back"
+    ):
         schedule_blocks("1f1b", BlockGraph(2, blocks, (None, None)), 4)
 
 

@@ -1,4 +1,6 @@
-"""Bubble and memory of every published schedule are what its paper says, measured by code of the tests' own."""
+"""Bubble and memory of every published schedule are what its paper says, measured by code of the
+tests' own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ DEVICES = pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 8])
 EVEN = pytest.mark.parametrize("devices", [2, 4, 6, 8])
 WHOLE = [{"F": 1, "B": 1}, {"F": 1, "B": 2}, {"F": 2, "B": 3}, {"F": 1, "B": 3}]
 """Times with whole backwards."""
-HALVES = [{"F": 1, "I": 1, "W": 1}, {"F": 2, "I": 2, "W": 1}, {"F": 3, "I": 2, "W": 2}, {"F": 4, "I": 5, "W": 3}]
+HALVES = [
+    {"F": 1, "I": 1, "W": 1},
+    {"F": 2, "I": 2, "W": 1},
+    {"F": 3, "I": 2, "W": 2},
+    {"F": 4, "I": 5, "W": 3},
+]
 """Times with backwards in halves, weight gradients being no longer than the rest."""
 EQUAL = HALVES[0]
 
@@ -53,9 +60,13 @@ def test_gpipe_and_1f1b(devices, micro_batches, times):
 @pytest.mark.parametrize("groups", [1, 2, 5])
 @pytest.mark.parametrize("times", WHOLE)
 def test_interleaved_1f1b_and_looped_bfs(devices, chunks, groups, times):
-    # Times are those of a stage, of which a device has `chunks`: the bubble is the v-th part of GPipe's.
-    graph, micro_batches = chain_on(down(devices, chunks)), groups * devices
-    interleaved, looped = (step(name, graph, micro_batches, times) for name in ("interleaved_1f1b", "looped_bfs"))
+    # Times are those of a stage, of which a device has `chunks`: the bubble is the v-th part of
+    # GPipe's.
+    graph = chain_on(down(devices, chunks))
+    micro_batches = groups * devices
+    interleaved, looped = (
+        step(name, graph, micro_batches, times) for name in ("interleaved_1f1b", "looped_bfs")
+    )
     assert interleaved.bubble == looped.bubble == (devices - 1) * (times["F"] + times["B"])
     most = chunks * devices + devices - 1
     every = chunks * micro_batches
@@ -77,12 +88,17 @@ def test_chimera(devices, groups):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("groups", [1, 2, 5])
 def test_hanayo(devices, count, groups):
-    graph, micro_batches = chain_on(waves(devices, count)), groups * devices
-    equal, real = (step("hanayo", graph, micro_batches, {"F": 1, "B": backward}) for backward in (1, 2))
+    graph = chain_on(waves(devices, count))
+    micro_batches = groups * devices
+    equal, real = (
+        step("hanayo", graph, micro_batches, {"F": 1, "B": backward}) for backward in (1, 2)
+    )
     assert equal.bubble == 2 * (devices - 1)
     assert max(equal.peaks) == 2 * count * devices
     assert real.bubble == 2 * (devices - 1) * (1 + groups)
-    if groups == 1:  # the paper's case; the rate that is quoted, (2p - 2) / (3pw + p - 1), is a little higher
+    if (
+        groups == 1
+    ):  # the paper's case; the rate that is quoted, (2p - 2) / (3pw + p - 1), is a little higher
         rate = (2 * devices - 2) / (3 * devices * count + 2 * devices - 2)
         assert real.bubble / real.makespan == pytest.approx(rate)
         assert rate < (2 * devices - 2) / (3 * devices * count + devices - 1)
@@ -118,7 +134,10 @@ def test_zb_v(devices, more):
 @pytest.mark.parametrize("groups", [1, 2, 5])
 def test_v_half_and_v_min(devices, groups):
     # Bubble rates of about p / 2m and 2p / 3m; a micro-batch is six slots of work on each device.
-    half, least = (step(name, chain_on(waves(devices)), groups * devices, EQUAL) for name in ("v_half", "v_min"))
+    half, least = (
+        step(name, chain_on(waves(devices)), groups * devices, EQUAL)
+        for name in ("v_half", "v_min")
+    )
     assert 3 * (devices - 2) <= half.bubble <= 3 * devices
     assert 4 * devices - 5 <= least.bubble < 4 * devices
     assert max(half.peaks) == 2 * ((devices + 2) // 2)
@@ -140,13 +159,15 @@ def test_dualpipe_and_dualpipe_v(depth, more, times):
         overlapping = measure(schedule, graph, times, overlapped(schedule))
         assert overlapping.bubble == (depth - 1) * (times["&"] + backward - 3 * times["W"])
         assert max(overlapping.peaks) == 2 * depth + 1
-        # One after the other, the forward does not wait for the backward beside it: the bubble is ZB-H1's.
+        # One after the other, the forward does not wait for the backward beside it: the bubble is
+        # ZB-H1's.
         apart = measure(schedule, graph, times)
         assert apart.bubble == (depth - 1) * (times["F"] + times["I"] - times["W"])
 
 
 def overlapped(schedule):
-    """The pairs that DualPipe overlaps: a forward and the whole backward right after it, of the other direction.
+    """The pairs that DualPipe overlaps: a forward and the whole backward right after it, of the
+    other direction.
 
     Not the first pair in the middle: there the published schedule runs them apart.
     """
@@ -165,7 +186,11 @@ def overlapped(schedule):
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [(name, each) for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "hanayo") for each in (1, 2, 3, 4, 7)]
+    [
+        (name, each)
+        for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "hanayo")
+        for each in (1, 2, 3, 4, 7)
+    ]
     + [("chimera", 2), ("chimera", 4), ("chimera", 6)],
 )
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 9])
@@ -178,9 +203,13 @@ def test_devices_may_be_numbered_in_any_way_and_come_in_groups():
     numbers = list(range(8))
     random.Random(3).shuffle(numbers)
     single = suited("zb_v", 4)
-    groups = tuple((numbers[2 * device], numbers[2 * device + 1]) for (device,) in single.stage_devices)
+    groups = tuple(
+        (numbers[2 * device], numbers[2 * device + 1]) for (device,) in single.stage_devices
+    )
     grouped = type(single)(9, groups, single.edges)
     schedule, wide = (scheduler_class("zb_v")().order(graph, 6) for graph in (single, grouped))
     wide.verify(grouped, train=True)
-    assert all(wide.tasks[device] == schedule.tasks[place // 2] for place, device in enumerate(numbers))
+    assert all(
+        wide.tasks[device] == schedule.tasks[place // 2] for place, device in enumerate(numbers)
+    )
     assert wide.tasks[8] == ()

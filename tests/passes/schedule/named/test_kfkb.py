@@ -1,4 +1,6 @@
-"""kFkB: the paper's example, 1F1B as its special case, and any stage graph with any sizes and any k."""
+"""kFkB: the paper's example, 1F1B as its special case, and any stage graph with any sizes and any
+k.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, StageGraph, WrongScheduleError, depths_to_end
+from autopipe.ir.schedule import (
+    MicroBatchSlice,
+    Phase,
+    Schedule,
+    StageGraph,
+    WrongScheduleError,
+    depths_to_end,
+)
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.cost.memory import table_2
 from autopipe.passes.schedule.orders import merge_orders
@@ -34,17 +43,25 @@ def with_turns(graph, turns):
 
 
 def orders(schedule):
-    return [" ".join(f"{task.phase.value}{task.micro_batch}" for task in order) for order in schedule.tasks]
+    return [
+        " ".join(f"{task.phase.value}{task.micro_batch}" for task in order)
+        for order in schedule.tasks
+    ]
 
 
 def predicted(graph, size=None, backward=2.0):
-    """Stages that take a second for each sample forward, `backward` back, and keep a byte for it; messages are free.
+    """Stages that take a second for each sample forward, `backward` back, and keep a byte for it;
+    messages are free.
 
     The largest micro-batch has `size` samples; as few as there can be where that is None.
     """
     samples = [(size or math.lcm(*graph.ratios)) // turns for turns in graph.ratios]
-    stages = tuple(StagePrediction(float(size), backward * size, kept_bytes=size) for size in samples)
-    return Prediction(stages, tuple(message for edge in graph.edges for message in messages(graph, *edge)))
+    stages = tuple(
+        StagePrediction(float(size), backward * size, kept_bytes=size) for size in samples
+    )
+    return Prediction(
+        stages, tuple(message for edge in graph.edges for message in messages(graph, *edge))
+    )
 
 
 def messages(graph, source, target):
@@ -91,7 +108,8 @@ def test_two_in_a_row():
 def test_with_equal_sizes_and_k_of_1_it_is_1f1b(graph, micro_batches, train):
     depths = depths_to_end(len(graph.stage_devices), graph.edges)
     orders = [
-        stage_order(s, depth, 1, graph.micro_batches_of(s, micro_batches), train) for s, depth in enumerate(depths)
+        stage_order(s, depth, 1, graph.micro_batches_of(s, micro_batches), train)
+        for s, depth in enumerate(depths)
     ]
     found = order_kfkb(graph, micro_batches, train, one_tick)
     assert found.tasks == merge_orders(orders, graph, one_tick)
@@ -99,7 +117,9 @@ def test_with_equal_sizes_and_k_of_1_it_is_1f1b(graph, micro_batches, train):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), stage_graphs(), st.integers(1, 5), st.booleans())
-def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_should(data, graph, micro_batches, train):
+def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_should(
+    data, graph, micro_batches, train
+):
     count = len(graph.stage_devices)
     turns = data.draw(st.tuples(*[st.sampled_from((1, 2, 3, 4, 6))] * count))
     ks = data.draw(st.tuples(*[st.integers(1, 5)] * count))
@@ -114,7 +134,9 @@ def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_shoul
 
 
 def kept(schedule: Schedule, graph: StageGraph, stage: int) -> int:
-    """Most micro-batches of a stage between the start of forward and the end of backward, by its device's order."""
+    """Most micro-batches of a stage between the start of forward and the end of backward, by its
+    device's order.
+    """
     held = most = 0
     for task in schedule.tasks[graph.stage_devices[stage][0]]:
         if task.stage == stage:
@@ -137,9 +159,11 @@ def test_a_chain_of_stages_of_one_speed_never_idles_once_it_is_full():
     for turns in itertools.product((1, 2, 4, 8), repeat=3):
         for ks in itertools.product((1, 2), repeat=3) if min(turns) == 1 else ():
             graph = with_turns(chain(3), turns)
-            assert idle_at_the_end(graph, ks, kept_micro_batches(graph, ks)) == pytest.approx(0.0), (turns, ks)
-    # From k = 4 on two micro-batches more than the next stage has, as Table 2 says of equal k * size, are too few where
-    # a backward takes twice as long as a forward.
+            assert idle_at_the_end(graph, ks, kept_micro_batches(graph, ks)) == pytest.approx(
+                0.0
+            ), (turns, ks)
+    # From k = 4 on two micro-batches more than the next stage has, as Table 2 says of equal k *
+    # size, are too few where a backward takes twice as long as a forward.
     graph = with_turns(chain(2), (1, 1))
     assert idle_at_the_end(graph, (4, 4), kept_micro_batches(graph, (4, 4))) == pytest.approx(1.0)
 
@@ -155,7 +179,9 @@ def test_where_table_2_is_too_little_to_run_at_all_more_is_kept():
 
 
 def idle_at_the_end(graph, ks, kept, backward=2.0):
-    """Seconds that the last device waits between its first task and its last; None where the order cannot run."""
+    """Seconds that the last device waits between its first task and its last; None where the order
+    cannot run.
+    """
     orders = [
         stage_order(stage, most, k, graph.micro_batches_of(stage, 8), train=True)
         for stage, (most, k) in enumerate(zip(kept, ks, strict=True))
@@ -172,7 +198,9 @@ def idle_at_the_end(graph, ks, kept, backward=2.0):
 
 def test_a_k_for_each_stage_is_asked_for():
     found = KForwardsKBackwards((1, 2))
-    with pytest.raises(ConfigurationError, match=r"schedule.k has 2 numbers, but the placement 3 stages"):
+    with pytest.raises(
+        ConfigurationError, match=r"schedule.k has 2 numbers, but the placement 3 stages"
+    ):
         found.requires(None, type("", (), {"stages": (1, 2, 3)}))
     with pytest.raises(ConfigurationError, match=r"schedule.k is 0"):
         KForwardsKBackwards(0).requires(None, type("", (), {"stages": (1, 2, 3)}))

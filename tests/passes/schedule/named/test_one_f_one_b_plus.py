@@ -13,7 +13,9 @@ def stages_of(form, devices):
     """The stages of a shape's forwards, in a chain, with their names."""
     blocks = list(shape(form, devices, train=False).blocks)
     edges = tuple((stage, stage + 1) for stage in range(len(blocks) - 1))
-    return StageGraph(devices, tuple(block.devices for block in blocks), edges), [block.name for block in blocks]
+    return StageGraph(devices, tuple(block.devices for block in blocks), edges), [
+        block.name for block in blocks
+    ]
 
 
 @pytest.mark.parametrize("form", ["v", "m", "nn"])
@@ -28,7 +30,10 @@ def test_the_order_is_that_of_blocks(form, devices, micro_batches):
     expected = [[(letters[block], unit) for _, unit, block in tasks] for tasks in other.tasks]
     found = [
         [
-            (task.phase.value + names[task.stage].replace("TPf", "*").replace("F", ""), task.micro_batch)
+            (
+                task.phase.value + names[task.stage].replace("TPf", "*").replace("F", ""),
+                task.micro_batch,
+            )
             for task in order
         ]
         for order in schedule.tasks

@@ -1,4 +1,6 @@
-"""Schedules that are made for one form of placement refuse others in one line that says what they want."""
+"""Schedules that are made for one form of placement refuse others in one line that says what they
+want.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.schedule.named.layouts import chain_on, down, waves
 
-CHAIN, LOOPS, VALLEY, TWO_WAVES = (chain_on(path) for path in (down(4), down(4, 2), waves(4), waves(4, 2)))
+CHAIN, LOOPS, VALLEY, TWO_WAVES = (
+    chain_on(path) for path in (down(4), down(4, 2), waves(4), waves(4, 2))
+)
 OPPOSITE = chain_on(waves(4), 2)
 ODD = chain_on(waves(3), 2)
 OVERLAPPING = StageGraph(3, ((0, 1), (1, 2)), ((0, 1),))
@@ -22,22 +26,62 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
 @pytest.mark.parametrize(
     ("name", "graph", "micro_batches", "reason"),
     [
-        ("interleaved_1f1b", CHAIN, 8, r"runs several stages a device, but here is one \(take 1f1b\)"),
-        ("interleaved_1f1b", LOOPS, 9, r"groups of 4 micro-batches, one for each device, but there are 9"),
-        ("interleaved_1f1b", VALLEY, 8, r"like 0 1 2 0 1 2, but they lie on 0 1 2 3 3 2 1 0 \(.*chunks: 2 or more"),
+        (
+            "interleaved_1f1b",
+            CHAIN,
+            8,
+            r"runs several stages a device, but here is one \(take 1f1b\)",
+        ),
+        (
+            "interleaved_1f1b",
+            LOOPS,
+            9,
+            r"groups of 4 micro-batches, one for each device, but there are 9",
+        ),
+        (
+            "interleaved_1f1b",
+            VALLEY,
+            8,
+            r"like 0 1 2 0 1 2, but they lie on 0 1 2 3 3 2 1 0 \(.*chunks: 2 or more",
+        ),
         ("looped_bfs", VALLEY, 8, r"but they lie on 0 1 2 3 3 2 1 0"),
         ("chimera", CHAIN, 8, r"runs 2 pipelines, but the placement has 1 \(.*shape: x"),
-        ("chimera", ALIKE, 8, r"pass the devices in opposite directions, but they lie on 0 1 2 3 0 1 2 3"),
+        (
+            "chimera",
+            ALIKE,
+            8,
+            r"pass the devices in opposite directions, but they lie on 0 1 2 3 0 1 2 3",
+        ),
         ("chimera", ODD, 8, r"runs on an even number of devices, but a pipeline has 3"),
         ("hanayo", OPPOSITE, 8, r"runs one pipeline, but the placement has 2 \("),
         ("hanayo", LOOPS, 8, r"like 0 1 2 2 1 0, but they lie on 0 1 2 3 0 1 2 3 \(.*wave: true"),
         ("zb_h1", LOOPS, 8, r"lie on one device each, like 0 1 2, but they lie on 0 1 2 3 0 1 2 3"),
         ("zb_h2", OVERLAPPING, 8, r"here are stages on devices 0, 1 and on 1, 2 \(1f1b_plus takes"),
-        ("zb_v", CHAIN, 8, r"go down the devices and up again, like 0 1 2 2 1 0, but they lie on 0 1 2 3"),
+        (
+            "zb_v",
+            CHAIN,
+            8,
+            r"go down the devices and up again, like 0 1 2 2 1 0, but they lie on 0 1 2 3",
+        ),
         ("v_half", TWO_WAVES, 8, r"runs two stages a device, but here are 4"),
-        ("v_min", chain_on(waves(20)[1:]), 8, r"but they lie on 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 \.\.\. \("),
-        ("dualpipe", OPPOSITE, 9, r"on 4 devices runs an even number of micro-batches, 8 or more, but there are 9"),
-        ("dualpipe", OPPOSITE, 6, r"8 or more, but there are 6 \(take chimera, or more micro-batches\)"),
+        (
+            "v_min",
+            chain_on(waves(20)[1:]),
+            8,
+            r"but they lie on 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 \.\.\. \(",
+        ),
+        (
+            "dualpipe",
+            OPPOSITE,
+            9,
+            r"on 4 devices runs an even number of micro-batches, 8 or more, but there are 9",
+        ),
+        (
+            "dualpipe",
+            OPPOSITE,
+            6,
+            r"8 or more, but there are 6 \(take chimera, or more micro-batches\)",
+        ),
         ("dualpipe_v", VALLEY, 7, r"on 4 devices runs 8 micro-batches or more, but there are 7"),
     ],
 )
@@ -48,7 +92,9 @@ def test_other_forms_are_refused(name, graph, micro_batches, reason):
 
 
 def test_1f1b_plus_refuses_stages_that_share_a_device():
-    with pytest.raises(InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(1f1b takes any"):
+    with pytest.raises(
+        InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(1f1b takes any"
+    ):
         OneForwardOneBackwardPlus().order(VALLEY, 4)
     with pytest.raises(InfeasibleError, match="runs one pipeline, but the placement has 2"):
         OneForwardOneBackwardPlus().order(OPPOSITE, 4)
@@ -57,10 +103,14 @@ def test_1f1b_plus_refuses_stages_that_share_a_device():
 def chain_of(devices):
     """A model of two layers a device, as a chain."""
     graph = perceptron([4] * (devices + 1))
-    return graph, Placement(tuple(Stage((2 * place, 2 * place + 1), (place,), 8) for place in range(devices)))
+    return graph, Placement(
+        tuple(Stage((2 * place, 2 * place + 1), (place,), 8) for place in range(devices))
+    )
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"gpipe", "1f1b", "1f1b_plus", "kfkb", "tessel", "csv"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(SCHEDULERS) - {"gpipe", "1f1b", "1f1b_plus", "kfkb", "tessel", "csv"})
+)
 def test_what_is_refused_before_it_runs_is_what_cannot_run(name):
     graph, placement = chain_of(4)
     given = problem(graph, cluster(4), micro_batches=8)

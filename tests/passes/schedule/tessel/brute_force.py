@@ -10,7 +10,8 @@ from autopipe.ir.block_schedule import BlockGraph
 
 
 def least_makespan(graph: BlockGraph, units: int) -> int | None:
-    """Over all orders in which blocks of all units start, each as early as it can after those before; None without any.
+    """Over all orders in which blocks of all units start, each as early as it can after those
+    before; None without any.
 
     Some best schedule is among these: take the starts of any in their order, ties in any order.
     """
@@ -18,14 +19,19 @@ def least_makespan(graph: BlockGraph, units: int) -> int | None:
 
     @cache
     def rest(
-        started: frozenset[tuple[int, int]], free: tuple[int, ...], ends: tuple[tuple[tuple[int, int], int], ...]
+        started: frozenset[tuple[int, int]],
+        free: tuple[int, ...],
+        ends: tuple[tuple[tuple[int, int], int], ...],
     ) -> float:
         if len(started) == units * len(blocks):
             return 0.0
-        known, best = dict(ends), float("inf")
+        known = dict(ends)
+        best = float("inf")
         for unit, index in product(range(units), range(len(blocks))):
             block = blocks[index]
-            if (unit, index) in started or any((unit, other) not in started for other in block.after):
+            if (unit, index) in started or any(
+                (unit, other) not in started for other in block.after
+            ):
                 continue
             if unit and (unit - 1, index) not in started:
                 continue  # units are alike
@@ -33,13 +39,21 @@ def least_makespan(graph: BlockGraph, units: int) -> int | None:
                 continue
             start = max(free[device] for device in block.devices)
             for position, other in enumerate(block.after):
-                start = max(start, known[unit, other] + (block.delays[position] if block.delays else 0))
-            after = tuple(start + block.time if device in block.devices else at for device, at in enumerate(free))
+                start = max(
+                    start, known[unit, other] + (block.delays[position] if block.delays else 0)
+                )
+            after = tuple(
+                start + block.time if device in block.devices else at
+                for device, at in enumerate(free)
+            )
             grown = started | {(unit, index)}
             needed = {
                 (each, other): end
                 for (each, other), end in {**known, (unit, index): start + block.time}.items()
-                if any(other in blocks[later].after and (each, later) not in grown for later in range(len(blocks)))
+                if any(
+                    other in blocks[later].after and (each, later) not in grown
+                    for later in range(len(blocks))
+                )
             }
             end = max(start + block.time, rest(grown, after, tuple(sorted(needed.items()))))
             best = min(best, end)
@@ -51,7 +65,11 @@ def least_makespan(graph: BlockGraph, units: int) -> int | None:
 
 def _has_room(graph: BlockGraph, started: frozenset[tuple[int, int]], index: int) -> bool:
     for device in graph.blocks[index].devices:
-        used = sum(graph.blocks[other].memory for _, other in started if device in graph.blocks[other].devices)
+        used = sum(
+            graph.blocks[other].memory
+            for _, other in started
+            if device in graph.blocks[other].devices
+        )
         room = graph.memory[device]
         if room is not None and used + graph.blocks[index].memory > room:
             return False
@@ -59,12 +77,15 @@ def _has_room(graph: BlockGraph, started: frozenset[tuple[int, int]], index: int
 
 
 def least_period(graph: BlockGraph, longest: int) -> int:
-    """The least whole period up to `longest` for which some starts within it can be repeated for ever."""
+    """The least whole period up to `longest` for which some starts within it can be repeated for
+    ever.
+    """
     return next(period for period in range(1, longest + 1) if any(_repeatable(graph, period)))
 
 
 def _repeatable(graph: BlockGraph, period: int) -> Iterator[bool]:
-    blocks, topological = graph.blocks, graph.order
+    blocks = graph.blocks
+    topological = graph.order
     for phases in product(*([range(1)] + [range(period)] * (len(blocks) - 1))):
         if not _exclusive(graph, phases, period):
             continue
@@ -95,14 +116,20 @@ def _exclusive(graph: BlockGraph, phases: tuple[int, ...], period: int) -> bool:
 
 
 def _fits(graph: BlockGraph, starts: list[int], period: int) -> bool:
-    """Memory at each start in a period that is preceded and followed by all units that can touch it."""
+    """Memory at each start in a period that is preceded and followed by all units that can touch
+    it.
+    """
     reach = max(starts) // period + 2
     for device, room in enumerate(graph.memory):
         members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
         for instant in range(period) if room is not None else ():
             used = 0
             for unit in range(-reach, reach + 1):
-                used += sum(graph.blocks[index].memory for index in members if starts[index] + unit * period <= instant)
+                used += sum(
+                    graph.blocks[index].memory
+                    for index in members
+                    if starts[index] + unit * period <= instant
+                )
             if room is not None and used > room:
                 return False
     return True

@@ -11,11 +11,18 @@ from autopipe.ir.block_schedule import Block, BlockGraph
 def block_graphs(
     draw: strategies.DrawFn, blocks: int, devices: int, times: tuple[int, int], rooms: bool = True
 ) -> BlockGraph:
-    """Up to so many blocks and devices, times within the range; with `rooms`, memory limits that may be too tight."""
-    count, width = draw(strategies.integers(2, blocks)), draw(strategies.integers(1, devices))
-    group = strategies.lists(strategies.integers(0, width - 1), min_size=1, max_size=width, unique=True)
+    """Up to so many blocks and devices, times within the range; with `rooms`, memory limits that
+    may be too tight.
+    """
+    count = draw(strategies.integers(2, blocks))
+    width = draw(strategies.integers(1, devices))
+    group = strategies.lists(
+        strategies.integers(0, width - 1), min_size=1, max_size=width, unique=True
+    )
     after = [
-        tuple(sorted(draw(strategies.sets(strategies.integers(0, index - 1), max_size=2)))) if index else ()
+        tuple(sorted(draw(strategies.sets(strategies.integers(0, index - 1), max_size=2))))
+        if index
+        else ()
         for index in range(count)
     ]
     groups = [tuple(draw(group)) for _ in range(count)]

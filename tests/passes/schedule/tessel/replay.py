@@ -6,10 +6,14 @@ from autopipe.ir.block_schedule import BlockSchedule
 
 
 def faults(schedule: BlockSchedule, units: int) -> list[str]:
-    """All that is wrong with a schedule: counts, dependencies, overlaps, memory at every instant."""
+    """All that is wrong with a schedule: counts, dependencies, overlaps, memory at every
+    instant.
+    """
     graph = schedule.graph
     found = []
-    if len(schedule.starts) != units or any(len(each) != len(graph.blocks) for each in schedule.starts):
+    if len(schedule.starts) != units or any(
+        len(each) != len(graph.blocks) for each in schedule.starts
+    ):
         return ["each block of each unit must have one start"]
     running: dict[tuple[int, int], tuple[int, int]] = {}
     changes: dict[int, list[tuple[int, int]]] = {device: [] for device in range(graph.devices)}
@@ -21,12 +25,17 @@ def faults(schedule: BlockSchedule, units: int) -> list[str]:
             for position, other in enumerate(block.after):
                 delay = block.delays[position] if block.delays else 0
                 if starts[other] + graph.blocks[other].time + delay > start:
-                    found.append(f"{block.name} of {unit} does not wait for {graph.blocks[other].name}")
+                    found.append(
+                        f"{block.name} of {unit} does not wait for {graph.blocks[other].name}"
+                    )
             for device in block.devices:
                 changes[device].append((start, block.memory))
                 for tick in range(start, start + block.time):
                     if (device, tick) in running:
-                        found.append(f"device {device} runs {(unit, index)} and {running[device, tick]} at {tick}")
+                        found.append(
+                            f"device {device} runs {(unit, index)} and {running[device, tick]} "
+                            f"at {tick}"
+                        )
                     running[device, tick] = (unit, index)
     for device, room in enumerate(graph.memory):
         for instant in {start for start, _ in changes[device]}:

@@ -1,4 +1,6 @@
-"""List schedules: valid for any blocks, and without idle time where backwards are split and devices equally loaded."""
+"""List schedules: valid for any blocks, and without idle time where backwards are split and devices
+equally loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,18 @@ from tests.passes.schedule.tessel.replay import faults
 
 
 def split_chain(devices: int, times: tuple[int, int, int], chunks: int = 1) -> BlockGraph:
-    """F, I and W of stages that go over the devices there and back; F takes 1 of memory, W frees it."""
+    """F, I and W of stages that go over the devices there and back; F takes 1 of memory, W frees
+    it.
+    """
     forward, inputs, weights = times
     stages = devices * chunks
     places = [
-        stage % devices if stage // devices % 2 == 0 else devices - 1 - stage % devices for stage in range(stages)
+        stage % devices if stage // devices % 2 == 0 else devices - 1 - stage % devices
+        for stage in range(stages)
     ]
     blocks = [
-        Block(f"F{stage}", (places[stage],), forward, 1, (stage - 1,) if stage else ()) for stage in range(stages)
+        Block(f"F{stage}", (places[stage],), forward, 1, (stage - 1,) if stage else ())
+        for stage in range(stages)
     ]
     last = stages - 1
     for stage in reversed(range(stages)):

@@ -1,4 +1,6 @@
-"""A searched step of many micro-batches is no longer to read than one of few: its repetitions are loops."""
+"""A searched step of many micro-batches is no longer to read than one of few: its repetitions are
+loops.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from autopipe.passes.lower.lower import sections
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
+from autopipe.passes.schedule.tessel.stage_blocks import (
+    busiest_seconds,
+    stage_blocks,
+    stage_schedule,
+)
 
 VERBS = {
     Phase.FORWARD: Verb.FORWARD,
@@ -22,26 +28,41 @@ VERBS = {
 
 
 def graph_of(kind: str, devices: int) -> StageGraph:
-    """A chain (v), there and back on the same devices (vv), two opposite chains (x), a chain after a wide stage (m)."""
+    """A chain (v), there and back on the same devices (vv), two opposite chains (x), a chain after
+    a wide stage (m).
+    """
     chain = tuple((stage, stage + 1) for stage in range(devices - 1))
     groups = tuple((stage,) for stage in range(devices))
     if kind == "vv":
-        return StageGraph(devices, groups + groups[::-1], tuple((each, each + 1) for each in range(2 * devices - 1)))
+        return StageGraph(
+            devices,
+            groups + groups[::-1],
+            tuple((each, each + 1) for each in range(2 * devices - 1)),
+        )
     if kind == "x":
         mirrored = tuple((devices + source, devices + target) for source, target in chain)
-        return StageGraph(devices, groups + groups[::-1], chain + mirrored, (0,) * devices + (1,) * devices)
+        return StageGraph(
+            devices, groups + groups[::-1], chain + mirrored, (0,) * devices + (1,) * devices
+        )
     if kind == "m":
-        return StageGraph(devices, (tuple(range(devices)), *groups), tuple((each, each + 1) for each in range(devices)))
+        return StageGraph(
+            devices,
+            (tuple(range(devices)), *groups),
+            tuple((each, each + 1) for each in range(devices)),
+        )
     return StageGraph(devices, groups, chain)
 
 
 def searched(kind: str, devices: int, micro_batches: int, split: bool):
     graph = graph_of(kind, devices)
     free = tuple(
-        Message(a, b, graph.stage_devices[a][0], graph.stage_devices[b][0], 0, 0, 0.0, 0.0) for a, b in graph.edges
+        Message(a, b, graph.stage_devices[a][0], graph.stage_devices[b][0], 0, 0, 0.0, 0.0)
+        for a, b in graph.edges
     )
     prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * len(graph.stage_devices), free)
-    blocks = stage_blocks(graph, prediction, True, busiest_seconds(graph, prediction) / 12, split=split)
+    blocks = stage_blocks(
+        graph, prediction, True, busiest_seconds(graph, prediction) / 12, split=split
+    )
     options = SearchOptions(2.0, patience=20.0, unrolled=60)  # as the scheduler does
     found = search(blocks.graph, -(-micro_batches // graph.pipeline_count), options)
     assert found.optimal
@@ -55,7 +76,8 @@ def lines_of(schedule) -> list[int]:
         return sum(1 + count(each.body) if isinstance(each, Loop) else 1 for each in section)
 
     flat = (
-        [Instruction(VERBS[each.phase], each.stage, each.micro_batch) for each in order] for order in schedule.tasks
+        [Instruction(VERBS[each.phase], each.stage, each.micro_batch) for each in order]
+        for order in schedule.tasks
     )
     return [sum(count(section) for section in sections(each)) for each in flat]
 
@@ -63,7 +85,8 @@ def lines_of(schedule) -> list[int]:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", ["v", "vv", "x", "m"])
 def test_lines_do_not_grow_with_micro_batches(kind, split):
-    # From 64 on: 16 units of an X with split backwards are shorter as one list, in fewer lines still.
+    # From 64 on: 16 units of an X with split backwards are shorter as one list, in fewer lines
+    # still.
     few, many = (lines_of(searched(kind, 4, count, split)[2]) for count in (64, 512))
     assert sum(many) <= sum(few)
     assert max(many) < 80, "a few repetitions' worth at either end, whatever the number"

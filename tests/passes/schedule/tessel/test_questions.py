@@ -1,4 +1,6 @@
-"""Single questions that the search is made of: fewer units in flight, all units at once, limits, room."""
+"""Single questions that the search is made of: fewer units in flight, all units at once, limits,
+room.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_a_repetend_says_where_blocks_stand() -> None:
     """Repeating it without end is a schedule, in both forms: of all units, and of few in flight."""
     graph = shape("nn", 4, True, 6)
     for schedule in (search(graph, 40), search_in_flight(graph, 40, 4)):
-        repetend, period = schedule.repetend, schedule.period
+        repetend = schedule.repetend
+        period = schedule.period
         assert repetend is not None and period is not None
         last = max(repetend.offsets)
         rows = [
@@ -72,7 +75,9 @@ def test_all_units_at_once_equal_the_best_of_all_orders(graph: BlockGraph, units
 @settings(max_examples=100, deadline=None)
 @given(block_graphs(blocks=4, devices=3, times=(1, 6), rooms=False), strategies.integers(1, 2))
 def test_no_order_is_shorter_than_the_bound(graph: BlockGraph, units: int) -> None:
-    """Some blocks run on all devices, some on a part, some beside the blocks with the most devices."""
+    """Some blocks run on all devices, some on a part, some beside the blocks with the most
+    devices.
+    """
     best = least_makespan(graph, units)
     assert best is not None
     assert makespan_bound(graph, units) <= best
@@ -80,8 +85,11 @@ def test_no_order_is_shorter_than_the_bound(graph: BlockGraph, units: int) -> No
 
 @pytest.mark.parametrize("units", [1, 4, 32])
 @pytest.mark.parametrize(("name", "load"), [("m", 6), ("nn", 8)])
-def test_blocks_on_all_devices_do_not_fill_the_gaps_of_others(name: str, load: int, units: int) -> None:
-    """Between blocks on all devices there is a chain that takes 12 to reach its last device and come back.
+def test_blocks_on_all_devices_do_not_fill_the_gaps_of_others(
+    name: str, load: int, units: int
+) -> None:
+    """Between blocks on all devices there is a chain that takes 12 to reach its last device and
+    come back.
 
     The schedule meets the bound, so that no smaller number of units is searched to be repeated.
     """
@@ -91,7 +99,9 @@ def test_blocks_on_all_devices_do_not_fill_the_gaps_of_others(name: str, load: i
 
 
 def test_delays_do_not_count_beside_blocks_on_all_devices() -> None:
-    """A wide block runs while the second narrow block waits for the first one's result, so nothing is idle."""
+    """A wide block runs while the second narrow block waits for the first one's result, so nothing
+    is idle.
+    """
     first = Block("a", (0,), 2)
     second = Block("b", (1,), 2, 0, (0,), (3,))
     graph = BlockGraph(2, (first, second, Block("wide", (0, 1), 3)), (None, None))
@@ -119,7 +129,8 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
     options = SearchOptions(time_limit=0.5, seed=3, patience=60.0)
     small = replace(graph, memory=(5,) * 8)
     for each, units in ((graph, 20), (shape("m", 4, True, 3), 9), (small, 1)):
-        first, second = search(each, units, options), search(each, units, options)
+        first = search(each, units, options)
+        second = search(each, units, options)
         assert (first.starts, first.lower_bound) == (second.starts, second.lower_bound)
 
 
@@ -127,7 +138,9 @@ def test_the_time_limit_is_kept_and_progress_is_told_of_it() -> None:
     told: list[tuple[int | None, int, float]] = []
     graph = shape("nn", 32, True, 17, forward=1009, backward=2503)
     before = time.perf_counter()
-    schedule = search(graph, 40, SearchOptions(time_limit=0.5, progress=lambda *each: told.append(each)))
+    schedule = search(
+        graph, 40, SearchOptions(time_limit=0.5, progress=lambda *each: told.append(each))
+    )
     assert time.perf_counter() - before < 10
     assert faults_are_none(schedule)
     assert 1 <= len(told) <= 7
@@ -144,7 +157,9 @@ def faults_are_none(schedule: BlockSchedule) -> bool:
 
 
 def test_gap_is_told_where_nothing_is_proven() -> None:
-    schedule = search(shape("x", 8, True, 5, forward=1009, backward=2503), 30, SearchOptions(time_limit=0.3))
+    schedule = search(
+        shape("x", 8, True, 5, forward=1009, backward=2503), 30, SearchOptions(time_limit=0.3)
+    )
     assert schedule.repetend is not None
     if not schedule.optimal:
         assert schedule.lower_bound < (schedule.period or 0)
@@ -154,7 +169,11 @@ def test_gap_is_told_where_nothing_is_proven() -> None:
 def test_too_little_memory_is_refused_with_the_least_that_would_do() -> None:
     with pytest.raises(InfeasibleError, match=r"device 0.*\b1\b"):
         search(shape("v", 4, True, 0), 8)
-    graph = BlockGraph(1, (Block("a", (0,), 1, 3), Block("b", (0,), 1, 2, (0,)), Block("c", (0,), 1, -5, (1,))), (4,))
+    graph = BlockGraph(
+        1,
+        (Block("a", (0,), 1, 3), Block("b", (0,), 1, 2, (0,)), Block("c", (0,), 1, -5, (1,))),
+        (4,),
+    )
     with pytest.raises(InfeasibleError, match=r"device 0.*\b5\b"):
         search(graph, 8)
 
@@ -173,7 +192,12 @@ def test_bad_input_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="units"):
             ask(graph, 0)
         with pytest.raises(ConfigurationError, match="circle"):
-            ask(BlockGraph(1, (Block("a", (0,), 1, 0, (1,)), Block("b", (0,), 1, 0, (0,))), (None,)), 2)
+            ask(
+                BlockGraph(
+                    1, (Block("a", (0,), 1, 0, (1,)), Block("b", (0,), 1, 0, (0,))), (None,)
+                ),
+                2,
+            )
 
 
 @settings(max_examples=40)
@@ -189,9 +213,11 @@ def test_an_order_is_tightened_to_the_least_period_that_it_allows(graph: BlockGr
 
 
 def settles(graph: BlockGraph, order: PeriodicStarts, period: int) -> bool:
-    """Whether starts come to rest when each is put off until its waits and the block before it on each device allow.
+    """Whether starts come to rest when each is put off until its waits and the block before it on
+    each device allow.
 
-    The order holds each unit's blocks one after the other: the last of a device is before the first of the next unit.
+    The order holds each unit's blocks one after the other: the last of a device is before the first
+    of the next unit.
     """
     waits = [
         (other, index, graph.blocks[other].time + block.delay(position))

@@ -1,4 +1,6 @@
-"""The searching scheduler on real models: never worse than the published ones, within memory, honest about proofs."""
+"""The searching scheduler on real models: never worse than the published ones, within memory,
+honest about proofs.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,22 @@ TESSEL = Tessel()
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "gpt.onnx"
-    settings = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    settings = {
+        "layers": "4",
+        "hidden": "32",
+        "heads": "2",
+        "sequence": "16",
+        "vocabulary": "64",
+        "loss": "true",
+    }
     build(configure("gpt", settings)).save(path)
     return path
 
 
 def request(model, scheduler=TESSEL, devices=4, **given):
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"}))
+    cluster = resolve_cluster(
+        load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"})
+    )
     return Request(model, cluster, PipeDream(), scheduler, **given)
 
 
@@ -60,7 +71,10 @@ def test_backwards_are_split_where_that_shortens_the_step(gpt):
     steps = {}
     for micro_batches in (4, 64):
         given = {"batch_size": micro_batches, "micro_batches": micro_batches}
-        searched, other = (make_plan(request(gpt, each, **given)).plan for each in (TESSEL, OneForwardOneBackward()))
+        searched, other = (
+            make_plan(request(gpt, each, **given)).plan
+            for each in (TESSEL, OneForwardOneBackward())
+        )
         steps[micro_batches] = searched.summary.step_time_s / other.summary.step_time_s
         assert searched.schedule.proof.order == "tessel"
         assert (Phase.INPUT_GRADIENT in phases_of(searched.schedule)) is (micro_batches == 4)
@@ -73,7 +87,9 @@ def test_backwards_are_split_where_that_shortens_the_step(gpt):
 def test_a_multiple_of_micro_batches_takes_no_longer_than_as_many_steps(gpt, devices, counts):
     """Splitting saves more than a twentieth of 8 micro-batches on 2 devices, and less of 16."""
     steps = {
-        count: make_plan(request(gpt, devices=devices, batch_size=count, micro_batches=count)).plan.summary.step_time_s
+        count: make_plan(
+            request(gpt, devices=devices, batch_size=count, micro_batches=count)
+        ).plan.summary.step_time_s
         for count in counts
     }
     for fewer, more in itertools.combinations(counts, 2):
@@ -89,7 +105,11 @@ def test_a_repeated_schedule_can_run(ratios, pipelines):
         own = range(2 * graph.micro_batch_ratio_at(stage))
         numbers = [number for number in own if not pipelines or number % 2 == pipelines[stage]]
         orders.append(
-            tuple(Task(stage, phase, number) for phase in (Phase.FORWARD, Phase.BACKWARD) for number in numbers)
+            tuple(
+                Task(stage, phase, number)
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+                for number in numbers
+            )
         )
     schedule = Schedule(2, tuple(orders))
     schedule.verify(graph, train=True)
@@ -100,27 +120,40 @@ def test_a_repeated_schedule_can_run(ratios, pipelines):
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
 def test_what_splitting_costs_is_weighed(gpt, share):
-    """Each stage takes that share of its backward longer where it is split: little is worth it, much is not."""
+    """Each stage takes that share of its backward longer where it is split: little is worth it,
+    much is not.
+    """
     planned = make_plan(request(gpt, OneForwardOneBackward(), batch_size=4, micro_batches=4))
-    placement, known = planned.plan.placement, planned.plan.prediction
-    stages = tuple(dataclasses.replace(each, split_s=share * each.backward_s) for each in known.stages)
+    placement = planned.plan.placement
+    known = planned.plan.prediction
+    stages = tuple(
+        dataclasses.replace(each, split_s=share * each.backward_s) for each in known.stages
+    )
     prediction = dataclasses.replace(known, stages=stages)
     schedule = TESSEL.run_with(planned.problem, placement, prediction)
     assert (Phase.INPUT_GRADIENT in phases_of(schedule)) is (share < 0.5)
     devices = [stage.devices for stage in placement.stages]
-    step, whole = (simulate(each, devices, prediction).end for each in (schedule, planned.plan.schedule))
+    step, whole = (
+        simulate(each, devices, prediction).end for each in (schedule, planned.plan.schedule)
+    )
     assert lower_bound(planned.problem, placement, prediction) <= step <= whole * (1 + 1e-9)
     load = max(each.forward_s + each.backward_s for each in stages)
-    assert schedule.period is None or schedule.proof.lower_bound <= load * (1 + 1e-3), "whole backwards take no more"
+    assert schedule.period is None or schedule.proof.lower_bound <= load * (1 + 1e-3), (
+        "whole backwards take no more"
+    )
 
 
 def test_a_steady_state_is_told_with_its_proof_and_read_again(gpt, tmp_path):
     planned = make_plan(request(gpt, batch_size=64, micro_batches=64))
-    schedule, summary = planned.plan.schedule, planned.plan.summary
+    schedule = planned.plan.schedule
+    summary = planned.plan.summary
     assert summary.optimal and schedule.proof.lower_bound <= schedule.period
     assert 0 < schedule.proof.rounding < 0.001
     load = max(stage.forward_s + stage.backward_s for stage in planned.plan.prediction.stages)
-    assert load <= schedule.period * (1 + 1e-9) and schedule.period * (1 - schedule.proof.rounding) <= load
+    assert (
+        load <= schedule.period * (1 + 1e-9)
+        and schedule.period * (1 - schedule.proof.rounding) <= load
+    )
     write_plan(tmp_path, planned.plan, planned.timeline)
     assert read_plan(tmp_path).schedule == schedule
 
@@ -132,9 +165,12 @@ def test_a_single_device_needs_no_search(gpt):
 
 def test_memory_is_kept_where_published_orders_exceed_it(gpt):
     planned = make_plan(request(gpt, OneForwardOneBackward(), batch_size=16, micro_batches=16))
-    placement, prediction = planned.plan.placement, planned.plan.prediction
+    placement = planned.plan.placement
+    prediction = planned.plan.prediction
     groups = tuple(stage.devices for stage in placement.stages)
-    problem = dataclasses.replace(planned.problem, memory_limit=max(planned.timeline.peak_memory) - 1)
+    problem = dataclasses.replace(
+        planned.problem, memory_limit=max(planned.timeline.peak_memory) - 1
+    )
     steps = [
         simulate(scheduler.run(problem, placement), groups, prediction)
         for scheduler in (OneForwardOneBackward(), Tessel())

@@ -55,11 +55,20 @@ def test_period_equals_the_least_of_all_periods(graph: BlockGraph) -> None:
     assert bound == steady.period
 
 
-def chain_graph(times: tuple[int, ...], memory: tuple[int, ...], rooms: tuple[int, ...]) -> BlockGraph:
-    """Forwards of one stage per device, then backwards of twice their time, which free what the forwards keep."""
+def chain_graph(
+    times: tuple[int, ...], memory: tuple[int, ...], rooms: tuple[int, ...]
+) -> BlockGraph:
+    """Forwards of one stage per device, then backwards of twice their time, which free what the
+    forwards keep.
+    """
     count = len(times)
-    forwards = [Block(f"F{s}", (s,), times[s], memory[s], (s - 1,) if s else ()) for s in range(count)]
-    backwards = [Block(f"B{s}", (s,), 2 * times[s], -memory[s], (2 * count - 2 - s,)) for s in reversed(range(count))]
+    forwards = [
+        Block(f"F{s}", (s,), times[s], memory[s], (s - 1,) if s else ()) for s in range(count)
+    ]
+    backwards = [
+        Block(f"B{s}", (s,), 2 * times[s], -memory[s], (2 * count - 2 - s,))
+        for s in reversed(range(count))
+    ]
     return BlockGraph(count, (*forwards, *backwards), rooms)
 
 
@@ -67,18 +76,26 @@ def test_eight_units_take_no_longer_than_four_units_twice() -> None:
     # A search for the steady state of 8 units gives 231; all 4 units in one problem take 111.
     graph = chain_graph((9, 7), (3, 2), (12, 8))
     options = SearchOptions(time_limit=1.0, patience=20.0, unrolled=60)
-    few, many = search(graph, 4, options), search(graph, 8, options)
+    few = search(graph, 4, options)
+    many = search(graph, 8, options)
     assert few.makespan == 111
     assert faults(many, 8) == []
     assert many.makespan <= 2 * few.makespan
 
 
 @settings(max_examples=30, deadline=None)
-@given(block_graphs(blocks=6, devices=3, times=(1, 9)), strategies.integers(1, 4), strategies.integers(2, 3))
-def test_units_take_no_longer_than_a_part_of_them_repeated(graph: BlockGraph, part: int, times: int) -> None:
+@given(
+    block_graphs(blocks=6, devices=3, times=(1, 9)),
+    strategies.integers(1, 4),
+    strategies.integers(2, 3),
+)
+def test_units_take_no_longer_than_a_part_of_them_repeated(
+    graph: BlockGraph, part: int, times: int
+) -> None:
     options = SearchOptions(time_limit=1.0, patience=20.0, unrolled=12)
     try:
-        few, many = search(graph, part, options), search(graph, part * times, options)
+        few = search(graph, part, options)
+        many = search(graph, part * times, options)
     except InfeasibleError:
         return
     assert faults(many, part * times) == []

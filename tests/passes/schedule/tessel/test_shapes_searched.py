@@ -25,7 +25,9 @@ MAKESPAN = {
 @pytest.mark.parametrize("units", [6, 32, 128])
 @pytest.mark.parametrize("name", SHAPES)
 def test_four_devices_train(name: str, units: int) -> None:
-    schedule = search(shape(name, 4, True, ROOM[name]), units, SearchOptions(time_limit=5.0, patience=6.0))
+    schedule = search(
+        shape(name, 4, True, ROOM[name]), units, SearchOptions(time_limit=5.0, patience=6.0)
+    )
     assert faults(schedule, units) == []
     assert schedule.makespan <= MAKESPAN[units][name]
     if schedule.repetend:
@@ -36,7 +38,9 @@ def test_four_devices_train(name: str, units: int) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_four_devices_infer(name: str) -> None:
     schedule = search(shape(name, 4, train=False), 16)
-    assert schedule.period == schedule.lower_bound == {"v": 1, "x": 2, "m": 2, "nn": 3, "k": 2}[name]
+    assert (
+        schedule.period == schedule.lower_bound == {"v": 1, "x": 2, "m": 2, "nn": 3, "k": 2}[name]
+    )
     assert faults(schedule, 16) == []
 
 
@@ -51,13 +55,17 @@ def test_the_period_is_proven_on_more_devices(name: str, devices: int) -> None:
 @pytest.mark.parametrize(("name", "least"), [("v", 4), ("x", 4), ("m", 5), ("nn", 6), ("k", 3)])
 def test_the_least_memory_at_the_bound(name: str, least: int) -> None:
     graph = shape(name, 4, True)
-    found = least_memory(graph, least_steady_period(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5))
+    found = least_memory(
+        graph, least_steady_period(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5)
+    )
     assert found.cyclic is not None
     assert max(steady_peak(graph, found.cyclic, device) for device in range(4)) == least
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-def test_two_chunks_of_split_backwards_leave_no_bubble_at_half_the_memory_of_1f1b(devices: int) -> None:
+def test_two_chunks_of_split_backwards_leave_no_bubble_at_half_the_memory_of_1f1b(
+    devices: int,
+) -> None:
     schedule = search(two_chunks(devices, room=devices), 3 * devices, SearchOptions(time_limit=3.0))
     assert schedule.steady_bubble_rate == 0
     assert schedule.optimal
@@ -65,11 +73,14 @@ def test_two_chunks_of_split_backwards_leave_no_bubble_at_half_the_memory_of_1f1
 
 
 def two_chunks(devices: int, room: int) -> BlockGraph:
-    """Chunks down the devices and back, each one's forward holding 1 until its weights' gradient is made; 1F1B holds
-    that of both chunks of as many units as there are devices."""
+    """Chunks down the devices and back, each one's forward holding 1 until its weights' gradient is
+    made; 1F1B holds that of both chunks of as many units as there are devices.
+    """
     places = [*range(devices), *reversed(range(devices))]
     count = len(places)
-    forwards = [Block(f"F{at}", (places[at],), 1, 1, (at - 1,) if at else ()) for at in range(count)]
+    forwards = [
+        Block(f"F{at}", (places[at],), 1, 1, (at - 1,) if at else ()) for at in range(count)
+    ]
     inputs = [Block(f"I{at}", (places[-1 - at],), 1, 0, (count + at - 1,)) for at in range(count)]
     weights = [Block(f"W{at}", (places[-1 - at],), 1, -1, (count + at,)) for at in range(count)]
     return BlockGraph(devices, (*forwards, *inputs, *weights), (room,) * devices)

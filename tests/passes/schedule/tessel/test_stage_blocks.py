@@ -1,4 +1,6 @@
-"""Stages as blocks and back: any order that is searched can run, in no more time and memory than its blocks say."""
+"""Stages as blocks and back: any order that is searched can run, in no more time and memory than
+its blocks say.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ short = st.floats(0, 1e-3)
 
 @st.composite
 def stage_graphs(draw):
-    """Up to 5 stages with any edges on up to 3 devices, some on several, now and then with turns of their own."""
-    stages, devices = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    """Up to 5 stages with any edges on up to 3 devices, some on several, now and then with turns of
+    their own.
+    """
+    stages = draw(st.integers(1, 5))
+    devices = draw(st.integers(1, 3))
     pairs = [(source, target) for target in range(stages) for source in range(target)]
     edges = tuple(sorted(draw(st.sets(st.sampled_from(pairs))))) if pairs else ()
     group = st.sets(st.integers(0, devices - 1), min_size=1).map(lambda each: tuple(sorted(each)))
@@ -53,35 +58,53 @@ def meetings(graph):
 
 @st.composite
 def predictions(draw, graph, train=True):
-    """Stages of any times and sizes, which keep something in training; messages each on a link of its own."""
+    """Stages of any times and sizes, which keep something in training; messages each on a link of
+    its own.
+    """
     stages = []
     for _ in graph.stage_devices:
-        first, second = draw(seconds), draw(seconds)
+        first = draw(seconds)
+        second = draw(seconds)
         kept, waiting, static, transient = (draw(st.integers(0, 2**20)) for _ in range(4))
         kept *= train
-        halves = {"input_gradient_s": first, "weight_gradient_s": second, "weight_kept_bytes": min(kept, waiting)}
+        halves = {
+            "input_gradient_s": first,
+            "weight_gradient_s": second,
+            "weight_kept_bytes": min(kept, waiting),
+        }
         sizes = {"kept_bytes": kept, "static_bytes": static, "transient_bytes": transient}
         stages.append(StagePrediction(draw(seconds), first + second, **halves, **sizes))
     links = []
     for number, (source, target, *turns) in enumerate(meetings(graph)):
-        away = graph.devices + 2 * number  # devices of no stage: nothing else is sent over their links
-        links.append(Message(source, target, away, away + 1, 1, 1, draw(short), draw(short), *turns))
+        away = (
+            graph.devices + 2 * number
+        )  # devices of no stage: nothing else is sent over their links
+        links.append(
+            Message(source, target, away, away + 1, 1, 1, draw(short), draw(short), *turns)
+        )
     return Prediction(tuple(stages), tuple(links))
 
 
 @given(st.data(), st.integers(1, 6), st.booleans(), st.booleans())
 @settings(max_examples=40)
-def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(data, micro_batches, train, split):
+def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(
+    data, micro_batches, train, split
+):
     graph = data.draw(stage_graphs())
     prediction = data.draw(predictions(graph, train))
     static = static_memory(graph.devices, graph.stage_devices, prediction.stages)
-    kept = [each.kept_bytes * graph.micro_batch_ratio_at(stage) for stage, each in enumerate(prediction.stages)]
+    kept = [
+        each.kept_bytes * graph.micro_batch_ratio_at(stage)
+        for stage, each in enumerate(prediction.stages)
+    ]
     least = [
         sum(each for each, on in zip(kept, graph.stage_devices, strict=True) if device in on)
         for device in range(graph.devices)
     ]
     free = [each + 2**20 + data.draw(st.integers(2, 2**20)) for each in least]
-    blocks = stage_blocks(graph, prediction, train, busiest_seconds(graph, prediction) / 500, split=split)
+    blocks = stage_blocks(
+        graph, prediction, train, busiest_seconds(graph, prediction) / 500, split=split
+    )
     blocks = with_memory(blocks, prediction.stages, free, micro_batches)
     found = search(blocks.graph, micro_batches, QUICK)
     schedule = stage_schedule(blocks, found, graph, micro_batches)
@@ -104,7 +127,8 @@ def test_rounding_is_no_more_than_is_said(data, split):
     prediction = data.draw(predictions(graph))
     tick = busiest_seconds(graph, prediction) / 1000
     blocks = stage_blocks(graph, prediction, True, tick, split=split)
-    said, real = max(blocks.graph.loads) * tick, busiest_seconds(graph, prediction)
+    said = max(blocks.graph.loads) * tick
+    real = busiest_seconds(graph, prediction)
     assert real <= said * (1 + 1e-9)
     assert said * (1 - blocks.rounding) <= real * (1 + 1e-9)
     below = stage_blocks(graph, prediction, True, tick, split=split, up=False)
@@ -118,7 +142,9 @@ def chain(devices, pipelines=()):
     if not pipelines:
         return StageGraph(devices, groups, edges)
     mirrored = tuple((devices + source, devices + target) for source, target in edges)
-    return StageGraph(devices, groups + groups[::-1], edges + mirrored, (0,) * devices + (1,) * devices)
+    return StageGraph(
+        devices, groups + groups[::-1], edges + mirrored, (0,) * devices + (1,) * devices
+    )
 
 
 def test_two_pipelines_take_micro_batches_in_turn_and_the_last_unit_may_be_short():
@@ -135,7 +161,9 @@ def test_two_pipelines_take_micro_batches_in_turn_and_the_last_unit_may_be_short
 
 def test_split_backwards_send_their_gradients_early():
     graph = chain(4)
-    free = tuple(Message(source, target, source, target, 0, 0, 0.0, 0.0) for source, target in graph.edges)
+    free = tuple(
+        Message(source, target, source, target, 0, 0, 0.0, 0.0) for source, target in graph.edges
+    )
     prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * 4, free)
     ends = []
     for split in (False, True):
@@ -150,30 +178,40 @@ def test_split_backwards_send_their_gradients_early():
 def test_delays_are_those_of_the_slowest_message():
     graph = chain(2)
     slow = Message(0, 1, 0, 1, 8, 8, 0.3, 0.7)
-    prediction = Prediction((StagePrediction(1.0, 2.0),) * 2, (slow, dataclasses.replace(slow, forward_s=0.2)))
+    prediction = Prediction(
+        (StagePrediction(1.0, 2.0),) * 2, (slow, dataclasses.replace(slow, forward_s=0.2))
+    )
     blocks = stage_blocks(graph, prediction, True, 0.1)
     named = {block.name: block for block in blocks.graph.blocks}
     assert named["1F"].delays == (3,)
     assert named["0B"].delays == (0, 7)
     local = dataclasses.replace(slow, target=0)
-    assert stage_blocks(graph, Prediction(prediction.stages, (local,)), True, 0.1).graph.blocks[1].delays == (0,)
+    assert stage_blocks(graph, Prediction(prediction.stages, (local,)), True, 0.1).graph.blocks[
+        1
+    ].delays == (0,)
 
 
 @pytest.mark.parametrize(("kept", "rooms"), [(10, (None, None)), (1000, (3, 3))])
 def test_memory_is_limited_only_where_all_units_do_not_fit(kept, rooms):
     graph = chain(2)
     stages = (StagePrediction(1.0, 2.0, kept_bytes=kept, transient_bytes=100),) * 2
-    blocks = with_memory(stage_blocks(graph, Prediction(stages), True, 0.1), stages, (3_100, 3_100), 8)
+    blocks = with_memory(
+        stage_blocks(graph, Prediction(stages), True, 0.1), stages, (3_100, 3_100), 8
+    )
     shares = {block.memory for block in blocks.graph.blocks if block.memory > 0}
     assert [room and room // max(shares) for room in blocks.graph.memory] == list(rooms)
 
 
 @given(st.data(), st.integers(2, 3), st.integers(1, 6), st.booleans(), st.booleans())
 @settings(max_examples=25)
-def test_messages_that_take_turns_on_their_links_are_in_time(data, devices, micro_batches, train, split):
+def test_messages_that_take_turns_on_their_links_are_in_time(
+    data, devices, micro_batches, train, split
+):
     graph = chain(devices)
     stages = tuple(StagePrediction(data.draw(seconds), 0.2, 0.1, 0.1) for _ in graph.stage_devices)
-    slow = tuple(Message(a, b, a, b, 1, 1, data.draw(seconds), data.draw(seconds)) for a, b in graph.edges)
+    slow = tuple(
+        Message(a, b, a, b, 1, 1, data.draw(seconds), data.draw(seconds)) for a, b in graph.edges
+    )
     prediction = Prediction(stages, slow)
     tick = busiest_seconds(graph, prediction) / 500
     blocks = with_links(stage_blocks(graph, prediction, train, tick, split=split), graph, slow)

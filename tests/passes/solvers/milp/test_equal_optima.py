@@ -1,6 +1,7 @@
 """Solvers prove equal optima of the integer programs that plans and divisions of models build.
 
-`benchmarks/integer_programs.py` compares the programs of the test suite and of the TePDist paper's cases.
+`benchmarks/integer_programs.py` compares the programs of the test suite and of the TePDist paper's
+cases.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ def tables_of(model: str, layers: int) -> Tables:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Files of the programs of two divisions into stages, and of two levels of the search within a memory limit."""
+    """Files of the programs of two divisions into stages, and of two levels of the search within a
+    memory limit.
+    """
     folder = tmp_path_factory.mktemp("programs")
-    experts, layer = tables_of("moe", 2), tables_of("gpt", 1)
+    experts = tables_of("moe", 2)
+    layer = tables_of("gpt", 1)
     with recording(folder):
         divide(zoo_problem("gpt", GPT), 3, 0.1)
         divide(zoo_problem("flava", FLAVA), 3, 0.1)
@@ -66,7 +70,11 @@ def test_a_program_is_recorded_once_as_it_is(tmp_path: Path) -> None:
         assert model.matrix.toarray().tolist() == [[2, 4]]
         # Costs are recorded as the solver gets them, times a power of two.
         assert (model.cost / knapsack().cost).tolist() == [model.cost[0] / -3] * 2
-        assert (model.lower.tolist(), model.upper.tolist(), model.integral.all()) == ([0, 0], [10, 10], True)
+        assert (model.lower.tolist(), model.upper.tolist(), model.integral.all()) == (
+            [0, 0],
+            [10, 10],
+            True,
+        )
 
 
 def test_solvers_agree_that_there_is_no_minimum() -> None:

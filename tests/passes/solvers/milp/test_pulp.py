@@ -1,4 +1,6 @@
-"""Integer programs through PuLP: equal optima, and solvers that are missing, fail, or ignore their time limit."""
+"""Integer programs through PuLP: equal optima, and solvers that are missing, fail, or ignore their
+time limit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from autopipe.passes.solvers.milp import Builder, Model, Status, solve
 from tests.passes.solvers.milp.test_solve import knapsack, least_by_trying, programs
 
 SOLVERS = ("highs", "cbc")
-"""Solvers that the test environment has; PuLP has CBC on x86-64 and Arm Linux, extra `test` has highspy."""
+"""Solvers that the test environment has; PuLP has CBC on x86-64 and Arm Linux, extra `test` has
+highspy.
+"""
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -42,7 +46,11 @@ def test_the_optimum_is_the_minimum_over_all_values(solver: str, model: Model) -
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_an_optimum_is_proven(solver: str) -> None:
     answer = solve(knapsack(), 60.0, solver=solver)
-    assert (answer.status, answer.values.tolist(), answer.objective) == (Status.OPTIMAL, [4, 0], -12)
+    assert (answer.status, answer.values.tolist(), answer.objective) == (
+        Status.OPTIMAL,
+        [4, 0],
+        -12,
+    )
     assert (answer.bound, answer.gap) == (-12, 0)
 
 
@@ -74,7 +82,9 @@ def test_names_of_the_configuration_are_those_of_the_solvers() -> None:
 
 
 def test_a_missing_solver_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="'cuopt' is not installed: PuLP finds no CUOPT") as caught:
+    with pytest.raises(
+        ConfigurationError, match="'cuopt' is not installed: PuLP finds no CUOPT"
+    ) as caught:
         solve(knapsack(), 60.0, solver="cuopt")
     assert "autopipe config solvers" in caught.value.hint
 
@@ -86,7 +96,8 @@ def test_an_unknown_solver_is_named() -> None:
 
 def test_the_process_loads_neither_ortools_nor_scipy() -> None:
     code = (
-        "import sys, autopipe.passes.solvers.pulp_worker as worker; worker.installed_interface('cbc'); "
+        "import sys, autopipe.passes.solvers.pulp_worker as worker; "
+        "worker.installed_interface('cbc'); "
         "print(sorted({'ortools', 'scipy', 'onnx'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -116,7 +127,9 @@ def test_a_solver_that_fails_is_one_line_and_leaves_no_files(
     for name in ("TMPDIR", "TMP"):
         monkeypatch.setenv(name, str(temporary))
     write_executable(fake_scip, "echo no license >&2; exit 7")
-    with pytest.raises(ConfigurationError, match="solver 'scip' failed: its command ended with exit code 7") as caught:
+    with pytest.raises(
+        ConfigurationError, match="solver 'scip' failed: its command ended with exit code 7"
+    ) as caught:
         solve(knapsack(), 60.0, solver="scip")
     assert "\n" not in str(caught.value)
     assert list(temporary.iterdir()) == []
@@ -140,7 +153,8 @@ def test_a_solver_that_ignores_its_time_limit_is_killed(
 def test_the_solver_ends_with_the_process_that_started_it(fake_scip: Path, tmp_path: Path) -> None:
     write_executable(fake_scip, f"echo $$ > {tmp_path}/pid; exec sleep 300")
     code = (
-        "from tests.passes.solvers.milp.test_solve import knapsack; from autopipe.passes.solvers.milp import solve; "
+        "from tests.passes.solvers.milp.test_solve import knapsack; from "
+        "autopipe.passes.solvers.milp import solve; "
         "solve(knapsack(), 300.0, solver='scip')"
     )
     planning = subprocess.Popen([sys.executable, "-c", code])

@@ -1,4 +1,6 @@
-"""Integer programs against trying everything, and what is made of a solver that says what is not so."""
+"""Integer programs against trying everything, and what is made of a solver that says what is not
+so.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def knapsack(most: float = 9.0) -> Model:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Model:
-    """A few whole numbers from -1 to 2 under a few rows, some of them equations or between two bounds."""
+    """A few whole numbers from -1 to 2 under a few rows, some of them equations or between two
+    bounds.
+    """
     figures = st.integers(-4, 4)
     count = draw(st.integers(1, 5))
     builder = Builder()
@@ -39,13 +43,17 @@ def programs(draw: st.DrawFn) -> Model:
         columns = draw(st.lists(st.integers(0, count - 1), max_size=4))
         values = draw(st.lists(figures, min_size=len(columns), max_size=len(columns)))
         side = draw(figures)
-        bounds = draw(st.sampled_from([(-np.inf, side), (side, np.inf), (side, side), (side - 1, side + 1)]))
+        bounds = draw(
+            st.sampled_from([(-np.inf, side), (side, np.inf), (side, side), (side - 1, side + 1)])
+        )
         builder.add_rows([0] * len(columns), columns, values, *bounds, count=1)
     return builder.model()
 
 
 def least_by_trying(model: Model) -> float:
-    ranges = [range(int(low), int(high) + 1) for low, high in zip(model.lower, model.upper, strict=True)]
+    ranges = [
+        range(int(low), int(high) + 1) for low, high in zip(model.lower, model.upper, strict=True)
+    ]
     tried = (np.array(each, dtype=float) for each in itertools.product(*ranges))
     return min((model.objective(x) for x in tried if not model.violation(x)), default=np.inf)
 
@@ -66,7 +74,11 @@ def test_the_answer_is_the_least_of_all(model: Model) -> None:
 
 def test_an_optimum_is_told_as_one() -> None:
     answer = solve(knapsack(), 60.0)
-    assert (answer.status, answer.values.tolist(), answer.objective) == (Status.OPTIMAL, [4, 0], -12)
+    assert (answer.status, answer.values.tolist(), answer.objective) == (
+        Status.OPTIMAL,
+        [4, 0],
+        -12,
+    )
     assert (answer.bound, answer.gap) == (-12, 0)
 
 
@@ -92,7 +104,9 @@ def test_costs_without_a_least_are_refused() -> None:
 
 
 def test_a_linear_program_needs_no_whole_numbers() -> None:
-    answer = solve(replace(knapsack(), integral=np.zeros(2, dtype=bool), upper=np.array([3.0, 10.0])), 60.0)
+    answer = solve(
+        replace(knapsack(), integral=np.zeros(2, dtype=bool), upper=np.array([3.0, 10.0])), 60.0
+    )
     assert answer.proven
     assert answer.values == pytest.approx([3, 0.75])
 
@@ -105,7 +119,9 @@ def test_a_program_of_nothing() -> None:
 
 
 def hard(seed: int = 0, count: int = 60) -> Model:
-    """Market splits (Cornuéjols and Dawande, 1998): next to impossible for branch and bound beyond 30 variables."""
+    """Market splits (Cornuéjols and Dawande, 1998): next to impossible for branch and bound beyond
+    30 variables.
+    """
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 100, (4, count))
     builder = Builder()
@@ -151,9 +167,12 @@ def test_a_start_that_does_not_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie", [np.array([5.0, 0.0]), np.array([4.5, 0.0]), np.array([11.0, 0.0]), np.array([np.nan, 0.0])]
+    "lie",
+    [np.array([5.0, 0.0]), np.array([4.5, 0.0]), np.array([11.0, 0.0]), np.array([np.nan, 0.0])],
 )
-def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie: np.ndarray) -> None:
+def test_a_solver_that_lies_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, lie: np.ndarray
+) -> None:
     monkeypatch.setattr(door, "by_highs", lambda *_: MilpResult(Status.FEASIBLE, lie, bound=-99.0))
     assert solve(knapsack(), 1.0).status is Status.UNKNOWN
     begun = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
@@ -163,7 +182,9 @@ def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie
 def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = door.by_highs
 
-    def lying(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> MilpResult | None:
+    def lying(
+        model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool
+    ) -> MilpResult | None:
         if presolve:
             return MilpResult(Status.FEASIBLE, np.array([5.0, 0.0]), bound=-15.0 * 2**11)
         return honest(model, seconds, gap, nodes, presolve)

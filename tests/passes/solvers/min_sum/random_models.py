@@ -12,7 +12,8 @@ from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 @st.composite
 def models(draw: st.DrawFn, forbidden: bool = True, memory: bool = False) -> MinSum:
-    """Up to 6 nodes of 1 to 4 configurations; parts may be apart, pairs joined twice, arrays shared, ties many.
+    """Up to 6 nodes of 1 to 4 configurations; parts may be apart, pairs joined twice, arrays
+    shared, ties many.
 
     Costs are integers, whole floats with or without forbidden pairs, or floats of any kind.
     """
@@ -24,7 +25,9 @@ def models(draw: st.DrawFn, forbidden: bool = True, memory: bool = False) -> Min
     def costs(*shape: int) -> np.ndarray:
         if kind == "int":
             return rng.integers(0, top, shape, endpoint=True)
-        drawn = np.floor(rng.random(shape) * top) if kind == "whole" else rng.normal(size=shape) * top
+        drawn = (
+            np.floor(rng.random(shape) * top) if kind == "whole" else rng.normal(size=shape) * top
+        )
         return np.where(rng.random(shape) < shares, np.inf, drawn)
 
     def needs(*shape: int) -> np.ndarray:
@@ -37,7 +40,9 @@ def models(draw: st.DrawFn, forbidden: bool = True, memory: bool = False) -> Min
     edges = []
     for source, target in pairs:
         shape = (sizes[source], sizes[target])
-        known = shared.setdefault(shape, (costs(*shape), needs(*shape) if memory and rng.random() < 0.5 else None))
+        known = shared.setdefault(
+            shape, (costs(*shape), needs(*shape) if memory and rng.random() < 0.5 else None)
+        )
         if rng.random() < 0.5:
             known = (costs(*shape), needs(*shape) if memory and rng.random() < 0.5 else None)
         edges.append(Edge(source, target, *known))

@@ -38,22 +38,30 @@ def test_whole_costs_are_exact_to_the_last_digit() -> None:
 
 
 def test_tables_that_are_too_large_are_refused_with_their_size() -> None:
-    vector, matrix = np.zeros(100), np.zeros((100, 100))
+    vector = np.zeros(100)
+    matrix = np.zeros((100, 100))
     everyone = tuple(Edge(u, v, matrix) for u in range(6) for v in range(u))
-    with pytest.raises(TableTooLargeError, match=r"needs 75\.3 GiB of tables, more than the 2\.00 GiB allowed"):
+    with pytest.raises(
+        TableTooLargeError, match=r"needs 75\.3 GiB of tables, more than the 2\.00 GiB allowed"
+    ):
         eliminate(MinSum((vector,) * 6, everyone))
 
 
 def test_equal_layers_are_eliminated_once() -> None:
     """A star of a thousand equal leaves has one table."""
-    leaf, hub, matrix = np.arange(50.0), np.arange(60.0), np.ones((50, 60))
+    leaf = np.arange(50.0)
+    hub = np.arange(60.0)
+    matrix = np.ones((50, 60))
     edges = tuple(Edge(u, 1000, matrix) for u in range(1000))
     assert eliminate(MinSum((leaf,) * 1000 + (hub,), edges)).cost == 1000.0
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
-    two, three = np.zeros(2), np.zeros(3)
-    with pytest.raises(AutopipeError, match=r"edge 0-1 needs a matrix of shape \(2, 3\), not \(3, 2\)"):
+    two = np.zeros(2)
+    three = np.zeros(3)
+    with pytest.raises(
+        AutopipeError, match=r"edge 0-1 needs a matrix of shape \(2, 3\), not \(3, 2\)"
+    ):
         MinSum((two, three), (Edge(0, 1, np.zeros((3, 2))),))
     with pytest.raises(AutopipeError, match="memory needs one vector for every node"):
         MinSum((two, three), memory=(two, two))
@@ -62,12 +70,15 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_an_unknown_ordering_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="'random'; there are generate_seq, breadth_first, min_fill"):
+    with pytest.raises(
+        ConfigurationError, match="'random'; there are generate_seq, breadth_first, min_fill"
+    ):
         eliminate(MinSum((np.zeros(2),)), "random")
 
 
 def test_sizes_that_no_float_holds_are_told() -> None:
-    vector, matrix = np.zeros(100), np.zeros((100, 100))
+    vector = np.zeros(100)
+    matrix = np.zeros((100, 100))
     everyone = tuple(Edge(u, v, matrix) for u in range(200) for v in range(u))
     with pytest.raises(TableTooLargeError, match=r"needs 2\^1\d\d\d B of tables"):
         eliminate(MinSum((vector,) * 200, everyone))

@@ -19,7 +19,10 @@ def check(model: MinSum, share: float) -> None:
     least, most = (f(memory for _, memory in choices) for f in (min, max))
     limit = round(least - 1 + share * (most - least + 1))
     answer = solve(model, memory_limit=limit)
-    assert (answer.cost, answer.memory) == (model.cost_of(answer.choice), model.memory_of(answer.choice))
+    assert (answer.cost, answer.memory) == (
+        model.cost_of(answer.choice),
+        model.memory_of(answer.choice),
+    )
     assert answer.proven and answer.gap == 0
     fitting = [cost for cost, memory in choices if memory <= limit]
     assert answer.fits == bool(fitting)
@@ -36,7 +39,9 @@ def test_it_finds_the_least_of_all_choices_that_fit(model: MinSum, share: float)
 
 
 @given(models(memory=True), st.floats(0, 1), st.sampled_from([0, 100, 1000, 3000]))
-def test_cutting_in_two_finds_it_where_few_labels_may_be_formed(model: MinSum, share: float, work: float) -> None:
+def test_cutting_in_two_finds_it_where_few_labels_may_be_formed(
+    model: MinSum, share: float, work: float
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SMALL", work)
         patch.setattr(search, "PATIENCE", 0)

@@ -17,15 +17,29 @@ seeds = st.integers(0, 100)
 
 
 @given(models(), seeds, st.floats(0, 2), st.integers(0, 3))
-def test_a_walk_ends_no_worse_than_it_began(model: MinSum, seed: int, temperature: float, followers: int) -> None:
+def test_a_walk_ends_no_worse_than_it_began(
+    model: MinSum, seed: int, temperature: float, followers: int
+) -> None:
     start = [0] * len(model.costs)
     assume(model.cost_of(start) < math.inf)
-    answer = walk(model, start, iterations=50, temperature=temperature, seed=seed, followers=followers % len(start))
+    answer = walk(
+        model,
+        start,
+        iterations=50,
+        temperature=temperature,
+        seed=seed,
+        followers=followers % len(start),
+    )
     assert answer.cost == model.cost_of(answer.choice) <= model.cost_of(start)
     assert answer.memory == model.memory_of(answer.choice)
     assert not answer.proven
     assert answer == walk(
-        model, start, iterations=50, temperature=temperature, seed=seed, followers=followers % len(start)
+        model,
+        start,
+        iterations=50,
+        temperature=temperature,
+        seed=seed,
+        followers=followers % len(start),
     )
 
 
@@ -40,7 +54,9 @@ def test_what_fits_is_never_left_and_what_does_not_gets_smaller(model: MinSum, s
 
 
 def chain(followers: bool) -> MinSum:
-    """Twenty nodes that all want to be alike; with followers, one between each two, which costs where it differs."""
+    """Twenty nodes that all want to be alike; with followers, one between each two, which costs
+    where it differs.
+    """
     differ = 1.0 - np.eye(3)
     costs = [np.array([5.0, 4.0, 6.0])] * 20
     if not followers:
@@ -52,7 +68,9 @@ def chain(followers: bool) -> MinSum:
 @pytest.mark.parametrize("followers", [0, 19])
 def test_a_long_walk_finds_the_best(followers: int) -> None:
     model = chain(followers > 0)
-    answer = walk(model, [0] * len(model.costs), iterations=4000, temperature=0.1, followers=followers)
+    answer = walk(
+        model, [0] * len(model.costs), iterations=4000, temperature=0.1, followers=followers
+    )
     assert answer.cost == solve(model).cost == 80.0
 
 

@@ -1,4 +1,6 @@
-"""A model without its nodes of at most two neighbours has the same least cost, and its choices can be completed."""
+"""A model without its nodes of at most two neighbours has the same least cost, and its choices can
+be completed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def test_the_least_cost_stays(model: MinSum, work: float) -> None:
 def test_equal_layers_are_worked_on_once() -> None:
     """Sixty-four equal two-way branches between stations."""
     rng = np.random.default_rng(0)
-    station, branch, enter, leave = rng.random(6), rng.random(9), rng.random((6, 9)), rng.random((9, 6))
+    station = rng.random(6)
+    branch = rng.random(9)
+    enter = rng.random((6, 9))
+    leave = rng.random((9, 6))
     edges: list[Edge] = []
     for first in range(0, 3 * 64, 3):
         for way in (first + 1, first + 2):

@@ -46,7 +46,9 @@ def everyone(nodes: int, configurations: int) -> MinSum:
     """Everyone with everyone: too many tables for elimination."""
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(nodes) for v in range(u)]
-    edges = tuple(Edge(u, v, rng.integers(0, 1000, (configurations, configurations))) for u, v in pairs)
+    edges = tuple(
+        Edge(u, v, rng.integers(0, 1000, (configurations, configurations))) for u, v in pairs
+    )
     return MinSum(tuple(rng.integers(0, 1000, configurations) for _ in range(nodes)), edges)
 
 

@@ -57,4 +57,6 @@ def test_they_are_all_that_can_be_executed(extents: tuple[int, int, int], group:
         for each in ((a, b, c) for a in range(1, 13) for b in range(1, 13) for c in range(1, 13))
         if group % (each[0] * each[1] * each[2]) == 0
     )
-    assert set(configurations(space, group)) == {tuple(each) for each in degrees if are_blocks(space, each)}
+    assert set(configurations(space, group)) == {
+        tuple(each) for each in degrees if are_blocks(space, each)
+    }

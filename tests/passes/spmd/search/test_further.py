@@ -45,10 +45,15 @@ def links(devices: int, bytes_a_second: float) -> Cluster:
     return replace(cluster(devices, memory=10**12, latency=0.0), levels=(level,))
 
 
-def by_samples(problem: Problem, model: str, degrees: tuple[int, ...], sizes: tuple[int, ...]) -> Placement:
-    """The model's parts on so many devices each, which share out the samples of micro-batches of so many."""
+def by_samples(
+    problem: Problem, model: str, degrees: tuple[int, ...], sizes: tuple[int, ...]
+) -> Placement:
+    """The model's parts on so many devices each, which share out the samples of micro-batches of so
+    many.
+    """
     samples = sample_axes(problem.graph)
-    stages, first = [], 0
+    stages = []
+    first = 0
     for nodes, degree, size in zip(PARTS[model], degrees, sizes, strict=True):
         devices = tuple(range(first, first + degree))
         stages.append(Stage(tuple(nodes), devices, size, samples.splits(nodes, degree)))
@@ -59,7 +64,9 @@ def by_samples(problem: Problem, model: str, degrees: tuple[int, ...], sizes: tu
 def step(problem: Problem, placement: Placement) -> float:
     """Seconds of a step by kFkB."""
     schedule = KForwardsKBackwards().run(problem, placement)
-    return simulate(schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)).end
+    return simulate(
+        schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)
+    ).end
 
 
 @settings(max_examples=6, deadline=None)
@@ -69,7 +76,9 @@ def test_all_but_splits_stays_and_no_step_is_longer(data: st.DataObject) -> None
     count = len(PARTS[model])
     degrees = tuple(data.draw(st.sampled_from((1, 2, 4))) for _ in range(count))
     sizes = tuple(degree * data.draw(st.sampled_from((1, 2))) for degree in degrees)
-    problem = problem_of(model, links(sum(degrees), data.draw(st.sampled_from((1e7, 1e9, 1e11)))), max(sizes))
+    problem = problem_of(
+        model, links(sum(degrees), data.draw(st.sampled_from((1e7, 1e9, 1e11)))), max(sizes)
+    )
     before = by_samples(problem, model, degrees, sizes)
     after = split_further(problem, before)
     after.verify(problem.graph)
@@ -81,17 +90,26 @@ def test_all_but_splits_stays_and_no_step_is_longer(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("sizes", [(12, 12, 12), (6, 12, 4)])
-def test_large_layers_are_cut_by_rows_and_columns_where_links_are_slow(sizes: tuple[int, ...]) -> None:
+def test_large_layers_are_cut_by_rows_and_columns_where_links_are_slow(
+    sizes: tuple[int, ...],
+) -> None:
     problem = problem_of("candle-uno", links(6, 1e6))
     before = by_samples(problem, "candle-uno", (2, 2, 2), sizes)
     after = split_further(problem, before)
     assert step(problem, after) < step(problem, before)
     axes = sample_axes(problem.graph).axes
-    assert any(split.axis != axes[node] for stage in after.stages for node, own in stage.splits for split in own)
+    assert any(
+        split.axis != axes[node]
+        for stage in after.stages
+        for node, own in stage.splits
+        for split in own
+    )
 
 
 def test_what_is_found_fits_into_memory() -> None:
-    """Rows and columns need fewer gradients, but keep more of what is not split; the limit lets samples just pass."""
+    """Rows and columns need fewer gradients, but keep more of what is not split; the limit lets
+    samples just pass.
+    """
     problem = problem_of("mmt", links(6, 1e6))
     before = by_samples(problem, "mmt", (2, 2, 2), (12, 12, 12))
     limit = max(device_memory(problem, before, stage_costs(problem, before)))

@@ -21,7 +21,8 @@ CLUSTERS = (cluster(4), cluster(8, 4), cluster(6, 2), cluster(12, 6), cluster(7)
 @st.composite
 def layouts(draw: st.DrawFn, group: int, shape: tuple[int, ...], partial: bool) -> Layout:
     """Mesh axes of a random factoring, each cutting a dimension, or shares of a sum, or nothing."""
-    splits, left = [], group
+    splits = []
+    left = group
     for _ in range(draw(st.integers(0, 3))):
         degree = draw(st.sampled_from([each for each in range(1, left + 1) if left % each == 0]))
         splits.append(Split("a", degree))
@@ -51,11 +52,17 @@ def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
 def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from(CLUSTERS))
     shape = (devices.size * 4, devices.size * 2)
-    sources = data.draw(st.lists(layouts(devices.size, shape, True), min_size=1, max_size=6, unique=True))
-    targets = data.draw(st.lists(layouts(devices.size, shape, False), min_size=1, max_size=6, unique=True))
+    sources = data.draw(
+        st.lists(layouts(devices.size, shape, True), min_size=1, max_size=6, unique=True)
+    )
+    targets = data.draw(
+        st.lists(layouts(devices.size, shape, False), min_size=1, max_size=6, unique=True)
+    )
     everyone = tuple(range(devices.size))
     found = ReshardTable(devices, everyone).to_reader(sources, targets, 4 * shape[0] * shape[1])
-    wanted = [[seconds_by_steps(devices, source, target) for target in targets] for source in sources]
+    wanted = [
+        [seconds_by_steps(devices, source, target) for target in targets] for source in sources
+    ]
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
 
 
@@ -68,16 +75,26 @@ def test_one_step_costs_what_devices_lack(data: st.DataObject) -> None:
     source, target = (data.draw(layouts(devices.size, shape, False)) for _ in range(2))
     if len(steps_between(source, target)) > 1:
         return
-    found = ReshardTable(devices, everyone).seconds([source], [target], 4 * shape[0] * shape[1])[0, 0]
+    found = ReshardTable(devices, everyone).seconds([source], [target], 4 * shape[0] * shape[1])[
+        0, 0
+    ]
     assert found == pytest.approx(moving_seconds(devices, everyone, source, target, 4), rel=1e-9)
 
 
 def test_blocks_read_through_windows() -> None:
     devices = cluster(4, 2)
-    held = [replicated((8, 6)), Layout((8, 6), ((MeshAxis(4, 1),), ())), Layout((8, 6), ((), (MeshAxis(2, 1),)))]
+    held = [
+        replicated((8, 6)),
+        Layout((8, 6), ((MeshAxis(4, 1),), ())),
+        Layout((8, 6), ((), (MeshAxis(2, 1),))),
+    ]
     windows = ((WindowedBlocks(2, -1, 4), None), (WindowedBlocks(2, 0, 2), None))
     wanted = [Layout((8, 6), ((MeshAxis(4, 1),), ()), windows=each) for each in windows]
-    wanted.append(Layout((8, 6), ((MeshAxis(2, 2),), (MeshAxis(2, 1),)), windows=(WindowedBlocks(4, -1, 6), None)))
+    wanted.append(
+        Layout(
+            (8, 6), ((MeshAxis(2, 2),), (MeshAxis(2, 1),)), windows=(WindowedBlocks(4, -1, 6), None)
+        )
+    )
     found = ReshardTable(devices, (0, 1, 2, 3)).seconds(held, wanted, 8 * 6 * 4)
     by_steps = [[seconds_by_steps(devices, source, target) for target in wanted] for source in held]
     np.testing.assert_allclose(found, by_steps, rtol=1e-9, atol=1e-15)

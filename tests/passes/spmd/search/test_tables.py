@@ -1,4 +1,6 @@
-"""The model's objective is what the stage costs, and no configuration of a small model is better."""
+"""The model's objective is what the stage costs, and no configuration of a small model is
+better.
+"""
 
 from __future__ import annotations
 
@@ -32,32 +34,52 @@ def tables_of(given: Problem, **terms: object) -> Tables:
 
 
 def uncounted(given: Problem, tables: Tables, answer: Assignment) -> float:
-    """Seconds of a step that the model leaves out: latencies of the gradients' exchanges, and the update's launch."""
+    """Seconds of a step that the model leaves out: latencies of the gradients' exchanges, and the
+    update's launch.
+    """
     cost = stage_of(given, tables.splits(answer.choice))
-    counted = sum(float(each[number]) for each, number in zip(tables.gradients, answer.choice, strict=True))
-    return cost.gradient_s - counted + given.cluster.devices[0].launch_latency_s * (cost.update_s > 0)
+    counted = sum(
+        float(each[number]) for each, number in zip(tables.gradients, answer.choice, strict=True)
+    )
+    return (
+        cost.gradient_s - counted + given.cluster.devices[0].launch_latency_s * (cost.update_s > 0)
+    )
 
 
 def at_random(given: Problem, tables: Tables, seed: int) -> Tables:
     """The same with one configuration of each node alone."""
     draw = random.Random(seed)
-    allowed = {node: (draw.choice(each),) for node, each in zip(tables.nodes, tables.configurations, strict=True)}
+    allowed = {
+        node: (draw.choice(each),)
+        for node, each in zip(tables.nodes, tables.configurations, strict=True)
+    }
     return tables_of(given, allowed=allowed)
 
 
 @settings(max_examples=20)
-@given(graphs(branches=False), st.sampled_from(CLUSTERS), st.integers(0, 99), st.sampled_from(OPTIMIZERS))
-def test_a_line_costs_what_its_stage_costs(graph: Graph, devices: Cluster, seed: int, optimizer: Optimizer) -> None:
+@given(
+    graphs(branches=False),
+    st.sampled_from(CLUSTERS),
+    st.integers(0, 99),
+    st.sampled_from(OPTIMIZERS),
+)
+def test_a_line_costs_what_its_stage_costs(
+    graph: Graph, devices: Cluster, seed: int, optimizer: Optimizer
+) -> None:
     given = problem(graph, devices, optimizer=optimizer)
     for tables in (tables_of(given), at_random(given, tables_of(given), seed)):
         answer = solve(tables.model)
-        expected = seconds_of(given, tables.splits(answer.choice)) - uncounted(given, tables, answer)
+        expected = seconds_of(given, tables.splits(answer.choice)) - uncounted(
+            given, tables, answer
+        )
         assert answer.cost == pytest.approx(expected, rel=1e-9)
 
 
 @settings(max_examples=20)
 @given(graphs(), st.sampled_from(CLUSTERS), st.sampled_from([Mode.TRAIN, Mode.INFER]))
-def test_with_branches_what_is_found_costs_no_more_than_it_says(graph: Graph, devices: Cluster, mode: Mode) -> None:
+def test_with_branches_what_is_found_costs_no_more_than_it_says(
+    graph: Graph, devices: Cluster, mode: Mode
+) -> None:
     given = problem(graph, devices, mode=mode)
     tables = tables_of(given)
     answer = solve(tables.model)
@@ -101,7 +123,9 @@ def test_a_parameter_of_several_nodes_is_whole_where_they_differ() -> None:
         answer = solve(tables.model)
         cost = stage_of(given, tables.splits(answer.choice))
         assert cost.parameter_bytes == 16 * 16 * 4 // (4 if second[0].axis == "n" else 1)
-        expected = seconds_of(given, tables.splits(answer.choice)) - uncounted(given, tables, answer)
+        expected = seconds_of(given, tables.splits(answer.choice)) - uncounted(
+            given, tables, answer
+        )
         assert answer.cost == pytest.approx(expected, rel=1e-9)
 
 

@@ -1,5 +1,6 @@
-"""Operators that torch spells with more than one expression; generated code calls them by name. They import torch, and
-of the runtime groups of ranks and streams of random numbers."""
+"""Operators that torch spells with more than one expression; generated code calls them by name.
+They import torch, and of the runtime groups of ranks and streams of random numbers.
+"""
 
 from autopipe.backends.torch.runtime.operators.attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.experts import *  # noqa: F403

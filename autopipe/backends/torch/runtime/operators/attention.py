@@ -30,8 +30,8 @@ def fused_attention(
 ) -> Tensor:
     """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
 
-    On CUDA by the kernels that `autopipe.ir.attention_kernels` allows and by no other: torch raises RuntimeError, with
-    its reasons as warnings, where none of them takes the operands.
+    On CUDA by the kernels that `autopipe.ir.attention_kernels` allows and by no other: torch raises
+    RuntimeError, with its reasons as warnings, where none of them takes the operands.
     """
     grouped = query.shape[1] != key.shape[1]
     if not query.is_cuda:
@@ -42,9 +42,13 @@ def fused_attention(
     capability = torch.cuda.get_device_capability(query.device)
     if repeats_heads(form, capability):
         repeats = query.shape[1] // key.shape[1]
-        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+        grouped = False
     # Fused kernels read rows whose numbers are neighbours.
-    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    query, key, value = (
+        each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value)
+    )
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
     with sdpa_kernel([_BACKENDS[kernel] for kernel in kernels_of(form, capability)]):
@@ -53,8 +57,12 @@ def fused_attention(
         )
 
 
-def form_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> AttentionForm:
-    """The traits of an attention of [b, h, s, d] tensors on CUDA, autocast's type among them where it is on."""
+def form_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> AttentionForm:
+    """The traits of an attention of [b, h, s, d] tensors on CUDA, autocast's type among them where
+    it is on.
+    """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     return AttentionForm(
         str(dtype).removeprefix("torch."),
@@ -88,19 +96,21 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
 
-    `past_key` and `past_value` go before the keys and values; `lengths` [b] says how many keys are real. A query at i
-    sees keys up to i + offset where `causal`, and from `window[0]` before to `window[1]` behind it (-1: no bound); the
-    offset is the number of past keys, or `lengths` less the queries. `sink` [h] is a score of each head that no value
-    belongs to. Returns the result ([b, s, h * d] with `merge`),
-    all keys, all values, and what `capture` asks for: scores as they are (0), capped (1), masked (2), or
-    probabilities (3). With `group` the queries are this rank's part of them, and everything else is whole.
+    `past_key` and `past_value` go before the keys and values; `lengths` [b] says how many keys are
+    real. A query at i sees keys up to i + offset where `causal`, and from `window[0]` before to
+    `window[1]` behind it (-1: no bound); the offset is the number of past keys, or `lengths` less
+    the queries. `sink` [h] is a score of each head that no value belongs to. Returns the result
+    ([b, s, h * d] with `merge`), all keys, all values, and what `capture` asks for: scores as they
+    are (0), capped (1), masked (2), or probabilities (3). With `group` the queries are this rank's
+    part of them, and everything else is whole.
     """
     queries = query.shape[2] * (1 if group is None else group.size)
     first = 0 if group is None else group.position * query.shape[2]
     offset: int | Tensor = first
     if past_key is not None and past_value is not None:
         offset = past_key.shape[2] + first
-        key, value = torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
+        key = torch.cat((past_key, key), 2)
+        value = torch.cat((past_value, value), 2)
     elif lengths is not None:
         offset = lengths.reshape(-1, 1, 1, 1) - queries + first
     if causal:
@@ -117,10 +127,12 @@ def attention(
         if capture is None:
             # Else backward would keep what products round anyway.
             operands = (each.to(autocast or each.dtype) for each in (query, key, value))
-            result, captured = _Stepwise.apply(softmax, *operands, bias, sink), None  # type: ignore[no-untyped-call]
+            result = _Stepwise.apply(softmax, *operands, bias, sink)  # type: ignore[no-untyped-call]
+            captured = None
         else:
             probabilities, captured = softmax.probabilities(query, key, bias, sink, capture)
-            result, captured = torch.matmul(probabilities, _for_each(query, value)), captured.to(query.dtype)
+            result = torch.matmul(probabilities, _for_each(query, value))
+            captured = captured.to(query.dtype)
     return result.transpose(1, 2).flatten(2) if merge else result, key, value, captured
 
 
@@ -132,8 +144,9 @@ def _visible(
     window: tuple[int, int],
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """The keys that each query may see, by their places and the mask: truth values, or to be added; None where all.
-    Keys beyond the mask are not seen."""
+    """The keys that each query may see, by their places and the mask: truth values, or to be added;
+    None where all. Keys beyond the mask are not seen.
+    """
     columns = torch.arange(key.shape[2], device=query.device)
     distance = columns - (torch.arange(query.shape[2], device=query.device)[:, None] + offset)
     before, behind = window
@@ -147,7 +160,8 @@ def _visible(
     allowed = reduce(torch.bitwise_and, rules) if rules else None
     if mask is None:
         return allowed
-    missing, truth = key.shape[2] - mask.shape[-1], mask.dtype is torch.bool
+    missing = key.shape[2] - mask.shape[-1]
+    truth = mask.dtype is torch.bool
     if missing > 0:
         mask = F.pad(mask, (0, missing), value=False if truth else -math.inf)
     if mask.dim() == 1:
@@ -168,9 +182,16 @@ class _Softmax:
     autocast: torch.dtype | None
 
     def probabilities(
-        self, query: Tensor, key: Tensor, bias: Tensor | None, sink: Tensor | None, capture: int | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        capture: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities step by step, and what `capture` asks for; queries that see nothing have zeros."""
+        """Probabilities step by step, and what `capture` asks for; queries that see nothing have
+        zeros.
+        """
         root = math.sqrt(self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]))
         key = _for_each(query, key)
         scores = torch.matmul(query * root, key.transpose(-1, -2) * root)
@@ -181,7 +202,9 @@ class _Softmax:
         blind = None
         if bias is not None:
             hidden = ~bias if bias.dtype is torch.bool else torch.isneginf(bias)
-            scores = scores.masked_fill(hidden, -math.inf) if bias.dtype is torch.bool else scores + bias
+            scores = (
+                scores.masked_fill(hidden, -math.inf) if bias.dtype is torch.bool else scores + bias
+            )
             blind = hidden.all(-1, keepdim=True)
         captured = scores if capture == 2 else captured
         kept = scores if self.precision is None else scores.to(self.precision)
@@ -191,7 +214,8 @@ class _Softmax:
         elif blind is None:
             probabilities = torch.softmax(kept, -1)
         else:
-            # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked before and after.
+            # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked
+            # before and after.
             probabilities = torch.softmax(kept.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
         return probabilities.to(query.dtype), probabilities if capture == 3 else captured
 
@@ -206,7 +230,9 @@ class _Stepwise(torch.autograd.Function):
     """Attention of which backward keeps the operands alone: it computes probabilities again."""
 
     @staticmethod
-    def forward(context: Any, softmax: _Softmax, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+    def forward(
+        context: Any, softmax: _Softmax, query: Tensor, key: Tensor, value: Tensor, *others: Any
+    ) -> Tensor:
         context.softmax = softmax
         context.save_for_backward(query, key, value, *others)
         return torch.matmul(softmax.probabilities(query, key, *others)[0], _for_each(query, value))
@@ -214,12 +240,20 @@ class _Stepwise(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, _, value, *_ = context.saved_tensors
-        softmax, wanted, (gradient,) = context.softmax, context.needs_input_grad[1:], gradients
+        softmax = context.softmax
+        wanted = context.needs_input_grad[1:]
+        (gradient,) = gradients
         places = [place for place in (0, 1, 3, 4) if wanted[place]]
-        leaves: list[Any] = [each if each is None else each.detach() for each in context.saved_tensors]
+        leaves: list[Any] = [
+            each if each is None else each.detach() for each in context.saved_tensors
+        ]
         flowing: list[Tensor] = [leaves[place].requires_grad_() for place in places]
-        kind, dtype = query.device.type, softmax.autocast
-        with torch.enable_grad(), torch.autocast(kind, dtype) if dtype is not None else nullcontext():
+        kind = query.device.type
+        dtype = softmax.autocast
+        with (
+            torch.enable_grad(),
+            torch.autocast(kind, dtype) if dtype is not None else nullcontext(),
+        ):
             probabilities, _ = softmax.probabilities(leaves[0], leaves[1], leaves[3], leaves[4])
         found: list[Tensor | None] = [None] * len(leaves)
         if wanted[2]:
@@ -227,7 +261,9 @@ class _Stepwise(torch.autograd.Function):
             found[2] = of_value.unflatten(1, (value.shape[1], -1)).sum(2)
         if flowing:
             of_probabilities = torch.matmul(gradient, _for_each(query, value).transpose(-1, -2))
-            for place, each in zip(places, torch.autograd.grad(probabilities, flowing, of_probabilities), strict=True):
+            for place, each in zip(
+                places, torch.autograd.grad(probabilities, flowing, of_probabilities), strict=True
+            ):
                 found[place] = each
         return None, *found
 
@@ -241,24 +277,34 @@ def rotary_embedding(
     width: int = 0,
     head_axis: int = 1,
 ) -> Tensor:
-    """`rotary` by caches [b, s, width / 2], or tables to look `positions` [b, s] up in; x is [b, h, s, d], or [b, s, h,
-    d] with `head_axis` 2."""
+    """`rotary` by caches [b, s, width / 2], or tables to look `positions` [b, s] up in; x is [b, h,
+    s, d], or [b, s, h, d] with `head_axis` 2.
+    """
     if positions is not None:
-        cosines, sines = F.embedding(positions, cosines), F.embedding(positions, sines)
+        cosines = F.embedding(positions, cosines)
+        sines = F.embedding(positions, sines)
     return rotary(x, cosines.unsqueeze(head_axis), sines.unsqueeze(head_axis), interleaved, width)
 
 
 def rotary(
-    x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False, width: int = 0, apart: bool = False
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    interleaved: bool = False,
+    width: int = 0,
+    apart: bool = False,
 ) -> Tensor:
-    """The first `width` numbers (0: all) of each head turned by angles (Su et al., "RoFormer", 2021).
+    """The first `width` numbers (0: all) of each head turned by angles (Su et al., "RoFormer",
+    2021).
 
-    A pair (a, b), half a width apart or neighbours, becomes a · cos − b · sin, b · cos + a · sin, where it was or, with
-    `apart`, half a width apart. Cosines and sines broadcast, and have a number for each of a pair or one for both.
+    A pair (a, b), half a width apart or neighbours, becomes a · cos − b · sin, b · cos + a · sin,
+    where it was or, with `apart`, half a width apart. Cosines and sines broadcast, and have a
+    number for each of a pair or one for both.
     """
     width = width or x.shape[-1]
     cosines, sines = (
-        _pairs(each, interleaved) if each.shape[-1] == width else each.unsqueeze(-2) for each in (cosines, sines)
+        _pairs(each, interleaved) if each.shape[-1] == width else each.unsqueeze(-2)
+        for each in (cosines, sines)
     )
     form = interleaved, interleaved and not apart, width
     found: Tensor = _Rotary.apply(x, cosines, sines, form)  # type: ignore[no-untyped-call]
@@ -272,7 +318,9 @@ def _pairs(x: Tensor, interleaved: bool) -> Tensor:
 
 
 _Form = tuple[bool, bool, int]
-"""True where pairs that are read, and that are written, are neighbours, and the width that is turned."""
+"""True where pairs that are read, and that are written, are neighbours, and the width that is
+turned.
+"""
 
 
 class _Rotary(torch.autograd.Function):
@@ -281,20 +329,27 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, cosines: Tensor, sines: Tensor, form: _Form) -> Tensor:
         context.form = form
-        context.save_for_backward(cosines, sines, *([x] if any(context.needs_input_grad[1:]) else []))
+        context.save_for_backward(
+            cosines, sines, *([x] if any(context.needs_input_grad[1:]) else [])
+        )
         return _turned(x, cosines, sines, form)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (cosines, sines, *kept), (gradient,), (read, written, width) = context.saved_tensors, gradients, context.form
+        (cosines, sines, *kept) = context.saved_tensors
+        (gradient,) = gradients
+        (read, written, width) = context.form
         found: list[Tensor | None] = [None] * 4
         if context.needs_input_grad[0]:
             found[0] = _turned(gradient, cosines, -sines.flip(-2), (written, read, width))
         for x in kept:
-            pairs, back = _pairs(x[..., :width], read), _pairs(gradient[..., :width], written)
+            pairs = _pairs(x[..., :width], read)
+            back = _pairs(gradient[..., :width], written)
             found[1] = (pairs * back).sum_to_size(cosines.shape)
             crossed = pairs.flip(-2) * back
-            found[2] = torch.stack((-crossed[..., 0, :], crossed[..., 1, :]), -2).sum_to_size(sines.shape)
+            found[2] = torch.stack((-crossed[..., 0, :], crossed[..., 1, :]), -2).sum_to_size(
+                sines.shape
+            )
         return tuple(found)
 
 

@@ -1,4 +1,6 @@
-"""Mixtures of experts: tokens in the order of the experts that they go to, each expert's rows in one product."""
+"""Mixtures of experts: tokens in the order of the experts that they go to, each expert's rows in
+one product.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from autopipe.backends.torch.runtime.operators.gated import gated
 from autopipe.backends.torch.runtime.operators.quantized import numbers_of
 
 ExpertLayer = tuple[Tensor | None, ...]
-"""Weights [experts, rows, columns], and biases [experts, rows] or None; of packed weights also scales and zero points,
-which may be None."""
+"""Weights [experts, rows, columns], and biases [experts, rows] or None; of packed weights also
+scales and zero points, which may be None.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,17 @@ class _Mixture:
     """The settings of a mixture, all but its tensors."""
 
     route: Callable[..., tuple[Tensor, Tensor]]
-    """From the two operands behind the tokens to the chosen experts and their shares, [tokens, k] each."""
+    """From the two operands behind the tokens to the chosen experts and their shares, [tokens, k]
+    each.
+    """
     sizes: tuple[int, ...]
     """Tensors of the first layer, the second, and the one that gates the first."""
     activation: Callable[[Tensor], Tensor]
     bits: int = 0
     group: Group | None = None
     listed: bool = False
-    """True if each expert has tensors of its own, one behind the other, not rows of stacked ones."""
+    """True if each expert has tensors of its own, one behind the other, not rows of stacked ones.
+    """
 
     def count(self, layers: Sequence[Tensor | None]) -> int:
         """This rank's experts."""
@@ -68,55 +74,82 @@ class _Mixture:
 
 
 class _Experts(torch.autograd.Function):
-    """A mixture of which backward keeps the operands alone: it computes one expert after the other again."""
+    """A mixture of which backward keeps the operands alone: it computes one expert after the other
+    again.
+    """
 
     @staticmethod
     def forward(context: Any, mixture: _Mixture, x: Tensor, *operands: Tensor | None) -> Tensor:
-        context.mixture, context.autocast = mixture, _autocast(x)
+        context.mixture = mixture
+        context.autocast = _autocast(x)
         context.save_for_backward(x, *operands)
-        routing, layers = operands[:2], operands[2:]
+        routing = operands[:2]
+        layers = operands[2:]
         chosen, shares = mixture.route(*routing)
         tokens = x.reshape(-1, x.shape[-1])
         total = torch.zeros_like(tokens)
         for expert, places in mixture.parts(chosen, mixture.count(layers)):
             rows = places // chosen.shape[-1]
-            result = mixture.of_one(tokens[rows], shares.flatten()[places], mixture.own(layers, expert))
+            result = mixture.of_one(
+                tokens[rows], shares.flatten()[places], mixture.own(layers, expert)
+            )
             total.index_add_(0, rows, result.to(total.dtype))
         return total.reshape(x.shape)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        mixture, (x, *operands) = context.mixture, context.saved_tensors
-        layers, flows = operands[2:], context.needs_input_grad[4:]
+        mixture = context.mixture
+        (x, *operands) = context.saved_tensors
+        layers = operands[2:]
+        flows = context.needs_input_grad[4:]
         with torch.enable_grad():
             routing = [_leaf(each) for each in operands[:2]]
             chosen, shares = mixture.route(*routing)
-        tokens, flat, gradient = x.reshape(-1, x.shape[-1]), shares.detach().flatten(), gradients[0].flatten(0, -2)
-        of_tokens, of_shares = torch.zeros_like(tokens), torch.zeros_like(flat)
-        found = [torch.zeros_like(each) if wanted else None for each, wanted in zip(layers, flows, strict=True)]
+        tokens = x.reshape(-1, x.shape[-1])
+        flat = shares.detach().flatten()
+        gradient = gradients[0].flatten(0, -2)
+        of_tokens = torch.zeros_like(tokens)
+        of_shares = torch.zeros_like(flat)
+        found = [
+            torch.zeros_like(each) if wanted else None
+            for each, wanted in zip(layers, flows, strict=True)
+        ]
         for expert, places in mixture.parts(chosen, mixture.count(layers)):
             rows = places // chosen.shape[-1]
             own = [tokens[rows].requires_grad_(), flat[places].requires_grad_()]
             told_to = mixture.own(found, expert)
             pairs = zip(mixture.own(layers, expert), told_to, strict=True)
             weights = [each if place is None else _leaf(each) for each, place in pairs]
-            with torch.enable_grad(), torch.autocast(x.device.type, context.autocast, context.autocast is not None):
+            with (
+                torch.enable_grad(),
+                torch.autocast(x.device.type, context.autocast, context.autocast is not None),
+            ):
                 result = mixture.of_one(own[0], own[1], weights)
             own += [
-                each for each, place in zip(weights, told_to, strict=True) if each is not None and place is not None
+                each
+                for each, place in zip(weights, told_to, strict=True)
+                if each is not None and place is not None
             ]
             told = torch.autograd.grad(result, own, gradient[rows].to(result.dtype))
             of_tokens.index_add_(0, rows, told[0])
             of_shares[places] = told[1]
-            for place, part in zip((each for each in told_to if each is not None), told[2:], strict=True):
+            for place, part in zip(
+                (each for each in told_to if each is not None), told[2:], strict=True
+            ):
                 place.copy_(part)
         return None, of_tokens.reshape(x.shape), *_of_routing(routing, shares, of_shares), *found
 
 
-def _of_routing(routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor) -> Iterator[Tensor | None]:
+def _of_routing(
+    routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor
+) -> Iterator[Tensor | None]:
     """The gradients of what shares come of, from theirs."""
     leaves = [each for each in routing if each is not None and each.requires_grad]
-    told = torch.autograd.grad(shares, leaves, gradient.reshape(shares.shape), allow_unused=True) if leaves else ()
+    told = (
+        torch.autograd.grad(shares, leaves, gradient.reshape(shares.shape), allow_unused=True)
+        if leaves
+        else ()
+    )
     found = iter(told)
     return (next(found) if each is not None and each.requires_grad else None for each in routing)
 
@@ -146,8 +179,10 @@ def mixture(
     bits: int = 0,
     group: Group | None = None,
 ) -> Tensor:
-    """The sum over the k experts with the largest scores of their results, by the softmax of the scores (of all, or
-    with `normalize` of the k), or by `weights` at those experts. With `group` of this rank's experts alone."""
+    """The sum over the k experts with the largest scores of their results, by the softmax of the
+    scores (of all, or with `normalize` of the k), or by `weights` at those experts. With `group` of
+    this rank's experts alone.
+    """
 
     def route(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         largest, chosen = scores.float().topk(k, dim=-1)
@@ -176,20 +211,25 @@ def experts(
     activation: Callable[[Tensor], Tensor],
     group: Group | None = None,
 ) -> Tensor:
-    """The sum over the experts `chosen` for each token of their results times `shares`, [tokens, k] both. With `group`
-    of this rank's experts alone."""
+    """The sum over the experts `chosen` for each token of their results times `shares`, [tokens, k]
+    both. With `group` of this rank's experts alone.
+    """
     layers = first, second, gate or (None,)
     settings = _Mixture(_as_given, tuple(map(len, layers)), activation, group=group)
     return _applied(settings, x, (chosen, shares), itertools.chain(*layers))
 
 
 def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) -> Tensor:
-    """The same of experts (silu(x G) · x U) D, without stacked weights: G, U and D of one after the other."""
+    """The same of experts (silu(x G) · x U) D, without stacked weights: G, U and D of one after the
+    other.
+    """
     operands: list[Tensor | None] = []
     for place in range(0, len(weights), 3):
         gate, up, down = weights[place : place + 3]
         operands += [gate.t(), None, down.t(), None, up.t(), None]
-    return _applied(_Mixture(_as_given, (2, 2, 2), F.silu, listed=True), x, (chosen, shares), operands)
+    return _applied(
+        _Mixture(_as_given, (2, 2, 2), F.silu, listed=True), x, (chosen, shares), operands
+    )
 
 
 def _as_given(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +237,10 @@ def _as_given(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _applied(
-    settings: _Mixture, x: Tensor, routing: tuple[Tensor | None, Tensor | None], operands: Iterable[Tensor | None]
+    settings: _Mixture,
+    x: Tensor,
+    routing: tuple[Tensor | None, Tensor | None],
+    operands: Iterable[Tensor | None],
 ) -> Tensor:
     x = x.to(_autocast(x) or x.dtype)  # Else backward would keep what products round anyway.
     found: Tensor = _Experts.apply(settings, x, *routing, *operands)  # type: ignore[no-untyped-call]
@@ -222,13 +265,17 @@ def gelu_by_tanh(x: Tensor) -> Tensor:
 def swiglu(
     alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf, turns: bool = True
 ) -> Callable[[Tensor], Tensor]:
-    """A function of gates g and what they gate, l, both clamped, which stand in turn or one behind the other:
-    `g σ(α g) (l + β)`."""
+    """A function of gates g and what they gate, l, both clamped, which stand in turn or one behind
+    the other: `g σ(α g) (l + β)`.
+    """
 
     def function(x: Tensor) -> Tensor:
         gates, linear = (x[..., ::2], x[..., 1::2]) if turns else x.chunk(2, -1)
         if limit < math.inf:
-            gates, linear = gates.clamp(max=limit), linear.clamp(-limit, limit)
-        return gated(gates, linear + beta if beta else linear, "silu", alpha or 1e-6)  # By none: half of the gate.
+            gates = gates.clamp(max=limit)
+            linear = linear.clamp(-limit, limit)
+        return gated(
+            gates, linear + beta if beta else linear, "silu", alpha or 1e-6
+        )  # By none: half of the gate.
 
     return function

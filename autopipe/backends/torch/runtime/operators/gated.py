@@ -1,6 +1,8 @@
-"""Gated linear units, act(gate) · up (Shazeer, "GLU Variants Improve Transformer", 2020), element by element.
+"""Gated linear units, act(gate) · up (Shazeer, "GLU Variants Improve Transformer", 2020), element
+by element.
 
-Backward keeps gate and up alone: act(gate) is computed again, which costs a pass over memory and no product.
+Backward keeps gate and up alone: act(gate) is computed again, which costs a pass over memory and no
+product.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from torch import Tensor
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
-    """act(gate) · up, of two tensors of one shape; `activation` is "silu" (x · sigmoid(alpha · x)), "gelu", "tanh"
-    (Gelu by tanh) or "relu2"."""
+    """act(gate) · up, of two tensors of one shape; `activation` is "silu" (x · sigmoid(alpha · x)),
+    "gelu", "tanh" (Gelu by tanh) or "relu2".
+    """
     found: Tensor = _Gated.apply(gate, up, activation, alpha)  # type: ignore[no-untyped-call]
     return found
 
@@ -28,9 +31,13 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gate, up), (gradient,), (of_gate, of_up, *_) = context.saved_tensors, gradients, context.needs_input_grad
+        (gate, up) = context.saved_tensors
+        (gradient,) = gradients
+        (of_gate, of_up, *_) = context.needs_input_grad
         return (
-            _derived((gradient * up).to(gate.dtype), gate, *context.activation) if of_gate else None,
+            _derived((gradient * up).to(gate.dtype), gate, *context.activation)
+            if of_gate
+            else None,
             (gradient * _activated(gate, *context.activation)).to(up.dtype) if of_up else None,
             None,
             None,

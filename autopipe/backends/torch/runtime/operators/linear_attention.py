@@ -1,5 +1,6 @@
-"""Attention that sums keys and values up in a matrix, and the short convolution in front of it, both with a state that
-goes from call to call."""
+"""Attention that sums keys and values up in a matrix, and the short convolution in front of it,
+both with a state that goes from call to call.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK, NARROW_CHUNK = 64, 16
-"""Tokens that are computed together: with one decay for each head, and with one for each of its features."""
+CHUNK = 64
+NARROW_CHUNK = 16
+"""Tokens that are computed together: with one decay for each head, and with one for each of its
+features.
+"""
 
 
 def linear_attention(
@@ -25,14 +29,18 @@ def linear_attention(
     groups: int,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S ← exp(g) S + k uᵀ and y = scale · Sᵀ q, token by token, with u = v or, given `beta`, β (v − exp(g) Sᵀ k).
+    """S ← exp(g) S + k uᵀ and y = scale · Sᵀ q, token by token, with u = v or, given `beta`, β (v −
+    exp(g) Sᵀ k).
 
-    Queries, keys and values are [b, t, h · d], `decay` g [b, t, h] or [b, t, h · d], `beta` [b, t, h or 1], the state S
-    [b, h, d, v]; each of `groups` states serves the same number of query `heads`. Tokens are taken in chunks: within
-    one, the u solve a triangular system (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
+    Queries, keys and values are [b, t, h · d], `decay` g [b, t, h] or [b, t, h · d], `beta` [b, t,
+    h or 1], the state S [b, h, d, v]; each of `groups` states serves the same number of query
+    `heads`. Tokens are taken in chunks: within one, the u solve a triangular system (Yang et al.,
+    "Parallelizing Linear Transformers with the Delta Rule", 2024).
     """
     with torch.autocast("cuda" if query.is_cuda else "cpu", enabled=False):
-        q, k, v = _by_head(query, heads), _by_head(key, groups), _by_head(value, groups)
+        q = _by_head(query, heads)
+        k = _by_head(key, groups)
+        v = _by_head(value, groups)
         g = None if decay is None else _by_head(decay, groups)
         b = None if beta is None else _by_head(beta, min(groups, beta.shape[2]))
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -43,7 +51,9 @@ def linear_attention(
         for start in range(0, query.shape[1], size):
             taken = slice(start, start + size)
             gates = [None if each is None else each[..., taken, :] for each in (g, b)]
-            part, state = _chunk(state, q[..., taken, :], k[..., taken, :], v[..., taken, :], *gates)
+            part, state = _chunk(
+                state, q[..., taken, :], k[..., taken, :], v[..., taken, :], *gates
+            )
             parts.append(part)
         result = torch.cat(parts, 3).flatten(1, 2).transpose(1, 2).flatten(2)
     return result.to(query.dtype), state.to(query.dtype if past is None else past.dtype)
@@ -68,10 +78,14 @@ def _chunk(
     if beta is not None:
         known = torch.matmul(_decayed(key, total), state)
         mixing = beta * _scores(key, key, total)
-        value = torch.linalg.solve_triangular(mixing, beta * (value - known), upper=False, unitriangular=True)
+        value = torch.linalg.solve_triangular(
+            mixing, beta * (value - known), upper=False, unitriangular=True
+        )
     behind = None if total is None else total.unsqueeze(2)
     scores = _scores(query, key.unsqueeze(2), behind)
-    result = torch.matmul(_decayed(query, behind), state.unsqueeze(2)) + torch.matmul(scores, value.unsqueeze(2))
+    result = torch.matmul(_decayed(query, behind), state.unsqueeze(2)) + torch.matmul(
+        scores, value.unsqueeze(2)
+    )
     if total is None:
         return result, state + torch.matmul(key.mT, value)
     last = total[..., -1:, :]
@@ -96,10 +110,16 @@ def _scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
 
 
 def causal_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None, *, silu: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    past: Tensor | None = None,
+    *,
+    silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A convolution of each channel of x [b, c, t] with the elements up to each place, and the last of what it read,
-    which are those before x in the next call."""
+    """A convolution of each channel of x [b, c, t] with the elements up to each place, and the last
+    of what it read, which are those before x in the next call.
+    """
     width = weight.shape[2] - 1
     joined = F.pad(x, (width, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)
     result = F.conv1d(joined, weight, bias, groups=x.shape[1])

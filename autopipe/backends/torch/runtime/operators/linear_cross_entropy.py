@@ -1,10 +1,11 @@
 """Cross-entropy of the scores `x @ weight.T + bias`, which are never in memory all at once.
 
-Forward keeps x, the weight, the labels and, of each label, the logarithm of the sum of its exponentials; backward makes
-the scores again, a block of classes at a time. That is a product more than if they were kept, but gradients made in
-forward (Hsu et al., "Liger Kernel", 2024, section 3.2) would wait for backward, the weight's as large as the weight,
-for each micro-batch in flight. Blocks are of classes, as those of FlashAttention are of keys (Dao et al., 2022): unlike
-blocks of labels they give each part of the weight's gradient in one product.
+Forward keeps x, the weight, the labels and, of each label, the logarithm of the sum of its
+exponentials; backward makes the scores again, a block of classes at a time. That is a product more
+than if they were kept, but gradients made in forward (Hsu et al., "Liger Kernel", 2024, section
+3.2) would wait for backward, the weight's as large as the weight, for each micro-batch in flight.
+Blocks are of classes, as those of FlashAttention are of keys (Dao et al., 2022): unlike blocks of
+labels they give each part of the weight's gradient in one product.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ def linear_cross_entropy(
     group: Group | None = None,
     batch: Group | None = None,
 ) -> Tensor:
-    """`F.cross_entropy` of x [*labels, features] times weight [classes, features], `step` classes at a time; scores s
-    are softcap · tanh(s / softcap) where that is not 0.
+    """`F.cross_entropy` of x [*labels, features] times weight [classes, features], `step` classes
+    at a time; scores s are softcap · tanh(s / softcap) where that is not 0.
 
-    With `group` weight and bias are this rank's part of the classes, and the result its share of the loss, that of
-    labels in its part; with `batch` each rank has a part of the labels, and a mean is over the weights of all.
+    With `group` weight and bias are this rank's part of the classes, and the result its share of
+    the loss, that of labels in its part; with `batch` each rank has a part of the labels, and a
+    mean is over the weights of all.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -49,12 +51,15 @@ def linear_cross_entropy(
     assert_async(((known >= 0) & (known < classes)).all(), "a label is out of range")
     fixed = None if class_weight is None else class_weight.detach()
     counted = label_weights(flat, fixed, ignore_index, wide(x).dtype)
-    places, own = known, counted
+    places = known
+    own = counted
     if group is not None:
         places, mine = own_places(known, len(weight), group)
         own = counted * mine
     rows = x.reshape(-1, x.shape[-1])
-    losses: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, places, own, step, softcap, group)  # type: ignore[no-untyped-call]
+    losses: Tensor = _LinearCrossEntropy.apply(
+        rows, weight, bias, places, own, step, softcap, group
+    )  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.reshape(labels.shape)
     if reduction == "sum":
@@ -64,7 +69,9 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses by label, times the weights `own` of the labels, of those `places` where they are among the classes."""
+    """Losses by label, times the weights `own` of the labels, of those `places` where they are
+    among the classes.
+    """
 
     @staticmethod
     def forward(
@@ -79,19 +86,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: Group | None,
     ) -> Tensor:
         lowest = torch.finfo(own.dtype).min
-        largest, total, picked = torch.full_like(own, lowest), torch.zeros_like(own), torch.zeros_like(own)
+        largest = torch.full_like(own, lowest)
+        total = torch.zeros_like(own)
+        picked = torch.zeros_like(own)
         for start, part, shift in _blocks(weight, bias, step):
             scores = _scores(x, part, shift, softcap)
             index, inside = _within(places, start, len(part))
             picked = torch.where(inside, scores.gather(1, index).squeeze(1), picked)
             highest = torch.maximum(largest, scores.amax(1))
-            total = total * (largest - highest).exp() + scores.sub_(highest.unsqueeze(1)).exp_().sum(1)
+            total = total * (largest - highest).exp() + scores.sub_(
+                highest.unsqueeze(1)
+            ).exp_().sum(1)
             largest = highest
         if group is not None:
             highest = group.largest(largest)
-            total, largest = group.total(total * (largest - highest).exp()), highest
+            total = group.total(total * (largest - highest).exp())
+            largest = highest
         logarithm = largest + total.log()
-        context.step, context.softcap, context.group = step, softcap, group
+        context.step = step
+        context.softcap = softcap
+        context.group = group
         context.save_for_backward(x, weight, bias, places, own, logarithm)
         return ((logarithm - picked) * own).masked_fill(own == 0, 0)
 
@@ -121,23 +135,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 to_x.addmm_(found, part)
             elif to_x is not None:
                 to_x += found @ part.to(x.dtype)
-        return None if to_x is None else to_x.to(x.dtype), to_weight, to_bias, None, None, None, None, None
+        return (
+            None if to_x is None else to_x.to(x.dtype),
+            to_weight,
+            to_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _blocks(weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+def _blocks(
+    weight: Tensor, bias: Tensor | None, step: int
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
     """Blocks of `step` classes: the first class, and the block's rows of weight and bias."""
     for start in range(0, len(weight), step):
-        yield start, weight[start : start + step], None if bias is None else bias[start : start + step]
+        yield (
+            start,
+            weight[start : start + step],
+            None if bias is None else bias[start : start + step],
+        )
 
 
 def _scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """Scores of a block of classes, rounded as the product rounds them, in single precision at least."""
+    """Scores of a block of classes, rounded as the product rounds them, in single precision at
+    least.
+    """
     found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
     return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
 
 
 def _within(places: Tensor, start: int, extent: int) -> tuple[Tensor, Tensor]:
-    """Places of labels in a block, a column, any where they are in another; and whether they are in it."""
+    """Places of labels in a block, a column, any where they are in another; and whether they are in
+    it.
+    """
     local = places - start
     inside = (local >= 0) & (local < extent)
     return local.masked_fill(~inside, 0).unsqueeze(1), inside

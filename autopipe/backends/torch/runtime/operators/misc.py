@@ -1,6 +1,8 @@
-"""Places, paddings, normalisations, losses, quantised and drawn numbers, as ONNX defines them and torch does not.
-Indices may count from the end. What is written takes the type of what it is written into: under autocast the two may
-differ, which torch refuses. Products of integers are exact, computed in float64."""
+"""Places, paddings, normalisations, losses, quantised and drawn numbers, as ONNX defines them and
+torch does not. Indices may count from the end. What is written takes the type of what it is written
+into: under autocast the two may differ, which torch refuses. Products of integers are exact,
+computed in float64.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,31 @@ from autopipe.backends.torch.torch_interfaces import assert_async
 from autopipe.ir.words import plural
 
 
-def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
+def converted(
+    results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
+) -> tuple[Tensor, ...]:
     """Results of an operator in the types that the model has for them."""
-    return tuple(each if dtype is None else each.to(dtype) for each, dtype in zip(results, dtypes, strict=True))
+    return tuple(
+        each if dtype is None else each.to(dtype)
+        for each, dtype in zip(results, dtypes, strict=True)
+    )
 
 
 def bounded(count: Tensor, most: int, title: str) -> Tensor:
-    """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than `most`."""
+    """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than
+    `most`.
+    """
     hint = f"plan with a larger --dim {title!r}=EXTENT"
-    assert_async(count <= most, f"data tell more than {most} {plural(most, 'row')} of {title!r}: {hint}")
+    assert_async(
+        count <= most, f"data tell more than {most} {plural(most, 'row')} of {title!r}: {hint}"
+    )
     return count
 
 
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
     """Numbers moved towards zero by `bias`, those within `threshold` to zero."""
-    below, above = data < -threshold, data > threshold
+    below = data < -threshold
+    above = data > threshold
     return torch.where(below, data + bias, torch.where(above, data - bias, torch.zeros_like(data)))
 
 
@@ -45,7 +57,9 @@ def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
-    """Slices of `data` at the tuples in the last dimension of `indices`; the first `batch` dimensions are shared."""
+    """Slices of `data` at the tuples in the last dimension of `indices`; the first `batch`
+    dimensions are shared.
+    """
     shared = data.shape[:batch]
     source = data.reshape(-1, *data.shape[batch:])
     places = indices.reshape(source.shape[0], -1, indices.shape[-1])
@@ -54,17 +68,27 @@ def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
     return result.reshape(*shared, *indices.shape[batch:-1], *result.shape[2:])
 
 
-def scatter_elements(data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
-    """`data` with `updates` written, or combined by `sum`, `prod`, `amax` or `amin`, at `indices` along `dim`."""
-    places, updates = from_front(indices, data.shape[dim]), updates.to(data.dtype)
+def scatter_elements(
+    data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None
+) -> Tensor:
+    """`data` with `updates` written, or combined by `sum`, `prod`, `amax` or `amin`, at `indices`
+    along `dim`.
+    """
+    places = from_front(indices, data.shape[dim])
+    updates = updates.to(data.dtype)
     if reduction is None:
         return data.scatter(dim, places, updates)
     return data.scatter_reduce(dim, places, updates, reduction)
 
 
-def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
-    """`data` with slices `updates` written, or combined, at the tuples in the last dimension of `indices`."""
-    places, updates = indices.unbind(-1), updates.to(data.dtype)
+def scatter_nd(
+    data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None
+) -> Tensor:
+    """`data` with slices `updates` written, or combined, at the tuples in the last dimension of
+    `indices`.
+    """
+    places = indices.unbind(-1)
+    updates = updates.to(data.dtype)
     if reduction in (None, "sum"):
         return data.index_put(places, updates, accumulate=reduction == "sum")
     depth = indices.shape[-1]
@@ -77,8 +101,12 @@ def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, reduction: str | 
     return result.reshape(data.shape)
 
 
-def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int, *, circular: bool) -> Tensor:
-    """A cache with `update` written along `dim`, for each sample (dimension 0) from its own `start` on."""
+def tensor_scatter(
+    past: Tensor, update: Tensor, start: Tensor | None, dim: int, *, circular: bool
+) -> Tensor:
+    """A cache with `update` written along `dim`, for each sample (dimension 0) from its own `start`
+    on.
+    """
     places = torch.arange(update.shape[dim], device=past.device).expand(past.shape[0], -1)
     if start is not None:
         places = places + start.unsqueeze(1)
@@ -89,9 +117,12 @@ def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int,
     return past.scatter(dim, places.reshape(shape).expand(update.shape), update.to(past.dtype))
 
 
-def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Group | None = None) -> Tensor:
-    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range. With
-    `group` this rank's `depth` places of that dimension."""
+def one_hot(
+    indices: Tensor, depth: int, values: Tensor, dim: int, group: Group | None = None
+) -> Tensor:
+    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices
+    out of range. With `group` this rank's `depth` places of that dimension.
+    """
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.unsqueeze(dim)
     classes = along(torch.arange(depth, device=indices.device), dim, indices.dim() + 1)
@@ -100,7 +131,9 @@ def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Group 
 
 
 def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """Elements added before and after each dimension (negative counts: taken away) by `reflect`, `edge` or `wrap`."""
+    """Elements added before and after each dimension (negative counts: taken away) by `reflect`,
+    `edge` or `wrap`.
+    """
     for dim, (before, after) in enumerate(pads):
         if (before, after) != (0, 0):
             extent = data.shape[dim]
@@ -130,7 +163,9 @@ def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Te
 
 
 def listed(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers as a tensor [n], each written on the device: a copy from the host would wait for it."""
+    """The numbers as a tensor [n], each written on the device: a copy from the host would wait for
+    it.
+    """
     made = torch.empty(len(values), dtype=dtype, device=device)
     for place, value in enumerate(values):
         made[place : place + 1].fill_(value)
@@ -145,7 +180,8 @@ def compress(data: Tensor, condition: Tensor, dim: int | None, count: int) -> Te
 
 def nonzero(data: Tensor, count: int) -> Tensor:
     """The places of the `count` elements that are not zero, [dimensions, count]."""
-    rest, found = _first_true(data != 0, count), []
+    rest = _first_true(data != 0, count)
+    found = []
     for extent in reversed(data.shape):
         found.append(rest % extent)
         rest = rest // extent
@@ -153,8 +189,9 @@ def nonzero(data: Tensor, count: int) -> Tensor:
 
 
 def _first_true(condition: Tensor, count: int) -> Tensor:
-    """The places of the first `count` true elements in order. `torch.nonzero` would have the host wait for how many
-    there are."""
+    """The places of the first `count` true elements in order. `torch.nonzero` would have the host
+    wait for how many there are.
+    """
     return torch.argsort((~condition).flatten().to(torch.uint8), stable=True)[:count]
 
 
@@ -167,10 +204,14 @@ def col2im(
     strides: tuple[int, ...],
     pads: tuple[int, ...],
 ) -> Tensor:
-    """Patches of shape `block`, `[batch, channels · points, positions]`, added up into images of shape `image`."""
+    """Patches of shape `block`, `[batch, channels · points, positions]`, added up into images of
+    shape `image`.
+    """
     rank = len(block)
     padded = [image[i] + pads[i] + pads[i + rank] for i in range(rank)]
-    counts = [(padded[i] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1 for i in range(rank)]
+    counts = [
+        (padded[i] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1 for i in range(rank)
+    ]
     flat = torch.zeros((), dtype=torch.int64, device=data.device)
     for i in range(rank):
         inside = torch.arange(block[i], device=data.device) * dilations[i]
@@ -178,7 +219,8 @@ def col2im(
         shape = [1] * (2 * rank)
         shape[i], shape[rank + i] = block[i], counts[i]
         flat = flat * padded[i] + (inside.unsqueeze(1) + places).reshape(shape)
-    total, channels = math.prod(padded), data.shape[1] // math.prod(block)
+    total = math.prod(padded)
+    channels = data.shape[1] // math.prod(block)
     source = data.reshape(data.shape[0], channels, -1)
     result = data.new_zeros(data.shape[0], channels, total).index_add(2, flat.flatten(), source)
     result = result.reshape(data.shape[0], channels, *padded)
@@ -190,15 +232,20 @@ def col2im(
 def layer_norm(
     x: Tensor, shape: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer normalisation whose scale and bias only broadcast to the normalised shape; also mean and 1 / deviation."""
+    """Layer normalisation whose scale and bias only broadcast to the normalised shape; also mean
+    and 1 / deviation.
+    """
     y, mean, inverse = torch.native_layer_norm(x, shape, None, None, epsilon)
     y = y * scale
     return y if bias is None else y + bias, mean, inverse
 
 
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
-    """Over windows of an even number of channels, which reach one channel further behind than before."""
-    before, behind = (size - 1) // 2, size // 2
+    """Over windows of an even number of channels, which reach one channel further behind than
+    before.
+    """
+    before = (size - 1) // 2
+    behind = size // 2
     squares = (x * x).movedim(1, -1)
     windows = F.pad(squares, (before, behind)).unfold(-1, size, 1).sum(-1).movedim(-1, 1)
     return x / (bias + alpha / size * windows) ** beta
@@ -214,8 +261,9 @@ def quantize_linear(
     precision: torch.dtype | None = None,
     limits: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of `axis`, or a block.
-    `limits` are those of the type, where it has less than 8 bits."""
+    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of
+    `axis`, or a block. `limits` are those of the type, where it has less than 8 bits.
+    """
     rounded = torch.round(scaled_down(x, scale, axis, block_size, precision))
     if zero_point is not None:
         rounded = rounded + _spread(zero_point, x, axis, block_size).float()
@@ -223,7 +271,11 @@ def quantize_linear(
 
 
 def scaled_down(
-    x: Tensor, scale: Tensor, axis: int = 1, block_size: int = 0, precision: torch.dtype | None = None
+    x: Tensor,
+    scale: Tensor,
+    axis: int = 1,
+    block_size: int = 0,
+    precision: torch.dtype | None = None,
 ) -> Tensor:
     """`x / scale`, with scales as in `quantize_linear`."""
     spread = _spread(scale, x, axis, block_size)
@@ -231,7 +283,12 @@ def scaled_down(
 
 
 def dequantize_linear(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, axis: int = 1, block_size: int = 0
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype,
+    axis: int = 1,
+    block_size: int = 0,
 ) -> Tensor:
     """`(x - zero_point) * scale`, with scale and zero point as in `quantize_linear`."""
     difference = x.float()
@@ -242,12 +299,18 @@ def dequantize_linear(
 
 def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x as uint8, its scale, and its zero point, from the range of x widened to hold 0."""
-    low, high = torch.clamp(torch.amin(x), max=0), torch.clamp(torch.amax(x), min=0)
+    low = torch.clamp(torch.amin(x), max=0)
+    high = torch.clamp(torch.amax(x), min=0)
     span = high - low
-    # By a tensor: torch multiplies by the reciprocal of a number, which is a rounding away from the quotient.
+    # By a tensor: torch multiplies by the reciprocal of a number, which is a rounding away from the
+    # quotient.
     scale = torch.where(span == 0, torch.ones_like(span), span / torch.full_like(span, 255))
     zero_point = torch.round(torch.clamp(-low / scale, 0, 255))
-    return _saturate(torch.round(x / scale) + zero_point, torch.uint8), scale, zero_point.to(torch.uint8)
+    return (
+        _saturate(torch.round(x / scale) + zero_point, torch.uint8),
+        scale,
+        zero_point.to(torch.uint8),
+    )
 
 
 _PRODUCTS = 2**24
@@ -255,14 +318,21 @@ _PRODUCTS = 2**24
 
 
 def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
-    """The product of stacks of integer matrices, in their own type, for which CUDA has no kernel."""
+    """The product of stacks of integer matrices, in their own type, for which CUDA has no
+    kernel.
+    """
     return matmul_by_element(a, b) if a.is_cuda else torch.matmul(a, b)
 
 
 def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
     """`torch.matmul` of integers, spelled out."""
-    left, right = torch.atleast_2d(a), b if b.dim() > 1 else b.unsqueeze(1)
-    shape = *torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1]
+    left = torch.atleast_2d(a)
+    right = b if b.dim() > 1 else b.unsqueeze(1)
+    shape = (
+        *torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]),
+        left.shape[-2],
+        right.shape[-1],
+    )
     result = torch.zeros(shape, dtype=a.dtype, device=a.device)
     together = max(1, _PRODUCTS // max(1, result.numel()))
     for columns, rows in zip(left.split(together, -1), right.split(together, -2), strict=True):
@@ -271,8 +341,12 @@ def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
     return result if b.dim() > 1 else result.squeeze(-1)
 
 
-def matmul_integer(a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None) -> Tensor:
-    """`(a - a_zero_point) @ (b - b_zero_point)` as int32; zero points by row of a and by column of b."""
+def matmul_integer(
+    a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None
+) -> Tensor:
+    """`(a - a_zero_point) @ (b - b_zero_point)` as int32; zero points by row of a and by column of
+    b.
+    """
     return torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1)).to(torch.int32)
 
 
@@ -302,10 +376,14 @@ def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
     if zero_point is None:
         return x.double()
     point = zero_point.double()
-    return x.double() - (along(point, axis, x.dim()) if point.dim() == 1 and point.numel() > 1 else point)
+    return x.double() - (
+        along(point, axis, x.dim()) if point.dim() == 1 and point.numel() > 1 else point
+    )
 
 
-def requantize(exact: Tensor, ratio: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
+def requantize(
+    exact: Tensor, ratio: Tensor, zero_point: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """A sum of products [n, c, ...] times `ratio` (one number or one a channel), quantised."""
     factors = along(ratio, 1, exact.dim()) if ratio.numel() > 1 else ratio.reshape(())
     rounded = torch.round(exact * factors.double())
@@ -327,9 +405,17 @@ def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _running(
-    run: Callable[..., Tensor], neutral: int, data: Tensor, dim: int, *, exclusive: bool, reverse: bool
+    run: Callable[..., Tensor],
+    neutral: int,
+    data: Tensor,
+    dim: int,
+    *,
+    exclusive: bool,
+    reverse: bool,
 ) -> Tensor:
-    """Running results along `dim`; `exclusive` leaves out the element itself, `reverse` runs from the end."""
+    """Running results along `dim`; `exclusive` leaves out the element itself, `reverse` runs from
+    the end.
+    """
     source = data.flip(dim) if reverse else data
     if exclusive:
         first = torch.full_like(source.narrow(dim, 0, 1), neutral)
@@ -343,15 +429,20 @@ cumprod = partial(_running, torch.cumprod, 1)
 
 
 def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
-    """The `count` largest or smallest along `dim`, in order, and where they lie. Among equals the one with the lower
-    index comes first, which `torch.topk` does not promise."""
-    source = data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32, torch.uint64) else data
+    """The `count` largest or smallest along `dim`, in order, and where they lie. Among equals the
+    one with the lower index comes first, which `torch.topk` does not promise.
+    """
+    source = (
+        data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32, torch.uint64) else data
+    )
     values, places = torch.sort(source, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, count).to(data.dtype), places.narrow(dim, 0, count)
 
 
 def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """One at the first largest element over `dims` (one axis, or all from one on), zero elsewhere."""
+    """One at the first largest element over `dims` (one axis, or all from one on), zero
+    elsewhere.
+    """
     flat = data if len(dims) == 1 else data.flatten(dims[0])
     place = flat.argmax(dim=dims[0], keepdim=True)
     return torch.zeros_like(flat).scatter(dims[0], place, 1).reshape(data.shape)
@@ -365,8 +456,12 @@ _MOST = (1 << 31) - 1
 """Largest int32."""
 
 
-def dropout(data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True) -> Tensor:
-    """Elements dropped with probability `ratio`, the others scaled up; none where `training` is false."""
+def dropout(
+    data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True
+) -> Tensor:
+    """Elements dropped with probability `ratio`, the others scaled up; none where `training` is
+    false.
+    """
     return dropout_and_mask(data, ratio, stream, training)[0]
 
 
@@ -403,11 +498,13 @@ def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor
     return (_unsigned(stream, probability.shape) < probability.double() * _WORDS).to(dtype)
 
 
-def uniform(shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype) -> Tensor:
+def uniform(
+    shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype
+) -> Tensor:
     """Return numbers from low to high, equal on every device.
 
-    The product of 29 bits of a word and of a float32 is exact in float64, so it does not matter whether a compiler
-    contracts product and sum.
+    The product of 29 bits of a word and of a float32 is exact in float64, so it does not matter
+    whether a compiler contracts product and sum.
     """
     step = _single(high - low) * 2.0**-29
 
@@ -417,10 +514,18 @@ def uniform(shape: tuple[int, ...], low: float, high: float, stream: Stream, dty
     return stream.draw(shape, make, dtype)
 
 
-def normal(shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Return normal numbers, equal on every device: products of two float32 are exact in float64, as in `uniform`."""
+def normal(
+    shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype
+) -> Tensor:
+    """Return normal numbers, equal on every device: products of two float32 are exact in float64,
+    as in `uniform`.
+    """
     factor = _single(scale)
-    return stream.draw(shape, lambda words: standard_normal(words).double().mul_(factor).add_(mean).to(dtype), dtype)
+    return stream.draw(
+        shape,
+        lambda words: standard_normal(words).double().mul_(factor).add_(mean).to(dtype),
+        dtype,
+    )
 
 
 def _single(number: float) -> float:
@@ -430,10 +535,14 @@ def _single(number: float) -> float:
 
 
 def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Of each row `count` classes, drawn with probabilities of which it has the logarithms, up to a constant."""
+    """Of each row `count` classes, drawn with probabilities of which it has the logarithms, up to a
+    constant.
+    """
     below = logarithms.double().softmax(1).cumsum(1)
     drawn = _unsigned(stream, (len(logarithms), count)).double() / _WORDS * below[:, -1:]
-    return torch.searchsorted(below, drawn, right=True).clamp_(max=logarithms.shape[1] - 1).to(dtype)
+    return (
+        torch.searchsorted(below, drawn, right=True).clamp_(max=logarithms.shape[1] - 1).to(dtype)
+    )
 
 
 def _unsigned(stream: Stream, shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,8 @@
-"""Numbers of 8, 4 and 2 bits, with which torch does not compute: to them, from them, and packed in bytes.
+"""Numbers of 8, 4 and 2 bits, with which torch does not compute: to them, from them, and packed in
+bytes.
 
-Whole numbers of less than a byte are held in int8 or uint8, float4 (OCP Microscaling Formats 1.0, section 5.3.3) as its
-code in uint8.
+Whole numbers of less than a byte are held in int8 or uint8, float4 (OCP Microscaling Formats 1.0,
+section 5.3.3) as its code in uint8.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _SIGN = 8
 """The bit of a float4's sign."""
 _ROUNDED_DOWN = 464.0
 """Largest number that float8_e4m3fn rounds to its own largest."""
-_FRACTION, _EXPONENT = 23, 0xFF
+_FRACTION = 23
+_EXPONENT = 0xFF
 """Bits of a float32's fraction, and its largest exponent, that of infinities."""
 
 
@@ -35,12 +37,15 @@ def wrapped(x: Tensor, bits: int, signed: bool) -> Tensor:
     """Whole numbers modulo 2^bits, fractions cut off."""
     lowest = 1 << bits - 1 if signed else 0
     whole = x.to(torch.int16 if x.dtype in (torch.uint8, torch.int8) else torch.int64)
-    return (((whole + lowest) & ((1 << bits) - 1)) - lowest).to(torch.int8 if signed else torch.uint8)
+    return (((whole + lowest) & ((1 << bits) - 1)) - lowest).to(
+        torch.int8 if signed else torch.uint8
+    )
 
 
 def to_float4(x: Tensor) -> Tensor:
-    """Codes of the nearest numbers, halves to even codes, too large ones to the largest; of NaN, which it has none of,
-    that of -0."""
+    """Codes of the nearest numbers, halves to even codes, too large ones to the largest; of NaN,
+    which it has none of, that of -0.
+    """
     size = x.float().abs()
     code = torch.zeros_like(size, dtype=torch.uint8)
     for lower, (small, large) in enumerate(itertools.pairwise(_FLOAT4)):
@@ -70,7 +75,8 @@ def to_float8(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
 def to_exponent(x: Tensor, rounding: str = "up", saturate: bool = True) -> Tensor:
     """The powers of two of float8_e8m0fnu, from the bits of single precision."""
     bits = x.float().view(torch.int32)
-    exponent, fraction = (bits >> _FRACTION) & _EXPONENT, bits & ((1 << _FRACTION) - 1)
+    exponent = (bits >> _FRACTION) & _EXPONENT
+    fraction = bits & ((1 << _FRACTION) - 1)
     half = 1 << _FRACTION - 1
     nearest = (fraction > half) | ((fraction == half) & (exponent > 0))
     up = {"up": fraction > 0, "nearest": nearest, "down": torch.zeros_like(nearest)}[rounding]

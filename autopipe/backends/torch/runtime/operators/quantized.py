@@ -1,5 +1,6 @@
-"""Products and lookups of weights that stay packed, a few bits each: they become numbers where they are used, some rows
-at a time, and again in backward."""
+"""Products and lookups of weights that stay packed, a few bits each: they become numbers where they
+are used, some rows at a time, and again in backward.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +26,30 @@ def unpacked(data: Tensor, bits: int) -> Tensor:
 
 
 def _blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
-    """The numbers of blocks of bytes [rows, blocks, bytes], with scales [rows, blocks], as [rows, numbers]."""
+    """The numbers of blocks of bytes [rows, blocks, bytes], with scales [rows, blocks], as [rows,
+    numbers].
+    """
     if points is None:
-        return ((unpacked(data, bits).to(scales.dtype) - (1 << bits - 1)) * scales.unsqueeze(-1)).flatten(-2)
+        return (
+            (unpacked(data, bits).to(scales.dtype) - (1 << bits - 1)) * scales.unsqueeze(-1)
+        ).flatten(-2)
     if points.dtype == torch.uint8:
         points = unpacked(points, bits)[..., : scales.shape[-1]]
     numbers = unpacked(data, bits).to(scales.dtype) - points.to(scales.dtype).unsqueeze(-1)
     return (numbers * scales.unsqueeze(-1)).flatten(-2)
 
 
-def _rows(data: Tensor, scales: Tensor, points: Tensor | None, bits: int, width: int, groups: Tensor | None) -> Tensor:
-    """The numbers of some rows, `width` each; `groups` says of each column which block's scale is its own."""
+def _rows(
+    data: Tensor,
+    scales: Tensor,
+    points: Tensor | None,
+    bits: int,
+    width: int,
+    groups: Tensor | None,
+) -> Tensor:
+    """The numbers of some rows, `width` each; `groups` says of each column which block's scale is
+    its own.
+    """
     if groups is None:
         return _blocks(data, scales, points, bits)[:, :width]
     if points is not None and points.dtype == torch.uint8:
@@ -51,10 +65,18 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, data: Tensor, scales: Tensor, points: Tensor | None, groups: Tensor | None, bits: int
+        context: Any,
+        x: Tensor,
+        data: Tensor,
+        scales: Tensor,
+        points: Tensor | None,
+        groups: Tensor | None,
+        bits: int,
     ) -> Tensor:
         context.save_for_backward(data, scales, points, groups)
-        context.bits, context.width, context.dtype = bits, x.shape[-1], x.dtype
+        context.bits = bits
+        context.width = x.shape[-1]
+        context.dtype = x.dtype
         step = max(1, _TOGETHER // max(1, x.shape[-1]))
         found = []
         for first in range(0, len(data), step):
@@ -87,16 +109,26 @@ def matmul_nbits(
     *,
     bits: int,
 ) -> Tensor:
-    """x Wᵀ: W are blocks of bytes [rows, blocks, bytes] with scales and zero points (packed where they are bytes,
-    else numbers; the middle where absent). `groups` says of each column of W which block's scale is its own."""
+    """x Wᵀ: W are blocks of bytes [rows, blocks, bytes] with scales and zero points (packed where
+    they are bytes, else numbers; the middle where absent). `groups` says of each column of W which
+    block's scale is its own.
+    """
     found: Tensor = _Product.apply(x, data, scales, points, groups, bits)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather_blocks(
-    data: Tensor, indices: Tensor, scales: Tensor, points: Tensor | None, group: Group | None = None, *, bits: int
+    data: Tensor,
+    indices: Tensor,
+    scales: Tensor,
+    points: Tensor | None,
+    group: Group | None = None,
+    *,
+    bits: int,
 ) -> Tensor:
-    """Rows of a packed table at `indices`; zeros for those out of range and those that other ranks have."""
+    """Rows of a packed table at `indices`; zeros for those out of range and those that other ranks
+    have.
+    """
     rows = len(data)
     places = from_front(indices, rows * (1 if group is None else group.size))
     places = places if group is None else places - group.position * rows
@@ -109,7 +141,9 @@ def gather_blocks(
 
 
 def numbers_of(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
-    """The numbers of rows of bytes, with a scale for each row or [rows, blocks]; zero points packed in the same way."""
+    """The numbers of rows of bytes, with a scale for each row or [rows, blocks]; zero points packed
+    in the same way.
+    """
     if scales.dim() == 1:
         if points is not None:
             points = unpacked(points, bits)[: len(scales)].to(scales.dtype).unsqueeze(-1)

@@ -1,10 +1,11 @@
-"""Recurrent layers as ONNX defines them: by torch's fused kernels where they compute the same, else step by step.
+"""Recurrent layers as ONNX defines them: by torch's fused kernels where they compute the same, else
+step by step.
 
-`x` is [s, b, i], weights are [directions, gates * h, i] and [directions, gates * h, h], biases [directions,
-2 * gates * h] (input's, then recurrence's), states [directions, b, h]; with `batch_first` b is the first axis of x and
-of the states. With `group` each rank has some of the hidden units, in every gate and direction: it holds the weights
-whole and uses the rows of its own units, whose results it gives, and all units' outputs are gathered before each step
-but the first.
+`x` is [s, b, i], weights are [directions, gates * h, i] and [directions, gates * h, h], biases
+[directions, 2 * gates * h] (input's, then recurrence's), states [directions, b, h]; with
+`batch_first` b is the first axis of x and of the states. With `group` each rank has some of the
+hidden units, in every gate and direction: it holds the weights whole and uses the rows of its own
+units, whose results it gives, and all units' outputs are gathered before each step but the first.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
 
 Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
-"""From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
-it, the output first."""
+"""From a step's input, as all gates have it, the states before it and all units' outputs before it,
+to the states after it, the output first.
+"""
 CellFactory = Callable[[int, list[Activation]], Cell]  # By direction, with its activations.
 
 
 @dataclass(slots=True)
 class Layer:
-    """A layer, batch second; weights and states are those of own units, but for `start`: all units' first outputs."""
+    """A layer, batch second; weights and states are those of own units, but for `start`: all units'
+    first outputs.
+    """
 
     x: Tensor
     weight: Tensor
@@ -53,9 +57,15 @@ class Layer:
             self.hidden = None if self.hidden is None else self.hidden.transpose(0, 1)
         directions, rows, units = self.recurrence.shape
         gates = rows // units
-        self.start = self.x.new_zeros(directions, self.x.shape[1], units) if self.hidden is None else self.hidden
+        self.start = (
+            self.x.new_zeros(directions, self.x.shape[1], units)
+            if self.hidden is None
+            else self.hidden
+        )
         self.states = [self.own_units(self.start, 1, 2)]
-        self.weight, self.recurrence = (self.own_units(each, gates, 1) for each in (self.weight, self.recurrence))
+        self.weight, self.recurrence = (
+            self.own_units(each, gates, 1) for each in (self.weight, self.recurrence)
+        )
         self.bias = None if self.bias is None else self.own_units(self.bias, 2 * gates, 1)
 
     @property
@@ -88,16 +98,21 @@ class Layer:
 
     def gathered(self, own: Tensor) -> Tensor:
         """All units' numbers, from those of own units."""
-        return own if self.group is None else self.group.all_gather(own.to(self.recurrence.dtype), 1)
+        return (
+            own if self.group is None else self.group.all_gather(own.to(self.recurrence.dtype), 1)
+        )
 
     def loop(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Every direction's cell over the steps; samples shorter than the longest keep their state and give 0 after.
-        Parameters of activations are consumed in order by those that take them; `usual` are the activations of one
-        direction where none are named."""
+        """Every direction's cell over the steps; samples shorter than the longest keep their state
+        and give 0 after. Parameters of activations are consumed in order by those that take them;
+        `usual` are the activations of one direction where none are named.
+        """
         names = self.activations or usual * self.weight.shape[0]
-        alphas, betas = iter(self.alpha), iter(self.beta)
+        alphas = iter(self.alpha)
+        betas = iter(self.beta)
         functions = [_activation(name, alphas, betas) for name in names]
-        outputs, finals = [], []
+        outputs = []
+        finals = []
         for direction in range(self.weight.shape[0]):
             cell = make(direction, functions[direction * len(usual) :][: len(usual)])
             backward = direction == 1 or self.direction == "reverse"
@@ -106,32 +121,47 @@ class Layer:
             states = [state[direction] for state in self.states]
             found = []
             for step in range(len(x)):
-                after = cell(from_x[step], states, self.gathered(states[0]) if step else self.start[direction])
+                after = cell(
+                    from_x[step],
+                    states,
+                    self.gathered(states[0]) if step else self.start[direction],
+                )
                 output = after[0]
                 if self.lengths is not None:
                     alive = (step < self.lengths).unsqueeze(-1)
-                    after = [torch.where(alive, new, old) for new, old in zip(after, states, strict=True)]
+                    after = [
+                        torch.where(alive, new, old) for new, old in zip(after, states, strict=True)
+                    ]
                     output = torch.where(alive, output, torch.zeros_like(output))
                 states = after
                 found.append(output)
             y = torch.stack(found)
             outputs.append(_reversed(y, self.lengths) if backward else y)
             finals.append(states)
-        return self._arranged(torch.stack(outputs, 1), [torch.stack(each) for each in zip(*finals, strict=True)])
+        return self._arranged(
+            torch.stack(outputs, 1), [torch.stack(each) for each in zip(*finals, strict=True)]
+        )
 
-    def fused(self, kernel: Callable[..., tuple[Tensor, ...]], order: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def fused(
+        self, kernel: Callable[..., tuple[Tensor, ...]], order: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
         """The whole layer by one of torch's kernels, which wants the gates in this order."""
         backward = self.direction == "reverse"
-        # Kernels want contiguous tensors of the weights' type, which under autocast the operands may not have.
+        # Kernels want contiguous tensors of the weights' type, which under autocast the operands
+        # may not have.
         x = (self.x.flip(0) if backward else self.x).to(self.weight.dtype).contiguous()
         states = tuple(state.to(self.weight.dtype).contiguous() for state in self.states)
-        start, weights, directions = states if len(states) > 1 else states[0], [], len(self.weight)
+        start = states if len(states) > 1 else states[0]
+        weights = []
+        directions = len(self.weight)
         for direction in range(directions):
             tensors = [self.weight[direction], self.recurrence[direction]]
             if self.bias is not None:
                 tensors += self.bias[direction].chunk(2)
             if order != tuple(range(len(order))):
-                tensors = [torch.cat([each.chunk(len(order))[gate] for gate in order]) for each in tensors]
+                tensors = [
+                    torch.cat([each.chunk(len(order))[gate] for gate in order]) for each in tensors
+                ]
             weights += tensors
         # One layer, no dropout; training, both directions, batch first.
         settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
@@ -164,15 +194,21 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
     "hardsigmoid": (lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1), (0.2, 0.5)),
     "elu": (F.elu, (1.0,)),
 }
-"""By name in lower case the function, and its alpha and beta, as far as it has them, where none are given."""
+"""By name in lower case the function, and its alpha and beta, as far as it has them, where none are
+given.
+"""
 
 
 def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
-    """Takes the next of `alphas` and `betas`, if it has such. Raises ValueError for a name that ONNX does not have."""
+    """Takes the next of `alphas` and `betas`, if it has such. Raises ValueError for a name that
+    ONNX does not have.
+    """
     if name not in _ACTIVATIONS:
         raise ValueError(f"no activation is called {name!r}")
     function, defaults = _ACTIVATIONS[name]
-    parameters = [next(given, default) for given, default in zip((alphas, betas), defaults, strict=False)]
+    parameters = [
+        next(given, default) for given, default in zip((alphas, betas), defaults, strict=False)
+    ]
     return lambda x: function(x, *parameters)
 
 
@@ -184,7 +220,8 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
         return layer.fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
-        weight, bias = layer.recurrence[direction].t(), layer.biases(direction)[1]
+        weight = layer.recurrence[direction].t()
+        bias = layer.biases(direction)[1]
         return lambda x, states, outputs: [functions[0](layer.clipped(x + outputs @ weight + bias))]
 
     return layer.loop(make, ("tanh",))
@@ -193,8 +230,10 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
 def gru(
     x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Any
 ) -> tuple[Tensor, ...]:
-    """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and the last states. Cho
-    et al., 2014; `reset_after` applies the reset gate behind the recurrence's product."""
+    """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and
+    the last states. Cho et al., 2014; `reset_after` applies the reset gate behind the recurrence's
+    product.
+    """
     layer = Layer(x, weight, recurrence, **settings)
     if layer.fits_kernels and reset_after and not layer.activations:
         return layer.fused(torch.gru, (1, 0, 2))
@@ -231,9 +270,11 @@ def lstm(
     coupled: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, ...]:
-    """Long short-term memory, gates in ONNX's order: input, output, forget, cell. `peepholes` [directions, 3 * h] let
-    gates see the cell, whose first state is `cell`; `coupled` makes the forget gate 1 - the input gate. Returns all
-    outputs, the last outputs and the last cells. Hochreiter and Schmidhuber, 1997; Gers et al., 2002."""
+    """Long short-term memory, gates in ONNX's order: input, output, forget, cell. `peepholes`
+    [directions, 3 * h] let gates see the cell, whose first state is `cell`; `coupled` makes the
+    forget gate 1 - the input gate. Returns all outputs, the last outputs and the last cells.
+    Hochreiter and Schmidhuber, 1997; Gers et al., 2002.
+    """
     layer = Layer(x, weight, recurrence, **settings)
     if cell is None:
         layer.states.append(torch.zeros_like(layer.states[0]))

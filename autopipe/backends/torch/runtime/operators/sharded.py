@@ -1,11 +1,13 @@
-"""Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations, reductions.
+"""Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations,
+reductions.
 
-A function `..._part` gives this rank's part of what its name says. Parts are equal, in the order of the ranks, and
-never gathered: ranks exchange a number or two a row (see `autopipe.ir.ops.operator`). Where every rank has the result,
-the gradients of all copies count. A rank's share of a loss is that of the labels among its own classes (Shoeybi et al.,
-"Megatron-LM", 2019, section 3). Normalisations exchange moments: variances of the parts about their own means, joined
-in double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", The American Statistician
-37(3), 1983), so that a mean far from zero costs no digits.
+A function `..._part` gives this rank's part of what its name says. Parts are equal, in the order of
+the ranks, and never gathered: ranks exchange a number or two a row (see
+`autopipe.ir.ops.operator`). Where every rank has the result, the gradients of all copies count. A
+rank's share of a loss is that of the labels among its own classes (Shoeybi et al., "Megatron-LM",
+2019, section 3). Normalisations exchange moments: variances of the parts about their own means,
+joined in double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
+The American Statistician 37(3), 1983), so that a mean far from zero costs no digits.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ if TYPE_CHECKING:
 
 
 def once(tensor: Tensor, group: Group) -> Tensor:
-    """`tensor` on the first rank of the group and zeros on the others: what is added once to shares of a sum."""
+    """`tensor` on the first rank of the group and zeros on the others: what is added once to shares
+    of a sum.
+    """
     everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
 
 
 def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Places counted from the start of this rank's part, 0 where they are in another, and whether they are in it."""
+    """Places counted from the start of this rank's part, 0 where they are in another, and whether
+    they are in it.
+    """
     local = places - group.position * extent
     mine = (local >= 0) & (local < extent)
     return local.masked_fill(~mine, 0), mine
@@ -51,7 +57,9 @@ def wide(x: Tensor) -> Tensor:
 
 
 def gather_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
-    """`table` at `indices` along `dim`, of which this rank has a part; zeros for those that other ranks have."""
+    """`table` at `indices` along `dim`, of which this rank has a part; zeros for those that other
+    ranks have.
+    """
     places, mine = _places(indices, table.shape[dim], group)
     if dim == 0 and table.dim() == 2:
         found = F.embedding(places, table)
@@ -62,7 +70,9 @@ def gather_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tenso
 
 
 def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
-    """`torch.gather` from a table of which this rank has a part along `dim`; zeros for what other ranks have."""
+    """`torch.gather` from a table of which this rank has a part along `dim`; zeros for what other
+    ranks have.
+    """
     places, mine = _places(indices, table.shape[dim], group)
     return table.gather(dim, places).masked_fill(~mine, 0)
 
@@ -85,15 +95,20 @@ def _softmax(logarithm: bool, scores: Tensor, dim: int, group: Group) -> Tensor:
     return found
 
 
-softmax_part, log_softmax_part = partial(_softmax, False), partial(_softmax, True)
+softmax_part = partial(_softmax, False)
+log_softmax_part = partial(_softmax, True)
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax p of scores, or its logarithm. Of a gradient g: p (g - Σ p g), or g - p Σ g, sums over all ranks."""
+    """Softmax p of scores, or its logarithm. Of a gradient g: p (g - Σ p g), or g - p Σ g, sums
+    over all ranks.
+    """
 
     @staticmethod
     def forward(context: Any, scores: Tensor, dim: int, group: Group, logarithm: bool) -> Tensor:
-        context.dim, context.group, context.logarithm = dim, group, logarithm
+        context.dim = dim
+        context.group = group
+        context.logarithm = logarithm
         shifted = scores - group.largest(scores.amax(dim, keepdim=True))
         total = group.total(shifted.exp().sum(dim, keepdim=True))
         result = shifted.sub_(total.log()) if logarithm else shifted.exp_().div_(total)
@@ -109,7 +124,9 @@ class _Softmax(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
+    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over
+    them.
+    """
 
     @staticmethod
     def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: Group) -> Tensor:
@@ -145,11 +162,13 @@ def _loss_part(
     group: Group,
     batch: Group | None = None,
 ) -> Tensor:
-    """This rank's share of a loss over classes, axis 1, of which it has a part: that of labels in its part.
+    """This rank's share of a loss over classes, axis 1, of which it has a part: that of labels in
+    its part.
 
-    `weight` is that of all classes, whole; so are the labels, but where the ranks of `batch` each have a part of them:
-    a mean is over the weights of all labels. `losses_of` gives losses by label, from where each label is in this rank's
-    part, and its weight there, 0 for those of other ranks.
+    `weight` is that of all classes, whole; so are the labels, but where the ranks of `batch` each
+    have a part of them: a mean is over the weights of all labels. `losses_of` gives losses by
+    label, from where each label is in this rank's part, and its weight there, 0 for those of other
+    ranks.
     """
     classes = scores.shape[1]
     known = labels.masked_fill(labels == ignore_index, 0)
@@ -181,7 +200,9 @@ def _share(
     *,
     batch: Group,
 ) -> Tensor:
-    """This rank's share of the mean of a loss of torch's over the labels of all ranks, of which it has a part."""
+    """This rank's share of the mean of a loss of torch's over the labels of all ranks, of which it
+    has a part.
+    """
     losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
     return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
 
@@ -193,7 +214,9 @@ nll_share = partial(_share, F.nll_loss)
 def _and_logarithms(
     loss: Callable[..., Tensor], scores: Tensor, *labels: Any, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """The softmax cross-entropy over axis 1 by a loss of logarithms, and those; with `group` this rank's parts."""
+    """The softmax cross-entropy over axis 1 by a loss of logarithms, and those; with `group` this
+    rank's parts.
+    """
     group = settings.get("group")
     logarithms = F.log_softmax(scores, 1) if group is None else log_softmax_part(scores, 1, group)
     return loss(logarithms, *labels, **settings), logarithms
@@ -204,29 +227,48 @@ cross_entropy_and_logarithms_part = partial(_and_logarithms, nll_part)
 cross_entropy_and_logarithms_share = partial(_and_logarithms, nll_share)
 
 
-def label_weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def label_weights(
+    labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
     """Weight of each label: its class weight, or one; zero where it is ignored."""
     counts = labels != ignore_index
-    return counts.to(dtype) if weight is None else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts
+    return (
+        counts.to(dtype)
+        if weight is None
+        else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts
+    )
 
 
 Dims = tuple[int, ...]
 
 
 class _Standardized(torch.autograd.Function):
-    """x less its mean, over its deviation (of a variance plus `epsilon`; or plus 1e-9, as ONNX defines, where None)."""
+    """x less its mean, over its deviation (of a variance plus `epsilon`; or plus 1e-9, as ONNX
+    defines, where None).
+    """
 
     @staticmethod
     def forward(
         context: Any, x: Tensor, dims: Dims, epsilon: float | None, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        variance, mean = (each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True))
-        mean, square = (group.total(torch.stack((mean, variance + mean.square()))) / group.size).unbind()
+        variance, mean = (
+            each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True)
+        )
+        mean, square = (
+            group.total(torch.stack((mean, variance + mean.square()))) / group.size
+        ).unbind()
         variance = (square - mean.square()).clamp_min_(0)
-        factor = 1 / (torch.sqrt(variance) + 1e-9) if epsilon is None else torch.rsqrt(variance + epsilon)
-        mean, variance, factor = mean.to(x.dtype), variance.to(x.dtype), factor.to(x.dtype)
+        factor = (
+            1 / (torch.sqrt(variance) + 1e-9)
+            if epsilon is None
+            else torch.rsqrt(variance + epsilon)
+        )
+        mean = mean.to(x.dtype)
+        variance = variance.to(x.dtype)
+        factor = factor.to(x.dtype)
         y = (x - mean) * factor
-        context.dims, context.group = dims, group
+        context.dims = dims
+        context.group = group
         context.count = math.prod(x.shape[dim] for dim in dims) * group.size
         context.save_for_backward(y, factor)
         context.mark_non_differentiable(mean, variance)
@@ -236,13 +278,22 @@ class _Standardized(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         y, factor = context.saved_tensors
         gradient = gradients[0]
-        sums = torch.stack((gradient.sum(context.dims, keepdim=True), (gradient * y).sum(context.dims, keepdim=True)))
+        sums = torch.stack(
+            (
+                gradient.sum(context.dims, keepdim=True),
+                (gradient * y).sum(context.dims, keepdim=True),
+            )
+        )
         mean, slope = (context.group.total(sums) / context.count).unbind()
         return (gradient - mean - y * slope) * factor, None, None, None
 
 
-def _standardized(x: Tensor, dims: Dims, epsilon: float | None, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of x standardised over all ranks' parts of `dims`; the mean and the variance."""
+def _standardized(
+    x: Tensor, dims: Dims, epsilon: float | None, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of x standardised over all ranks' parts of `dims`; the mean and the
+    variance.
+    """
     y, mean, variance = _Standardized.apply(wide(x), dims, epsilon, group)  # type: ignore[no-untyped-call]
     return y.to(x.dtype), mean, variance
 
@@ -252,17 +303,24 @@ def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
 
 
-def batch_norm_by(x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """x normalised by statistics that are computed, as of weights that are standardised: unlike `F.batch_norm` it gives
-    them gradients."""
+def batch_norm_by(
+    x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, bias: Tensor, epsilon: float
+) -> Tensor:
+    """x normalised by statistics that are computed, as of weights that are standardised: unlike
+    `F.batch_norm` it gives them gradients.
+    """
     shape = (-1, *[1] * (x.dim() - 2))
-    return _by_channel((x - mean.reshape(shape)) * torch.rsqrt(variance.reshape(shape) + epsilon), scale, bias)
+    return _by_channel(
+        (x - mean.reshape(shape)) * torch.rsqrt(variance.reshape(shape) + epsilon), scale, bias
+    )
 
 
 def layer_norm_part(
     x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 / deviation."""
+    """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 /
+    deviation.
+    """
     y, mean, variance = _standardized(precise(x), dims, epsilon, group)
     y = y * scale
     return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
@@ -285,8 +343,9 @@ def skip_layer_norm(
     epsilon: float,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum; with `group` this rank's part
-    of the last axis."""
+    """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum; with
+    `group` this rank's part of the last axis.
+    """
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
         return *layer_norm_part(total, (-1,), scale, shift, epsilon, group), total
@@ -294,7 +353,12 @@ def skip_layer_norm(
 
 
 def skip_rms_norm(
-    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group | None = None
+    x: Tensor,
+    skip: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    group: Group | None = None,
 ) -> tuple[Tensor, None, None, Tensor]:
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
@@ -314,12 +378,19 @@ def batch_norm(
     running: RunningStatistics | None = None,
     unbiased: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x normalised by its own statistics, with `group` those of all ranks' samples; the running mean and variance moved
-    towards them; and these statistics. `momentum` is what is left of the old. The variance is that of the samples, as
-    ONNX says, or if `unbiased`, as torch does, the estimate for a population. In a validation, of which `running`
-    knows, the running ones are read."""
+    """x normalised by its own statistics, with `group` those of all ranks' samples; the running
+    mean and variance moved towards them; and these statistics. `momentum` is what is left of the
+    old. The variance is that of the samples, as ONNX says, or if `unbiased`, as torch does, the
+    estimate for a population. In a validation, of which `running` knows, the running ones are read.
+    """
     if running is not None and not running.training:
-        return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon), mean, variance, mean, variance
+        return (
+            F.batch_norm(x, mean, variance, scale, bias, eps=epsilon),
+            mean,
+            variance,
+            mean,
+            variance,
+        )
     axes = tuple(axis for axis in range(x.dim()) if axis != 1)
     if group is None:
         y = F.batch_norm(x, None, None, scale, bias, training=True, eps=epsilon)
@@ -327,7 +398,9 @@ def batch_norm(
     else:
         y, own_mean, own_variance = _standardized(x, axes, epsilon, group)
         y = _by_channel(y, scale, bias)
-        own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
+        own_mean, own_variance = (
+            each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance)
+        )
     if unbiased:
         count = x.numel() // x.shape[1] * (1 if group is None else group.size)
         own_variance = own_variance * (count / max(count - 1, 1))
@@ -339,21 +412,29 @@ def batch_norm(
     return y, moved_mean, moved_variance, own_mean, own_variance
 
 
-skip_layer_norm_part, skip_rms_norm_part, batch_norm_part = skip_layer_norm, skip_rms_norm, batch_norm
+skip_layer_norm_part = skip_layer_norm
+skip_rms_norm_part = skip_rms_norm
+batch_norm_part = batch_norm
 
 
-def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Group) -> Tensor:
+def instance_norm_part(
+    x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Group
+) -> Tensor:
     return _by_channel(_standardized(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias)
 
 
-def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Group) -> Tensor:
+def group_norm_part(
+    x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Group
+) -> Tensor:
     x = precise(x)
     y = _standardized(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
     return _by_channel(y.reshape(x.shape), scale, bias)
 
 
 def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Tensor:
-    """x, with `group` this rank's part of it, less its mean over its standard deviation (plus 1e-9), over `axes`."""
+    """x, with `group` this rank's part of it, less its mean over its standard deviation (plus
+    1e-9), over `axes`.
+    """
     if group is not None:
         return _standardized(x, axes, None, group)[0]
     variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
@@ -374,7 +455,9 @@ def normalize_part(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
 
 
 def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Group) -> Tensor:
-    """The largest or smallest over `dims` of all ranks' parts; those that are equal share the gradient."""
+    """The largest or smallest over `dims` of all ranks' parts; those that are equal share the
+    gradient.
+    """
     found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
     return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
@@ -399,11 +482,19 @@ def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tens
     return total.to(x.dtype) if keepdim else total.to(x.dtype).squeeze(dims)
 
 
-def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Group) -> Tensor:
-    """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last place."""
+def index_of_extreme_part(
+    x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Group
+) -> Tensor:
+    """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last
+    place.
+    """
     data = wide(x) if largest else -wide(x)
     extent = x.shape[dim]
-    local = extent - 1 - data.flip(dim).argmax(dim, keepdim=True) if last else data.argmax(dim, keepdim=True)
+    local = (
+        extent - 1 - data.flip(dim).argmax(dim, keepdim=True)
+        if last
+        else data.argmax(dim, keepdim=True)
+    )
     value = data.gather(dim, local)
     place = local + group.position * extent
     sign = 1 if last else -1
@@ -419,7 +510,8 @@ class _Extreme(torch.autograd.Function):
             found = group.largest(x.amax(dims, keepdim=True))
         else:
             found = -group.largest(-x.amin(dims, keepdim=True))
-        context.dims, context.group = dims, group
+        context.dims = dims
+        context.group = group
         context.save_for_backward(x, found)
         return found
 

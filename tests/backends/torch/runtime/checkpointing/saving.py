@@ -35,7 +35,8 @@ ADAMW = {
     "weight_decay": 0.1,
     "shard": False,
 }
-ROWS, COLUMNS = 4, 100
+ROWS = 4
+COLUMNS = 100
 
 
 def drawn(name: str, shape: tuple[int, ...], trainable: bool = True) -> Parameter:
@@ -44,8 +45,16 @@ def drawn(name: str, shape: tuple[int, ...], trainable: bool = True) -> Paramete
 
 def manifest_with(**given: Any) -> Manifest:
     """What is `given`, and of the rest as little as a save needs."""
-    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
-    form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan", "world_size": 1}
+    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {
+        "training": training.Training()
+    }
+    form |= {
+        "folder": Path(),
+        "model": Path("m.onnx"),
+        "model_digest": "model",
+        "plan": "plan",
+        "world_size": 1,
+    }
     form |= {"train": True, "micro_batches": 1, "micro_batch_size": 1, "optimizer": ADAMW}
     return Manifest(**form | given)
 
@@ -70,20 +79,31 @@ def digest_of(split: bytes, whole: bytes) -> str:
     return hashlib.sha256(split + whole).hexdigest()
 
 
-def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: Connection[Any, Any]) -> None:
+def save_all_steps(
+    folder: Path, rank: int, world_size: int, store: str, says: Connection[Any, Any]
+) -> None:
     """Go on from what is there, and save every step.
 
-    Tells (what, step, digest): "restored" once, "saves" before each save, "committed" when it is known to be.
+    Tells (what, step, digest): "restored" once, "saves" before each save, "committed" when it is
+    known to be.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # What a rank says when another is killed.
     if world_size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         patience = timedelta(seconds=60)
         shared = dist.FileStore(store, world_size)
-        dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=patience)
-    manifest, cpu = manifest_of(world_size), torch.device("cpu")
-    parameters = {shard.parameter: torch.ones(shard.box.shape, requires_grad=True) for shard in manifest.shards[rank]}
-    optimizer = make_optimizer(ADAMW, [TensorGroup(tuple(parameters.values()), ADAMW["weight_decay"])])
+        dist.init_process_group(
+            "gloo", store=shared, rank=rank, world_size=world_size, timeout=patience
+        )
+    manifest = manifest_of(world_size)
+    cpu = torch.device("cpu")
+    parameters = {
+        shard.parameter: torch.ones(shard.box.shape, requires_grad=True)
+        for shard in manifest.shards[rank]
+    }
+    optimizer = make_optimizer(
+        ADAMW, [TensorGroup(tuple(parameters.values()), ADAMW["weight_decay"])]
+    )
     assert optimizer is not None
     state = TrainingState(manifest, rank, parameters, optimizer, cpu)
     control_group = ControlGroup(rank, world_size, 60.0, Heartbeat())

@@ -17,7 +17,13 @@ import torch
 from safetensors import safe_open
 
 from autopipe.backends.torch import checkpoint as shard_file
-from autopipe.backends.torch.checkpoint import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
+from autopipe.backends.torch.checkpoint import (
+    MANIFEST,
+    committed_steps,
+    rank_file,
+    read_checkpoint,
+    text_of,
+)
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
@@ -40,7 +46,11 @@ BATCH = 8
 def manifest_of(optimizer: dict[str, Any], **changes: Any) -> Manifest:
     parameters = (drawn(HOSTILE, (4, 3)), drawn("frozen", (4, 3), trainable=False))
     shards = (Shard(0, whole((4, 3)), (0,), None), Shard(1, whole((4, 3)), (0,), None))
-    form: dict[str, Any] = {"micro_batches": 2, "micro_batch_size": BATCH // 2, "optimizer": optimizer}
+    form: dict[str, Any] = {
+        "micro_batches": 2,
+        "micro_batch_size": BATCH // 2,
+        "optimizer": optimizer,
+    }
     return manifest_with(**form | {"parameters": parameters, "shards": (shards,)} | changes)
 
 
@@ -51,7 +61,9 @@ class Training:
         manifest = manifest_of(settings, **changes)
         torch.manual_seed(3)
         self.parameters = {0: torch.randn(4, 3, requires_grad=True), 1: torch.randn(4, 3)}
-        self.optimizer = make_optimizer(settings, [TensorGroup((self.parameters[0],), settings["weight_decay"])])
+        self.optimizer = make_optimizer(
+            settings, [TensorGroup((self.parameters[0],), settings["weight_decay"])]
+        )
         cpu = torch.device("cpu")
         state = TrainingState(manifest, 0, self.parameters, self.optimizer, cpu)
         self.saved = Checkpointer(folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()))
@@ -77,7 +89,9 @@ class Training:
 
 
 def resumed(folder: Path, settings: dict[str, Any] = ADAMW, **changes: Any) -> tuple[Training, int]:
-    """A training that goes on from the newest checkpoint, and its step; it leaves the folder to others."""
+    """A training that goes on from the newest checkpoint, and its step; it leaves the folder to
+    others.
+    """
     training = Training(folder, settings, **changes)
     try:
         return training, training.restore()
@@ -108,7 +122,9 @@ def test_a_restored_rank_goes_on_bit_by_bit(tmp_path: Path, settings: dict[str, 
     assert torch.equal(second.parameters[1], first.parameters[1])
 
 
-def test_random_numbers_under_another_plan_follow_from_the_seed_and_repeat_none(tmp_path: Path) -> None:
+def test_random_numbers_under_another_plan_follow_from_the_seed_and_repeat_none(
+    tmp_path: Path,
+) -> None:
     saved_once(tmp_path)
     drawn = []
     for plan in ("plan", "other", "other"):
@@ -118,9 +134,12 @@ def test_random_numbers_under_another_plan_follow_from_the_seed_and_repeat_none(
     assert drawn[1] == drawn[2] and drawn[1] not in (drawn[0], torch.rand(8).tolist())
 
 
-def test_what_is_saved_is_the_state_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_the_state_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps go on while files are written, and change nothing of them."""
-    goes_on, write = threading.Event(), shard_file.os.fsync
+    goes_on = threading.Event()
+    write = shard_file.os.fsync
 
     def late(descriptor: int) -> None:
         assert goes_on.wait(60)
@@ -163,10 +182,16 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
         training.start_save(step)
     training.saved.close()
     assert committed_steps(tmp_path) == [3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step_00000003", "step_00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "step_00000003",
+        "step_00000004",
+    ]
 
 
-def test_two_runs_do_not_save_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_do_not_save_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autopipe.backends.torch.checkpoint._PATIENCE_S", 0.2)
     training = Training(tmp_path)
     with pytest.raises(ConfigurationError, match="another run saves its checkpoints here"):
@@ -189,7 +214,9 @@ CALLS: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_crash_at_any_instant_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_at_any_instant_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "saved"
     training = Training(folder)
     state: dict[int, torch.Tensor] = {}
@@ -251,7 +278,9 @@ def test_a_damaged_file_is_found(tmp_path: Path, change: str) -> None:
     assert caught.value.hint == "remove step_00000001 to go on from the one before"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "other/1"}', '{"format": "autopipe.checkpoint/2"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": "other/1"}', '{"format": "autopipe.checkpoint/2"}']
+)
 def test_a_strange_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (saved_once(tmp_path) / MANIFEST).write_text(text)
     with pytest.raises(LaunchError, match=r"damaged|format"):
@@ -275,13 +304,17 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=difference):
             resumed(tmp_path, **changes)
-    with pytest.raises(ConfigurationError, match="another optimizer: adamw, the program's is sgd with momentum"):
+    with pytest.raises(
+        ConfigurationError, match="another optimizer: adamw, the program's is sgd with momentum"
+    ):
         resumed(tmp_path, MOMENTUM)
     assert resumed(tmp_path, ADAMW | {"lr": 0.2}, plan="other")[1] == 1
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     training = Training(tmp_path)
     training.save(1)
 
@@ -291,7 +324,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
         training.start_save(2)
-        with pytest.raises(LaunchError, match="cannot be written: No space left on device") as caught:
+        with pytest.raises(
+            LaunchError, match="cannot be written: No space left on device"
+        ) as caught:
             training.saved.close()
     assert "earlier checkpoints are untouched" in str(caught.value)
     training.saved.close()
@@ -299,7 +334,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
     assert resumed(tmp_path)[1] == 1
 
 
-def test_a_failed_save_is_seen_while_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_seen_while_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training(tmp_path)
     training.saved.has_ended()
 

@@ -9,7 +9,9 @@ from autopipe.backends.torch.runtime.checkpoint import HostCopies
 from tests.backends.torch.runtime.stand_in_cuda import Device
 
 
-def test_copies_are_made_on_a_stream_of_their_own_and_writes_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_made_on_a_stream_of_their_own_and_writes_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = Device()
     device.install(monkeypatch)
     computing = torch.cuda.current_stream()

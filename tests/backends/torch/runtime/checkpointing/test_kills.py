@@ -1,4 +1,6 @@
-"""Ranks are killed at random instants in and around saving: what was committed loads, and the last is never lost."""
+"""Ranks are killed at random instants in and around saving: what was committed loads, and the last
+is never lost.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from random import Random
 
 import pytest
 
-from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, committed_steps, read_checkpoint, verify_file
+from autopipe.backends.torch.checkpoint import (
+    Reader,
+    checkpoint_path,
+    committed_steps,
+    read_checkpoint,
+    verify_file,
+)
 from autopipe.ir.layout import Box
 from tests.backends.torch.runtime.checkpointing.saving import ROWS, digest_of, heard, save_all_steps
 
@@ -17,7 +25,9 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "autopipe.backends.tor
 PATIENCE_S = 200.0
 MOST_SAVES = 3
 LONGEST_S = 0.05
-"""Ranks are killed so long at most after they began one of their first saves: these take some ten milliseconds."""
+"""Ranks are killed so long at most after they began one of their first saves: these take some ten
+milliseconds.
+"""
 
 
 class Survivor:
@@ -43,7 +53,9 @@ class Survivor:
         store = self._folder.with_name(f"store{self.kills}")
         processes = [
             self._context.Process(
-                target=save_all_steps, args=(self._folder, rank, self._size, str(store), says), daemon=True
+                target=save_all_steps,
+                args=(self._folder, rank, self._size, str(store), says),
+                daemon=True,
             )
             for rank, (_, says) in enumerate(pipes)
         ]
@@ -54,7 +66,9 @@ class Survivor:
             assert hears.poll(PATIENCE_S), "a rank does not start"
             what, step, digest = hears.recv()
             assert what == "restored" and step >= self.committed
-            assert step == 0 or digest == self._states[step, rank], "what is restored is not what was saved"
+            assert step == 0 or digest == self._states[step, rank], (
+                "what is restored is not what was saved"
+            )
         for _ in range(self._random.randrange(2 * MOST_SAVES)):
             assert pipes[0][0].poll(PATIENCE_S), "a rank does not get on"
             self._note(0, *pipes[0][0].recv())
@@ -90,7 +104,9 @@ class Survivor:
             rows = ROWS // self._size
             for rank in range(self._size):
                 box = Box((rows * rank, 0), (rows * (rank + 1), split.value.shape[1]))
-                own = digest_of(reader.read(split.value, box).tobytes(), reader.read(whole.value).tobytes())
+                own = digest_of(
+                    reader.read(split.value, box).tobytes(), reader.read(whole.value).tobytes()
+                )
                 assert own == self._states[step, rank]
 
 

@@ -1,4 +1,6 @@
-"""Who writes what: every element once, by a rank that holds it, and as much by each as there is to share."""
+"""Who writes what: every element once, by a rank that holds it, and as much by each as there is to
+share.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RANKS = 5
 
 def manifest(shapes: list[tuple[int, ...]], random: Random) -> Manifest:
     """Parameters in random blocks, each held by some ranks."""
-    parameters = tuple(drawn(f"w{index}", shape, random.random() < 0.8) for index, shape in enumerate(shapes))
+    parameters = tuple(
+        drawn(f"w{index}", shape, random.random() < 0.8) for index, shape in enumerate(shapes)
+    )
     shards: list[list[Shard]] = [[] for _ in range(RANKS)]
     for index, shape in enumerate(shapes):
         ranks = random.sample(range(RANKS), RANKS)
@@ -30,14 +34,19 @@ def manifest(shapes: list[tuple[int, ...]], random: Random) -> Manifest:
                 shards[rank].append(Shard(index, box, holders, None))
     other = manifest_of(1)
     form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
-    return Manifest(**form | {"world_size": RANKS, "parameters": parameters, "shards": tuple(map(tuple, shards))})
+    return Manifest(
+        **form
+        | {"world_size": RANKS, "parameters": parameters, "shards": tuple(map(tuple, shards))}
+    )
 
 
 @pytest.mark.parametrize("in_shares", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) -> None:
     random = Random(seed)
-    shapes = [random.choice([(), (3,), (4, 6), (2, 0), (512, 1024), (3, 300, 700)]) for _ in range(6)]
+    shapes = [
+        random.choice([(), (3,), (4, 6), (2, 0), (512, 1024), (3, 300, 700)]) for _ in range(6)
+    ]
     found = manifest(shapes, random)
     found = replace(found, optimizer=ADAMW | {"shard": in_shares})
     written = {index: np.zeros(shape, int) for index, shape in enumerate(shapes)}
@@ -45,7 +54,9 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
     for rank, pieces in enumerate(write_blocks(found)):
         held = {shard.parameter: shard.box for shard in found.shards[rank]}
         for piece in pieces:
-            assert piece.box.elements == 0 or piece.box.intersect(held[piece.parameter]) == piece.box
+            assert (
+                piece.box.elements == 0 or piece.box.intersect(held[piece.parameter]) == piece.box
+            )
             written[piece.parameter][_region(piece.box)] += 1
             numbers.add((piece.parameter, piece.number))
     assert len(numbers) == sum(len(pieces) for pieces in write_blocks(found))

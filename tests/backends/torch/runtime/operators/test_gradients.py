@@ -22,9 +22,14 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "pad edge": (lambda x: operators.pad(x, ((1, 0), (2, 1)), "edge"), ((2, 4),)),
     "pad wrap": (lambda x: operators.pad(x, ((0, 1), (2, -1)), "wrap"), ((2, 4),)),
     "reverse_sequence": (lambda x: operators.reverse_sequence(x, LENGTHS, 0, 1), ((4, 3, 2),)),
-    "compress": (lambda x: operators.compress(x, torch.tensor([True, False, True]), 1, 2), ((2, 3),)),
+    "compress": (
+        lambda x: operators.compress(x, torch.tensor([True, False, True]), 1, 2),
+        ((2, 3),),
+    ),
     "col2im": (
-        lambda x: operators.col2im(x, (4, 4), (2, 2), dilations=(1, 1), strides=(1, 1), pads=(0, 0, 0, 0)),
+        lambda x: operators.col2im(
+            x, (4, 4), (2, 2), dilations=(1, 1), strides=(1, 1), pads=(0, 0, 0, 0)
+        ),
         ((1, 8, 9),),
     ),
     "gather_elements": (lambda x: operators.gather_elements(x, 1, PLACES), ((2, 4),)),
@@ -33,10 +38,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         lambda x, y: operators.scatter_elements(x, 1, torch.tensor([[0, -1], [1, 2]]), y),
         ((2, 4), (2, 2)),
     ),
-    "scatter_elements sum": (lambda x, y: operators.scatter_elements(x, 1, PLACES, y, "sum"), ((2, 4), (2, 3))),
+    "scatter_elements sum": (
+        lambda x, y: operators.scatter_elements(x, 1, PLACES, y, "sum"),
+        ((2, 4), (2, 3)),
+    ),
     "scatter_nd": (lambda x, y: operators.scatter_nd(x, TUPLES, y), ((3, 4, 2), (2, 2))),
     "scatter_nd sum": (lambda x, y: operators.scatter_nd(x, TUPLES, y, "sum"), ((3, 4, 2), (2, 2))),
-    "scatter_nd prod": (lambda x, y: operators.scatter_nd(x, TUPLES, y, "prod"), ((3, 4, 2), (2, 2))),
+    "scatter_nd prod": (
+        lambda x, y: operators.scatter_nd(x, TUPLES, y, "prod"),
+        ((3, 4, 2), (2, 2)),
+    ),
     "tensor_scatter": (
         lambda x, y: operators.tensor_scatter(x, y, torch.tensor([1, 3]), 2, circular=True),
         ((2, 3, 4), (2, 3, 2)),
@@ -52,12 +63,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 def test_gradient(name: str) -> None:
     function, shapes = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
-    operands = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+    operands = [
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in shapes
+    ]
     assert torch.autograd.gradcheck(function, operands)
 
 
 @pytest.mark.parametrize(
-    "name", ["scatter_elements", "scatter_nd", "scatter_nd sum", "scatter_nd prod", "tensor_scatter"]
+    "name",
+    ["scatter_elements", "scatter_nd", "scatter_nd sum", "scatter_nd prod", "tensor_scatter"],
 )
 def test_what_is_written_may_have_another_type(name: str) -> None:
     function, shapes = CASES[name]

@@ -1,4 +1,6 @@
-"""Operators that a group computes in parts: their results and gradients against torch's own on the whole."""
+"""Operators that a group computes in parts: their results and gradients against torch's own on the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ SIZE = 3
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 4.0) -> Tensor:
-    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def in_parts(whole: Tensor, dim: int, computed: Callable[[Tensor, Member], Tensor]) -> tuple[list[Tensor], Tensor]:
-    """What each member computes of its part, and the gradient of the sum of the squares of all results."""
+def in_parts(
+    whole: Tensor, dim: int, computed: Callable[[Tensor, Member], Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """What each member computes of its part, and the gradient of the sum of the squares of all
+    results.
+    """
 
     def run(member: Member) -> tuple[Tensor, Tensor]:
         part = whole.chunk(SIZE, dim)[member.position].clone().requires_grad_()
@@ -36,7 +44,9 @@ def in_parts(whole: Tensor, dim: int, computed: Callable[[Tensor, Member], Tenso
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmaxes(name: str, dim: int) -> None:
     whole = drawn(6, 3, 9)
-    parts, gradient = in_parts(whole, dim, lambda part, member: getattr(operators, f"{name}_part")(part, dim, member))
+    parts, gradient = in_parts(
+        whole, dim, lambda part, member: getattr(operators, f"{name}_part")(part, dim, member)
+    )
     expected = getattr(torch, name)(whole.requires_grad_(), dim)
     torch.testing.assert_close(torch.cat(parts, dim), expected)
     torch.testing.assert_close(gradient, torch.autograd.grad((expected**2).sum(), whole)[0])
@@ -53,15 +63,22 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("shape", [(8, 6), (4, 6, 5)])
 @pytest.mark.parametrize("both", [False, True])
-def test_cross_entropy(both: bool, shape: tuple[int, ...], reduction: str, weighted: bool, ignored: int) -> None:
+def test_cross_entropy(
+    both: bool, shape: tuple[int, ...], reduction: str, weighted: bool, ignored: int
+) -> None:
     whole = drawn(*shape)
-    labels = torch.arange(shape[0] * (shape[2] if len(shape) > 2 else 1)).reshape(shape[0], *shape[2:]) % shape[1]
+    labels = (
+        torch.arange(shape[0] * (shape[2] if len(shape) > 2 else 1)).reshape(shape[0], *shape[2:])
+        % shape[1]
+    )
     weight = drawn(shape[1], seed=1).abs() if weighted else None
     settings = {"ignore_index": ignored, "reduction": reduction}
 
     def computed(part: Tensor, member: Member) -> Tensor:
         if both:
-            return operators.cross_entropy_and_logarithms_part(part, labels, weight, group=member, **settings)[0]
+            return operators.cross_entropy_and_logarithms_part(
+                part, labels, weight, group=member, **settings
+            )[0]
         return operators.cross_entropy_part(part, labels, weight, group=member, **settings)
 
     parts, gradient = in_parts(whole, 1, computed)
@@ -71,7 +88,8 @@ def test_cross_entropy(both: bool, shape: tuple[int, ...], reduction: str, weigh
 
 
 def test_a_loss_for_each_label() -> None:
-    whole, labels = drawn(4, 6), torch.tensor([0, 5, 2, 3])
+    whole = drawn(4, 6)
+    labels = torch.tensor([0, 5, 2, 3])
 
     def computed(part: Tensor, member: Member) -> Tensor:
         return operators.cross_entropy_part(part, labels, reduction="none", group=member)
@@ -79,7 +97,8 @@ def test_a_loss_for_each_label() -> None:
     parts, gradient = in_parts(whole, 1, computed)
     expected = F.cross_entropy(whole.requires_grad_(), labels, reduction="none")
     torch.testing.assert_close(torch.stack(parts).sum(0), expected.detach())
-    # Each label's loss is the share of one rank; of the others', which are 0, the squares have no gradient.
+    # Each label's loss is the share of one rank; of the others', which are 0, the squares have no
+    # gradient.
     torch.testing.assert_close(gradient, torch.autograd.grad((expected**2).sum(), whole)[0])
 
 
@@ -87,7 +106,9 @@ def test_classes_that_cannot_be() -> None:
     """A vocabulary padded by scores of minus infinity, all of one rank's part."""
     whole = torch.cat([drawn(3, 4), torch.full((3, 2), -torch.inf, dtype=torch.float64)], 1)
     labels = torch.tensor([0, 3, 1])
-    parts, gradient = in_parts(whole, 1, lambda part, member: operators.cross_entropy_part(part, labels, group=member))
+    parts, gradient = in_parts(
+        whole, 1, lambda part, member: operators.cross_entropy_part(part, labels, group=member)
+    )
     expected = F.cross_entropy(whole.requires_grad_(), labels)
     torch.testing.assert_close(torch.stack(parts).sum(0), expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, whole)[0])
@@ -95,8 +116,11 @@ def test_classes_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_of_a_table(dim: int) -> None:
-    whole, indices = drawn(9, 12, seed=2), torch.tensor([[0, 8, 3], [-1, 5, 3]])
-    parts, gradient = in_parts(whole, dim, lambda part, member: operators.gather_part(part, dim, indices, member))
+    whole = drawn(9, 12, seed=2)
+    indices = torch.tensor([[0, 8, 3], [-1, 5, 3]])
+    parts, gradient = in_parts(
+        whole, dim, lambda part, member: operators.gather_part(part, dim, indices, member)
+    )
     expected = whole.requires_grad_()[indices] if dim == 0 else whole.requires_grad_()[:, indices]
     torch.testing.assert_close(torch.stack(parts).sum(0), expected)
     torch.testing.assert_close(gradient, torch.autograd.grad((expected**2).sum(), whole)[0])
@@ -105,14 +129,22 @@ def test_rows_of_a_table(dim: int) -> None:
 def test_what_no_rank_has_is_refused() -> None:
     table = drawn(6, 2)
     with pytest.raises(RuntimeError, match="an index is out of range"):
-        in_parts(table, 0, lambda part, member: operators.gather_part(part, 0, torch.tensor([6]), member))
+        in_parts(
+            table, 0, lambda part, member: operators.gather_part(part, 0, torch.tensor([6]), member)
+        )
     with pytest.raises(RuntimeError, match="a label is out of range"):
-        in_parts(drawn(1, 6), 1, lambda part, member: operators.nll_part(part, torch.tensor([-1]), group=member))
+        in_parts(
+            drawn(1, 6),
+            1,
+            lambda part, member: operators.nll_part(part, torch.tensor([-1]), group=member),
+        )
 
 
 def test_autocast_computes_in_single_precision() -> None:
     def run(member: Member) -> torch.dtype:
         with torch.autocast("cpu", torch.bfloat16):
-            return operators.log_softmax_part(torch.ones(2, 2, dtype=torch.bfloat16), 1, member).dtype
+            return operators.log_softmax_part(
+                torch.ones(2, 2, dtype=torch.bfloat16), 1, member
+            ).dtype
 
     assert together([run] * 2) == [torch.float32] * 2

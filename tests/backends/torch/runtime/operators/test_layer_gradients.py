@@ -41,15 +41,27 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         lambda q, k, v: operators.attention(q, k, v, window=(1, 0), capture=3)[3],
         ((1, 4, 3, 2), (1, 2, 3, 2), (1, 2, 3, 2)),
     ),
-    "rotary": (lambda x, c, s: operators.rotary_embedding(x, c, s, width=2), ((2, 3, 2, 4), (2, 2, 1), (2, 2, 1))),
-    "rotary of neighbours": (lambda *each: operators.rotary(*each, interleaved=True, width=4), ANGLES),
-    "rotary put apart": (lambda *each: operators.rotary(*each, interleaved=True, width=4, apart=True), ANGLES),
+    "rotary": (
+        lambda x, c, s: operators.rotary_embedding(x, c, s, width=2),
+        ((2, 3, 2, 4), (2, 2, 1), (2, 2, 1)),
+    ),
+    "rotary of neighbours": (
+        lambda *each: operators.rotary(*each, interleaved=True, width=4),
+        ANGLES,
+    ),
+    "rotary put apart": (
+        lambda *each: operators.rotary(*each, interleaved=True, width=4, apart=True),
+        ANGLES,
+    ),
     "average_pool": (
         lambda x: operators.average_pool(x, (2, 2), (2, 1), (1, 2), (1, 1, 0, 1), (0, 0, 0, 0)),
         ((1, 2, 4, 4),),
     ),
     "lp_pool": (lambda x: operators.lp_pool(x, (2,), (2,), (1,), (1, 0), 3), ((1, 2, 5),)),
-    "max_pool": (lambda x: operators.max_pool_with_indices(x, (2,), (1,), (2,), (1, 0), 0)[0], ((1, 2, 5),)),
+    "max_pool": (
+        lambda x: operators.max_pool_with_indices(x, (2,), (1,), (2,), (1, 0), 0)[0],
+        ((1, 2, 5),),
+    ),
     "max_unpool": (
         lambda x: operators.max_unpool(x, torch.tensor([[[1, 3], [4, 7]]]), (1, 2, 4), (1, 2, 5)),
         ((1, 2, 2),),
@@ -64,7 +76,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         ),
         ((1, 2, 4, 4), (2, 2, 2, 2), (1, 8, 3, 3), (2,), (1, 4, 3, 3)),
     ),
-    "resize linear": (lambda x: operators.resize(x, AXES, "linear", "half_pixel", antialias=True), ((1, 1, 4, 4),)),
+    "resize linear": (
+        lambda x: operators.resize(x, AXES, "linear", "half_pixel", antialias=True),
+        ((1, 1, 4, 4),),
+    ),
     "resize cubic": (
         lambda x: operators.resize(x, AXES, "cubic", "half_pixel_symmetric", exclude_outside=True),
         ((1, 1, 4, 4),),
@@ -77,14 +92,23 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         lambda x, m, v, s, b: operators.batch_norm_by(x, m, v.exp(), s, b, 1e-5),
         ((3, 2, 2), *[(2,)] * 4),
     ),
-    "layer_norm": (lambda x, s: operators.layer_norm(x, (3, 2), s, None, 1e-5)[0], ((2, 3, 2), (3, 1))),
+    "layer_norm": (
+        lambda x, s: operators.layer_norm(x, (3, 2), s, None, 1e-5)[0],
+        ((2, 3, 2), (3, 1)),
+    ),
     "skip_layer_norm": (
         lambda x, y, s, t, b: operators.skip_layer_norm(x, y, s, t, b, 1e-5)[0],
         ((2, 4), (2, 4), (4,), (4,), (4,)),
     ),
     "mean_variance_norm": (lambda x: operators.mean_variance_norm(x, (0, 2)), ((2, 3, 2),)),
-    "local_response_norm": (lambda x: operators.local_response_norm(x, 4, 0.1, 0.75, 1.0), ((1, 5, 2),)),
-    "cross_entropy": (lambda x: operators.cross_entropy(x, LABELS, ignore_index=0)[0], ((2, 3, 2),)),
+    "local_response_norm": (
+        lambda x: operators.local_response_norm(x, 4, 0.1, 0.75, 1.0),
+        ((1, 5, 2),),
+    ),
+    "cross_entropy": (
+        lambda x: operators.cross_entropy(x, LABELS, ignore_index=0)[0],
+        ((2, 3, 2),),
+    ),
     "roi_align": (roi_align, ((2, 1, 4, 4),)),
     "lstm": (lstm, ((3, 2, 2), (2, 12, 2), (2, 12, 3), (2, 9))),
     "gru": (
@@ -92,7 +116,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         ((3, 2, 2), (1, 6, 2), (1, 6, 2), (1, 12)),
     ),
     "rnn": (
-        lambda x, w, r: operators.rnn(x, w, r, activations=("affine",), alpha=(0.5,), beta=(0.1,))[0],
+        lambda x, w, r: operators.rnn(x, w, r, activations=("affine",), alpha=(0.5,), beta=(0.1,))[
+            0
+        ],
         ((3, 2, 2), (1, 2, 2), (1, 2, 2)),
     ),
 }
@@ -102,16 +128,23 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 def test_gradient(name: str) -> None:
     function, shapes = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
-    operands = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+    operands = [
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in shapes
+    ]
     assert torch.autograd.gradcheck(function, operands)
 
 
 @pytest.mark.parametrize("capture", [None, 3])
 @pytest.mark.parametrize("truth", [True, False])
-def test_queries_that_see_nothing_give_zero_and_finite_gradients(truth: bool, capture: int | None) -> None:
+def test_queries_that_see_nothing_give_zero_and_finite_gradients(
+    truth: bool, capture: int | None
+) -> None:
     seen = torch.ones(3, 3, dtype=torch.bool).tril(-1)
     mask = seen if truth else torch.zeros(3, 3).masked_fill(~seen, float("-inf"))
-    query, key, value = (torch.randn(HEADS, generator=torch.Generator().manual_seed(2)) for _ in range(3))
+    query, key, value = (
+        torch.randn(HEADS, generator=torch.Generator().manual_seed(2)) for _ in range(3)
+    )
     operands = [key[:, :, :3].clone().requires_grad_() for key in (query, key, value)]
     result = operators.attention(*operands, mask, capture=capture)[0]
     assert torch.equal(result[:, :, 0], torch.zeros_like(result[:, :, 0]))
@@ -121,13 +154,18 @@ def test_queries_that_see_nothing_give_zero_and_finite_gradients(truth: bool, ca
 
 def test_both_ways_through_attention_agree() -> None:
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(HEADS, generator=generator, dtype=torch.float64) for _ in range(3))
+    query, key, value = (
+        torch.randn(HEADS, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     mask = torch.randn(2, 1, 3, 3, generator=generator, dtype=torch.float64)
     fused = operators.attention(query, key, value, mask, scale=0.3, merge=True)[0]
     stepwise = operators.attention(query, key, value, mask, scale=0.3, merge=True, capture=0)[0]
     torch.testing.assert_close(fused, stepwise)
     torch.testing.assert_close(
-        fused, F.scaled_dot_product_attention(query, key, value, mask, scale=0.3).transpose(1, 2).reshape(2, 3, 8)
+        fused,
+        F.scaled_dot_product_attention(query, key, value, mask, scale=0.3)
+        .transpose(1, 2)
+        .reshape(2, 3, 8),
     )
 
 
@@ -135,13 +173,24 @@ def test_both_ways_through_attention_agree() -> None:
 def test_backward_of_a_capped_attention_keeps_its_operands_alone(with_sink: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(1, 4, 3, 2, generator=generator, dtype=torch.float64, requires_grad=True)
-    key, value = (torch.randn(1, 2, 3, 2, generator=generator, dtype=torch.float64, requires_grad=True) for _ in "kv")
-    sink = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True) if with_sink else None
+    key, value = (
+        torch.randn(1, 2, 3, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in "kv"
+    )
+    sink = (
+        torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+        if with_sink
+        else None
+    )
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.data_ptr()) or each, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: kept.append(each.data_ptr()) or each, lambda each: each
+    ):
         result = operators.attention(query, key, value, sink=sink, softcap=2.0)[0]
     leaves = [each for each in (query, key, value, sink) if each is not None]
     assert kept == [each.data_ptr() for each in leaves]
     stepwise = operators.attention(query, key, value, sink=sink, softcap=2.0, capture=0)[0]
-    found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (result, stepwise))
+    found, expected = (
+        torch.autograd.grad(each.square().sum(), leaves) for each in (result, stepwise)
+    )
     torch.testing.assert_close(found, expected)

@@ -1,4 +1,6 @@
-"""Problems of the zoo's models, the published ones at the sizes and batches of the paper, and costs of strategies."""
+"""Problems of the zoo's models, the published ones at the sizes and batches of the paper, and costs
+of strategies.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ def cost_of(graph: LayerGraph, degrees: Sequence[tuple[int, ...]]) -> float:
     """Cost of a strategy, in the searched space or not."""
     rows = [np.array([each], dtype=np.int64) for each in degrees]
     layers = graph.layers
-    total = sum(float(layer.cost.of(layer.extents, row)[0]) for layer, row in zip(layers, rows, strict=True))
+    total = sum(
+        float(layer.cost.of(layer.extents, row)[0]) for layer, row in zip(layers, rows, strict=True)
+    )
     for edge in graph.edges:
         written, read = graph.ends(edge)
-        moved = transfer(written.extents, written.degrees(rows[edge.source]), read.degrees(rows[edge.target]))
+        moved = transfer(
+            written.extents, written.degrees(rows[edge.source]), read.degrees(rows[edge.target])
+        )
         total += float(moved[0, 0])
     return total
 
@@ -60,7 +66,9 @@ def data_parallel(graph: Graph, layers: LayerGraph, devices: int) -> tuple[tuple
     """Degrees of every layer's axes when as many as possible of `devices` share the samples."""
     return tuple(
         tuple(
-            max(degree for degree in range(1, devices + 1) if axis.extent % degree == 0) if position == counted else 1
+            max(degree for degree in range(1, devices + 1) if axis.extent % degree == 0)
+            if position == counted
+            else 1
             for position, axis in enumerate(placed.axes)
         )
         for placed, counted in zip(layers.layers, sample_axes(graph, layers), strict=True)

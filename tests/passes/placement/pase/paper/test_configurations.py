@@ -16,7 +16,9 @@ EXTENTS = st.lists(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 12, 64, 255]), max_size
 
 @given(EXTENTS, st.integers(1, 24), st.sampled_from([1, 4]))
 def test_all_divisors_within_the_devices(extents: list[int], devices: int, cutoff: int) -> None:
-    choices = [[c for c in range(1, n + 1) if n % c == 0 and n / c >= cutoff] or [1] for n in extents]
+    choices = [
+        [c for c in range(1, n + 1) if n % c == 0 and n / c >= cutoff] or [1] for n in extents
+    ]
     expected = [each for each in itertools.product(*choices) if math.prod(each) <= devices]
     assert [tuple(row) for row in configurations(extents, devices, cutoff)] == expected
 
@@ -24,7 +26,9 @@ def test_all_divisors_within_the_devices(extents: list[int], devices: int, cutof
 @given(EXTENTS.filter(lambda extents: math.prod(extents) <= 500))
 def test_contiguous_pieces(extents: list[int]) -> None:
     degrees = configurations(extents, math.prod(extents), 1)
-    assert contiguous(degrees, extents).tolist() == [_is_contiguous(extents, row.tolist()) for row in degrees]
+    assert contiguous(degrees, extents).tolist() == [
+        _is_contiguous(extents, row.tolist()) for row in degrees
+    ]
 
 
 def _is_contiguous(extents: list[int], degrees: list[int]) -> bool:

@@ -43,7 +43,9 @@ def ring(words: float, devices: int) -> float:
 
 def test_a_product() -> None:
     product = Product(batch=(0,), rows=(1,), columns=(2,), summed=(3,), pointwise=2)
-    m, n, k = 16 / 2, 32 / 4, 64 / 8
+    m = 16 / 2
+    n = 32 / 4
+    k = 64 / 8
     part = 3 * m * n * k + 3 * 2 * m * n + ring(m * n, 8) + ring(m * k, 4) + ring(n * k, 2)
     assert cost(product, (6, 16, 32, 64), (3, 2, 4, 8)) == 2 * part
 
@@ -88,6 +90,8 @@ def test_transfers(source: list[tuple[int, ...]], target: list[tuple[int, ...]])
     extents = (4, 8, 12)
     found = transfer(extents, degrees(*source), degrees(*target))
     for (row, have), (column, want) in itertools.product(enumerate(source), enumerate(target)):
-        held, needed = ([n / c for n, c in zip(extents, each, strict=True)] for each in (have, want))
+        held, needed = (
+            [n / c for n, c in zip(extents, each, strict=True)] for each in (have, want)
+        )
         common = 0.0 if math.prod(want) > math.prod(have) else math.prod(map(min, held, needed))
         assert found[row, column] == 2 * R * max(0.0, math.prod(needed) - common)

@@ -16,15 +16,31 @@ from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.paper_costs import LayerGraph
 from autopipe.passes.placement.pase.paper_rules import layer_graph
-from autopipe.passes.placement.pase.paper_search import PaperStrategy, find_strategy, placement_of, tables_of
+from autopipe.passes.placement.pase.paper_search import (
+    PaperStrategy,
+    find_strategy,
+    placement_of,
+    tables_of,
+)
 from autopipe.passes.schedule.published.base import GPipe
-from tests.passes.placement.pase.paper.models import PAPER, cost_of, data_parallel, model_graph, paper_graph, problem_of
+from tests.passes.placement.pase.paper.models import (
+    PAPER,
+    cost_of,
+    data_parallel,
+    model_graph,
+    paper_graph,
+    problem_of,
+)
 
 
 def chosen(layers: LayerGraph, **degrees: tuple[int, ...]) -> PaperStrategy:
-    """The layers whose names end in a key cut by its degrees (a dot stands for a slash), all others whole."""
+    """The layers whose names end in a key cut by its degrees (a dot stands for a slash), all others
+    whole.
+    """
     found = [
-        next((cut for key, cut in degrees.items() if each.name.endswith(key)), (1,) * len(each.axes))
+        next(
+            (cut for key, cut in degrees.items() if each.name.endswith(key)), (1,) * len(each.axes)
+        )
         for each in layers.layers
     ]
     return PaperStrategy(layers, tuple(found), 0.0, 0.0, False)
@@ -62,7 +78,9 @@ def test_the_axis_of_stacked_layers_is_refused_by_name() -> None:
 
 def test_the_stack_of_projections_is_refused_by_name() -> None:
     problem = problem_of(model_graph("transformer", 8), 3)
-    placement = placement_of(problem, chosen(layer_graph(problem.graph), projections=(3, 1, 1, 1, 1, 1)))
+    placement = placement_of(
+        problem, chosen(layer_graph(problem.graph), projections=(3, 1, 1, 1, 1, 1))
+    )
     assert splits(problem, placement, "MatMul")[0] == "s:3"
     assert "MatMul has no axis 's'" in refusal(problem, placement)
 
@@ -87,7 +105,9 @@ def test_heads_are_columns_and_rows_of_their_projections() -> None:
 def test_parts_must_share_out_the_devices() -> None:
     problem = problem_of(model_graph("rnnlm", 8), 3)
     strategy = chosen(layer_graph(problem.graph), LSTM=(2, 1, 1, 1, 1))
-    with pytest.raises(InfeasibleError, match="LSTM into 2 parts, which do not share out 3 devices"):
+    with pytest.raises(
+        InfeasibleError, match="LSTM into 2 parts, which do not share out 3 devices"
+    ):
         placement_of(problem, strategy)
 
 
@@ -97,7 +117,8 @@ def test_parts_must_share_out_the_devices() -> None:
 def test_data_parallelism_is_that_of_the_strategy(name: str) -> None:
     """Every node that reads weights or activations is cut as the strategy of that name cuts it."""
     graph = model_graph(name, 8)
-    problem, layers = problem_of(graph, 4), layer_graph(graph)
+    problem = problem_of(graph, 4)
+    layers = layer_graph(graph)
     strategy = PaperStrategy(layers, data_parallel(graph, layers, 4), 0.0, 0.0, False)
     ours = dict(placement_of(problem, strategy).stages[0].splits)
     theirs = dict(DataParallel().run(problem).stages[0].splits)

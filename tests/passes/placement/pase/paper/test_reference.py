@@ -15,7 +15,9 @@ from autopipe.passes.placement.pase.paper_search import PaperStrategy, find_stra
 from autopipe.passes.solvers.min_sum import eliminate
 from tests.passes.placement.pase.paper.models import PAPER, cost_of, paper_graph
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "pase.json").read_text(encoding="utf-8"))
+PUBLISHED: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "data" / "pase.json").read_text(encoding="utf-8")
+)
 DEVICES = (4, 8, 16, 32, 64)
 
 
@@ -63,10 +65,15 @@ def test_the_strategy_costs_what_the_search_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [(name, part) for name, parts in PUBLISHED["table_ii_at_32_gpus"].items() for part in parts]
+    ("name", "part"),
+    [(name, part) for name, parts in PUBLISHED["table_ii_at_32_gpus"].items() for part in parts],
 )
 def test_strategies_of_table_ii(name: str, part: str) -> None:
-    (split,) = [tuple(degrees.values()) for layer, degrees in found(name, 32).splits().items() if f"/{part}/" in layer]
+    (split,) = [
+        tuple(degrees.values())
+        for layer, degrees in found(name, 32).splits().items()
+        if f"/{part}/" in layer
+    ]
     assert list(split) == PUBLISHED["table_ii_at_32_gpus"][name][part]
 
 

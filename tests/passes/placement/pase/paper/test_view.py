@@ -42,7 +42,10 @@ def test_a_loss_that_makes_its_scores_is_a_product_and_a_loss() -> None:
     joined = cross_entropy.with_linear_losses(apart, ("loss",))
     assert len(joined.nodes) < len(apart.nodes)
     (first, first_edges), (second, second_edges) = (
-        ([(each.extents, each.operands, each.results, each.cost) for each in found.layers], found.edges)
+        (
+            [(each.extents, each.operands, each.results, each.cost) for each in found.layers],
+            found.edges,
+        )
         for found in map(layer_graph, (apart, joined))
     )
     assert (first, first_edges) == (second, second_edges)
@@ -64,7 +67,10 @@ def test_pointwise_operations_belong_to_what_they_follow() -> None:
 
 def test_projections_of_one_value_are_one_product_and_of_two_are_stacked() -> None:
     graph = layer_graph(paper_graph("transformer"))
-    own, cross = (layer(graph, f"/decoder.3/{name}/MatMul_1/projections") for name in ("attention", "cross_attention"))
+    own, cross = (
+        layer(graph, f"/decoder.3/{name}/MatMul_1/projections")
+        for name in ("attention", "cross_attention")
+    )
     extents = {"s": 3, "b": 64, "h": 8, "l": 256, "k": 64, "e": 512}
     assert axes(own) == axes(cross) == extents
     assert own.cost == Product(batch=(), rows=(1, 3), columns=(0, 2, 4), summed=(5,))
@@ -121,14 +127,18 @@ def test_states_of_an_lstm_lie_in_its_result() -> None:
 
 
 def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
-    flattened = [each.name for each in layer_graph(paper_graph("alexnet")).layers if each.cost == Movement()]
+    flattened = [
+        each.name for each in layer_graph(paper_graph("alexnet")).layers if each.cost == Movement()
+    ]
     assert flattened == ["/Flatten/ravel", "/Flatten"]
     assert not any(each.contiguous for each in layer_graph(paper_graph("inceptionv3")).layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_of_the_zoo(name: str) -> None:
-    """Every node belongs to one layer or reads weights alone, or none; what is found costs what it says."""
+    """Every node belongs to one layer or reads weights alone, or none; what is found costs what it
+    says.
+    """
     graph = model_graph(name, 8)
     layers = layer_graph(graph)
     covered = [node for placed in layers.layers for node in placed.nodes]
@@ -140,7 +150,8 @@ def test_any_model_of_the_zoo(name: str) -> None:
 
 def _light(graph: Graph, node: int) -> bool:
     """Whether a node reads weights alone, or no weights at all."""
-    origins, pending = set(), list(graph.nodes[node].inputs)
+    origins = set()
+    pending = list(graph.nodes[node].inputs)
     while pending:
         name = pending.pop()
         producer = graph.producer(name) if name else None

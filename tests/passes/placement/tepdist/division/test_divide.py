@@ -1,4 +1,6 @@
-"""Stage division of models: what crosses is what is sent, and what a user asks for is where it is asked for."""
+"""Stage division of models: what crosses is what is sent, and what a user asks for is where it is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ def zoo_problem(name: str, settings: tuple[tuple[str, str], ...]) -> Problem:
         path = Path(folder) / "model.onnx"
         build(configure(name, {**dict(settings), "loss": "true", "weights": "none"})).save(path)
         model = read_model(path, batch=2)
-    return Problem(model.graph, annotate(model.graph), cluster(8, latency=1e-9), 8, 4, model.mode, model.loss)
+    return Problem(
+        model.graph, annotate(model.graph), cluster(8, latency=1e-9), 8, 4, model.mode, model.loss
+    )
 
 
 def placement_of(problem: Problem, division: StageDivision) -> Placement:
     """One device a stage."""
     size = problem.micro_batch_size
-    placement = Placement(tuple(Stage(nodes, (place,), size) for place, nodes in enumerate(division.nodes)))
+    placement = Placement(
+        tuple(Stage(nodes, (place,), size) for place, nodes in enumerate(division.nodes))
+    )
     placement.verify(problem.graph)
     return placement
 
@@ -46,7 +52,9 @@ def sent(problem: Problem, placement: Placement) -> float:
     """Bytes of messages and of the gradients that come back."""
     returned = differentiable_values(problem.graph) if problem.train else frozenset()
     crossing = [name for name, _, _ in crossing_values(problem.graph, placement)]
-    return sum(problem.graph.type_of(name).bytes * (2 if name in returned else 1) for name in crossing)
+    return sum(
+        problem.graph.type_of(name).bytes * (2 if name in returned else 1) for name in crossing
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), [("gpt", GPT), ("flava", FLAVA)])
@@ -87,9 +95,11 @@ def test_settled_operators_are_where_they_are_asked_for() -> None:
 
 def test_settled_branches_are_side_by_side_though_the_file_takes_turns() -> None:
     builder = Builder(8, 16)
-    left, right = "x", "x"
+    left = "x"
+    right = "x"
     for _ in range(3):
-        left, right = builder.linear(left, 16), builder.linear(right, 16)
+        left = builder.linear(left, 16)
+        right = builder.linear(right, 16)
     problem = given(builder.finish(left, right), cluster(2))
     assert divide(problem, 2, 0.0, {4: 0, 1: 1}).nodes == ((0, 2, 4), (1, 3, 5))
     assert divide(problem, 2, 0.0, {4: 1, 1: 0}).nodes == ((1, 3, 5), (0, 2, 4))
@@ -98,7 +108,9 @@ def test_settled_branches_are_side_by_side_though_the_file_takes_turns() -> None
 def test_settled_operators_that_contradict_one_another_are_named() -> None:
     problem = zoo_problem("gpt", GPT)
     late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name)
-    with pytest.raises(ConfigurationError, match=r"'/layers\.1.* into stage 0, but .*/Gather' in stage 1"):
+    with pytest.raises(
+        ConfigurationError, match=r"'/layers\.1.* into stage 0, but .*/Gather' in stage 1"
+    ):
         divide(problem, 3, 1.0, {0: 1, late: 0})
 
 

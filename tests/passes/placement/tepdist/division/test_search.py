@@ -33,7 +33,8 @@ def flows(draw: st.DrawFn, most: int = 7) -> Flow:
 def tasks(draw: st.DrawFn) -> tuple[DivisionSpace, float]:
     flow = draw(flows())
     stages = draw(st.integers(2, 3))
-    first, last = np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, stages - 1)
+    first = np.zeros(flow.operators, dtype=np.int64)
+    last = np.full(flow.operators, stages - 1)
     if draw(st.booleans()):
         first[-1] = last[-1] = stages - 1
         last[0] = 0
@@ -43,19 +44,25 @@ def tasks(draw: st.DrawFn) -> tuple[DivisionSpace, float]:
 
 def every(space: DivisionSpace) -> list[np.ndarray]:
     """All divisions into stages that have work, in which no edge leads back."""
-    flow, stages = space.flow, space.stages
+    flow = space.flow
+    stages = space.stages
     _, sources, readers = flow.edges()
     ranges = [range(first, last + 1) for first, last in zip(space.first, space.last, strict=True)]
     tried = (np.array(each) for each in itertools.product(*ranges))
-    return [s for s in tried if (s[sources] <= s[readers]).all() and (flow.loads(s, stages) > 0).all()]
+    return [
+        s for s in tried if (s[sources] <= s[readers]).all() and (flow.loads(s, stages) > 0).all()
+    ]
 
 
 @pytest.mark.parametrize("most_downsets", [0, 6000])
 @given(task=tasks())
 @settings(max_examples=30)
-def test_the_division_is_the_best_of_all(task: tuple[DivisionSpace, float], most_downsets: int) -> None:
+def test_the_division_is_the_best_of_all(
+    task: tuple[DivisionSpace, float], most_downsets: int
+) -> None:
     space, unbalance = task
-    flow, stages = space.flow, space.stages
+    flow = space.flow
+    stages = space.stages
     found = every(space)
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
@@ -64,13 +71,18 @@ def test_the_division_is_the_best_of_all(task: tuple[DivisionSpace, float], most
 
 
 def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
-    flow, stages = search.flow, search.space.stages
+    flow = search.flow
+    stages = search.space.stages
     if not allowed:
         with pytest.raises(InfeasibleError) as refused:
             search.run()
         if found:
-            smallest = min(flow.loads(s, stages).max() for s in found) * stages / flow.work.sum() - 1
-            assert f"the smallest unbalance is {np.ceil(smallest * 1000 - 0.002) / 10:.1f}%" in str(refused.value)
+            smallest = (
+                min(flow.loads(s, stages).max() for s in found) * stages / flow.work.sum() - 1
+            )
+            assert f"the smallest unbalance is {np.ceil(smallest * 1000 - 0.002) / 10:.1f}%" in str(
+                refused.value
+            )
         return
     answer = search.run()
     assert flow.crossing(answer.stage) == pytest.approx(min(map(flow.crossing, allowed)))
@@ -82,11 +94,14 @@ def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.nda
 @settings(max_examples=40)
 def test_the_line_is_the_best_of_lines(task: tuple[DivisionSpace, float]) -> None:
     space, unbalance = task
-    flow, stages = space.flow, space.stages
+    flow = space.flow
+    stages = space.stages
     limit = flow.work.sum() / stages * (1 + unbalance)
     lines = [s for s in every(space) if (np.diff(s) >= 0).all()]
     least = space.least_limit()
-    assert least == pytest.approx(min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5)
+    assert least == pytest.approx(
+        min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5
+    )
     costs = [flow.crossing(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
     line = space.best_line(limit)
     if line is None:
@@ -100,7 +115,8 @@ def test_the_line_is_the_best_of_lines(task: tuple[DivisionSpace, float]) -> Non
 @settings(max_examples=40)
 def test_downsets_lead_to_the_best_of_all(task: tuple[DivisionSpace, float]) -> None:
     space, unbalance = task
-    flow, stages = space.flow, space.stages
+    flow = space.flow
+    stages = space.stages
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in every(space) if flow.loads(s, stages).max() <= limit + 1e-6]
     members = downsets(flow, 1000)
@@ -121,7 +137,9 @@ def test_downsets_lead_to_the_best_of_all(task: tuple[DivisionSpace, float]) -> 
 @given(flows(12), st.integers(1, 10))
 @settings(max_examples=40)
 def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
-    space = DivisionSpace(flow, 4, np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3))
+    space = DivisionSpace(
+        flow, 4, np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3)
+    )
     group = grouped(space, 1.0, float(ceiling))
     _, sources, readers = flow.edges()
     assert (group[sources] <= group[readers]).all()
@@ -135,7 +153,9 @@ def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
 
 
 def test_two_branches_cross_less_side_by_side() -> None:
-    """Two chains that only meet at the end: a line that takes turns between them cuts both at once."""
+    """Two chains that only meet at the end: a line that takes turns between them cuts both at
+    once.
+    """
     values = [(index, 4.0, [index + 2]) for index in range(6)]
     values += [(6, 1.0, [8]), (7, 1.0, [8])]
     flow = make_flow(np.array([1.0] * 8 + [0.0]), values)
