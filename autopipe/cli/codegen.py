@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from autopipe.backends.torch.emission.program import (
+from autopipe.backends.torch.codegen.program import (
     ProgramFiles,
     Provenance,
     check_program_folder,

@@ -13,14 +13,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.drawing.picture import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.drawing.report import Report, legend_markup, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
+from autopipe.cli.drawing.timeline_figure import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, devices_text, plain_table, seconds_text, write_texts
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
-from autopipe.cli.plan_text import degrees_text, gap_text, number_text
+from autopipe.cli.plan_report import degrees_text, gap_text, number_text
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -33,7 +33,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.pipeline import read_planned
-from autopipe.passes.placement.given import (
+from autopipe.passes.placement.explicit import (
     NodeEntry,
     NodeNames,
     degrees_of,

@@ -22,7 +22,7 @@ from rich.text import Text
 from autopipe.cli.options import MODEL, PATH, standard_options
 from autopipe.cli.output import Output, count_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
-from autopipe.cli.plan_text import degrees_text, over_text, reason_lines, strategy_text
+from autopipe.cli.plan_report import degrees_text, over_text, reason_lines, strategy_text
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -49,7 +49,7 @@ from autopipe.passes.explain import (
     what_ifs,
 )
 from autopipe.passes.pipeline import PlanResult
-from autopipe.passes.placement.given import Given, NodeNames
+from autopipe.passes.placement.explicit import Given, NodeNames
 from autopipe.passes.schedule.breakdown import stage_parts
 
 Explanation = tuple[dict[str, object], Sequence[RenderableType]]

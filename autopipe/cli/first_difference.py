@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.records import record_file
 from autopipe.backends.torch.verification import difference

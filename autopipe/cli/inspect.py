@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autopipe.cli.options import PATH, model_options, standard_options
 from autopipe.cli.output import Output, Verbosity, facts_table
-from autopipe.cli.plan_text import gradient_lines, trained_lines
+from autopipe.cli.plan_report import gradient_lines, trained_lines
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, VarintSlice
 from autopipe.ir.problem import Mode

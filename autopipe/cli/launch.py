@@ -25,7 +25,7 @@ from autopipe.backends.torch.checkpoint import (
     committed_steps,
     read_checkpoint,
 )
-from autopipe.backends.torch.emission.rank import rank_module
+from autopipe.backends.torch.codegen.rank import rank_module
 from autopipe.backends.torch.fork_server import ForkServer, fork_server
 from autopipe.backends.torch.launcher import (
     LaunchConfig,
@@ -46,7 +46,7 @@ from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
-from autopipe.cli.plan_text import update_line
+from autopipe.cli.plan_report import update_line
 from autopipe.cli.program_folder import open_program
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import followed, scratch_folder

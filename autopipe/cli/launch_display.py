@@ -28,7 +28,7 @@ from autopipe.ir.plan import plan_digest
 from autopipe.ir.words import bytes_text, plural
 
 if TYPE_CHECKING:
-    from autopipe.cli.drawing.picture import Picture
+    from autopipe.cli.drawing.timeline_figure import Picture
 
 
 Record = Mapping[str, Any]
@@ -336,7 +336,7 @@ def _predicted(manifest: Manifest, output: Output) -> Picture | None:
     """The picture of the plan that the program was made from; None where that is not in the folder
     above it.
     """
-    from autopipe.cli.drawing.picture import plan_picture
+    from autopipe.cli.drawing.timeline_figure import plan_picture
     from autopipe.cli.plan_folder import open_prediction
 
     try:

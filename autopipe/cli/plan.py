@@ -109,7 +109,7 @@ def plan(
         else:
             planned = make_plan(request, watcher, advise=True)
     # What shows a plan is loaded once there is one.
-    from autopipe.cli.plan_text import degrees_text, plan_delta, plan_screen
+    from autopipe.cli.plan_report import degrees_text, plan_delta, plan_screen
     from autopipe.configs.local_devices import local_cluster
     from autopipe.ir.codec import encode
 
@@ -223,7 +223,7 @@ def _keeping_placement(
     """
     from autopipe.cli.plan_folder import check_editable
     from autopipe.configs.configuration import load_configuration
-    from autopipe.passes.placement.given import Given
+    from autopipe.passes.placement.explicit import Given
 
     request = _with_own_sizes(before, request)
     strategy = request.strategy

@@ -44,7 +44,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.ir.training import with_path
 from autopipe.passes.frontend.scopes import layers_of
 from autopipe.passes.pipeline import PlanResult, reopen
-from autopipe.passes.placement.given import Given, NodeNames, written
+from autopipe.passes.placement.explicit import Given, NodeNames, written
 from autopipe.passes.schedule.simulate import simulate
 
 _HEAD = """\

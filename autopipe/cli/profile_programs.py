@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
+from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.profiler.communication import (
     measure_exchanges,
     measure_period,

@@ -72,7 +72,7 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
     """Choice of a strategy or a scheduler: its name with all of its options. Stages of a given
     placement are not part of it: they stand in a file of their own.
     """
-    from autopipe.passes.placement.given import Given
+    from autopipe.passes.placement.explicit import Given
 
     if chosen is None or isinstance(chosen, Given):
         return Choice(AUTO if chosen is None else Given.name)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from onnx.backend.base import Backend, BackendRep
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
 from autopipe.backends.torch.runtime.precision import set_products
 from autopipe.backends.torch.runtime.random_streams import Random

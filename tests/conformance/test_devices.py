@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autopipe.backends.torch.emission.call import torch_dtype
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.call import torch_dtype
+from autopipe.backends.torch.codegen.stage import emit_forward
 from tests.conformance.adapter import forward_of, stage_of, to_tensor
 from tests.conformance.test_splits import SINGLE, use_in
 

@@ -15,7 +15,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from autopipe.backends.onnxruntime import ReferenceModel
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.ir.graph import DType
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.inference import RULES

@@ -20,9 +20,9 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.expert import Expert
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.grid import Grid
+from autopipe.passes.placement.handcrafted import Expert
 from autopipe.passes.placement.pase.strategy import BreadthFirst, Mcmc, Pase
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.piper.strategy import Piper

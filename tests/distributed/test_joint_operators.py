@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopipe.backends.torch.emission import normalization
+from autopipe.backends.torch.codegen import normalization
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage

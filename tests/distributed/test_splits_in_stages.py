@@ -10,7 +10,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.placement.expert import Expert
+from autopipe.passes.placement.handcrafted import Expert
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.trained import Trained, check, problem_of
 from tests.distributed.support.zoo import SmallModels

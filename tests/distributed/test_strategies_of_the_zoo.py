@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.placement import Placement
-from autopipe.passes.placement.expert import Expert
 from autopipe.passes.placement.grid import Grid
+from autopipe.passes.placement.handcrafted import Expert
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.registry import Strategy

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from tests.conformance.adapter import fed_names, forward_of, stage_of, to_tensor
 from tests.conformance.cases import all_cases, data_of, model_of, skips
 from tests.conformance.importer import Imported, import_model

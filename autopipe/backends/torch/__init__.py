@@ -1,4 +1,4 @@
-"""PyTorch: `emission` writes programs, `runtime` is what they import, `launcher` starts their ranks
+"""PyTorch: `codegen` writes programs, `runtime` is what they import, `launcher` starts their ranks
 (`elastic_agent` and `rendezvous` over several machines), `checkpoint` reads states, `profiler`
 measures, `verification` compares.
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.cli.drawing.picture import Picture
+from autopipe.cli.drawing.timeline_figure import Picture
 from autopipe.cli.drawing.trace import END, Bubble, MeasuredTask, Wait
 from autopipe.cli.output import plain_table, seconds_text
 

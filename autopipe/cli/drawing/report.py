@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from autopipe.cli.drawing.picture import (
+from autopipe.cli.drawing.svg import (
+    block_graph_svg,
+    escape,
+    markup_row,
+    markup_table,
+    plan_graph_svg,
+)
+from autopipe.cli.drawing.timeline_figure import (
     END_STYLES,
     Picture,
     block_kinds,
@@ -19,15 +26,8 @@ from autopipe.cli.drawing.picture import (
     stage_colour,
     text_colour,
 )
-from autopipe.cli.drawing.svg import (
-    block_graph_svg,
-    escape,
-    markup_row,
-    markup_table,
-    plan_graph_svg,
-)
 from autopipe.cli.output import devices_text, seconds_text
-from autopipe.cli.plan_text import gap_text, number_text, over_text, stage_columns, strategy_text
+from autopipe.cli.plan_report import gap_text, number_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase

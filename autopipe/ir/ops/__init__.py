@@ -16,9 +16,9 @@ from autopipe.ir.ops import (
     experts,
     linear_cross_entropy,
     loop,
+    matmul_conv,
     movement,
     normalization,
-    products,
     quantized,
 )
 from autopipe.ir.ops.operator import OPERATORS, Operator, Signature, qualified_name, signature_of
@@ -35,7 +35,7 @@ _FAMILIES = (
     loop,
     movement,
     normalization,
-    products,
+    matmul_conv,
     quantized,
 )
 OPERATORS.update((row.name, row) for family in _FAMILIES for row in family.ROWS)

@@ -10,6 +10,7 @@ import math
 
 from autopipe.ir.graph import DType, Node
 from autopipe.ir.ops.elementwise import pointwise
+from autopipe.ir.ops.matmul_conv import batched
 from autopipe.ir.ops.normalization import MOMENTS, NORM
 from autopipe.ir.ops.operator import (
     Operator,
@@ -24,7 +25,6 @@ from autopipe.ir.ops.operator import (
     per_result,
     per_row,
 )
-from autopipe.ir.ops.products import batched
 from autopipe.ir.space import Space
 from autopipe.ir.words import plural
 

@@ -20,8 +20,8 @@ from autopipe.ir.layout import is_block
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT
+from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
 from autopipe.ir.ops.operator import Operator
-from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Space
 from autopipe.ir.words import plural

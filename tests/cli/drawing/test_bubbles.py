@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopipe.cli.drawing.bubbles import measured_steps, predicted_bubbles, worst_bubbles
-from autopipe.cli.drawing.picture import plan_picture
+from autopipe.cli.drawing.timeline_figure import plan_picture
 from autopipe.cli.drawing.trace import END, MEASURED, PREDICTED, chrome_trace, read_measured
 from tests.cli.drawing.examples import chain_plan
 

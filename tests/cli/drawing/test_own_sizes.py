@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import plan_report, report_page
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_timeline
+from autopipe.cli.drawing.timeline_figure import plan_picture
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv
 from tests.cli.drawing.examples import own_sizes_plan
 

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections import defaultdict
 
-from autopipe.cli.drawing.picture import block_picture, plan_picture
+from autopipe.cli.drawing.timeline_figure import block_picture, plan_picture
 from autopipe.cli.drawing.trace import MeasuredTask, chrome_trace
 from autopipe.ir.schedule import Phase, Task
 from autopipe.ir.timeline import Transfer

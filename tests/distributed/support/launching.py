@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
+from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.cli.main import main
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.placement import Placement, Split, Stage

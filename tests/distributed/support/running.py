@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
+from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.backends.torch.runtime.records import record_file

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 from autopipe.ir.graph import Constant, Graph, Node

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autopipe.backends.torch.emission import normalization
+from autopipe.backends.torch.codegen import normalization
 from autopipe.backends.torch.runtime.operators import linear_cross_entropy
 from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.ir.ops import operator_of, signature_of

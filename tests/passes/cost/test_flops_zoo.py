@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.configs import zoo
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.space import AxisKind

@@ -20,7 +20,7 @@ from autopipe.passes.explain import (
     what_ifs,
 )
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
-from autopipe.passes.placement.given import written
+from autopipe.passes.placement.explicit import written
 from autopipe.passes.registry import scheduler_class, strategy_class
 
 GPT = {

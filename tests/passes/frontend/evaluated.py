@@ -12,7 +12,7 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model, read_model
 from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor

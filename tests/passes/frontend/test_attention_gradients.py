@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model

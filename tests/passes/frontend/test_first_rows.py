@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.backends.onnxruntime import ReferenceModel
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Graph
 from autopipe.passes.frontend import read_model

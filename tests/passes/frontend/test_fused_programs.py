@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.frontend.fusion import rules
 from tests.conformance.adapter import forward_of, stage_of, to_tensor

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from autopipe.backends.torch.emission import normalization
+from autopipe.backends.torch.codegen import normalization
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
 from tests.passes.frontend.building import FLOAT, INT64, Shape, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds

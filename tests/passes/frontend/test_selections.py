@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
 from tests.conformance.adapter import forward_of, stage_of, to_tensor

@@ -13,7 +13,7 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 import pytest
 
-from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.parameters import read_block
 from autopipe.ir.errors import ModelError
 from autopipe.ir.layout import Box, whole

@@ -122,9 +122,9 @@ def load(library: Path) -> None:
     """
     assert "torch" not in sys.modules, "torch has found that there is no CUDA device"
     device = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    from autopipe.backends.torch.fake_cuda import stand_ins
+    from autopipe.backends.torch.fake_cuda import patches
 
     device.register_guard()
-    stand_ins.install()
+    patches.install()
     global _loaded  # noqa: PLW0603
     _loaded = True

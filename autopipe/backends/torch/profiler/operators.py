@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.backends.torch.codegen.stage import emit_stage
 from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
 from autopipe.backends.torch.runtime.clock import Mark
 from autopipe.backends.torch.runtime.gradients import GradientReduction

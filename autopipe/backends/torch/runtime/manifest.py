@@ -60,7 +60,7 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest in `folder`, which `emission.program` writes."""
+    """The manifest in `folder`, which `codegen.program` writes."""
 
     folder: Path
     model: Annotated[Path, At("model.path"), _PATH]

@@ -6,7 +6,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint
-from autopipe.passes.placement.expert import OneWeirdTrick
+from autopipe.passes.placement.handcrafted import OneWeirdTrick
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
 

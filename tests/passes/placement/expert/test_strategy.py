@@ -6,7 +6,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Problem
-from autopipe.passes.placement.expert import Expert
+from autopipe.passes.placement.handcrafted import Expert
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
 

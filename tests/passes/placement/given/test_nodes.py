@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.passes.placement.given import (
+from autopipe.passes.placement.explicit import (
     NodeEntry,
     NodeNames,
     entries_of,

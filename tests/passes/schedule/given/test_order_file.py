@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as pipelining
 
-from autopipe.cli.drawing.picture import plan_picture
+from autopipe.cli.drawing.timeline_figure import plan_picture
 from autopipe.cli.drawing.trace import orders_csv
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import StageGraph

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import (
+from autopipe.backends.torch.codegen.call import (
     Call,
     Emitter,
     called,

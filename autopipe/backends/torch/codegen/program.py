@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from autopipe.backends.torch.emission.archive import write_arrays
-from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
-from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.backends.torch.codegen.archive import write_arrays
+from autopipe.backends.torch.codegen.rank import emit_rank, rank_module, stage_module
+from autopipe.backends.torch.codegen.stage import emit_stage
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType

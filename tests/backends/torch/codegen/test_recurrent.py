@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.backends.torch.emission.reference import compare, gradients
+from tests.backends.torch.codegen.reference import compare, gradients
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 USUAL = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, in_one_type
+from autopipe.backends.torch.codegen.call import Call, Emitter, called, in_one_type
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.linear_cross_entropy import (
     BIAS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called
+from autopipe.backends.torch.codegen.call import Call, Emitter, called
 from autopipe.ir.ops.experts import (
     EXPERTS,
     LISTED,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.emission.call import Call, number
-from autopipe.backends.torch.emission.stage import EMITTERS
+from autopipe.backends.torch.codegen.call import Call, number
+from autopipe.backends.torch.codegen.stage import EMITTERS
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS, signature_of
 from autopipe.ir.ops.loop import LOOP

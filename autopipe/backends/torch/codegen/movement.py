@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, literal, number
+from autopipe.backends.torch.codegen.call import Call, Emitter, called, formula, literal, number
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.movement import ResizedAxis, padding, permutation, resized_axes, slices
 from autopipe.ir.ops.operator import axes_of, positive

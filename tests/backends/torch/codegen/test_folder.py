@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.emission import program as folder_module
-from autopipe.backends.torch.emission.archive import write_arrays
-from autopipe.backends.torch.emission.program import (
+from autopipe.backends.torch.codegen import program as folder_module
+from autopipe.backends.torch.codegen.archive import write_arrays
+from autopipe.backends.torch.codegen.program import (
     ProgramFiles,
     Provenance,
     replace_folder,
@@ -246,7 +246,7 @@ def test_text_that_is_no_python_is_never_written(
 def test_operators_that_torch_lacks_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autopipe.backends.torch.emission import stage
+    from autopipe.backends.torch.codegen import stage
 
     monkeypatch.delitem(stage.EMITTERS, "Tanh")
     with pytest.raises(CodegenError, match="operator Tanh cannot be written as PyTorch"):

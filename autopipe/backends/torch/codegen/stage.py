@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopipe.backends.torch.emission.attention import ATTENTION
-from autopipe.backends.torch.emission.call import (
+from autopipe.backends.torch.codegen.attention import ATTENTION
+from autopipe.backends.torch.codegen.call import (
     Call,
     Emitter,
     called,
@@ -24,18 +24,18 @@ from autopipe.backends.torch.emission.call import (
     literal,
     torch_dtype,
 )
-from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
-from autopipe.backends.torch.emission.loop import body_code
-from autopipe.backends.torch.emission.movement import MOVEMENT
-from autopipe.backends.torch.emission.normalization import NORMALIZATION
-from autopipe.backends.torch.emission.products import PRODUCTS
-from autopipe.backends.torch.emission.quantized import QUANTIZED
+from autopipe.backends.torch.codegen.elementwise import ELEMENTWISE
+from autopipe.backends.torch.codegen.loop import body_code
+from autopipe.backends.torch.codegen.matmul_conv import PRODUCTS
+from autopipe.backends.torch.codegen.movement import MOVEMENT
+from autopipe.backends.torch.codegen.normalization import NORMALIZATION
+from autopipe.backends.torch.codegen.quantized import QUANTIZED
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, degree_of
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.loop import LOOP, operand_ports, result_ports
-from autopipe.ir.ops.products import is_matrix_product, takes_bias
+from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.words import plural
 

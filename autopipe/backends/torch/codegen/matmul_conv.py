@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from string import ascii_lowercase
 
-from autopipe.backends.torch.emission.call import (
+from autopipe.backends.torch.codegen.call import (
     Call,
     Emitter,
     called,
@@ -14,8 +14,8 @@ from autopipe.backends.torch.emission.call import (
     number,
 )
 from autopipe.ir.graph import DType
+from autopipe.ir.ops.matmul_conv import equation_of, has_bias
 from autopipe.ir.ops.operator import SpatialWindow, window_of
-from autopipe.ir.ops.products import equation_of, has_bias
 
 # Products of matrices.
 

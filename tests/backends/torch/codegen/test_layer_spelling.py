@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.emission.call import Call
-from autopipe.backends.torch.emission.stage import EMITTERS
+from autopipe.backends.torch.codegen.call import Call
+from autopipe.backends.torch.codegen.stage import EMITTERS
 from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Split
 from tests.ir.ops.uses import use_of

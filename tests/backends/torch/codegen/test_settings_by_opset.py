@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopipe.ir.ops import signature_of
-from tests.backends.torch.emission.reference import compare
+from tests.backends.torch.codegen.reference import compare
 from tests.conformance.adapter import to_tensor
 from tests.ir.ops.splitting import Use, computed
 

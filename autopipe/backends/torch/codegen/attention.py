@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopipe.backends.torch.emission.call import (
+from autopipe.backends.torch.codegen.call import (
     Call,
     Emitter,
     called,
@@ -14,8 +14,8 @@ from autopipe.backends.torch.emission.call import (
     in_one_type,
     torch_dtype,
 )
-from autopipe.backends.torch.emission.normalization import rms_norm
-from autopipe.backends.torch.emission.products import multiply
+from autopipe.backends.torch.codegen.matmul_conv import multiply
+from autopipe.backends.torch.codegen.normalization import rms_norm
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops.attention import is_positional, is_stepwise, softmax_type
 

@@ -9,7 +9,7 @@ import onnx.helper
 import pytest
 
 from autopipe.passes.frontend.inference import Inference
-from tests.backends.torch.emission.reference import compare
+from tests.backends.torch.codegen.reference import compare
 from tests.ir.ops.splitting import check
 
 DOMAIN = "com.microsoft"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.emission.call import Call
-from autopipe.backends.torch.emission.rank import emit_rank
-from autopipe.backends.torch.emission.stage import deferred
+from autopipe.backends.torch.codegen.call import Call
+from autopipe.backends.torch.codegen.rank import emit_rank
+from autopipe.backends.torch.codegen.stage import deferred
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Placement, Split, Stage

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.backends.torch.emission.reference import compare
+from tests.backends.torch.codegen.reference import compare
 
 
 def normal(*shape: int) -> np.ndarray:
