@@ -1,4 +1,4 @@
-"""Draw the package's folders and their imports from the code: docs/architecture.svg.
+"""Draw the package's folders and their imports from the code: docs/contributing/architecture.svg.
 
 python scripts/draw_architecture.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "architecture.svg"
+TARGET = ROOT / "docs" / "contributing" / "architecture.svg"
 ROWS = (
     ("cli",),
     ("passes.explain", "passes.export", "passes.lower", "passes.pipeline"),

@@ -1,5 +1,5 @@
 """Takes every exported model from its file to verified ranks, and writes what came of it to
-docs/exported-models.md.
+docs/reference/exported-models.md.
 
     python scripts/exported_models.py                 all of them: about an hour on two cores
     python scripts/exported_models.py --only gpt2     those whose name holds `gpt2`; the table's other rows stay
@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "exported-models.md"
+TABLE = ROOT / "docs" / "reference" / "exported-models.md"
 sys.path.insert(0, str(ROOT))
 
 from tests.distributed.support.pool import Pools, ranks_in  # noqa: E402 - needs the path above

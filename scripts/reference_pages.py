@@ -94,6 +94,9 @@ _MODELS_INTRODUCTION = """\
 keys other `--set` then change. Every model also takes these keys:
 """
 
+GENERATED = "<!-- Generated: python scripts/reference_pages.py docs -->"
+"""First line of each page that this script writes."""
+
 _ENDLESS = re.compile(r" up to \d{9,}")
 """Limits that only keep what is computed from them in bounds."""
 
@@ -101,13 +104,14 @@ _NO_OPTIONS = "It has no options.\n"
 
 
 def pages() -> dict[str, str]:
-    """A page's file name -> its text."""
-    return {
-        "reference-commands.md": commands_page(),
-        "reference-configuration.md": configuration_page(),
-        "reference-models.md": models_page(),
-        "reference-strategies.md": options_page(),
+    """Return the text of each generated page by its path below docs/."""
+    texts = {
+        "reference/commands.md": commands_page(),
+        "reference/configuration.md": configuration_page(),
+        "reference/models.md": models_page(),
+        "reference/strategies.md": options_page(),
     }
+    return {path: f"{GENERATED}\n\n{text}" for path, text in texts.items()}
 
 
 def commands_page() -> str:
@@ -312,7 +316,10 @@ def _class_section(name: str, kind: type) -> str:
 
 def main(folder: str) -> None:
     """Write all pages into `folder`."""
-    write_texts({Path(folder) / name: text for name, text in pages().items()})
+    texts = {Path(folder) / name: text for name, text in pages().items()}
+    for path in texts:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_texts(texts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs tests with other versions of the dependencies, and writes the results to docs/versions.md.
+"""Runs tests with other versions of the dependencies, and writes the results to docs/reference/versions.md.
 
     python scripts/versions.py                          every environment and every set of tests: hours
     python scripts/versions.py --only torch-2.11        the environment `torch-2.11.0`
@@ -28,7 +28,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "versions.md"
+TABLE = ROOT / "docs" / "reference" / "versions.md"
 PACKAGES = (
     "torch",
     "click",

@@ -1,5 +1,5 @@
 """Every function of the package that writes, moves or removes files is listed here;
-`docs/security.md` says of what.
+`docs/reference/security.md` says of what.
 
 A command's output goes through `ir/output_kinds.py` or `ir/output_files.py`. A new function that
 touches files by other means fails this test: use these modules, or list the function with what it

@@ -59,7 +59,7 @@ _NO_END = 2**40
 """Steps of a run that ends where its data does."""
 _SECONDS = click.FloatRange(min=0, min_open=True)
 _SOURCES = (
-    "FILE.npz, FILE.bin of tokens, a table or folder (docs/data.md) or module:function; random "
+    "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; random "
     "data without it"
 )
 

@@ -32,11 +32,11 @@ BLOCK = re.compile(
 NAMED = re.compile(r"# (?P<name>\S+\.yaml)\n")
 """The first line of a YAML file that a page shows."""
 PAGES = {
-    path.name: text
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    path.relative_to(ROOT).as_posix().removeprefix("docs/"): text
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "tutorial.md" and COMMAND.search(text := path.read_text(encoding="utf-8"))
 }
-"""The pages that show commands, with their texts."""
+"""Text of each page that shows commands, by its path below docs/ (README.md: of the root)."""
 
 SMALL = (
     "--set loss=true --set layers=2 --set hidden=32 --set heads=2 --set vocabulary=64 --set "
@@ -58,14 +58,14 @@ DECODER = (
 SAMPLES = 4
 PREPARED: dict[str, tuple[str, ...]] = {
     "README.md": ("autopipe zoo build gpt -o model.onnx --set loss=true",),
-    "checkpoint.md": PROGRAM,
-    "data.md": PROGRAM,
-    "clusters.md": (GPT,),
-    "graphpipe.md": (
+    "guides/checkpoints.md": PROGRAM,
+    "guides/data.md": PROGRAM,
+    "guides/clusters.md": (GPT,),
+    "methods/graphpipe.md": (
         "autopipe zoo build candle-uno -o candle.onnx --set loss=true --set weights=none",
     ),
-    "profile.md": (GPT, MEASURED),
-    "reference-commands.md": (
+    "guides/measured-costs.md": (GPT, MEASURED),
+    "reference/commands.md": (
         *PROGRAM,
         MEASURED,
         f"{PLAN} 1f1b -o gpt.1f1b.plan",
@@ -78,9 +78,9 @@ PREPARED: dict[str, tuple[str, ...]] = {
         "autopipe schedule --shape v --devices 2 --units 4 -o schedule.json",
         f"{DECODER} --gpus 1 --strategy data_parallel --batch-size 2 -o decoder.plan",
     ),
-    "schedules.md": (GPT,),
-    "running.md": PROGRAM,
-    "zero.md": (GPT,),
+    "methods/schedules.md": (GPT,),
+    "guides/multi-node.md": PROGRAM,
+    "methods/zero.md": (GPT,),
 }
 """What is typed before a page's own commands."""
 ELSEWHERE = "autopipe bench tessel"

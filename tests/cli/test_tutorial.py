@@ -18,7 +18,7 @@ from autopipe.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "export_gpt2.py"
-TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")
 
 BLOCK = re.compile(
     r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL

@@ -408,7 +408,7 @@ class StateHolder(BackendRendezvousStateHolder):
         form = json.loads(self._signer.value(_STATE, _unhex(held)))
         number = int(form["number"])
         if number < self._number or (number == self._number and held != self._held):
-            hint = "another program reaches its port: see docs/security.md"
+            hint = "another program reaches its port: see docs/reference/security.md"
             raise LaunchError("the nodes' store was put back to an earlier state", hint=hint)
         self._held = held
         self._number = number

@@ -102,10 +102,10 @@ STARTED = {
 
 
 def documented(start: str, program: Path) -> list[str]:
-    """Words of the command in docs/running.md that starts so, for a program beside its key, on the
+    """Words of the command in docs/guides/multi-node.md that starts so, for a program beside its key, on the
     CPU.
     """
-    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "multi-node.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith(start)]
     meant = {
         "gpt.plan/program": str(program),

@@ -125,7 +125,7 @@ NETWORK_VARIABLES = (
     "NCCL_NET_GDR_LEVEL",
     "NCCL_SOCKET_IFNAME",
 )
-"""Variables that all ranks of a program must agree on; docs/running.md says what each does."""
+"""Variables that all ranks of a program must agree on; docs/guides/multi-node.md says what each does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Signer:
                 "the ranks' store holds a value that no process of this run has written",
                 hint=(
                     "another program reaches its port, or a node has another key: see "
-                    "docs/security.md"
+                    "docs/reference/security.md"
                 ),
                 where=name,
             )
