@@ -27,7 +27,7 @@ from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimiz
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
-from autopipe.ir.layout import whole
+from autopipe.ir.layout import full_slice
 from autopipe.ir.program import Shard
 from tests.backends.torch.runtime.checkpointing.saving import ADAMW, manifest_with
 
@@ -41,7 +41,7 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
     count = mebibytes * 2**20 // (SIDE * SIDE * 4 * STATES)
     values = (Value(f"w{each}", DType.FLOAT32, (SIDE, SIDE)) for each in range(count))
     entries = tuple(Parameter(value, Initializer("zeros")) for value in values)
-    shards = tuple(Shard(each, whole((SIDE, SIDE)), (0,), None) for each in range(count))
+    shards = tuple(Shard(each, full_slice((SIDE, SIDE)), (0,), None) for each in range(count))
     manifest = manifest_with(parameters=entries, shards=(shards,))
     parameters = {each: torch.randn(SIDE, SIDE, requires_grad=True) for each in range(count)}
     optimizer = make_optimizer(

@@ -19,7 +19,7 @@ from autopipe.backends.torch.random_comparison import compare
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 
 
 def main() -> None:
@@ -36,9 +36,9 @@ def main() -> None:
     keep_freed_memory()  # as ranks do
     side = arguments.side
     blocks = {
-        "all": Box((0, 0), (side, side)),
-        "an eighth of the rows": Box((side // 8, 0), (side // 4, side)),
-        "an eighth of the columns": Box((0, side // 8), (side, side // 4)),
+        "all": TensorSlice((0, 0), (side, side)),
+        "an eighth of the rows": TensorSlice((side // 8, 0), (side // 4, side)),
+        "an eighth of the columns": TensorSlice((0, side // 8), (side, side // 4)),
     }
     weight = Parameter(Value("w", DType.FLOAT32, (side, side)), Initializer("normal", 0.02))
     for name, box in blocks.items():
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _print_rates(
-    name: str, weight: Parameter, box: Box, threads: int, device: torch.device, rounds: int
+    name: str, weight: Parameter, box: TensorSlice, threads: int, device: torch.device, rounds: int
 ) -> None:
     cpu = []
     elapsed = []

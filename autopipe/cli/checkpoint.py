@@ -31,7 +31,7 @@ from autopipe.cli.output import Output, facts_table, plain_table
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.layout import whole
+from autopipe.ir.layout import full_slice
 from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
 from autopipe.ir.words import bytes_text, listed, plural
 
@@ -498,7 +498,7 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     yield from (Text(str(each)) for each in found)
     values = sum(_bytes(each.value) for each in held.parameters)
     state = sum(_bytes(tensor) for each in held.parameters for _, tensor in each.state)
-    elements = sum(whole(each.value.shape).elements for each in held.parameters)
+    elements = sum(full_slice(each.value.shape).elements for each in held.parameters)
     total = (
         f"{elements:,} in {len(held.parameters):,} {plural(len(held.parameters), 'tensor')}, "
         f"{bytes_text(values)}"
@@ -531,4 +531,4 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
 
 
 def _bytes(tensor: StoredTensor) -> int:
-    return whole(tensor.shape).elements * numpy_type(tensor.dtype).itemsize
+    return full_slice(tensor.shape).elements * numpy_type(tensor.dtype).itemsize

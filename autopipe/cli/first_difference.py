@@ -126,7 +126,7 @@ def _values_of_one(problem: Problem, loss: str | None, folder: Path) -> Arrays:
 
 
 def _relative(block: np.ndarray, whole: np.ndarray, layout: Layout, position: int) -> float:
-    return difference("", block, whole[layout.box(position).slices]).relative
+    return difference("", block, whole[layout.shard(position).slices]).relative
 
 
 def _read(folder: Path, stage: int, rank: int) -> Arrays:

@@ -39,7 +39,7 @@ from autopipe.cli.plan_folder import open_plan
 from autopipe.cli.program_folder import open_program, other_plan, program_in
 from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
 from autopipe.ir.graph import COUNTED_LABELS, DType, Initializer
-from autopipe.ir.layout import whole
+from autopipe.ir.layout import full_slice
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import FORWARD, REFERENCE
 from autopipe.ir.rounding import UNIT_ROUNDOFF
@@ -566,7 +566,7 @@ class Verification:
         weights = {}
         for entry in forward.parameters:
             if isinstance(entry.storage, Initializer):
-                drawn = init_shard(entry, whole(entry.value.shape), seed)
+                drawn = init_shard(entry, full_slice(entry.value.shape), seed)
                 weights[entry.value.name] = (
                     drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn
                 ).numpy()

@@ -25,7 +25,7 @@ from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorSlice:
     """A block of a tensor: for each dimension a half-open range [start, stop)."""
 
     starts: tuple[Index, ...]
@@ -43,28 +43,28 @@ class Box:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: TensorSlice) -> TensorSlice | None:
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
             return None
-        return Box(starts, stops)
+        return TensorSlice(starts, stops)
 
-    def shifted(self, distances: Iterable[int]) -> Box:
+    def shifted(self, distances: Iterable[int]) -> TensorSlice:
         steps = tuple(distances)
-        return Box(tuple(map(add, self.starts, steps)), tuple(map(add, self.stops, steps)))
+        return TensorSlice(tuple(map(add, self.starts, steps)), tuple(map(add, self.stops, steps)))
 
-    def within(self, outer: Box) -> Box:
+    def within(self, outer: TensorSlice) -> TensorSlice:
         """The same block in coordinates relative to `outer`."""
         return self.shifted(-start for start in outer.starts)
 
-    def beside(self, source: Box, target: Box) -> Box:
+    def moved(self, source: TensorSlice, target: TensorSlice) -> TensorSlice:
         """The block that lies in `target` as this one lies in `source`."""
         return self.shifted(map(sub, target.starts, source.starts))
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
+def full_slice(shape: tuple[int, ...]) -> TensorSlice:
+    return TensorSlice((0,) * len(shape), shape)
 
 
 class MeshAxis(NamedTuple):
@@ -75,7 +75,7 @@ class MeshAxis(NamedTuple):
     degree: int
     stride: int
 
-    def place(self, position: int) -> int:
+    def coordinate(self, position: int) -> int:
         return position // self.stride % self.degree
 
 
@@ -83,7 +83,7 @@ MeshAxes = tuple[MeshAxis, ...]
 """Outer to inner."""
 
 
-def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
+def mesh_axes_of(splits: Sequence[Split], group: int) -> MeshAxes:
     """One axis for each split, outer to inner over `group` devices; those that the degrees leave
     over are innermost. The product of the degrees must divide `group`.
     """
@@ -98,12 +98,14 @@ def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
     return tuple(found)
 
 
-def axes_of(splits: Sequence[Split], group: int) -> dict[str, MeshAxis]:
+def mesh_axis_by_name(splits: Sequence[Split], group: int) -> dict[str, MeshAxis]:
     """The axis of the mesh that each split axis of a space lies along, outer to inner."""
-    return {split.axis: axis for split, axis in zip(splits, mesh_of(splits, group), strict=True)}
+    return {
+        split.axis: axis for split, axis in zip(splits, mesh_axes_of(splits, group), strict=True)
+    }
 
 
-def merged(axes: Iterable[MeshAxis]) -> MeshAxes:
+def merge_axes(axes: Iterable[MeshAxis]) -> MeshAxes:
     """The one spelling of axes, outer to inner: neighbours that count on in one another are one."""
     found: list[MeshAxis] = []
     for axis in axes:
@@ -119,7 +121,7 @@ Positions = TypeVar("Positions", int, NDArray[np.int64])
 """The position of a device in its group, or of several."""
 
 
-def place_along(axes: MeshAxes, position: Positions) -> Positions:
+def coordinate_along(axes: MeshAxes, position: Positions) -> Positions:
     """Where devices stand along several axes, outer to inner, counted as one."""
     index = position - position
     for axis in axes:
@@ -131,18 +133,18 @@ def degree_of(axes: Iterable[MeshAxis]) -> int:
     return math.prod([axis.degree for axis in axes])
 
 
-def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
+def group_members(axes: MeshAxes, position: int) -> tuple[int, ...]:
     """Positions of the devices that differ from the one at `position` along `axes` alone, in the
     order of the axes.
     """
-    found = [position - sum(axis.place(position) * axis.stride for axis in axes)]
+    found = [position - sum(axis.coordinate(position) * axis.stride for axis in axes)]
     for axis in axes:
         found = [each + place * axis.stride for each in found for place in range(axis.degree)]
     return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
-class WindowedBlocks:
+class WindowedShards:
     """Blocks of a dimension: block i is the `length` elements from i · step + offset on. Blocks may
     overlap, leave elements out, and stick out of the tensor at its ends.
     """
@@ -151,16 +153,16 @@ class WindowedBlocks:
     offset: int
     length: int
 
-    def joined(self, count: int) -> WindowedBlocks:
+    def joined(self, count: int) -> WindowedShards:
         """The same for `count` neighbouring blocks taken as one."""
-        return WindowedBlocks(self.step * count, self.offset, (count - 1) * self.step + self.length)
+        return WindowedShards(self.step * count, self.offset, (count - 1) * self.step + self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a stage's group holds one tensor.
 
-    `cuts[i]` are the mesh axes that cut dimension i, outer to inner. Over `sums` the devices hold
+    `shard_axes[i]` are the mesh axes that cut dimension i, outer to inner. Over `sums` the devices hold
     shares of a sum, over `means` equal shares of a mean: along all other axes they hold copies.
     Axes are merged, so that two layouts are equal where they mean the same.
 
@@ -170,17 +172,19 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[MeshAxes, ...]
+    shard_axes: tuple[MeshAxes, ...]
     sums: MeshAxes = ()
     means: MeshAxes = ()
-    windows: tuple[WindowedBlocks | None, ...] = ()
+    windows: tuple[WindowedShards | None, ...] = ()
     fill: float = 0.0
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         # Layouts are few, and looked up for each operand of each node.
         if (known := self._hash) is None:
-            known = hash((self.shape, self.cuts, self.sums, self.means, self.windows, self.fill))
+            known = hash(
+                (self.shape, self.shard_axes, self.sums, self.means, self.windows, self.fill)
+            )
             object.__setattr__(self, "_hash", known)
         return known
 
@@ -191,15 +195,15 @@ class Layout:
     @property
     def partial_over(self) -> MeshAxes:
         """The axes over which devices hold shares, outer to inner."""
-        return merged(sorted(self.sums + self.means, key=lambda axis: -axis.stride))
+        return merge_axes(sorted(self.sums + self.means, key=lambda axis: -axis.stride))
 
     @property
-    def parts(self) -> int:
-        return degree_of(axis for axes in self.cuts for axis in axes)
+    def shard_count(self) -> int:
+        return degree_of(axis for axes in self.shard_axes for axis in axes)
 
     def reduced(self) -> Layout:
         """The same blocks when shares have been added up."""
-        return Layout(self.shape, self.cuts)
+        return Layout(self.shape, self.shard_axes)
 
     def even(self) -> Layout:
         """Even blocks along the same axes; the dimensions read through windows whole where these do
@@ -207,21 +211,22 @@ class Layout:
         """
         if not self.windows:
             return self
-        dimensions = zip(self.shape, self.cuts, self.windows, strict=True)
+        dimensions = zip(self.shape, self.shard_axes, self.windows, strict=True)
         cuts = (
             () if window and extent % degree_of(axes) else axes
             for extent, axes, window in dimensions
         )
         return Layout(self.shape, tuple(cuts))
 
-    def blocks(self) -> tuple[WindowedBlocks, ...]:
+    def blocks(self) -> tuple[WindowedShards, ...]:
         """For each dimension what each block along it has."""
         even = [
-            extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True)
+            extent // degree_of(axes)
+            for extent, axes in zip(self.shape, self.shard_axes, strict=True)
         ]
         windows = self.windows or (None,) * len(even)
         return tuple(
-            window or WindowedBlocks(extent, 0, extent)
+            window or WindowedShards(extent, 0, extent)
             for window, extent in zip(windows, even, strict=True)
         )
 
@@ -230,44 +235,49 @@ class Layout:
         if not self.windows:
             return tuple(
                 extent // degree_of(axes)
-                for extent, axes in zip(self.shape, self.cuts, strict=True)
+                for extent, axes in zip(self.shape, self.shard_axes, strict=True)
             )
         return tuple(block.length for block in self.blocks())
 
     @property
     def local_elements(self) -> int:
         return (
-            math.prod(self.local_shape()) if self.windows else math.prod(self.shape) // self.parts
+            math.prod(self.local_shape())
+            if self.windows
+            else math.prod(self.shape) // self.shard_count
         )
 
-    def like_first(self, group: int) -> tuple[int, ...]:
+    def copies_of_first_shard(self, group: int) -> tuple[int, ...]:
         """The positions, of `group`, of the devices that hold the same block as the one at position
         0.
         """
         positions = np.arange(group)
-        apart = sum((place_along(axes, positions) for axes in self.cuts), np.zeros_like(positions))
+        apart = sum(
+            (coordinate_along(axes, positions) for axes in self.shard_axes),
+            np.zeros_like(positions),
+        )
         return tuple(np.flatnonzero(apart == 0).tolist())
 
-    def box(self, position: int) -> Box:
-        """Box held by the device at `position` of the group; blocks read through windows may exceed
+    def shard(self, position: int) -> TensorSlice:
+        """TensorSlice held by the device at `position` of the group; blocks read through windows may exceed
         the tensor.
         """
         starts = []
         stops = []
-        for block, axes in zip(self.blocks(), self.cuts, strict=True):
-            starts.append(place_along(axes, position) * block.step + block.offset)
+        for block, axes in zip(self.blocks(), self.shard_axes, strict=True):
+            starts.append(coordinate_along(axes, position) * block.step + block.offset)
             stops.append(starts[-1] + block.length)
-        return Box(tuple(starts), tuple(stops))
+        return TensorSlice(tuple(starts), tuple(stops))
 
 
 @lru_cache(maxsize=1024)
-def holders_by_box(layout: Layout, group: int) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+def holders_by_shard(layout: Layout, group: int) -> tuple[tuple[TensorSlice, tuple[int, ...]], ...]:
     """Each block, in the order of the first position that holds it, with all positions of `group`
     that do. Layers repeat, so few layouts are asked for often.
     """
-    found: dict[Box, list[int]] = {}
+    found: dict[TensorSlice, list[int]] = {}
     for position in range(group):
-        found.setdefault(layout.box(position), []).append(position)
+        found.setdefault(layout.shard(position), []).append(position)
     return tuple((box, tuple(positions)) for box, positions in found.items())
 
 
@@ -282,20 +292,20 @@ def sliced(layout: Layout, group: int) -> Layout:
     copies: list[MeshAxis] = []
     outer = group
     for axis in sorted(
-        (axis for axes in layout.cuts for axis in axes), key=lambda axis: -axis.stride
+        (axis for axes in layout.shard_axes for axis in axes), key=lambda axis: -axis.stride
     ):
         span = axis.stride * axis.degree
         if outer % span:
             return layout
         copies.append(MeshAxis(outer // span, span))
         outer = axis.stride
-    over = merged([*copies, MeshAxis(outer, 1)])
+    over = merge_axes([*copies, MeshAxis(outer, 1)])
     if not over or layout.windows or layout.is_partial:
         return layout
     for dimension, extent in enumerate(layout.local_shape()):
         if extent % degree_of(over) == 0:
-            cuts = list(layout.cuts)
-            cuts[dimension] = merged([*cuts[dimension], *over])
+            cuts = list(layout.shard_axes)
+            cuts[dimension] = merge_axes([*cuts[dimension], *over])
             return Layout(layout.shape, tuple(cuts))
     return layout
 
@@ -307,23 +317,25 @@ def operand_layout(
     windows: Sequence[Windowed] = (),
 ) -> Layout:
     """Layout in which devices need an operand, or hold a result, of a node whose splits have these
-    `axes_of`. `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is
-    a block only where `is_block` says so; callers keep to such splits.
+    `mesh_axis_by_name`. `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is
+    a block only where `is_even_split` says so; callers keep to such splits.
     """
-    cuts = [merged([axes[name] for name in dimension if name in axes]) for dimension in dimensions]
+    cuts = [
+        merge_axes([axes[name] for name in dimension if name in axes]) for dimension in dimensions
+    ]
     if not windows:
         return Layout(shape, tuple(cuts))
-    found: list[WindowedBlocks | None] = [None] * len(shape)
+    found: list[WindowedShards | None] = [None] * len(shape)
     fill = 0.0
     for each in windows:
         if each.axis not in axes or axes[each.axis].degree == 1:
             continue
         degree = axes[each.axis].degree
         extent = shape[each.dimension]
-        block = WindowedBlocks(each.stride, each.offset, each.reach).joined(each.count // degree)
-        cuts[each.dimension] = merged([axes[each.axis]])
+        block = WindowedShards(each.stride, each.offset, each.reach).joined(each.count // degree)
+        cuts[each.dimension] = merge_axes([axes[each.axis]])
         is_even = (
-            block == WindowedBlocks(extent // degree, 0, extent // degree) and extent % degree == 0
+            block == WindowedShards(extent // degree, 0, extent // degree) and extent % degree == 0
         )
         found[each.dimension] = None if is_even else block
         if block.offset < 0 or (degree - 1) * block.step + block.offset + block.length > extent:
@@ -347,7 +359,11 @@ def result_layout(
     for name, axis in axes.items():
         if name not in present and (kind := space.axis(name).kind) is not AxisKind.AGREED:
             (means if kind is AxisKind.MEAN else sums).append(axis)
-    return Layout(held.shape, held.cuts, merged(sums), merged(means)) if sums or means else held
+    return (
+        Layout(held.shape, held.shard_axes, merge_axes(sums), merge_axes(means))
+        if sums or means
+        else held
+    )
 
 
 def even_degree_hint(extent: int, degree: int) -> str:
@@ -358,11 +374,11 @@ def even_degree_hint(extent: int, degree: int) -> str:
     return f"pad it to {padded} in the model{others}"
 
 
-def is_block(space: Space, axis: str, degree: int) -> bool:
-    return are_blocks(space, (Split(axis, degree),))
+def is_even_split(space: Space, axis: str, degree: int) -> bool:
+    return are_even_splits(space, (Split(axis, degree),))
 
 
-def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
+def are_even_splits(space: Space, splits: Sequence[Split]) -> bool:
     """True if `splits` together leave every device one block of each tensor, equal to the others'.
     In a dimension made of several axes an inner one may be cut where all those outside it are cut
     to extent one.
@@ -371,17 +387,17 @@ def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
     extents = space.extents()
     if any(extent % degrees.get(axis, 1) for axis, extent in extents.items()):
         return False
-    return all(is_one_block(dimension, extents, degrees) for dimension in mixed_dimensions(space))
+    return all(is_one_range(dimension, extents, degrees) for dimension in merged_dimensions(space))
 
 
-def mixed_dimensions(space: Space) -> tuple[Dimension, ...]:
+def merged_dimensions(space: Space) -> tuple[Dimension, ...]:
     """The different dimensions that several axes make up."""
     tensors = (*space.operands, *space.results)
     mixed = (dimension for tensor in tensors for dimension in tensor or () if len(dimension) > 1)
     return tuple(dict.fromkeys(mixed))
 
 
-def is_one_block(
+def is_one_range(
     dimension: Dimension, extents: Mapping[str, int], degrees: Mapping[str, int]
 ) -> bool:
     """True if `degrees`, which divide `extents`, cut no axis of a dimension inside of one not down
@@ -396,7 +412,7 @@ def is_one_block(
     return True
 
 
-def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
+def missing_elements(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
     """For each position of a group, the elements of its block under `target` that it lacks under
     `source`.
     """
@@ -414,18 +430,18 @@ def of_neighbours(layout: Layout, size: int) -> Layout:
     """The layout as each `size` neighbouring devices hold it together, counted as one device. Where
     neighbours' blocks do not make up one block, it is the smallest that has them all.
     """
-    windows = layout.windows or (None,) * len(layout.cuts)
+    windows = layout.windows or (None,) * len(layout.shard_axes)
     cut = [
-        cut_by_neighbours(axes, window, size)
-        for axes, window in zip(layout.cuts, windows, strict=True)
+        sharded_over_neighbours(axes, window, size)
+        for axes, window in zip(layout.shard_axes, windows, strict=True)
     ]
     cuts, windows = zip(*cut, strict=True) if cut else ((), ())
     return Layout(layout.shape, cuts, windows=windows if layout.windows else ())
 
 
-def cut_by_neighbours(
-    axes: MeshAxes, window: WindowedBlocks | None, size: int
-) -> tuple[MeshAxes, WindowedBlocks | None]:
+def sharded_over_neighbours(
+    axes: MeshAxes, window: WindowedShards | None, size: int
+) -> tuple[MeshAxes, WindowedShards | None]:
     """The same along one dimension, cut by `axes` and read through `window`, if by any."""
     # What tells one set of neighbours from another, up to the first axis that lies within one.
     found = []
@@ -439,7 +455,7 @@ def cut_by_neighbours(
                 MeshAxis(span // size, 1)
             )  # The axis's outer part: it goes on inside of a set.
         break
-    outer = merged(found)
+    outer = merge_axes(found)
     return outer, window.joined(degree_of(axes) // degree_of(outer)) if window and outer else None
 
 
@@ -450,39 +466,41 @@ def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.i
     positions = np.arange(group)
     starts = np.zeros((group, len(layout.shape)), dtype=np.int64)
     stops = np.zeros_like(starts)
-    for dimension, (block, axes) in enumerate(zip(layout.blocks(), layout.cuts, strict=True)):
-        starts[:, dimension] = place_along(axes, positions) * block.step + block.offset
+    for dimension, (block, axes) in enumerate(zip(layout.blocks(), layout.shard_axes, strict=True)):
+        starts[:, dimension] = coordinate_along(axes, positions) * block.step + block.offset
         stops[:, dimension] = starts[:, dimension] + block.length
     return np.maximum(starts, 0), np.minimum(stops, layout.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SliceTransfer:
     """A block, in coordinates of the whole tensor, that one position of a group gives to another or
     to itself.
     """
 
     source: int
     target: int
-    box: Box
+    part: TensorSlice
 
 
-def moves_between(source: Layout, target: Layout, group: int) -> Iterator[Move]:
+def slice_transfers(source: Layout, target: Layout, group: int) -> Iterator[SliceTransfer]:
     """The moves that make `target` of `source`, whose blocks are even and no shares of sums, by
     target. A device keeps what it has. Of several holders the nearest one sends, which mostly is in
     the same node. What of a block sticks out of the tensor nobody sends.
     """
-    holders = holders_by_box(source, group)
+    holders = holders_by_shard(source, group)
     for position in range(group):
-        need = target.box(position)
+        need = target.shard(position)
         for box, places in holders:
             common = box.intersect(need)
             if common is not None:
-                yield Move(min(places, key=lambda place: abs(place - position)), position, common)
+                yield SliceTransfer(
+                    min(places, key=lambda place: abs(place - position)), position, common
+                )
 
 
 @dataclass(frozen=True, slots=True)
-class Relayout:
+class Redistribution:
     """One change of a value's layout: what a group does together, over the axes `over` of its mesh.
 
     `kind` is `all_reduce` (shares of a sum → the sum), `reduce_scatter` (shares → blocks of the sum

@@ -18,7 +18,7 @@ from typing import Annotated
 from autopipe.ir.batch import Samples
 from autopipe.ir.codec import At, Count, Flat, Index, Sparse
 from autopipe.ir.graph import Constant, DType, Parameter, Value
-from autopipe.ir.layout import Box, MeshAxes, MeshAxis, Relayout, merged
+from autopipe.ir.layout import MeshAxes, MeshAxis, Redistribution, TensorSlice, merge_axes
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import AVERAGED, LossDivision
@@ -56,7 +56,7 @@ class Compute:
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
         """The axes of the mesh over which the node is split along `axes`."""
         wanted = frozenset(axes)
-        return merged(
+        return merge_axes(
             place
             for split, place in zip(self.splits, self.mesh, strict=True)
             if split.axis in wanted
@@ -79,7 +79,7 @@ class Collective:
 
     source: Value
     result: Value
-    relayout: Relayout
+    relayout: Redistribution
     itemsize: int
     """Bytes per element while the value is sent: under autocast less than the declared type of
     `source` may need.
@@ -188,8 +188,8 @@ class MessageBlock:
     target_stage: int
     source_rank: int
     target_rank: int
-    sent: Box
-    received: Box
+    sent: TensorSlice
+    received: TensorSlice
     needs_gradient: bool
     dtype: DType
     source_slice: MicroBatchSlice = EVERY
@@ -220,7 +220,7 @@ class Channel:
 @dataclass(frozen=True, slots=True)
 class DataInput:
     tensor: str
-    box: Box
+    box: TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class Shard:
     """
 
     parameter: Index
-    box: Annotated[Box, Flat()]
+    box: Annotated[TensorSlice, Flat()]
     gradient_ranks: Annotated[tuple[Index, ...], At("ranks")]
     home: Index | None
 
@@ -309,7 +309,7 @@ class OutputShard:
     """Where a block of a graph's output lies when a stage's forward is done."""
 
     rank: Index
-    box: Annotated[Box, Flat()]
+    box: Annotated[TensorSlice, Flat()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,10 +479,10 @@ class ElementRange:
     stop: int
     at: int
 
-    def boxes(self, shape: tuple[int, ...]) -> Iterator[Box]:
+    def boxes(self, shape: tuple[int, ...]) -> Iterator[TensorSlice]:
         """The same as boxes of a block of `shape`, in order: two for each dimension at most."""
         if not shape:
-            yield Box((), ())
+            yield TensorSlice((), ())
             return
         inner = math.prod(shape[1:])
         stop = self.stop
@@ -490,11 +490,11 @@ class ElementRange:
         if offset or row == (stop - 1) // inner:  # Part of a row comes first.
             end = min(inner, stop - row * inner)
             for box in replace(self, start=offset, stop=end).boxes(shape[1:]):
-                yield Box((row, *box.starts), (row + 1, *box.stops))
+                yield TensorSlice((row, *box.starts), (row + 1, *box.stops))
             row += 1
         last = stop // inner
         if row < last:
-            yield Box((row, *(0 for _ in shape[1:])), (last, *shape[1:]))
+            yield TensorSlice((row, *(0 for _ in shape[1:])), (last, *shape[1:]))
         if row <= last and last * inner < stop:
             yield from replace(self, start=last * inner).boxes(shape)
 

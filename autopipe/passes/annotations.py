@@ -19,11 +19,11 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import (
     Layout,
     MeshAxes,
-    axes_of,
+    coordinate_along,
     degree_of,
-    mesh_of,
+    mesh_axes_of,
+    mesh_axis_by_name,
     operand_layout,
-    place_along,
     result_layout,
 )
 from autopipe.ir.output_files import replacing
@@ -74,8 +74,8 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
     splits = tuple(Split(cut.axis, cut.degree) for cut in outer)
     if len(order) % math.prod(split.degree for split in splits):
         return None
-    mesh = zip(splits, mesh_of(splits, len(order)), strict=True)
-    made = {split.axis: tuple(map(axis.place, range(len(order)))) for split, axis in mesh}
+    mesh = zip(splits, mesh_axes_of(splits, len(order)), strict=True)
+    made = {split.axis: tuple(map(axis.coordinate, range(len(order)))) for split, axis in mesh}
     return splits if made == places else None
 
 
@@ -409,7 +409,8 @@ def annotated(
             named = [(name, own) for name, own in origin.values if own in layouts[owner]]
             devices = group_of[owner].devices
             shardings = [
-                Sharding(name, *_blocks(layouts[owner][own].cuts, devices)) for name, own in named
+                Sharding(name, *_blocks(layouts[owner][own].shard_axes, devices))
+                for name, own in named
             ]
             covered.setdefault(owner, set()).update(own for _, own in named)
         if stage is not None:
@@ -445,7 +446,7 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
     several layouts, or through windows that equal blocks do not stand for.
     """
     own = graph.nodes[node]
-    axes = axes_of(stage.splits_of(node), len(stage.devices))
+    axes = mesh_axis_by_name(stage.splits_of(node), len(stage.devices))
     found: dict[str, set[Layout]] = {}
     for place, (name, dimensions) in enumerate(zip(own.inputs, space.operands, strict=True)):
         if name and dimensions is not None:
@@ -453,7 +454,7 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
                 dimensions, graph.type_of(name).shape, axes, space.windows_of(place)
             )
             found.setdefault(name, set()).add(
-                layout.even() if layout.even().cuts == layout.cuts else layout
+                layout.even() if layout.even().shard_axes == layout.shard_axes else layout
             )
     for name, dimensions in zip(own.outputs, space.results, strict=True):
         if name and dimensions is not None:
@@ -471,7 +472,7 @@ def _blocks(
     cut = {dimension: axes for dimension, axes in enumerate(cuts) if degree_of(axes) > 1}
 
     def block(position: int) -> tuple[int, ...]:
-        return tuple(place_along(axes, position) for axes in cut.values())
+        return tuple(coordinate_along(axes, position) for axes in cut.values())
 
     blocks = itertools.groupby(sorted(range(len(devices)), key=block), block)
     copies = tuple(tuple(devices[position] for position in group) for _, group in blocks)

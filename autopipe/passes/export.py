@@ -25,7 +25,7 @@ import numpy.typing as npt
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
 from autopipe.ir.graph import DType, FileSlice, Value, VarintSlice
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import check_data_file
 from autopipe.ir.state_names import is_for_state_only
@@ -70,7 +70,7 @@ class Numbers:
     """
 
     value: Value
-    read: Callable[[Box], npt.NDArray[np.generic]]
+    read: Callable[[TensorSlice], npt.NDArray[np.generic]]
 
     def write(self, file: IO[bytes], progress: Progress) -> None:
         """Write all of the tensor's bytes, row by row, no more than about PIECE at a time."""
@@ -93,20 +93,22 @@ class Numbers:
             order = folded.steps[0].perm
             back = np.argsort(order)
 
-            def moved(box: Box) -> npt.NDArray[np.generic]:
+            def moved(box: TensorSlice) -> npt.NDArray[np.generic]:
                 bounds = (tuple(each[place] for place in back) for each in (box.starts, box.stops))
-                return self.read(Box(*bounds)).transpose(order)
+                return self.read(TensorSlice(*bounds)).transpose(order)
 
             return Numbers(value, moved)
 
         @functools.cache
         def applied() -> npt.NDArray[np.generic]:
-            stored = self.read(whole(self.value.shape))
+            stored = self.read(full_slice(self.value.shape))
             if MOVES.issuperset(steps):
                 return folded.apply(stored)
             if value.dtype is not DType.BFLOAT16:
                 arrays = {name: (others or {})[name] for name in folded.others}
-                read = {name: each.read(whole(each.value.shape)) for name, each in arrays.items()}
+                read = {
+                    name: each.read(full_slice(each.value.shape)) for name, each in arrays.items()
+                }
                 return folded.apply(stored, read).astype(stored.dtype)
             bits = (
                 folded.apply((stored.astype(np.uint32) << 16).view(np.float32))
@@ -119,16 +121,16 @@ class Numbers:
         return Numbers(value, lambda box: applied()[box.slices].reshape(box.shape))
 
 
-def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
     """Blocks of at most `limit` elements which, one after the other, are the tensor row by row."""
     if not shape:
-        yield whole(shape)
+        yield full_slice(shape)
     elif (row := math.prod(shape[1:])) > limit:
         for at, box in ((at, box) for at in range(shape[0]) for box in _boxes(shape[1:], limit)):
-            yield Box((at, *box.starts), (at + 1, *box.stops))
+            yield TensorSlice((at, *box.starts), (at + 1, *box.stops))
     elif row:
         for start in range(0, shape[0], limit // row):
-            yield Box(
+            yield TensorSlice(
                 (start, *(0 for _ in shape[1:])), (min(start + limit // row, shape[0]), *shape[1:])
             )
 
@@ -169,7 +171,7 @@ def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> 
         return Numbers(value, lambda box: listed[box.slices].reshape(box.shape))
     path = model.parent / place.file if place.file else model
 
-    def read(box: Box) -> npt.NDArray[np.generic]:
+    def read(box: TensorSlice) -> npt.NDArray[np.generic]:
         stored = np.memmap(
             path, value.dtype.stored, mode="r", offset=place.offset, shape=value.shape or (1,)
         )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice, Value, VarintSlice
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.ir.state_names import StateNames, is_for_state_only
 from autopipe.ir.words import plural
 from autopipe.passes.export import Numbers, stored_tensor
@@ -166,7 +166,7 @@ def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
     return {} if state is None else counters(source, state, forwards)
 
 
-def _increased(numbers: Numbers, amount: int, box: Box) -> npt.NDArray[np.generic]:
+def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[np.generic]:
     """Return a block of integers to which an amount is added. A sum that is too large wraps around,
     as torch's does.
     """
@@ -191,7 +191,7 @@ def named(numbers: Numbers, name: str) -> Numbers:
     return replace(numbers, value=replace(numbers.value, name=name))
 
 
-def block(array: npt.NDArray[np.generic], box: Box) -> npt.NDArray[np.generic]:
+def block(array: npt.NDArray[np.generic], box: TensorSlice) -> npt.NDArray[np.generic]:
     """Return a block of an array."""
     return array[box.slices].reshape(box.shape)
 
@@ -233,7 +233,7 @@ def recorded_entries(
 def _are_equal(one: Numbers, other: Numbers) -> bool:
     if (one.value.shape, one.value.dtype) != (other.value.shape, other.value.dtype):
         return False
-    everything = Box((0,) * len(one.value.shape), one.value.shape)
+    everything = TensorSlice((0,) * len(one.value.shape), one.value.shape)
     return one.read(everything).tobytes() == other.read(everything).tobytes()
 
 

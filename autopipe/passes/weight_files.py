@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Value
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.state_names import StateNames, module_name
 from autopipe.passes.export import FIXED, Numbers, stored_tensor
 from autopipe.passes.frontend.elements import stored_numbers
@@ -193,7 +193,7 @@ def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Number
         return name.rpartition(".")[2] == COUNTER or name in signature.buffers
     if name not in signature.parameters:
         return False
-    everything = whole(numbers.value.shape)
+    everything = full_slice(numbers.value.shape)
     return any(
         other.value.shape == numbers.value.shape
         and name not in (other.value.name, *signature.origins(other.value.name))
@@ -215,7 +215,7 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
             "converted"
         )
 
-    def read(box: Box) -> npt.NDArray[np.generic]:
+    def read(box: TensorSlice) -> npt.NDArray[np.generic]:
         block = numbers.read(box)
         if own is DType.BFLOAT16:
             block = (block.astype(np.uint32) << 16).view(np.float32)

@@ -27,7 +27,7 @@ from autopipe.backends.torch.checkpoint import (
 )
 from autopipe.cli.main import main
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.passes.export import Numbers
 from autopipe.passes.frontend.load import load
 from autopipe.passes.safetensors_files import read_safetensors, write_safetensors
@@ -36,7 +36,7 @@ from tests.passes.frontend.test_apart import torch_export
 
 WEIGHT = floats(6, 4, seed=1)
 STATE = floats(6, 4, seed=2)
-HALVES = [Box((0, 0), (6, 2)), Box((0, 2), (6, 4))]
+HALVES = [TensorSlice((0, 0), (6, 2)), TensorSlice((0, 2), (6, 4))]
 
 
 @pytest.fixture
@@ -167,7 +167,9 @@ def test_verify_looks_whether_blocks_are_the_tensor(
     checkpoint = read_checkpoint(path)
     (parameter,) = checkpoint.parameters
     first, second = parameter.value.blocks
-    box = Box(change.get("starts", second.box.starts), change.get("stops", second.box.stops))
+    box = TensorSlice(
+        change.get("starts", second.box.starts), change.get("stops", second.box.stops)
+    )
     places = {key: value for key, value in change.items() if key in ("file", "offset")}
     blocks = (first, dataclasses.replace(second, box=box, **places))
     wrong = dataclasses.replace(

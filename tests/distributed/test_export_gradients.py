@@ -14,7 +14,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import read_block
 from autopipe.backends.torch.verification import difference
 from autopipe.cli.main import main
-from autopipe.ir.layout import whole
+from autopipe.ir.layout import full_slice
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import run_step
 from tests.exports.chosen import chosen, written
@@ -106,7 +106,7 @@ def assert_gradients(
     compared = set()
     manifest = read_manifest(program)
     for index, entry in enumerate(manifest.parameters):
-        stored = read_block(manifest.model, entry, whole(entry.value.shape), 0).numpy()
+        stored = read_block(manifest.model, entry, full_slice(entry.value.shape), 0).numpy()
         name, turned = known_as(entry.value.name, stored, module)
         if name in known and index in step.gradients and "lstm" not in name:
             gradient = known[name].T if turned else known[name]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import are_blocks
+from autopipe.ir.layout import are_even_splits
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
@@ -74,7 +74,7 @@ def spatial(graph: Graph, node: int, degrees: dict[str, int]) -> tuple[Split, ..
         names = words[place] if len(words) == 4 else ()
         if len(names) == 1 and degree > 1 and space.axis(names[0]).kind.value == "parallel":
             split = (*found, Split(names[0], degree))
-            found = split if are_blocks(space, split) else found
+            found = split if are_even_splits(space, split) else found
     return found
 
 

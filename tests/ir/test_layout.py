@@ -10,21 +10,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopipe.ir.layout import (
-    Box,
     Layout,
     MeshAxis,
-    WindowedBlocks,
-    are_blocks,
-    axes_of,
+    TensorSlice,
+    WindowedShards,
+    are_even_splits,
     degree_of,
-    is_block,
-    members,
-    mesh_of,
+    full_slice,
+    group_members,
+    is_even_split,
+    mesh_axes_of,
+    mesh_axis_by_name,
     operand_layout,
     replicated,
     result_layout,
     sliced,
-    whole,
 )
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Windowed, parse
@@ -32,20 +32,20 @@ from autopipe.ir.space import Windowed, parse
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
 
-def points(box: Box) -> set[tuple[int, ...]]:
+def points(box: TensorSlice) -> set[tuple[int, ...]]:
     """Every index of a box."""
     ranges = (range(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
     return set(itertools.product(*ranges))
 
 
 @st.composite
-def boxes(draw: st.DrawFn, rank: int) -> Box:
+def boxes(draw: st.DrawFn, rank: int) -> TensorSlice:
     starts = [draw(st.integers(0, 4)) for _ in range(rank)]
-    return Box(tuple(starts), tuple(start + draw(st.integers(1, 4)) for start in starts))
+    return TensorSlice(tuple(starts), tuple(start + draw(st.integers(1, 4)) for start in starts))
 
 
 @given(st.integers(0, 3).flatmap(lambda rank: st.tuples(boxes(rank), boxes(rank))))
-def test_common_points(pair: tuple[Box, Box]) -> None:
+def test_common_points(pair: tuple[TensorSlice, TensorSlice]) -> None:
     first, second = pair
     common = first.intersect(second)
     assert (set() if common is None else points(common)) == points(first) & points(second)
@@ -53,12 +53,12 @@ def test_common_points(pair: tuple[Box, Box]) -> None:
 
 
 @given(st.integers(0, 3).flatmap(boxes))
-def test_extents_and_elements(box: Box) -> None:
+def test_extents_and_elements(box: TensorSlice) -> None:
     assert box.elements == len(points(box)) == math.prod(box.shape)
 
 
 @given(st.integers(0, 3).flatmap(lambda rank: st.tuples(boxes(rank), boxes(rank))))
-def test_relative_coordinates_name_the_same_elements(pair: tuple[Box, Box]) -> None:
+def test_relative_coordinates_name_the_same_elements(pair: tuple[TensorSlice, TensorSlice]) -> None:
     outer, other = pair
     inner = outer.intersect(other)
     assume(inner is not None)
@@ -67,7 +67,7 @@ def test_relative_coordinates_name_the_same_elements(pair: tuple[Box, Box]) -> N
         (slice(None),) * len(outer.starts) + (0,) * (3 - len(outer.starts))
     ]
 
-    def part(array: np.ndarray, box: Box) -> np.ndarray:
+    def part(array: np.ndarray, box: TensorSlice) -> np.ndarray:
         return array[tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))]
 
     assert np.array_equal(part(part(tensor, outer), inner.within(outer)), part(tensor, inner))
@@ -75,11 +75,11 @@ def test_relative_coordinates_name_the_same_elements(pair: tuple[Box, Box]) -> N
 
 @given(SHAPES)
 def test_the_whole_tensor(shape: tuple[int, ...]) -> None:
-    assert points(whole(shape)) == set(itertools.product(*map(range, shape)))
+    assert points(full_slice(shape)) == set(itertools.product(*map(range, shape)))
     layout = replicated(shape)
-    assert not layout.is_partial and not any(layout.cuts)
+    assert not layout.is_partial and not any(layout.shard_axes)
     assert layout.local_shape() == shape
-    assert {layout.box(position) for position in range(6)} == {whole(shape)}
+    assert {layout.shard(position) for position in range(6)} == {full_slice(shape)}
 
 
 SPACE = parse("a b -> a b", ((36, 36),), ((36, 36),))
@@ -97,7 +97,7 @@ def configurations(draw: st.DrawFn) -> tuple[tuple[Split, ...], int]:
 
 
 def layout_of(splits: tuple[Split, ...], group: int) -> Layout:
-    return operand_layout(SPACE.operands[0] or (), (36, 36), axes_of(splits, group))
+    return operand_layout(SPACE.operands[0] or (), (36, 36), mesh_axis_by_name(splits, group))
 
 
 @given(configurations())
@@ -106,13 +106,13 @@ def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(
 ) -> None:
     splits, group = case
     layout = layout_of(splits, group)
-    held = [layout.box(position) for position in range(group)]
+    held = [layout.shard(position) for position in range(group)]
     assert {box.shape for box in held} == {layout.local_shape()}
     times = np.zeros(layout.shape, int)
     for box in held:
         times[tuple(map(slice, box.starts, box.stops))] += 1
-    assert (times == group // layout.parts).all()
-    assert layout.parts == math.prod(split.degree for split in splits)
+    assert (times == group // layout.shard_count).all()
+    assert layout.shard_count == math.prod(split.degree for split in splits)
 
 
 @given(configurations())
@@ -122,15 +122,15 @@ def test_slices_of_copies_cover_the_tensor_once_each_inside_of_its_copy(
     splits, group = case
     layout = layout_of(splits, group)
     slices = sliced(layout, group)
-    copies = group // layout.parts
+    copies = group // layout.shard_count
     if all(extent % copies for extent in layout.local_shape()):
         assert slices == layout
         return
-    assert slices.parts == group
+    assert slices.shard_count == group
     times = np.zeros(layout.shape, int)
     for position in range(group):
-        times[tuple(map(slice, slices.box(position).starts, slices.box(position).stops))] += 1
-        assert slices.box(position).intersect(layout.box(position)) == slices.box(position)
+        times[tuple(map(slice, slices.shard(position).starts, slices.shard(position).stops))] += 1
+        assert slices.shard(position).intersect(layout.shard(position)) == slices.shard(position)
     assert (times == 1).all()
 
 
@@ -145,8 +145,10 @@ def test_places_along_the_splits_count_the_group_outer_to_inner(
         for p in itertools.product(*map(range, degrees))
         for _ in range(group // math.prod(degrees))
     ]
-    mesh = mesh_of(splits, group)
-    assert [tuple(axis.place(position) for axis in mesh) for position in range(group)] == expected
+    mesh = mesh_axes_of(splits, group)
+    assert [
+        tuple(axis.coordinate(position) for axis in mesh) for position in range(group)
+    ] == expected
 
 
 @given(configurations(), configurations())
@@ -157,7 +159,7 @@ def test_layouts_are_equal_where_they_mean_the_same(
     one = layout_of(first[0], group)
     other = layout_of(second[0], group)
     assert (one == other) == all(
-        one.box(position) == other.box(position) for position in range(group)
+        one.shard(position) == other.shard(position) for position in range(group)
     )
 
 
@@ -166,43 +168,44 @@ def test_members_along_axes_are_in_their_order(
     case: tuple[tuple[Split, ...], int], start: int
 ) -> None:
     splits, group = case
-    mesh = mesh_of(splits, group)
+    mesh = mesh_axes_of(splits, group)
     position = start % group
     for count in range(len(mesh) + 1):
-        along = members(mesh[:count], position)
-        places = [tuple(axis.place(each) for axis in mesh[:count]) for each in along]
+        along = group_members(mesh[:count], position)
+        places = [tuple(axis.coordinate(each) for axis in mesh[:count]) for each in along]
         assert places == list(itertools.product(*(range(axis.degree) for axis in mesh[:count])))
         rest = degree_of(mesh[:count])
         assert {
-            each - sum(axis.place(each) * axis.stride for axis in mesh[:count]) for each in along
-        } == {position - sum(axis.place(position) * axis.stride for axis in mesh[:count])}
+            each - sum(axis.coordinate(each) * axis.stride for axis in mesh[:count])
+            for each in along
+        } == {position - sum(axis.coordinate(position) * axis.stride for axis in mesh[:count])}
         assert len(set(along)) == rest
 
 
 def test_a_product_split_along_its_sum_leaves_partial_results() -> None:
     space = parse("m k+, k n -> m n", ((4, 6), (6, 8)), ((4, 8),))
     splits = (Split("m", 2), Split("k", 2))
-    found = result_layout(space, space.results[0] or (), (4, 8), axes_of(splits, 4))
+    found = result_layout(space, space.results[0] or (), (4, 8), mesh_axis_by_name(splits, 4))
     assert found.sums == (MeshAxis(2, 1),)
-    assert found.cuts == ((MeshAxis(2, 2),), ())
-    left = operand_layout(space.operands[0] or (), (4, 6), axes_of(splits, 4))
-    assert [left.box(position) for position in (0, 1, 2)] == [
-        Box((0, 0), (2, 3)),
-        Box((0, 3), (2, 6)),
-        Box((2, 0), (4, 3)),
+    assert found.shard_axes == ((MeshAxis(2, 2),), ())
+    left = operand_layout(space.operands[0] or (), (4, 6), mesh_axis_by_name(splits, 4))
+    assert [left.shard(position) for position in (0, 1, 2)] == [
+        TensorSlice((0, 0), (2, 3)),
+        TensorSlice((0, 3), (2, 6)),
+        TensorSlice((2, 0), (4, 3)),
     ]
     assert not result_layout(
-        space, space.results[0] or (), (4, 8), axes_of((Split("m", 2),), 2)
+        space, space.results[0] or (), (4, 8), mesh_axis_by_name((Split("m", 2),), 2)
     ).is_partial
 
 
 def test_a_mean_split_leaves_means() -> None:
     space = parse("a b~ c& -> a", ((4, 6, 8),), ((4,),))
     assert result_layout(
-        space, space.results[0] or (), (4,), axes_of((Split("b", 3),), 3)
+        space, space.results[0] or (), (4,), mesh_axis_by_name((Split("b", 3),), 3)
     ).means == (MeshAxis(3, 1),)
     both = result_layout(
-        space, space.results[0] or (), (4,), axes_of((Split("b", 3), Split("c", 2)), 6)
+        space, space.results[0] or (), (4,), mesh_axis_by_name((Split("b", 3), Split("c", 2)), 6)
     )
     assert (both.means, both.sums) == ((MeshAxis(3, 2),), (MeshAxis(2, 1),))
     assert both.partial_over == (MeshAxis(6, 1),)
@@ -229,7 +232,7 @@ def test_a_share_of_an_axis_is_a_block_where_its_indices_are_neighbours(
         ((size,),),
         dict(zip(names, extents, strict=True)),
     )
-    found = is_block(space, names[place], degree)
+    found = is_even_split(space, names[place], degree)
     if extents[place] % degree:
         assert not found
         return
@@ -258,7 +261,7 @@ def sliding(draw: st.DrawFn) -> tuple[Windowed, int, int]:
 def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copies: int) -> None:
     windowed, extent, degree = case
     layout = operand_layout(
-        ((),), (extent,), axes_of((Split("o", degree),), degree * copies), (windowed,)
+        ((),), (extent,), mesh_axis_by_name((Split("o", degree),), degree * copies), (windowed,)
     )
     read = [range(i * windowed.stride + windowed.offset, i * windowed.stride + windowed.offset + windowed.reach)
             for i in range(windowed.count)]  # fmt: skip
@@ -267,7 +270,7 @@ def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copie
     for position in range(degree * copies):
         place = position // copies
         own = read[place * share : (place + 1) * share]
-        box = layout.box(position)
+        box = layout.shard(position)
         assert box.shape == layout.local_shape()
         if degree > 1:
             assert (box.starts[0], box.stops[0]) == (own[0].start, own[-1].stop)
@@ -276,7 +279,7 @@ def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copie
     assert layout.fill == (-1.0 if out else 0.0)
     even = layout.even()
     assert even.windows == ()
-    assert even.parts == (
+    assert even.shard_count == (
         degree if degree == 1 or not layout.windows or extent % degree == 0 else 1
     )
 
@@ -288,32 +291,32 @@ def test_windows_are_equal_where_they_read_the_same(
     extent = first[1]
     degree = first[2]
     assume(second[0].count % degree == 0)
-    axes = axes_of((Split("o", degree),), degree)
+    axes = mesh_axis_by_name((Split("o", degree),), degree)
     one, other = (operand_layout(((),), (extent,), axes, (each,)) for each in (first[0], second[0]))
     assert (one == other) == all(
-        one.box(position) == other.box(position) for position in range(degree)
+        one.shard(position) == other.shard(position) for position in range(degree)
     )
 
 
 def test_windows_that_read_even_blocks_are_these() -> None:
     halved = operand_layout(
-        ((),), (8,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
+        ((),), (8,), mesh_axis_by_name((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
     )
-    assert halved == operand_layout((("o",),), (8,), axes_of((Split("o", 2),), 2))
+    assert halved == operand_layout((("o",),), (8,), mesh_axis_by_name((Split("o", 2),), 2))
     wider = operand_layout(
-        ((),), (9,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
+        ((),), (9,), mesh_axis_by_name((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
     )
-    assert wider.windows == (WindowedBlocks(4, 0, 4),)
+    assert wider.windows == (WindowedShards(4, 0, 4),)
     assert wider.even() == replicated(wider.shape)
 
 
 def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:
     space = parse("(a b) -> (a b)", ((24,),), ((24,),), {"a": 4, "b": 6})
-    assert are_blocks(space, (Split("a", 4), Split("b", 3)))
-    assert not are_blocks(space, (Split("a", 2), Split("b", 3)))
+    assert are_even_splits(space, (Split("a", 4), Split("b", 3)))
+    assert not are_even_splits(space, (Split("a", 2), Split("b", 3)))
     layout = operand_layout(
-        space.operands[0] or (), (24,), axes_of((Split("a", 4), Split("b", 3)), 12)
+        space.operands[0] or (), (24,), mesh_axis_by_name((Split("a", 4), Split("b", 3)), 12)
     )
-    assert [layout.box(position).starts for position in range(12)] == [
+    assert [layout.shard(position).starts for position in range(12)] == [
         (2 * position,) for position in range(12)
     ]

@@ -56,7 +56,7 @@ from autopipe.ir.codec import Above, At, Fits, Flat, Index, Sparse, decode, enco
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.output_files import held_folder
 from autopipe.ir.words import plural
 
@@ -67,7 +67,7 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    box: Annotated[Box, Flat()]
+    box: Annotated[TensorSlice, Flat()]
     file: Index
     offset: Index
     """Bytes from the start of the file."""
@@ -559,11 +559,11 @@ class Reader:
         self._files = checkpoint.files
         self._mapped: dict[int, np.ndarray] = {}
 
-    def read(self, tensor: StoredTensor, box: Box | None = None) -> np.ndarray:
+    def read(self, tensor: StoredTensor, box: TensorSlice | None = None) -> np.ndarray:
         """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in
         uint16. Raises LaunchError where the checkpoint lacks a part of it.
         """
-        wanted = whole(tensor.shape) if box is None else box
+        wanted = full_slice(tensor.shape) if box is None else box
         found = np.empty(wanted.shape, numpy_type(tensor.dtype))
         elements = 0
         for block in tensor.blocks:
@@ -628,7 +628,7 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
         size = numpy_type(tensor.dtype).itemsize
     except ValueError:
         return f"there is no element type {tensor.dtype!r}"
-    everything = whole(tensor.shape)
+    everything = full_slice(tensor.shape)
     rank = len(tensor.shape)
     for block in tensor.blocks:
         box = block.box

@@ -13,11 +13,11 @@ from autopipe.backends.torch.runtime.operators import bernoulli, dropout, normal
 from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 
 _CPU = torch.device("cpu")
 _SEED = 3
-_LARGE = Box((1, 3), (1500, 2001))
+_LARGE = TensorSlice((1, 3), (1500, 2001))
 _SHAPE = (1501, 2003)
 """Sizes that no block of words and no block of a kernel divides."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import are_blocks, even_degree_hint
+from autopipe.ir.layout import are_even_splits, even_degree_hint
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.ir.space import AxisKind
@@ -234,7 +234,7 @@ def checked_splits(
                 where=where,
             )
     found = tuple(Split(name, degree) for name, degree in splits if degree > 1)
-    if not are_blocks(space, found):
+    if not are_even_splits(space, found):
         raise ConfigurationError(
             (
                 f"{who} splits {', '.join(map(str, found))}, which leaves a device several blocks "

@@ -12,7 +12,7 @@ from functools import cache
 from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of, rebatched
 from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Box, Layout, holders_by_box, whole
+from autopipe.ir.layout import Layout, TensorSlice, full_slice, holders_by_shard
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios, sharing
 from autopipe.ir.space import AxisKind
@@ -30,8 +30,8 @@ class Shared:
 
     source_slice: MicroBatchSlice
     target_slice: MicroBatchSlice
-    sent: Box
-    received: Box
+    sent: TensorSlice
+    received: TensorSlice
 
 
 def shared_blocks(
@@ -48,7 +48,7 @@ def shared_blocks(
     (source_size, _) = source
     (target_size, _) = target
     if source_size == target_size:
-        return (Shared(EVERY, EVERY, whole(source[1]), whole(target[1])),)
+        return (Shared(EVERY, EVERY, full_slice(source[1]), full_slice(target[1])),)
     check_shareable(graph, batch, name, source_size, target_size)
     period = math.lcm(source_size, target_size)
     sends = period // source_size
@@ -59,7 +59,7 @@ def shared_blocks(
         for i in sharing(j, receipts, sends):
             turns = MicroBatchSlice(i, sends), MicroBatchSlice(j, receipts)
             if place is None:
-                found.append(Shared(*turns, whole(source[1]), whole(target[1])))
+                found.append(Shared(*turns, full_slice(source[1]), full_slice(target[1])))
                 break
             start = max(i * source_size, j * target_size)
             stop = min((i + 1) * source_size, (j + 1) * target_size)
@@ -70,7 +70,7 @@ def shared_blocks(
 
 def _boxes(
     place: Samples, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[Box]:
+) -> Iterator[TensorSlice]:
     """The blocks of samples [start, stop), in micro-batch `index` of `size` samples, of a value of
     that shape. There are several where something else is counted outside of samples.
     """
@@ -81,36 +81,36 @@ def _boxes(
         starts[place.dimension], stops[place.dimension] = (
             (first + each) * place.inner for each in (start, stop)
         )
-        yield Box(tuple(starts), tuple(stops))
+        yield TensorSlice(tuple(starts), tuple(stops))
 
 
 def block_transfers(
     hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
-) -> Iterator[tuple[int, int, Box, Box]]:
+) -> Iterator[tuple[int, int, TensorSlice, TensorSlice]]:
     """(sender, receiver, block of the sender's local value, of the receiver's) of all that one
     group sends another. Copies are taken from their holders in turn, so that no one sender serves
     all receivers, and from the receiver itself where it is one.
     """
     held = [
         (box, [senders[place] for place in places])
-        for box, places in holders_by_box(hold, len(senders))
+        for box, places in holders_by_shard(hold, len(senders))
     ]
 
     @cache
-    def parts(own: Box) -> list[tuple[list[int], Box, Box]]:
+    def parts(own: TensorSlice) -> list[tuple[list[int], TensorSlice, TensorSlice]]:
         wanted = own.intersect(shared.received)
         if wanted is None:
             return []
-        wanted = wanted.beside(shared.received, shared.sent)
+        wanted = wanted.moved(shared.received, shared.sent)
         cuts = ((holders, box, box.intersect(wanted)) for box, holders in held)
         return [
-            (holders, common.within(box), common.beside(shared.sent, shared.received).within(own))
+            (holders, common.within(box), common.moved(shared.sent, shared.received).within(own))
             for holders, box, common in cuts
             if common is not None
         ]
 
     for position, receiver in enumerate(receivers):
-        for holders, sent, received in parts(need.box(position)):
+        for holders, sent, received in parts(need.shard(position)):
             sender = receiver if receiver in holders else holders[position % len(holders)]
             yield sender, receiver, sent, received
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError, ModelError
 from autopipe.ir.graph import DType, Graph
-from autopipe.ir.layout import is_block
+from autopipe.ir.layout import is_even_split
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT
@@ -76,7 +76,7 @@ class SampleAxes:
     def divides(self, node: int, degree: int) -> bool:
         """True if `degree` replicas can share a node's samples in equal blocks."""
         axis = self.axes[node]
-        return axis is None or degree == 1 or is_block(self.uses[node].space, axis, degree)
+        return axis is None or degree == 1 or is_even_split(self.uses[node].space, axis, degree)
 
     def splits(
         self, nodes: Iterable[int], degree: int

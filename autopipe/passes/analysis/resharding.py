@@ -17,15 +17,15 @@ from functools import cache, lru_cache
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import (
-    Box,
     Layout,
     MeshAxes,
     MeshAxis,
-    Relayout,
-    axes_of,
-    holders_by_box,
-    lacking,
-    merged,
+    Redistribution,
+    TensorSlice,
+    holders_by_shard,
+    merge_axes,
+    mesh_axis_by_name,
+    missing_elements,
     operand_layout,
     replicated,
     result_layout,
@@ -36,7 +36,7 @@ from autopipe.ir.space import Space
 
 
 @lru_cache(maxsize=1 << 16)
-def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
+def steps_between(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
     """Steps that bring a value from `source`, whose blocks are even and no partial sums, to
     `target`. Cut first, so that less is gathered. Where the axes of one dimension go to another one
     as they are, and none else leave, that is an all-to-all; what is neither goes from device to
@@ -46,21 +46,25 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
     if source == target:
         return ()
     if target.windows:
-        both = (axis for layout in (source, target) for cut in layout.cuts for axis in cut)
+        both = (axis for layout in (source, target) for cut in layout.shard_axes for axis in cut)
         group = math.lcm(
             *(axis.stride * axis.degree for axis in both)
         )  # Places repeat from there on.
         return (
-            Relayout(
-                "redistribute" if lacking(source, target, group).any() else "slice", source, target
+            Redistribution(
+                "redistribute" if missing_elements(source, target, group).any() else "slice",
+                source,
+                target,
             ),
         )
-    bounds = _chain(axis for layout in (source, target) for axes in layout.cuts for axis in axes)
+    bounds = _chain(
+        axis for layout in (source, target) for axes in layout.shard_axes for axis in axes
+    )
     if bounds is None:
-        return (Relayout("redistribute", source, target),)
+        return (Redistribution("redistribute", source, target),)
     coming: dict[int, MeshAxes] = {}
     leaving: dict[int, MeshAxes] = {}
-    for place, cuts in enumerate(zip(source.cuts, target.cuts, strict=True)):
+    for place, cuts in enumerate(zip(source.shard_axes, target.shard_axes, strict=True)):
         have, want = (_split(axes, bounds) for axes in cuts)
         same = sum(
             1
@@ -72,18 +76,18 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
             coming[place] = want[same:]
         if have[same:]:
             leaving[place] = have[same:]
-    wanted = {axis for axes in target.cuts for axis in _split(axes, bounds)}
-    found: list[Relayout] = []
+    wanted = {axis for axes in target.shard_axes for axis in _split(axes, bounds)}
+    found: list[Redistribution] = []
     held = source
 
     def cut(kind: str, place: int, axes: MeshAxes, *origin: int) -> None:
         nonlocal held
         cuts = (
-            merged(target.cuts[each]) if each in (place, *origin) else own
-            for each, own in enumerate(held.cuts)
+            merge_axes(target.shard_axes[each]) if each in (place, *origin) else own
+            for each, own in enumerate(held.shard_axes)
         )
-        result = replace(held, cuts=tuple(cuts))
-        found.append(Relayout(kind, held, result, merged(axes), place, *origin))
+        result = replace(held, shard_axes=tuple(cuts))
+        found.append(Redistribution(kind, held, result, merge_axes(axes), place, *origin))
         held = result
 
     if all(place not in coming and wanted.isdisjoint(axes) for place, axes in leaving.items()):
@@ -94,7 +98,7 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
         return tuple(found)
     (origin, moving), *others = leaving.items()
     if others or origin in coming or moving not in coming.values():
-        return (Relayout("redistribute", source, target),)
+        return (Redistribution("redistribute", source, target),)
     into = next(place for place, axes in coming.items() if axes == moving)
     for place, axes in coming.items():
         if place != into:
@@ -104,26 +108,26 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
+def reductions(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
     """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that
     cuts further. The last step's result has no partial sums left; the axes that cut one dimension
     of `target` inside of those that cut it now are scattered along it, all others reduced to
     copies. The blocks of both are even.
     """
-    cuts = list(source.cuts)
+    cuts = list(source.shard_axes)
     left = source.partial_over
     found = []
     held = source
-    for inside, dimension, rest in scattered(source.cuts, left, target.cuts):
-        cuts[dimension], left = merged(cuts[dimension] + inside), rest
-        sums = merged(without(held.sums, inside))
-        means = merged(without(held.means, inside))
+    for inside, dimension, rest in scattered(source.shard_axes, left, target.shard_axes):
+        cuts[dimension], left = merge_axes(cuts[dimension] + inside), rest
+        sums = merge_axes(without(held.sums, inside))
+        means = merge_axes(without(held.means, inside))
         result = Layout(source.shape, tuple(cuts), sums, means)
-        found.append(Relayout("reduce_scatter", held, result, inside, dimension))
+        found.append(Redistribution("reduce_scatter", held, result, inside, dimension))
         held = result
     if left:
         result = Layout(source.shape, tuple(cuts))
-        found.append(Relayout("all_reduce", held, result, merged(left)))
+        found.append(Redistribution("all_reduce", held, result, merge_axes(left)))
     return tuple(found)
 
 
@@ -157,7 +161,7 @@ def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAx
         return ()
     free = set(_split(shares, atoms))
     inside = list(itertools.takewhile(free.__contains__, want[len(have) :]))
-    return merged(inside)
+    return merge_axes(inside)
 
 
 def is_cut_further(now: MeshAxes, wanted: MeshAxes) -> bool:
@@ -228,7 +232,7 @@ def node_layouts(
     devices.
     """
     node = graph.nodes[index]
-    axes = axes_of(splits, group)
+    axes = mesh_axis_by_name(splits, group)
     operands = (
         operand_layout(words or (), graph.type_of(name).shape, axes, space.windows_of(place))
         if name
@@ -266,7 +270,7 @@ def taken_layouts(
 @dataclass(frozen=True, slots=True)
 class Exchange:
     value: str
-    step: Relayout
+    step: Redistribution
 
 
 def with_exchanges(
@@ -287,7 +291,7 @@ def with_exchanges(
     def made(name: str, need: Layout) -> Iterator[Exchange]:
         """The steps to a form from the one that lacks least of it."""
         even = (have for have in forms[name] if not have.windows)
-        nearest = min(even, key=lambda have: int(lacking(have, need, group).max()))
+        nearest = min(even, key=lambda have: int(missing_elements(have, need, group).max()))
         for step in steps_between(nearest, need):
             if step.result not in forms[name]:
                 yield Exchange(name, step)
@@ -301,7 +305,7 @@ def with_exchanges(
             further = (
                 form for form in wanted.get(name, ()) if form not in forms[name] and form != need
             )
-            within = [form for form in further if not lacking(form, need, group).any()]
+            within = [form for form in further if not missing_elements(form, need, group).any()]
             if within:
                 yield from made(name, max(within, key=lambda form: math.prod(form.local_shape())))
             if need not in forms[name]:
@@ -353,9 +357,9 @@ def torn_parameters(
 
 
 def _is_torn(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
-    held: dict[int, Box] = {}
+    held: dict[int, TensorSlice] = {}
     for devices, layout in holdings:
-        for box, places in holders_by_box(layout, len(devices)):
+        for box, places in holders_by_shard(layout, len(devices)):
             if any(held.setdefault(devices[place], box) != box for place in places):
                 return True
     if (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import is_block
+from autopipe.ir.layout import is_even_split
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
@@ -96,6 +96,6 @@ def _splits(
         return ()
     return (
         (Split(own[0].axis, degree),)
-        if is_block(space_of(graph, graph.nodes[node]), own[0].axis, degree)
+        if is_even_split(space_of(graph, graph.nodes[node]), own[0].axis, degree)
         else ()
     )

@@ -24,7 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link, slower
-from autopipe.ir.layout import Layout, MeshAxes, Relayout, lacking, members, of_neighbours
+from autopipe.ir.layout import (
+    Layout,
+    MeshAxes,
+    Redistribution,
+    group_members,
+    missing_elements,
+    of_neighbours,
+)
 from autopipe.ir.measured_costs import Affine
 
 
@@ -179,7 +186,7 @@ def _shared(link: Link, sharing: float) -> Link:
 
 
 def relayout_seconds(
-    cluster: Cluster, devices: tuple[int, ...], step: Relayout, width: float
+    cluster: Cluster, devices: tuple[int, ...], step: Redistribution, width: float
 ) -> float:
     """Seconds of one step on a group of `devices`, for a tensor of `width` bytes an element;
     backward takes as long.
@@ -197,7 +204,7 @@ def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: 
     """An `all_reduce` or `reduce_scatter` along axes of the mesh of `devices`, all of them doing so
     at once.
     """
-    group = tuple(devices[position] for position in members(over, 0))
+    group = tuple(devices[position] for position in group_members(over, 0))
     return collective(kind, cluster, group, devices)
 
 
@@ -215,7 +222,7 @@ def moving_seconds(
             if size > 1
             else (source, target)
         )
-        most = int(lacking(have, need, group // size).max())
+        most = int(missing_elements(have, need, group // size).max())
         total += line.seconds(most * width) if most else 0.0
     return total
 

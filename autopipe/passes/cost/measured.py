@@ -18,7 +18,7 @@ from autopipe.ir.batch import rebatched
 from autopipe.ir.cluster import Cluster, Device, Level, Link
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import is_block
+from autopipe.ir.layout import is_even_split
 from autopipe.ir.measured_costs import (
     MESSAGES,
     Costs,
@@ -80,7 +80,11 @@ class Operations:
             ):
                 continue
             for degree in degrees:
-                if degree > 1 and axis.extent % degree == 0 and is_block(space, axis.name, degree):
+                if (
+                    degree > 1
+                    and axis.extent % degree == 0
+                    and is_even_split(space, axis.name, degree)
+                ):
                     yield (Split(axis.name, degree),)
 
     def operation(self, index: int, splits: Splits = ()) -> Operation:

@@ -192,7 +192,7 @@ def waiting_bytes(work: StageWork) -> int:
         gradients += (
             graph.type_of(result).elements
             * widths[result]
-            // (layout.parts if layout is not None else 1)
+            // (layout.shard_count if layout is not None else 1)
         )
     return sum(saved_bytes(work.problem, nodes).values()) + gradients
 

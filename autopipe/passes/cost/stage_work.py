@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, MeshAxes, merged, mesh_of, replicated
+from autopipe.ir.layout import Layout, MeshAxes, merge_axes, mesh_axes_of, replicated
 from autopipe.ir.measured_costs import Affine, TensorCosts
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import signature_of
@@ -148,7 +148,9 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
         parameters = {
             name: layout for name, layout in taken.items() if graph.parameter(name) is not None
         }
-        parts = {name: layout.parts for name, layout in (given | received | parameters).items()}
+        parts = {
+            name: layout.shard_count for name, layout in (given | received | parameters).items()
+        }
         works.append(StageWork(stage, own, nodes, given, received, parameters, parts))
     torn = torn_parameters([(work.stage.devices, work.parameters) for work in works])
     for work in works:  # All stages hold these whole.
@@ -241,8 +243,8 @@ def statistics_seconds(
     seconds = {False: 0.0, True: 0.0}
     mesh: MeshAxes = ()
     for told in use.row.statistics(signature, use.space, degrees):
-        mesh = mesh or mesh_of([Split(*item) for item in degrees.items()], len(devices))
-        over = merged(
+        mesh = mesh or mesh_axes_of([Split(*item) for item in degrees.items()], len(devices))
+        over = merge_axes(
             [place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes]
         )
         seconds[told.backward] += told.times * reduction_cost(
@@ -291,7 +293,7 @@ def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
         groups: dict[Layout, tuple[int, ...]] = {}
         for name, layout in work.parameters.items():
             if layout not in groups:
-                places = layout.like_first(len(work.stage.devices))
+                places = layout.copies_of_first_shard(len(work.stage.devices))
                 groups[layout] = tuple(sorted(work.stage.devices[place] for place in places))
             found[name].append(groups[layout])
     return {

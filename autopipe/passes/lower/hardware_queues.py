@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.layout import MeshAxes, members
+from autopipe.ir.layout import MeshAxes, group_members
 from autopipe.ir.program import HARDWARE_QUEUES, Program, RankCode
 from autopipe.ir.words import plural
 from autopipe.passes.lower.deadlock_check import ProofChannel, RankTrace
@@ -94,7 +94,7 @@ def _groups(program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: Rank
     found = {}
     for wired in code.stages:
         devices = program.stages[wired.stage].devices
-        own = (members(axes, devices.index(code.rank)) for axes in meshes[wired.stage])
+        own = (group_members(axes, devices.index(code.rank)) for axes in meshes[wired.stage])
         # In the order of their axes, which is one for all ranks.
         found[wired.stage] = tuple(
             dict.fromkeys(tuple(sorted(devices[each] for each in places)) for places in own)

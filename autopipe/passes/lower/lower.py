@@ -307,7 +307,7 @@ def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
     for number, stage in enumerate(parts.stages):
         for position, rank in enumerate(stage.code.devices):
             data = (
-                DataInput(name, need.box(position))
+                DataInput(name, need.shard(position))
                 for name, need in stage.inputs.items()
                 if name in given
             )
@@ -326,9 +326,9 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
         layout = stage.outputs[name]
         devices = stage.code.devices
         boxes = tuple(
-            OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices)
+            OutputShard(rank, layout.shard(position)) for position, rank in enumerate(devices)
         )
-        copies = len(devices) // (layout.parts * degree_of(layout.sums))
+        copies = len(devices) // (layout.shard_count * degree_of(layout.sums))
         position = [value.name for value in stage.code.outputs].index(name)
         combine = "sum" if layout.is_partial else "concat"
         places.append(OutputPlace(stage.code.stage, position, combine, copies, boxes))

@@ -17,12 +17,12 @@ from autopipe.ir.batch import BatchAxes
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.ir.layout import (
-    Box,
     Layout,
-    are_blocks,
+    TensorSlice,
+    are_even_splits,
     even_degree_hint,
-    holders_by_box,
-    mesh_of,
+    holders_by_shard,
+    mesh_axes_of,
     replicated,
 )
 from autopipe.ir.memo import GRAPHS, remembered
@@ -158,7 +158,7 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
                 hint=even_degree_hint(axis.extent, split.degree),
                 where=where,
             )
-    if not are_blocks(space, splits):
+    if not are_even_splits(space, splits):
         raise CodegenError(
             f"a share of {wanted} of {node.op} is not one block of its tensors", where=where
         )
@@ -233,7 +233,12 @@ def _compute(
         joint += (each.axes for each in row.statistics(whole, space, degrees))
     samples = batch.of(next(filter(None, node.outputs))) if row.random else None
     return Compute(
-        form.index, signature, splits, mesh_of(splits, group), tuple(dict.fromkeys(joint)), samples
+        form.index,
+        signature,
+        splits,
+        mesh_axes_of(splits, group),
+        tuple(dict.fromkeys(joint)),
+        samples,
     )
 
 
@@ -255,12 +260,12 @@ def parameter_shards(
     No parameter may be torn (see `torn_parameters` of passes/analysis).
     """
     indices, _ = _indices(graph)
-    holders: dict[tuple[int, Box], set[int]] = defaultdict(set)
-    users: dict[tuple[int, Box], set[int]] = defaultdict(set)
+    holders: dict[tuple[int, TensorSlice], set[int]] = defaultdict(set)
+    users: dict[tuple[int, TensorSlice], set[int]] = defaultdict(set)
     for stage in stages:
         devices_of_stage = stage.code.devices
         for name, layout in stage.parameters.items():
-            for box, places in holders_by_box(layout, len(devices_of_stage)):
+            for box, places in holders_by_shard(layout, len(devices_of_stage)):
                 holders[indices[name], box].update(devices_of_stage[place] for place in places)
                 users[indices[name], box].add(stage.code.stage)
     shards: list[list[Shard]] = [[] for _ in range(devices)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import members
+from autopipe.ir.layout import group_members
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     Instruction,
@@ -309,7 +309,7 @@ class _Builder:
                 group = tuple(
                     sorted(
                         devices[place]
-                        for place in members(each.over, devices.index(self.code.rank))
+                        for place in group_members(each.over, devices.index(self.code.rank))
                     )
                 )
             name = f"{node.name}/{number}"

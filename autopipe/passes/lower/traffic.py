@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph, Parameter
-from autopipe.ir.layout import MeshAxes, lacking
+from autopipe.ir.layout import MeshAxes, missing_elements
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
@@ -146,7 +146,10 @@ def _exchanges(
             source = operation.source
             step = operation.relayout
             if step.kind == "redistribute":
-                size = int(lacking(step.source, step.result, group).sum()) * operation.itemsize
+                size = (
+                    int(missing_elements(step.source, step.result, group).sum())
+                    * operation.itemsize
+                )
             else:  # The shard that each device has before the collective; of an all-gather, the one after it.
                 counted = operation.result if step.kind == "all_gather" else source
                 size = group * counted.elements * operation.itemsize

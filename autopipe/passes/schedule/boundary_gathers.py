@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopipe.ir.layout import Layout, sliced, whole
+from autopipe.ir.layout import Layout, full_slice, sliced
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import EVERY
@@ -97,7 +97,7 @@ def _message_seconds(
     other.
     """
     width = message_types(problem.graph, problem.precision)[name].itemsize
-    everything = whole(problem.graph.type_of(name).shape)
+    everything = full_slice(problem.graph.type_of(name).shape)
     shared = Shared(EVERY, EVERY, everything, everything)
     seconds: defaultdict[int, float] = defaultdict(float)
     for sender, receiver, sent, _ in block_transfers(

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from autopipe.ir.layout import (
     Layout,
     MeshAxis,
-    is_one_block,
-    mixed_dimensions,
+    is_one_range,
+    merged_dimensions,
     operand_layout,
     result_layout,
 )
@@ -47,11 +47,11 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
         [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1], group
     )
     extents = space.extents()
-    mixed = mixed_dimensions(space)
+    mixed = merged_dimensions(space)
     if mixed:
         degrees = ({split.axis: split.degree for split in splits} for splits in found)
         blocks = [
-            all(is_one_block(dimension, extents, each) for dimension in mixed) for each in degrees
+            all(is_one_range(dimension, extents, each) for dimension in mixed) for each in degrees
         ]
         found = [splits for splits, is_block in zip(found, blocks, strict=True) if is_block]
     return tuple(sorted(found, key=len))
@@ -119,7 +119,7 @@ def combined(
 
 class MeshPositions:
     """Where axes lie on the mesh of `group` devices, of those that any of the configurations
-    splits, outer to inner (`ir.layout.mesh_of`).
+    splits, outer to inner (`ir.layout.mesh_axes_of`).
     """
 
     def __init__(self, configurations: Sequence[Splits], group: int) -> None:
@@ -264,7 +264,7 @@ class LayoutTable:
             found = self._known[cut]
             if found.layouts[0].shape != shape:
                 layouts = (
-                    Layout(shape, each.cuts, each.sums, each.means) for each in found.layouts
+                    Layout(shape, each.shard_axes, each.sums, each.means) for each in found.layouts
                 )
                 elements = (
                     found.elements * math.prod(shape) // max(1, math.prod(found.layouts[0].shape))
@@ -303,7 +303,7 @@ def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: in
     for row in rows:
         cut = row[: len(shape)]
         shares = row[len(shape) :]
-        cuts = tuple(each.cuts[0] for each in cut)
+        cuts = tuple(each.shard_axes[0] for each in cut)
         windows = tuple(each.windows[0] if each.windows else None for each in cut)
         if any(windows):
             fill = next((each.fill for each in cut if each.fill), 0.0)

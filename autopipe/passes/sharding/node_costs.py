@@ -15,7 +15,7 @@ import numpy as np
 
 from autopipe.ir.attention_kernels import capability_of
 from autopipe.ir.graph import Parameter
-from autopipe.ir.layout import Layout, MeshAxis, holders_by_box
+from autopipe.ir.layout import Layout, MeshAxis, holders_by_shard
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import no_statistics
 from autopipe.ir.problem import Problem
@@ -200,7 +200,7 @@ class StageContext:
         all that training keeps. Gradients go at the bandwidth of their group: many parameters share
         one exchange, and its latency is no one's.
         """
-        parts = [layout.parts for layout in layouts]
+        parts = [layout.shard_count for layout in layouts]
         devices = len(self.devices)
         by_parts = {
             count: state_of(self.problem, ((name, count),), {name: devices // count})
@@ -213,10 +213,11 @@ class StageContext:
         added = max(map(accumulate_per_byte, kinds)) * (self.problem.micro_batches - 1)
         rates = []  # Seconds a byte of gradients over the devices that hold the first one's block.
         for layout in layouts:
-            cutting = frozenset(axis for axes in layout.cuts for axis in axes)
+            cutting = frozenset(axis for axes in layout.shard_axes for axis in axes)
             if cutting not in self._rates:
                 group = [
-                    self.devices[place] for place in holders_by_box(layout, len(self.devices))[0][1]
+                    self.devices[place]
+                    for place in holders_by_shard(layout, len(self.devices))[0][1]
                 ]
                 self._rates[cutting] = min(
                     way.per_byte_s for way in exchange_of_gradients(self.problem, group).ways

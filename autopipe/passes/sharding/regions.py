@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import are_blocks
+from autopipe.ir.layout import are_even_splits
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
@@ -88,7 +88,7 @@ class Network:
             return False
         if self.replicas > 1 and self.samples.axes[node] in (None, axis):
             return False
-        return are_blocks(space, self.splits(node, axis, degree))
+        return are_even_splits(space, self.splits(node, axis, degree))
 
 
 def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> Network:

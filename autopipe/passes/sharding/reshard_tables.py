@@ -23,12 +23,12 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import (
     Layout,
     MeshAxes,
-    WindowedBlocks,
-    cut_by_neighbours,
+    WindowedShards,
+    coordinate_along,
     degree_of,
-    merged,
-    place_along,
+    merge_axes,
     replicated,
+    sharded_over_neighbours,
 )
 from autopipe.passes.analysis.resharding import is_chain, is_cut_further, scattered_along, without
 from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reduction_cost
@@ -43,7 +43,7 @@ from autopipe.passes.sharding.configurations import (
 Floats = NDArray[np.float64]
 _Truths = NDArray[np.bool_]
 
-Way = tuple[MeshAxes, WindowedBlocks | None]
+Way = tuple[MeshAxes, WindowedShards | None]
 """How a dimension is cut, and through which windows its blocks are read, if through any."""
 
 
@@ -63,7 +63,7 @@ class DimensionPair:
     def by_neighbours(self, size: int) -> DimensionPair:
         """The same with each `size` neighbouring devices counted as one (`ir/layout.py`)."""
         held, wanted = (
-            tuple(cut_by_neighbours(*way, size) for way in ways)
+            tuple(sharded_over_neighbours(*way, size) for way in ways)
             for ways in (self.held, self.wanted)
         )
         return replace(self, held=held, wanted=wanted)
@@ -82,7 +82,7 @@ def _pairs_by_dimension(
     for place, extent in enumerate(targets[0].shape):
         (held, held_of), (wanted, wanted_of) = (
             numbered(
-                (each.cuts[place], each.windows[place] if each.windows else None)
+                (each.shard_axes[place], each.windows[place] if each.windows else None)
                 for each in layouts
             )
             for layouts in (sources, targets)
@@ -131,8 +131,8 @@ def _overlap_between(
         stops = np.zeros((len(ways), group))
         for number, (axes, window) in enumerate(ways):
             even = cells // degree_of(axes)
-            block = window or WindowedBlocks(even, 0, even)
-            starts[number] = place_along(axes, positions) * block.step + block.offset
+            block = window or WindowedShards(even, 0, even)
+            starts[number] = coordinate_along(axes, positions) * block.step + block.offset
             stops[number] = starts[number] + block.length
         return np.maximum(starts, 0), np.minimum(stops, cells)
 
@@ -315,7 +315,7 @@ def _addition(shares: MeshAxes, parts: int, insides: Iterable[MeshAxes]) -> Addi
         shares = without(shares, inside)
         parts *= degree_of(inside)
     if shares:
-        steps.append(("all_reduce", merged(shares), parts))
+        steps.append(("all_reduce", merge_axes(shares), parts))
     return tuple(steps)
 
 
@@ -341,8 +341,8 @@ class ReshardTable:
         windows = tuple(layout.windows for layout in targets)
         shape = targets[0].shape if any(windows) else ()
         key = (
-            tuple(layout.cuts for layout in sources),
-            tuple(layout.cuts for layout in targets),
+            tuple(layout.shard_axes for layout in sources),
+            tuple(layout.shard_axes for layout in targets),
             windows,
             shape,
         )
@@ -379,8 +379,8 @@ class ReshardTable:
             return self.seconds(sources, targets, size_bytes)
         evens = [target.even() for target in targets]
         key = (
-            tuple([(each.cuts, each.sums, each.means) for each in sources]),
-            tuple([each.cuts for each in evens]),
+            tuple([(each.shard_axes, each.sums, each.means) for each in sources]),
+            tuple([each.shard_axes for each in evens]),
         )
         if key not in self._paths:
             self._paths[key] = self._reduction_paths(sources, evens)
@@ -396,7 +396,7 @@ class ReshardTable:
         """
         rows = np.repeat(np.arange(len(sources)), len(targets))
         shares, shares_of = numbered(source.partial_over for source in sources)
-        parts, parts_of = numbered(source.parts for source in sources)
+        parts, parts_of = numbered(source.shard_count for source in sources)
         pairs = _pairs_by_dimension(sources, targets)
         cuts = []
         scattered = []
@@ -405,7 +405,7 @@ class ReshardTable:
             ways, way_of = distinct(pair.held_of[rows] * len(insides) + inside_of)
             now_and_inside = (divmod(way, len(insides)) for way in ways.tolist())
             after, after_of = numbered(
-                merged(pair.held[now][0] + insides[number]) for now, number in now_and_inside
+                merge_axes(pair.held[now][0] + insides[number]) for now, number in now_and_inside
             )
             cuts.append((after, after_of[way_of]))
             scattered.append((insides, inside_of))
@@ -433,7 +433,7 @@ class ReshardTable:
     def to_copies(self, sources: Sequence[Layout], size_bytes: float) -> Floats:
         """Cost of adding up the partial sums of each of `sources`, cut as they are."""
         additions: list[Addition] = [
-            (("all_reduce", each.partial_over, each.parts),) if each.is_partial else ()
+            (("all_reduce", each.partial_over, each.shard_count),) if each.is_partial else ()
             for each in sources
         ]
         return self._adding(additions).seconds(size_bytes)

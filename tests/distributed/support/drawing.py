@@ -11,7 +11,7 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import DType, Graph
-from autopipe.ir.layout import are_blocks, is_block
+from autopipe.ir.layout import are_even_splits, is_even_split
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
@@ -338,7 +338,7 @@ def _splits(
     for index in nodes:
         space = space_of(graph, graph.nodes[index])
         own = batch.axis(index)
-        if kind == "batch" and own is not None and is_block(space, own, group):
+        if kind == "batch" and own is not None and is_even_split(space, own, group):
             found.append((index, (Split(own, group),)))
         elif kind == "any":
             splits = _any_splits(draw, space, group)
@@ -353,7 +353,7 @@ def _any_splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
     for axis in draw(st.permutations(axes)):
         left = group // math.prod(split.degree for split in splits)
         degree = draw(st.sampled_from([each for each in (1, 2, 4) if each <= left]))
-        if degree > 1 and are_blocks(space, (*splits, Split(axis, degree))):
+        if degree > 1 and are_even_splits(space, (*splits, Split(axis, degree))):
             splits = (*splits, Split(axis, degree))
     return splits
 

@@ -18,7 +18,7 @@ from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.backends.torch.runtime.records import record_file
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import whole
+from autopipe.ir.layout import full_slice
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
@@ -144,7 +144,9 @@ def micro_batches_of(
 def drawn_parameters(graph: Graph, folder: Path) -> dict[str, torch.Tensor]:
     """The numbers that the program draws for the graph's parameters, whole."""
     parameters = read_manifest(folder).parameters
-    return {each.value.name: init_shard(each, whole(each.value.shape), SEED) for each in parameters}
+    return {
+        each.value.name: init_shard(each, full_slice(each.value.shape), SEED) for each in parameters
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from random import Random
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import are_blocks
+from autopipe.ir.layout import are_even_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.space import AxisKind, Space
@@ -78,7 +78,9 @@ def random_splits(random: Random, space: Space, group: int) -> tuple[Split, ...]
     for axis in random.sample(axes, len(axes)):
         left = group // math.prod(split.degree for split in splits)
         degrees = [degree for degree in range(2, left + 1) if left % degree == 0]
-        legal = [degree for degree in degrees if are_blocks(space, (*splits, Split(axis, degree)))]
+        legal = [
+            degree for degree in degrees if are_even_splits(space, (*splits, Split(axis, degree)))
+        ]
         if legal and random.random() < 0.8:
             splits = (*splits, Split(axis, random.choice(legal)))
     return splits

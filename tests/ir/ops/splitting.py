@@ -18,7 +18,7 @@ from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 from autopipe.ir.graph import Constant, Graph, Node
-from autopipe.ir.layout import mesh_of
+from autopipe.ir.layout import mesh_axes_of
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
@@ -94,7 +94,7 @@ def computed(
         outputs=outputs,
         parameters=(),
         constants=tuple(enumerate(constants)),
-        operations=(Compute(0, signature, splits, mesh_of(splits, group)),),
+        operations=(Compute(0, signature, splits, mesh_axes_of(splits, group)),),
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
     random = Random(torch.device("cpu"), 0 if member is None else member.position)

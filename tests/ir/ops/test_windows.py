@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import are_blocks
+from autopipe.ir.layout import are_even_splits
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind
 from tests.ir.ops.splitting import Use, check_splits, divisible_axes, smallest_factor
@@ -66,7 +66,7 @@ def check_spatial(use: Use) -> set[str]:
             check_splits(use, (split,))
             splits = (*splits, split)
     if len(splits) > 1 and math.prod(split.degree for split in splits) <= 12:
-        assert are_blocks(use.space, splits)
+        assert are_even_splits(use.space, splits)
         check_splits(use, splits)
     return {split.axis for split in splits}
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import mesh_of
+from autopipe.ir.layout import mesh_axes_of
 from autopipe.ir.placement import Split
 from autopipe.passes.annotations import AxisSplit, Cuts, order_of, splits_over
 from autopipe.passes.frontend.device_annotations import Sharding
@@ -17,12 +17,12 @@ DEGREES = st.lists(st.sampled_from([2, 2, 3, 4]), max_size=3)
 
 def cuts_by(splits: tuple[Split, ...], devices: tuple[int, ...]) -> Cuts:
     """Who holds which part under `splits` over `devices` in this order."""
-    mesh = mesh_of(splits, len(devices))
+    mesh = mesh_axes_of(splits, len(devices))
     return tuple(
         AxisSplit(
             split.axis,
             split.degree,
-            tuple(axis.place(devices.index(device)) for device in sorted(devices)),
+            tuple(axis.coordinate(devices.index(device)) for device in sorted(devices)),
         )
         for split, axis in zip(splits, mesh, strict=True)
     )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import are_blocks, mesh_of
+from autopipe.ir.layout import are_even_splits, mesh_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.analysis.operators import uses_of
@@ -46,7 +46,7 @@ def splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
     for axis in draw(st.permutations(axes)):
         rest = group // math.prod(split.degree for split in found)
         degree = draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0]))
-        if degree > 1 and are_blocks(space, (*found, Split(axis.name, degree))):
+        if degree > 1 and are_even_splits(space, (*found, Split(axis.name, degree))):
             found.append(Split(axis.name, degree))
     return tuple(found)
 
@@ -90,9 +90,9 @@ def parts(placement: Placement) -> dict[tuple[int, int], set[tuple[str, int, int
     for stage in placement.stages:
         for node in stage.nodes:
             own = stage.splits_of(node)
-            mesh = mesh_of(own, len(stage.devices))
+            mesh = mesh_axes_of(own, len(stage.devices))
             for position, device in enumerate(stage.devices):
-                places = [axis.place(position) for axis in mesh]
+                places = [axis.coordinate(position) for axis in mesh]
                 found[node, device] = {
                     (cut.axis, cut.degree, at) for cut, at in zip(own, places, strict=True)
                 }

@@ -13,7 +13,7 @@ import pytest
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.passes import export as pieces
 from autopipe.passes.export import Numbers, write_trained
 from autopipe.passes.frontend import read_model
@@ -28,8 +28,8 @@ LIMITS = [1 << 30, 0]
 def trained(arrays: Arrays, dtypes: dict[str, DType] | None = None) -> dict[str, Numbers]:
     """Numbers by name; blocks must be asked for inside of the tensor."""
 
-    def reader(array: np.ndarray) -> Callable[[Box], np.ndarray]:
-        def read(box: Box) -> np.ndarray:
+    def reader(array: np.ndarray) -> Callable[[TensorSlice], np.ndarray]:
+        def read(box: TensorSlice) -> np.ndarray:
             assert all(
                 0 <= start <= stop for start, stop in zip(box.starts, box.stops, strict=True)
             )
@@ -232,7 +232,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
         model([node("MatMul", "x w", "y")], {"x": [2, 30]}, "y", {"w": floats(30, 40)}), tmp_path
     )
 
-    def read(box: Box) -> np.ndarray:
+    def read(box: TensorSlice) -> np.ndarray:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ConfigurationError, match="No space left"):

@@ -16,7 +16,7 @@ import pytest
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.parameters import read_block
 from autopipe.ir.errors import ModelError
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.frontend.protobuf_scan import GRAPH_INITIALIZER, MODEL_GRAPH, framed
@@ -99,7 +99,7 @@ def _computed(model: Model, x: Array) -> Array:
         device="cpu",
         **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
         **{
-            f"w{index}": read_block(model.path, each, whole(each.value.shape), 0)
+            f"w{index}": read_block(model.path, each, full_slice(each.value.shape), 0)
             for index, each in enumerate(graph.parameters)
         },
     )
@@ -125,7 +125,7 @@ def test_numbers_are_those_of_onnxruntime(
 def test_a_rank_reads_its_block_of_listed_numbers(tmp_path: Path, kind: str) -> None:
     path, array = _file(tmp_path, kind, 700, raw=False, in_node=False)
     (parameter,) = read_model(path).graph.parameters
-    block = read_block(path, parameter, Box((1, 300), (3, 500)), 0)
+    block = read_block(path, parameter, TensorSlice((1, 300), (3, 500)), 0)
     np.testing.assert_array_equal(block.float().numpy(), array[1:3, 300:500].astype(np.float32))
 
 
@@ -135,7 +135,7 @@ def test_listed_numbers_are_weights_for_another_model(tmp_path: Path, size: str)
     (tmp_path / "other").mkdir()
     other, _ = _file(tmp_path / "other", "float16", COLUMNS[size], raw=True, in_node=False)
     numbers = matched_weights(path, other).numbers["w"]
-    np.testing.assert_array_equal(numbers.read(whole(array.shape)), array)
+    np.testing.assert_array_equal(numbers.read(full_slice(array.shape)), array)
 
 
 def test_listed_numbers_of_another_count_are_rejected(tmp_path: Path) -> None:

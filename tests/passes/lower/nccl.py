@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from autopipe.ir.layout import members
+from autopipe.ir.layout import group_members
 from autopipe.ir.program import MessageBlock, Program, RankCode, StageOnRank, Verb
 from tests.passes.lower.machine import BACKWARDS, Machine, unrolled
 
@@ -127,7 +127,7 @@ class Device:
         code = self._program.stages[wired.stage]
         for axes in code.meshes() if verb is not Verb.WEIGHT_GRADIENT else ():
             # Ranks along these axes exchange parts of tensors while the task runs.
-            places = members(axes, code.devices.index(self.rank))
+            places = group_members(axes, code.devices.index(self.rank))
             group = tuple(sorted(code.devices[place] for place in places))
             middle = self._launch(
                 ("group", *group), title, *self._after_compute(), members=group, carries=title

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.layout import (
-    Box,
     Layout,
     MeshAxes,
     MeshAxis,
-    Relayout,
-    WindowedBlocks,
+    Redistribution,
+    TensorSlice,
+    WindowedShards,
     degree_of,
-    lacking,
-    merged,
-    moves_between,
+    merge_axes,
+    missing_elements,
+    slice_transfers,
 )
 from autopipe.passes.analysis.resharding import reductions, steps_between
 
@@ -68,9 +68,9 @@ def layout(
     axes: dict[object, list[MeshAxis]] = {place: [] for place in places}
     for axis in draw(st.permutations(mesh(draw, group))):
         axes[draw(st.sampled_from(places))].append(axis)
-    cuts = tuple(merged(axes[dimension]) for dimension in range(len(shape)))
+    cuts = tuple(merge_axes(axes[dimension]) for dimension in range(len(shape)))
     sums, means = (
-        merged(sorted(axes.get(kind, []), key=lambda axis: -axis.stride))
+        merge_axes(sorted(axes.get(kind, []), key=lambda axis: -axis.stride))
         for kind in ("sums", "means")
     )
     windows = tuple(
@@ -85,13 +85,13 @@ FILL = -1.0
 """What no value is."""
 
 
-def window(draw: st.DrawFn, extent: int) -> WindowedBlocks | None:
+def window(draw: st.DrawFn, extent: int) -> WindowedShards | None:
     """What windows read around even blocks of an extent."""
     if draw(st.booleans()):
         return None
     before = draw(st.integers(-1, 2))
     after = draw(st.integers(0, 3))
-    return WindowedBlocks(extent, -before, max(1, extent + before + after))
+    return WindowedShards(extent, -before, max(1, extent + before + after))
 
 
 @st.composite
@@ -103,15 +103,15 @@ def pairs(draw: st.DrawFn, partial: bool = False, windowed: bool = False) -> Pai
     )
 
 
-def part(array: np.ndarray, box: Box) -> np.ndarray:
+def part(array: np.ndarray, box: TensorSlice) -> np.ndarray:
     return array[tuple(map(slice, box.starts, box.stops))]
 
 
-def seen(array: np.ndarray, box: Box) -> np.ndarray:
+def seen(array: np.ndarray, box: TensorSlice) -> np.ndarray:
     """A block that may stick out of the array."""
     edge = 2 * max(array.shape) + 4
     inner = tuple(start + edge for start in box.starts), tuple(stop + edge for stop in box.stops)
-    return part(np.pad(array, edge, constant_values=FILL), Box(*inner))
+    return part(np.pad(array, edge, constant_values=FILL), TensorSlice(*inner))
 
 
 def whole(shape: tuple[int, ...]) -> np.ndarray:
@@ -123,14 +123,14 @@ def together(axes: MeshAxes, position: int, group: int) -> list[int]:
     strides = {axis.stride for axis in axes}
 
     def elsewhere(each: int) -> int:
-        return each - sum(axis.place(each) * axis.stride for axis in axes)
+        return each - sum(axis.coordinate(each) * axis.stride for axis in axes)
 
     assert len(strides) == len(axes)
     found = [each for each in range(group) if elsewhere(each) == elsewhere(position)]
-    return sorted(found, key=lambda each: [axis.place(each) for axis in axes])
+    return sorted(found, key=lambda each: [axis.coordinate(each) for axis in axes])
 
 
-def applied(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
+def applied(step: Redistribution, held: Blocks, received: Counter[int]) -> Blocks:
     """What each position holds after one step; adds what it receives, in elements."""
     if step.kind == "redistribute":
         return redistributed(step, held, received)
@@ -163,10 +163,10 @@ def applied(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
     return found
 
 
-def cut_alone(step: Relayout, held: np.ndarray, position: int) -> np.ndarray:
+def cut_alone(step: Redistribution, held: np.ndarray, position: int) -> np.ndarray:
     """What one position makes of its own block."""
-    have = step.source.box(position)
-    need = step.result.box(position)
+    have = step.source.shard(position)
+    need = step.result.shard(position)
     found = np.full(need.shape, FILL)
     common = have.intersect(need)
     if common is not None:
@@ -174,15 +174,15 @@ def cut_alone(step: Relayout, held: np.ndarray, position: int) -> np.ndarray:
     return found
 
 
-def redistributed(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
+def redistributed(step: Redistribution, held: Blocks, received: Counter[int]) -> Blocks:
     group = len(held)
     found = [
-        np.full(step.result.box(position).shape, step.result.fill) for position in range(group)
+        np.full(step.result.shard(position).shape, step.result.fill) for position in range(group)
     ]
     untouched = [np.ones(each.shape, bool) for each in found]
-    for move in moves_between(step.source, step.result, group):
-        block = part(held[move.source], move.box.within(step.source.box(move.source)))
-        place = move.box.within(step.result.box(move.target))
+    for move in slice_transfers(step.source, step.result, group):
+        block = part(held[move.source], move.part.within(step.source.shard(move.source)))
+        place = move.part.within(step.result.shard(move.target))
         assert part(untouched[move.target], place).all(), "each element once"
         part(untouched[move.target], place)[...] = False
         part(found[move.target], place)[...] = block
@@ -192,14 +192,14 @@ def redistributed(step: Relayout, held: Blocks, received: Counter[int]) -> Block
 
 def assert_held(held: Blocks, layout: Layout, value: np.ndarray) -> None:
     for position, block in enumerate(held):
-        np.testing.assert_allclose(block, seen(value, layout.box(position)), rtol=1e-12)
+        np.testing.assert_allclose(block, seen(value, layout.shard(position)), rtol=1e-12)
 
 
 @given(pairs() | pairs(windowed=True))
 @settings(max_examples=300, deadline=None)
 def test_steps_lead_to_the_target_and_move_what_is_lacking(pair: Pair) -> None:
     value = whole(pair.source.shape)
-    held = [part(value, pair.source.box(position)) for position in range(pair.group)]
+    held = [part(value, pair.source.shard(position)) for position in range(pair.group)]
     received: Counter[int] = Counter()
     form = pair.source
     for step in steps_between(pair.source, pair.target):
@@ -209,7 +209,7 @@ def test_steps_lead_to_the_target_and_move_what_is_lacking(pair: Pair) -> None:
         assert_held(held, form, value)
     assert form == pair.target
     assert [received[position] for position in range(pair.group)] == list(
-        lacking(pair.source, pair.target, pair.group)
+        missing_elements(pair.source, pair.target, pair.group)
     )
 
 
@@ -223,7 +223,7 @@ def test_reductions_add_up_the_shares(pair: Pair) -> None:
     for position in range(pair.group):
         adding = together(pair.source.sums, position, pair.group)
         share = shares[position] / sum(shares[each] for each in adding) if copies > 1 else 1.0
-        held.append(part(value, pair.source.box(position)) * share)
+        held.append(part(value, pair.source.shard(position)) * share)
     form = pair.source
     for step in reductions(pair.source, pair.target):
         assert step.source == form
@@ -231,7 +231,9 @@ def test_reductions_add_up_the_shares(pair: Pair) -> None:
         form = step.result
     assert not form.is_partial
     assert_held(held, form, value)
-    for now, found, wanted in zip(pair.source.cuts, form.cuts, pair.target.cuts, strict=True):
+    for now, found, wanted in zip(
+        pair.source.shard_axes, form.shard_axes, pair.target.shard_axes, strict=True
+    ):
         assert found == now or _begins(Layout((1,), (wanted,)), Layout((1,), (found,)), pair.group)
 
 
@@ -243,8 +245,8 @@ def _begins(fine: Layout, coarse: Layout, group: int) -> bool:
     for position in range(group):
         index = [0, 0]
         for which, layout in enumerate((fine, coarse)):
-            for axis in layout.cuts[0]:
-                index[which] = index[which] * axis.degree + axis.place(position)
+            for axis in layout.shard_axes[0]:
+                index[which] = index[which] * axis.degree + axis.coordinate(position)
         boxes.setdefault(index[0], set()).add(index[1])
     return all(len(found) == 1 for found in boxes.values())
 
@@ -253,14 +255,18 @@ def _begins(fine: Layout, coarse: Layout, group: int) -> bool:
 @settings(max_examples=200, deadline=None)
 def test_each_box_is_sent_once_by_one_that_has_it_and_never_to_one_that_does(pair: Pair) -> None:
     times = [np.zeros(pair.source.shape, int) for _ in range(pair.group)]
-    for move in moves_between(pair.source, pair.target, pair.group):
-        own = pair.source.box(move.source).intersect(move.box)
-        assert own == move.box, "the sender has it"
+    for move in slice_transfers(pair.source, pair.target, pair.group):
+        own = pair.source.shard(move.source).intersect(move.part)
+        assert own == move.part, "the sender has it"
         if move.source != move.target:
-            assert pair.source.box(move.target).intersect(move.box) is None, "the receiver lacks it"
-        part(times[move.target], move.box)[...] += 1
+            assert pair.source.shard(move.target).intersect(move.part) is None, (
+                "the receiver lacks it"
+            )
+        part(times[move.target], move.part)[...] += 1
     for position, found in enumerate(times):
-        wanted = pair.target.box(position).intersect(Box((0,) * len(found.shape), found.shape))
+        wanted = pair.target.shard(position).intersect(
+            TensorSlice((0,) * len(found.shape), found.shape)
+        )
         assert found.sum() == (0 if wanted is None else wanted.elements)
         assert wanted is None or (part(found, wanted) == 1).all()
 
@@ -273,9 +279,11 @@ def test_what_a_transposed_cut_takes_is_one_exchange() -> None:
     assert [step.kind for step in steps_between(rows, columns)] == ["all_to_all"]
     assert [step.kind for step in steps_between(rows, Layout(shape, ((), ())))] == ["all_gather"]
     assert [step.kind for step in steps_between(Layout(shape, ((), ())), rows)] == ["slice"]
-    around = Layout(shape, ((MeshAxis(4, 1),), ()), windows=(WindowedBlocks(1, -1, 3), None))
+    around = Layout(shape, ((MeshAxis(4, 1),), ()), windows=(WindowedShards(1, -1, 3), None))
     assert [step.kind for step in steps_between(rows, around)] == ["redistribute"]
-    assert list(lacking(rows, around, 4)) == [4, 8, 8, 4], "a row of each neighbour there is"
+    assert list(missing_elements(rows, around, 4)) == [4, 8, 8, 4], (
+        "a row of each neighbour there is"
+    )
     assert [step.kind for step in steps_between(Layout(shape, ((), ())), around)] == ["slice"]
     turned = Layout(shape, ((MeshAxis(2, 1), MeshAxis(2, 2)), ()))
     assert [step.kind for step in steps_between(rows, turned)] == ["redistribute"]

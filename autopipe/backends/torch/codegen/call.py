@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.ir.batch import Samples
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.layout import MeshAxes, MeshAxis, merged
+from autopipe.ir.layout import MeshAxes, MeshAxis, merge_axes
 from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
@@ -99,7 +99,7 @@ class Call(Signature):
             return None
         pairs = zip(self.splits, self.mesh, strict=True)
         return group_code(
-            merged(place for split, place in pairs if split.axis in axes), self.devices
+            merge_axes(place for split, place in pairs if split.axis in axes), self.devices
         )
 
     def stream(self) -> str:
@@ -115,7 +115,7 @@ class Call(Signature):
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
         results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(
-            tuple(map(tuple, merged(places[name] for name in names if name in places)))
+            tuple(map(tuple, merge_axes(places[name] for name in names if name in places)))
             for names in next((each for each in results if each is not None), ())
         )
         samples: object = self.samples and (

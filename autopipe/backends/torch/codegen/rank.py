@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from autopipe.ir.graph import COUNTED_LABELS, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import (
     Instruction,
     Loop,
@@ -92,7 +92,11 @@ def _block(block: MessageBlock, rank: int, stage: int) -> str:
 
 
 def _part(
-    block: MessageBlock, box: Box, value: Value, turn: MicroBatchSlice, other: MicroBatchSlice
+    block: MessageBlock,
+    box: TensorSlice,
+    value: Value,
+    turn: MicroBatchSlice,
+    other: MicroBatchSlice,
 ) -> str:
     part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
     part += "" if box.shape == value.shape else f", box={_slices(box)}"
@@ -100,7 +104,7 @@ def _part(
     return part if other.of == 1 else f"{part}, part={other.index}"
 
 
-def _slices(box: Box) -> str:
+def _slices(box: TensorSlice) -> str:
     return repr(tuple(zip(box.starts, box.stops, strict=True)))
 
 

@@ -366,7 +366,7 @@ class _Writer:
         cuts = [_cuts(step.source), _cuts(step.result)]
         if step.result.windows:
             name = "window" if step.kind == "slice" else step.kind
-            if step.source.cuts == step.result.cuts and step.kind == "redistribute":
+            if step.source.shard_axes == step.result.shard_axes and step.kind == "redistribute":
                 name = "edges"
                 cuts = cuts[:1]
             code = called(
@@ -403,7 +403,7 @@ def _comment(operation: Compute) -> str:
 
 
 def _cuts(layout: Layout) -> str:
-    return repr(tuple(tuple(map(tuple, axes)) for axes in layout.cuts))
+    return repr(tuple(tuple(map(tuple, axes)) for axes in layout.shard_axes))
 
 
 def _windows(layout: Layout, dtype: DType) -> str:

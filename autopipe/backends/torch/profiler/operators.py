@@ -34,7 +34,7 @@ from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.layout import mesh_of
+from autopipe.ir.layout import mesh_axes_of
 from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCosts, TensorCosts
 from autopipe.ir.program import Block, Bucket, Compute, StageCode
 
@@ -90,7 +90,7 @@ class Runnable:
             parameters=(),
             constants=tuple(enumerate(known.values())),
             operations=(
-                Compute(0, first, sample.splits, mesh_of(sample.splits, group)),
+                Compute(0, first, sample.splits, mesh_axes_of(sample.splits, group)),
                 *(Compute(1, each) for each in rest),
             ),
         )

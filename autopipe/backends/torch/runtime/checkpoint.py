@@ -30,7 +30,7 @@ from autopipe.backends.torch.runtime.parameters import dtype_name, tensor_of
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 
 
 class HostCopies:
@@ -159,7 +159,7 @@ class Snapshot:
         """
 
         def stored(
-            key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box
+            key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: TensorSlice
         ) -> files.StoredTensor:
             return files.StoredTensor(
                 dtype_name(tensor.dtype), shape, (files.Block(box, rank, offsets[key], key),)
@@ -189,7 +189,9 @@ class Snapshot:
             files.StoredGenerator(
                 rank,
                 device,
-                stored(f"random.{device}", state, tuple(state.shape), whole(tuple(state.shape))),
+                stored(
+                    f"random.{device}", state, tuple(state.shape), full_slice(tuple(state.shape))
+                ),
             )
             for device, state in self.generators.items()
         ]

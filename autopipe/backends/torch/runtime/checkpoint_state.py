@@ -17,7 +17,7 @@ from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import tensor_of
 from autopipe.backends.torch.runtime.precision import LossScaler
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
 
@@ -34,7 +34,7 @@ class WriteBlock:
 
     parameter: int
     number: int
-    box: Box
+    box: TensorSlice
 
 
 def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
@@ -48,7 +48,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     numbers = [0] * len(manifest.parameters)
     found: list[list[WriteBlock]] = [[] for _ in range(manifest.world_size)]
 
-    def numbered(parameter: int, box: Box) -> WriteBlock:
+    def numbered(parameter: int, box: TensorSlice) -> WriteBlock:
         numbers[parameter] += 1
         return WriteBlock(parameter, numbers[parameter] - 1, box)
 
@@ -61,7 +61,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
                 pieces.extend(
                     numbered(run.parameter, box) for box in boxes_of(run, own[run.parameter])
                 )
-    holders: dict[tuple[int, Box], list[int]] = {}
+    holders: dict[tuple[int, TensorSlice], list[int]] = {}
     for rank, shards in enumerate(manifest.shards):
         for shard in shards:
             holders.setdefault((shard.parameter, shard.box), []).append(rank)
@@ -93,7 +93,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     )
 
 
-def _parts(box: Box, count: int) -> Iterator[Box]:
+def _parts(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
     """About `count` parts of a block, cut along its longest dimension."""
     extent = max(box.shape, default=1)
     axis = box.shape.index(extent) if box.shape else 0
@@ -104,12 +104,12 @@ def _parts(box: Box, count: int) -> Iterator[Box]:
     cuts = [box.starts[axis] + extent * index // count for index in range(count + 1)]
     for start, stop in pairwise(cuts):
         starts = (*box.starts[:axis], start, *box.starts[axis + 1 :])
-        yield Box(starts, (*box.stops[:axis], stop, *box.stops[axis + 1 :]))
+        yield TensorSlice(starts, (*box.stops[:axis], stop, *box.stops[axis + 1 :]))
 
 
-def boxes_of(run: ElementRange, block: Box) -> Iterator[Box]:
+def boxes_of(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
     """A run of a parameter's block as boxes of the whole parameter, in order."""
-    return (box.beside(whole(block.shape), block) for box in run.boxes(block.shape))
+    return (box.moved(full_slice(block.shape), block) for box in run.boxes(block.shape))
 
 
 COUNTERS = frozenset(
@@ -282,5 +282,5 @@ def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value) for name, value in found.items()}
 
 
-def _read(reader: Reader, tensor: StoredTensor, box: Box) -> torch.Tensor:
+def _read(reader: Reader, tensor: StoredTensor, box: TensorSlice) -> torch.Tensor:
     return tensor_of(reader.read(tensor, box), tensor.dtype)

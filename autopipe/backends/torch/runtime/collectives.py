@@ -24,10 +24,10 @@ from autopipe.ir.layout import (
     Layout,
     MeshAxes,
     MeshAxis,
-    WindowedBlocks,
+    WindowedShards,
     degree_of,
-    members,
-    moves_between,
+    group_members,
+    slice_transfers,
 )
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -39,7 +39,7 @@ stride.
 
 Windows = tuple[tuple[int, int, int, int], ...]
 """Dimensions read through windows, each with the step, offset and length of its blocks: see
-`WindowedBlocks`.
+`WindowedShards`.
 """
 
 Slices = tuple[slice, ...]
@@ -80,7 +80,7 @@ class Group:
         """
         wanted = tuple(MeshAxis(*axis) for axis in axes)
         if wanted not in self._along:
-            ranks = tuple(self.ranks[position] for position in members(wanted, self.position))
+            ranks = tuple(self.ranks[position] for position in group_members(wanted, self.position))
             self._along[wanted] = Group(ranks, self._transport)
         return self._along[wanted]
 
@@ -283,16 +283,16 @@ def _moves(
         tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target)
     )
     whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
-    through = {dimension: WindowedBlocks(*numbers) for dimension, *numbers in windows}
+    through = {dimension: WindowedShards(*numbers) for dimension, *numbers in windows}
     have = Layout(whole, before)
     need = Layout(
         whole, after, windows=tuple(map(through.get, range(len(whole)))) if windows else ()
     )
     sent: list[list[Slices]] = [[] for _ in range(size)]
     received: list[list[Slices]] = [[] for _ in range(size)]
-    for move in moves_between(have, need, size):
+    for move in slice_transfers(have, need, size):
         if move.source == position:
-            sent[move.target].append(move.box.within(have.box(position)).slices)
+            sent[move.target].append(move.part.within(have.shard(position)).slices)
         if move.target == position:
-            received[move.source].append(move.box.within(need.box(position)).slices)
+            received[move.source].append(move.part.within(need.shard(position)).slices)
     return need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received))

@@ -41,7 +41,7 @@ from autopipe.backends.torch.runtime.philox import Purpose, as_unsigned, draw_ru
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import OutputPlace, OutputShard
 
 # Above those of channels and of collected outputs.
@@ -205,7 +205,7 @@ class Generation(BatchReader):
                         where=f"rank {self._rank.number}, stage {stage.number}",
                     )
 
-    def _present_box(self, entry: CacheEntry, stage: int) -> Box | None:
+    def _present_box(self, entry: CacheEntry, stage: int) -> TensorSlice | None:
         """This rank's block of what a stage gives for a cache; None where it has none."""
         shards = (
             each for place in entry.present.places if place.stage == stage for each in place.shards
@@ -347,7 +347,7 @@ class Generation(BatchReader):
                 self._choose(group, results[group.place.position])
 
     def _kept(
-        self, entry: CacheEntry, box: Box, rows: range, present: torch.Tensor
+        self, entry: CacheEntry, box: TensorSlice, rows: range, present: torch.Tensor
     ) -> torch.Tensor:
         """A block of the cache for the next step: of each row the places that end with the last
         token that counts.
@@ -404,7 +404,7 @@ class Generation(BatchReader):
                 tokens[index] = token
         self._exchange.give(group, tokens)
 
-    def _last_rows(self, group: _Group, box: Box, block: torch.Tensor) -> torch.Tensor:
+    def _last_rows(self, group: _Group, box: TensorSlice, block: torch.Tensor) -> torch.Tensor:
         """Of a block of the logits, for each of its rows those of the last token fed, [rows,
         vocabulary], in host memory; zeros where that token is in another block.
         """

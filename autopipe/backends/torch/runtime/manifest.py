@@ -14,7 +14,7 @@ from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import COUNTED_LABELS, Parameter, tokens_per_sample
-from autopipe.ir.layout import MeshAxis, members
+from autopipe.ir.layout import MeshAxis, group_members
 from autopipe.ir.movable_paths import path_from
 from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.program import FORMAT, Channel, InputRange, Output, RunningCalls, Shard
@@ -52,7 +52,7 @@ class StageEntry:
         """All sets of ranks, ascending, that exchange anything."""
         meshes = [tuple(MeshAxis(*axis) for axis in axes) for axes in self.meshes]
         positions = [
-            members(axes, position) for axes in meshes for position in range(len(self.ranks))
+            group_members(axes, position) for axes in meshes for position in range(len(self.ranks))
         ]
         found = {tuple(sorted(self.ranks[each] for each in group)) for group in positions}
         return found | {tuple(sorted(self.ranks))} if self.whole else found

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, remove_partial
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.ir.output_files import followed, naming, put_in_place
 from autopipe.ir.program import Output, OutputPlace, OutputShard
 
@@ -177,7 +177,7 @@ class OutputCollector:
             return
         (own, samples) = self._waiting
         self._waiting = None
-        parts: dict[int, list[tuple[OutputPlace, Box, torch.Tensor]]] = {}
+        parts: dict[int, list[tuple[OutputPlace, TensorSlice, torch.Tensor]]] = {}
         for index, place, shard in self._blocks():
             if shard.rank == 0:
                 block = own[index, place.stage]
@@ -192,7 +192,10 @@ class OutputCollector:
             self._files[index].append(self._rows(self._manifest.outputs[index], found, samples))
 
     def _rows(
-        self, output: Output, parts: Sequence[tuple[OutputPlace, Box, torch.Tensor]], samples: int
+        self,
+        output: Output,
+        parts: Sequence[tuple[OutputPlace, TensorSlice, torch.Tensor]],
+        samples: int,
     ) -> np.ndarray:
         """A step's output from the blocks of its places, rows of the first `samples` in front; of
         values without samples one for each micro-batch.

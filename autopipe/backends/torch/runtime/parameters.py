@@ -32,14 +32,14 @@ from autopipe.ir.graph import (
     Parameter,
     VarintSlice,
 )
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.ir.varints import varint_bits
 
 _CPU: Final = torch.device("cpu")
 
 
 def init_shard(
-    parameter: Parameter, box: Box, seed: int, threads: int = 1, device: torch.device = _CPU
+    parameter: Parameter, box: TensorSlice, seed: int, threads: int = 1, device: torch.device = _CPU
 ) -> torch.Tensor:
     """Return a block of a parameter that is initialised from the seed, on `device`, in the
     parameter's element type.
@@ -136,7 +136,7 @@ def load_parameters(
 def read_block(
     model: Path,
     parameter: Parameter,
-    box: Box,
+    box: TensorSlice,
     seed: int,
     threads: int = 1,
     device: torch.device = _CPU,

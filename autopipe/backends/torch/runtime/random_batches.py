@@ -14,7 +14,7 @@ from autopipe.backends.torch.runtime.philox import Purpose, integers_below, key_
 from autopipe.backends.torch.runtime.random_tensors import draw_block
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.sample_source import Slices, Source
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import InputBounds, InputRange
 
 _CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class RandomSource(Source):
             start, stop = box[axis]
             box = ((skipped + start, skipped + stop), *box[:axis], *box[axis + 1 :])
             shape = (skipped + stop, *shape[:axis], *shape[axis + 1 :])
-        region = Box(tuple(start for start, _ in box), tuple(stop for _, stop in box))
+        region = TensorSlice(tuple(start for start, _ in box), tuple(stop for _, stop in box))
         key = self._keys[entry.value.name]
         dtype = torch.float32 if entry.below is None else torch.int64
         if not entry.drawn:
@@ -79,7 +79,7 @@ def _unchanged(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _part(bounds: InputBounds, axis: int | None, region: Box) -> tuple[slice, ...]:
+def _part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
     """Return the part of a block, samples first, that the bounds apply to."""
     sides = list(zip(bounds.starts, bounds.stops, strict=True))
     found = []

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.philox import WORDS_PER_BLOCK, Rows, draw_words
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 
 Positions = npt.NDArray[np.int64]
 Key = tuple[int, int]
@@ -57,7 +57,7 @@ class ContiguousRuns:
         return found
 
 
-def contiguous_runs(shape: tuple[int, ...], box: Box) -> ContiguousRuns:
+def contiguous_runs(shape: tuple[int, ...], box: TensorSlice) -> ContiguousRuns:
     """Return the runs of a block of a tensor of `shape`, as few and as long as possible."""
     first = 0
     length = 1
@@ -77,7 +77,7 @@ def contiguous_runs(shape: tuple[int, ...], box: Box) -> ContiguousRuns:
 
 def draw_block(
     shape: tuple[int, ...],
-    box: Box,
+    box: TensorSlice,
     key: Key,
     make: Callable[[Tensor], Tensor],
     dtype: torch.dtype,

@@ -11,12 +11,12 @@ from autopipe.backends.torch.checkpoint import (
     StoredTensor,
     merged,
 )
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 
 
 def rows(start: int, stop: int, file: int = 0) -> StoredTensor:
     return StoredTensor(
-        "float32", (4,), (Block(Box((start,), (stop,)), file, 8 * start, f"p{start}"),)
+        "float32", (4,), (Block(TensorSlice((start,), (stop,)), file, 8 * start, f"p{start}"),)
     )
 
 

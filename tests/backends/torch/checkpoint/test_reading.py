@@ -29,14 +29,14 @@ from autopipe.backends.torch.checkpoint import (
     write_shard,
 )
 from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 
 HOSTILE = "__metadata__/../'\"\n"
 
 
-def boxes_of(shape: tuple[int, ...], random: Random) -> list[Box]:
+def boxes_of(shape: tuple[int, ...], random: Random) -> list[TensorSlice]:
     """Blocks that make up a tensor, cut at random."""
-    found = [Box((0,) * len(shape), shape)]
+    found = [TensorSlice((0,) * len(shape), shape)]
     for _ in range(5):
         box = random.choice(found)
         cuts = [(axis, at) for axis, extent in enumerate(box.shape) for at in range(1, extent)]
@@ -44,8 +44,12 @@ def boxes_of(shape: tuple[int, ...], random: Random) -> list[Box]:
             axis, at = random.choice(cuts)
             middle = box.starts[axis] + at
             found.remove(box)
-            found.append(Box(box.starts, (*box.stops[:axis], middle, *box.stops[axis + 1 :])))
-            found.append(Box((*box.starts[:axis], middle, *box.starts[axis + 1 :]), box.stops))
+            found.append(
+                TensorSlice(box.starts, (*box.stops[:axis], middle, *box.stops[axis + 1 :]))
+            )
+            found.append(
+                TensorSlice((*box.starts[:axis], middle, *box.starts[axis + 1 :]), box.stops)
+            )
     return found
 
 
@@ -61,7 +65,9 @@ def stored(
         .view(numpy_type(dtype))
         .reshape(shape)
     )
-    blocks: list[tuple[Box, int]] = [(box, random.randrange(2)) for box in boxes_of(shape, random)]
+    blocks: list[tuple[TensorSlice, int]] = [
+        (box, random.randrange(2)) for box in boxes_of(shape, random)
+    ]
     files = []
     places = []
     for number in range(2):
@@ -81,7 +87,9 @@ def stored(
             Block(box, home, places[home][f"b{i}"], f"b{i}") for i, (box, home) in enumerate(blocks)
         ),
     )
-    state = StoredTensor("uint8", (3,), (Block(Box((0,), (3,)), 1, places[1]["random"], "random"),))
+    state = StoredTensor(
+        "uint8", (3,), (Block(TensorSlice((0,), (3,)), 1, places[1]["random"], "random"),)
+    )
     parameter = StoredParameter(HOSTILE, True, tensor, (("exp_avg", tensor),), (("step", 3.0),))
     found = Checkpoint("m.onnx", "digest", "plan", 2, 5, 40, 7, {"name": "adamw", "lr": 0.1}, tuple(files),
                        (parameter,), (StoredGenerator(1, "cpu", state),))  # fmt: skip
@@ -133,18 +141,22 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
     ]
     file, offsets = write_shard(tmp_path / "rank_00000.safetensors", contents[:3])
     rows = [
-        Block(Box((row, 0), (row + 1, 2)), 0, offsets[f"b{row}"], f"b{row}") for row in range(3)
+        Block(TensorSlice((row, 0), (row + 1, 2)), 0, offsets[f"b{row}"], f"b{row}")
+        for row in range(3)
     ]
-    elsewhere = Block(Box((3, 0), (4, 2)), 1, 0, "b3")
+    elsewhere = Block(TensorSlice((3, 0), (4, 2)), 1, 0, "b3")
     gone = StoredFile("rank_00001.safetensors", 0, "")
     tensor = StoredTensor("float32", (4, 2), (*rows, elsewhere))
     checkpoint = Checkpoint("", "", "", 2, 0, 0, 0, {}, (file, gone), (), ())
-    assert Reader(tmp_path, checkpoint).read(tensor, Box((1, 1), (3, 2))).tolist() == [[1.0], [2.0]]
+    assert Reader(tmp_path, checkpoint).read(tensor, TensorSlice((1, 1), (3, 2))).tolist() == [
+        [1.0],
+        [2.0],
+    ]
     with pytest.raises(LaunchError, match="cannot be read"):
-        Reader(tmp_path, checkpoint).read(tensor, Box((1, 1), (4, 2)))
+        Reader(tmp_path, checkpoint).read(tensor, TensorSlice((1, 1), (4, 2)))
     with pytest.raises(LaunchError, match="lacks 2 of 4 elements"):
         Reader(tmp_path, checkpoint).read(
-            StoredTensor("float32", (4, 2), tuple(rows)), Box((2, 0), (4, 2))
+            StoredTensor("float32", (4, 2), tuple(rows)), TensorSlice((2, 0), (4, 2))
         )
 
 

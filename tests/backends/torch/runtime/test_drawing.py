@@ -16,7 +16,7 @@ from autopipe.backends.torch.runtime.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.backends.torch.runtime.philox import Purpose, Rows, draw_run, key_of
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 
 NORMAL = Initializer("normal", 0.5)
 Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -42,7 +42,7 @@ def drawn(
     threads: int = 1,
 ) -> torch.Tensor:
     parameter = Parameter(Value(name, DType(dtype), shape), NORMAL)
-    return init_shard(parameter, Box(starts, stops), 9, threads)
+    return init_shard(parameter, TensorSlice(starts, stops), 9, threads)
 
 
 def whole(shape: tuple[int, ...], dtype: str = "float32", name: str = "w") -> torch.Tensor:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from autopipe.backends.torch.runtime.parameters import read_block
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, FileSlice, Fill, Initializer, Parameter, Storage, Value
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 
 NOWHERE = Path("/nonexistent")
 
@@ -26,17 +26,17 @@ def parameter(dtype: str, shape: tuple[int, ...], storage: Storage, name: str = 
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+def blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], TensorSlice]:
     """A shape of up to three dimensions and a block of it."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
     starts = tuple(draw(st.integers(0, extent - 1)) for extent in shape)
     stops = tuple(
         draw(st.integers(start + 1, extent)) for start, extent in zip(starts, shape, strict=True)
     )
-    return shape, Box(starts, stops)
+    return shape, TensorSlice(starts, stops)
 
 
-def region(box: Box) -> tuple[slice, ...]:
+def region(box: TensorSlice) -> tuple[slice, ...]:
     return tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))
 
 
@@ -44,10 +44,10 @@ def region(box: Box) -> tuple[slice, ...]:
 @pytest.mark.parametrize("scheme", ["normal", "uniform", "zeros", "ones"])
 @settings(max_examples=25)
 @given(blocks())
-def test_drawn_blocks(scheme: str, dtype: str, block: tuple[tuple[int, ...], Box]) -> None:
+def test_drawn_blocks(scheme: str, dtype: str, block: tuple[tuple[int, ...], TensorSlice]) -> None:
     shape, box = block
     drawn = parameter(dtype, shape, Initializer(scheme, 0.5))
-    every = read_block(NOWHERE, drawn, whole(shape), 9)
+    every = read_block(NOWHERE, drawn, full_slice(shape), 9)
     part = read_block(NOWHERE, drawn, box, 9)
     assert every.shape == shape
     assert part.dtype is every.dtype is getattr(torch, dtype)
@@ -59,7 +59,7 @@ def test_drawn_blocks(scheme: str, dtype: str, block: tuple[tuple[int, ...], Box
 
 
 @given(blocks())
-def test_filled_blocks(block: tuple[tuple[int, ...], Box]) -> None:
+def test_filled_blocks(block: tuple[tuple[int, ...], TensorSlice]) -> None:
     shape, box = block
     found = read_block(NOWHERE, parameter("float32", shape, Fill(1.5)), box, 0)
     assert torch.equal(found, torch.full(box.shape, 1.5))
@@ -75,7 +75,7 @@ def test_stored_blocks(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: str,
     external: bool,
-    block: tuple[tuple[int, ...], Box],
+    block: tuple[tuple[int, ...], TensorSlice],
     offset: int,
 ) -> None:
     shape, box = block
@@ -94,7 +94,7 @@ def test_stored_blocks(
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, file: str) -> None:
     model = tmp_path / "model.onnx"
     with pytest.raises(ConfigurationError, match="is not there") as caught:
-        read_block(model, parameter("float32", (4,), FileSlice(file, 0, 16)), whole((4,)), 0)
+        read_block(model, parameter("float32", (4,), FileSlice(file, 0, 16)), full_slice((4,)), 0)
     assert caught.value.where == str(tmp_path / (file or model.name))
 
 
@@ -103,11 +103,11 @@ def test_files_that_are_too_short(tmp_path: Path, size: int) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\0" * size)
     weight = parameter("float32", (4,), FileSlice("", 0, 16), "layer.weight")
     with pytest.raises(LaunchError, match=r"parameter 'layer\.weight' cannot be read"):
-        read_block(tmp_path / "model.onnx", weight, whole((4,)), 0)
+        read_block(tmp_path / "model.onnx", weight, full_slice((4,)), 0)
 
 
 def test_numbers_are_little_endian(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(np.array([1, 2], "<f4").tobytes())
     weight = parameter("float32", (2,), FileSlice("", 0, 8))
-    found = read_block(tmp_path / "model.onnx", weight, Box((1,), (2,)), 0)
+    found = read_block(tmp_path / "model.onnx", weight, TensorSlice((1,), (2,)), 0)
     assert found.tolist() == [2.0]

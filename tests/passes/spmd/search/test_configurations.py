@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import are_blocks
+from autopipe.ir.layout import are_even_splits
 from autopipe.ir.placement import Split
 from autopipe.ir.space import parse
 from autopipe.passes.sharding.configurations import configurations
@@ -58,5 +58,5 @@ def test_they_are_all_that_can_be_executed(extents: tuple[int, int, int], group:
         if group % (each[0] * each[1] * each[2]) == 0
     )
     assert set(configurations(space, group)) == {
-        tuple(each) for each in degrees if are_blocks(space, each)
+        tuple(each) for each in degrees if are_even_splits(space, each)
     }

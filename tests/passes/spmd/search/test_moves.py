@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.layout import Layout, MeshAxis, WindowedBlocks, merged, mesh_of, replicated
+from autopipe.ir.layout import (
+    Layout,
+    MeshAxis,
+    WindowedShards,
+    merge_axes,
+    mesh_axes_of,
+    replicated,
+)
 from autopipe.ir.placement import Split
 from autopipe.passes.analysis.resharding import reductions, steps_between
 from autopipe.passes.cost.communication import moving_seconds, relayout_seconds
@@ -29,13 +36,13 @@ def layouts(draw: st.DrawFn, group: int, shape: tuple[int, ...], partial: bool) 
         left //= degree
     cuts: list[list[MeshAxis]] = [[] for _ in shape]
     sums = []
-    for axis in mesh_of(splits, group):
+    for axis in mesh_axes_of(splits, group):
         place = draw(st.integers(-1, len(shape) - 1 + partial))
         if place == len(shape):
             sums.append(axis)
         elif place >= 0:
             cuts[place].append(axis)
-    return Layout(shape, tuple(map(merged, cuts)), merged(sums))
+    return Layout(shape, tuple(map(merge_axes, cuts)), merge_axes(sums))
 
 
 def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
@@ -88,11 +95,11 @@ def test_blocks_read_through_windows() -> None:
         Layout((8, 6), ((MeshAxis(4, 1),), ())),
         Layout((8, 6), ((), (MeshAxis(2, 1),))),
     ]
-    windows = ((WindowedBlocks(2, -1, 4), None), (WindowedBlocks(2, 0, 2), None))
+    windows = ((WindowedShards(2, -1, 4), None), (WindowedShards(2, 0, 2), None))
     wanted = [Layout((8, 6), ((MeshAxis(4, 1),), ()), windows=each) for each in windows]
     wanted.append(
         Layout(
-            (8, 6), ((MeshAxis(2, 2),), (MeshAxis(2, 1),)), windows=(WindowedBlocks(4, -1, 6), None)
+            (8, 6), ((MeshAxis(2, 2),), (MeshAxis(2, 1),)), windows=(WindowedShards(4, -1, 6), None)
         )
     )
     found = ReshardTable(devices, (0, 1, 2, 3)).seconds(held, wanted, 8 * 6 * 4)

@@ -23,7 +23,7 @@ from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir import training
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.program import Shard
 
 ADAMW = {
@@ -66,8 +66,8 @@ def manifest_of(world_size: int) -> Manifest:
     rows = ROWS // world_size
     shards = tuple(
         (
-            Shard(0, Box((rows * rank, 0), (rows * (rank + 1), COLUMNS)), (rank,), None),
-            Shard(1, whole((ROWS, COLUMNS)), tuple(range(world_size)), None),
+            Shard(0, TensorSlice((rows * rank, 0), (rows * (rank + 1), COLUMNS)), (rank,), None),
+            Shard(1, full_slice((ROWS, COLUMNS)), tuple(range(world_size)), None),
         )
         for rank in range(world_size)
     )

@@ -33,7 +33,7 @@ from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Parameter
-from autopipe.ir.layout import whole
+from autopipe.ir.layout import full_slice
 from autopipe.ir.program import Shard
 from tests.backends.torch.runtime.checkpointing.saving import ADAMW, drawn, manifest_with
 
@@ -45,7 +45,7 @@ BATCH = 8
 
 def manifest_of(optimizer: dict[str, Any], **changes: Any) -> Manifest:
     parameters = (drawn(HOSTILE, (4, 3)), drawn("frozen", (4, 3), trainable=False))
-    shards = (Shard(0, whole((4, 3)), (0,), None), Shard(1, whole((4, 3)), (0,), None))
+    shards = (Shard(0, full_slice((4, 3)), (0,), None), Shard(1, full_slice((4, 3)), (0,), None))
     form: dict[str, Any] = {
         "micro_batches": 2,
         "micro_batch_size": BATCH // 2,
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
     def changed(parameter: Parameter, **changes: Any) -> Parameter:
         return replace(parameter, value=replace(parameter.value, **changes))
 
-    shards = ((Shard(0, whole((4, 3)), (0,), None),),)
+    shards = ((Shard(0, full_slice((4, 3)), (0,), None),),)
     for changes, difference in (
         ({"model_digest": "other"}, "another model: m.onnx had digest model, the program's m.onnx has other"),
         ({"parameters": (changed(hostile, name="v"), frozen)}, "another model: it has no parameter 'v'"),

@@ -18,7 +18,7 @@ from autopipe.backends.torch.checkpoint import (
     read_checkpoint,
     verify_file,
 )
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import TensorSlice
 from tests.backends.torch.runtime.checkpointing.saving import ROWS, digest_of, heard, save_all_steps
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "autopipe.backends.torch.runtime"]
@@ -103,7 +103,7 @@ class Survivor:
             assert split is not None and whole is not None
             rows = ROWS // self._size
             for rank in range(self._size):
-                box = Box((rows * rank, 0), (rows * (rank + 1), split.value.shape[1]))
+                box = TensorSlice((rows * rank, 0), (rows * (rank + 1), split.value.shape[1]))
                 own = digest_of(
                     reader.read(split.value, box).tobytes(), reader.read(whole.value).tobytes()
                 )

@@ -12,7 +12,7 @@ import pytest
 
 from autopipe.backends.torch.runtime.checkpoint_state import write_blocks
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.ir.layout import Box, whole
+from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.program import Shard
 from tests.backends.torch.checkpoint.test_reading import boxes_of
 from tests.backends.torch.runtime.checkpointing.saving import ADAMW, drawn, manifest_of
@@ -69,7 +69,7 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
         np.testing.assert_array_equal(array, expected)
 
 
-def _region(box: Box) -> tuple[slice, ...]:
+def _region(box: TensorSlice) -> tuple[slice, ...]:
     return tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))
 
 
@@ -77,7 +77,9 @@ def test_copies_are_shared_evenly() -> None:
     """As a data-parallel run of five ranks holds them: a large table and small ones."""
     shapes = [(1000, 1024), (512, 512), *[(64, 64)] * 40]
     everyone = tuple(range(RANKS))
-    shards = tuple(Shard(index, whole(shape), everyone, None) for index, shape in enumerate(shapes))
+    shards = tuple(
+        Shard(index, full_slice(shape), everyone, None) for index, shape in enumerate(shapes)
+    )
     other = manifest([], Random(0))
     form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
     parameters = tuple(drawn(f"w{index}", shape) for index, shape in enumerate(shapes))
