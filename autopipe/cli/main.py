@@ -63,6 +63,14 @@ RUN_EXTRA: Final = frozenset({"torch"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
 
 
+REPORTED_PACKAGES: Final = (
+    ("torch",),
+    ("onnx",),
+    ("onnxruntime", "onnxruntime-gpu"),
+)
+"""Packages whose versions `--debug` prints, each with the names of its distributions."""
+
+
 class CommandTable(click.Group):
     """A group that lists its commands from `COMMANDS` and imports one only when it is called."""
 
@@ -155,6 +163,7 @@ def main(
     except Exception as error:  # noqa: BLE001 - the one place where every error becomes a line and an exit code
         if "--debug" in options:
             traceback.print_exception(error)
+            click.echo(version_report(), err=True)
         failure = _described(error)
         _report(failure, as_json="--json" in options)
         return failure.exit_code
@@ -195,6 +204,27 @@ def _described(error: Exception) -> AutopipeError:
             return AutopipeError(
                 f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug"
             )
+
+
+def version_report() -> str:
+    """Return one line per version that a bug report needs: autopipe, Python, packages, platform.
+
+    The packages are not imported.
+    """
+    import importlib.metadata
+    import platform
+
+    versions = {"autopipe": VERSION, "Python": platform.python_version()}
+    for names in REPORTED_PACKAGES:
+        versions[names[0]] = "not installed"
+        for name in names:
+            try:
+                versions[names[0]] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            break
+    versions["platform"] = platform.platform()
+    return "\n".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _report(error: AutopipeError, as_json: bool) -> None:

@@ -110,7 +110,11 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
         return command(output, *args, **kwargs)
 
     for option in (
-        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+        click.option(
+            "--debug",
+            is_flag=True,
+            help="Print the traceback of an error and the versions that a bug report needs.",
+        ),
         click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
         click.option(
             "-q", "--quiet", is_flag=True, help="Only what is asked for, warnings and errors."

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import io
 import json
 import os
+import platform
 import pty
 import struct
 import subprocess
@@ -173,6 +175,20 @@ def test_an_internal_error_asks_for_debug_which_shows_the_traceback(
     )
     main(["fail", "--debug"])
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_prints_the_versions_that_a_report_needs(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(KeyError("block"))
+    main(["fail", "--debug"])
+    lines = dict(line.split(" ", 1) for line in capsys.readouterr().err.splitlines() if " " in line)
+    assert lines["autopipe"] == __version__
+    assert lines["Python"] == platform.python_version()
+    assert lines["torch"] == importlib.metadata.version("torch")
+    assert lines["onnx"] == importlib.metadata.version("onnx")
+    assert lines["onnxruntime"][0].isdigit()
+    assert lines["platform"] == platform.platform()
 
 
 def test_a_missing_extra_says_how_to_get_it(
