@@ -65,14 +65,19 @@ class BatchAxes:
         """
         own = self.nodes[node]
         return next(
-            (each.axis for each in own if each.outer == 1 and each.kind is not AxisKind.WHOLE), None
+            (
+                each.axis
+                for each in own
+                if each.outer == 1 and each.kind is not AxisKind.UNSPLITTABLE
+            ),
+            None,
         )
 
     def lost(self, graph: Graph, space: Space, node: int) -> str | None:
         """A value of this node that carries samples where no axis of its space counts them; None
         where all is well.
         """
-        extents = space.extents()
+        extents = space.axis_sizes()
         samples = _samples_in(graph.nodes[node], space, self.values)
         return next(
             (
@@ -160,7 +165,7 @@ def _node_samples(
     """The axes of a node's space that count samples, given what is known of its operands and
     results.
     """
-    extents = space.extents()
+    extents = space.axis_sizes()
     tensors = _samples_in(node, space, values)
     found = sorted(
         {
@@ -196,7 +201,7 @@ def _axis_at(
 
 def _places(node: Node, space: Space, found: tuple[NodeSamples, ...]) -> list[tuple[str, Samples]]:
     """Where the samples of these axes are in the node's operands and results."""
-    extents = space.extents()
+    extents = space.axis_sizes()
     places: list[tuple[str, Samples]] = []
     for samples, (name, tensor) in itertools.product(found, _tensors(node, space)):
         for index, dimension in enumerate(tensor or ()):

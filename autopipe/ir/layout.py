@@ -444,7 +444,7 @@ def are_even_splits(space: Space, splits: Sequence[Split]) -> bool:
     may be split only if all axes outside of it in that dimension are split down to size 1.
     """
     degrees = {split.axis: split.degree for split in splits}
-    sizes = space.extents()
+    sizes = space.axis_sizes()
     if any(size % degrees.get(axis, 1) for axis, size in sizes.items()):
         return False
     return all(is_one_range(dimension, sizes, degrees) for dimension in merged_dimensions(space))

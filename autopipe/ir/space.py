@@ -1,31 +1,36 @@
-"""Iteration spaces: which axes an operator runs over, and which dimension of which tensor each one
-indexes.
+"""Iteration spaces: the axes that an operator iterates over, and the axes that index each dimension
+of its tensors.
 
-One line of notation a node, for instance of a batched product::
+One line of notation describes the iteration space of a node. For instance, a batched matmul::
 
     b m k, k n -> b m n
 
 Grammar::
 
     notation  = operands "->" results           operands, results = tensor {"," tensor}     (either may be empty)
-    tensor    = {dimension}                     a scalar is the empty string; "?" stands for an absent operand
+    tensor    = {dimension}                     a scalar is the empty string; "?" is an absent operand
     dimension = axis | "1" | "(" axis {axis} ")" | "[" axis stride offset reach "]"
     axis      = letter {letter | digit | "_"} [mark]
 
-`1` is a dimension that no axis indexes: extent one where others broadcast, or an extent the
-operator makes up itself. `(a b)` is a dimension made of several axes, outer to inner (row-major).
+`1` is a dimension that no axis indexes. It has size 1 where it is broadcast, or a size that the
+operator determines.
+
+`(a b)` is a dimension that merges several axes, outer to inner (row-major).
+
 `[o 2 -1 3]` is a dimension of an operand that is read through windows (convolution, pooling): index
-o reads the three elements from 2 · o - 1 on, and in place of those that lie outside of the tensor a
-fill. Marks, given where the axis first stands:
+o reads the three elements from 2 · o - 1 on. Elements outside of the tensor have a fill value.
 
-    !   the axis must stay whole: the operator cannot be split along it (yet)
-    +   partial results over a split of this axis add up            (MatMul's k, ReduceSum)
-    ~   partial results over a split average, with equal shares    (ReduceMean)
-    &   devices with a part each compute together: the operator knows its part, and exchanges statistics over the group
-        where it needs any; results without the axis add up       (Softmax's classes, the rows of a table looked up in)
-    =   the same, but results without the axis are known to every device as they are   (a normalisation's statistics)
+An axis is marked at its first occurrence. The mark says how the operator behaves if the axis is
+split over devices:
 
-An axis absent from a result and without a mark is treated as whole.
+    !   unsplittable: the operator cannot be split along this axis (yet)
+    +   results without the axis are partial sums                   (k of MatMul, ReduceSum)
+    ~   results without the axis are partial means of equal weight  (ReduceMean)
+    &   joint: the operator gets its coordinate along the axis and exchanges statistics with the other devices if it
+        needs them; results without the axis are partial sums       (the classes of Softmax, the rows of an embedding table)
+    =   agreed: like &, but results without the axis are equal on all devices  (statistics of a normalisation)
+
+An axis without a mark is parallel if it is in every result, and unsplittable otherwise.
 """
 
 from __future__ import annotations
@@ -39,16 +44,18 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.words import plural
 
 Dimension = tuple[str, ...]
-"""Names of the axes that make up a dimension, outer to inner; () where none does."""
+"""The names of the axes that index a dimension, outer to inner; () if no axis does."""
 
 
 class AxisKind(enum.Enum):
-    """Meaning of a split along the axis: a parallel one, which indexes every result, leaves
-    independent shards; for the others see the marks.
+    """How an operator behaves if an axis is split over devices; the module docstring defines each
+    kind by its mark.
+
+    A PARALLEL axis has no mark: it indexes every result, so devices compute independent shards.
     """
 
     PARALLEL = "parallel"
-    WHOLE = "whole"
+    UNSPLITTABLE = "unsplittable"
     SUM = "sum"
     MEAN = "mean"
     JOINT = "joint"
@@ -56,21 +63,25 @@ class AxisKind(enum.Enum):
 
     @property
     def is_joint(self) -> bool:
-        """True if the operator itself knows its part and exchanges what it needs of the others."""
+        """True if the operator's implementation uses its coordinate along the axis, and may
+        communicate over it.
+        """
         return self in (AxisKind.JOINT, AxisKind.AGREED)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     name: str
-    extent: int
+    size: int
     kind: AxisKind
 
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """A dimension of an operand that is read through windows: index i of `axis`, of `count`, reads
-    the `reach` elements from i · stride + offset on; those outside of the tensor count as `fill`.
+    """A dimension of an operand that is read through windows.
+
+    Index i of `axis`, which has size `count`, reads the `reach` elements from i · stride + offset
+    on. Elements outside of the tensor have the value `fill`.
     """
 
     operand: int
@@ -83,14 +94,19 @@ class Windowed:
     fill: float = 0.0
 
     def span(self, count: int) -> int:
-        """How many elements `count` neighbouring windows cover."""
+        """Return the number of elements from the first to the last element that `count` consecutive
+        windows read.
+        """
         return (count - 1) * self.stride + self.reach
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A node's iteration space. `operands[i]` is None where the operand is absent. A dimension that
-    is read through windows is in `windows`; among the operands no axis indexes it.
+    """The iteration space of a node.
+
+    `operands[i]` and `results[i]` contain the axes of each dimension, or are None if the tensor is
+    absent. A dimension that is read through windows is described in `windows`; its entry in
+    `operands` is ().
     """
 
     axes: tuple[Axis, ...]
@@ -100,53 +116,57 @@ class Space:
 
     @property
     def points(self) -> int:
-        return math.prod(axis.extent for axis in self.axes)
+        """Return the number of points of the iteration space: the product of all axis sizes."""
+        return math.prod(axis.size for axis in self.axes)
 
     def axis(self, name: str) -> Axis:
+        """Return the axis called `name`. Raise KeyError if there is none."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
         raise KeyError(name)
 
-    def extents(self) -> dict[str, int]:
-        return {axis.name: axis.extent for axis in self.axes}
+    def axis_sizes(self) -> dict[str, int]:
+        """Return the size of each axis by name."""
+        return {axis.name: axis.size for axis in self.axes}
 
     def windows_of(self, operand: int) -> tuple[Windowed, ...]:
-        return tuple(each for each in self.windows if each.operand == operand)
+        """Return the windowed dimensions of the operand at this position."""
+        return tuple(window for window in self.windows if window.operand == operand)
 
     def __str__(self) -> str:
         marks = {kind: mark for mark, kind in _MARKS.items()} | {AxisKind.PARALLEL: ""}
         kinds = {axis.name: marks[axis.kind] for axis in self.axes}
 
-        def spell(tensor: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...] = ()) -> str:
+        def text_of(
+            tensor: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...] = ()
+        ) -> str:
             if tensor is None:
                 return "?"
             words = []
             for dimension in tensor:
-                names = [name + kinds[name] for name in dimension]
-                words.append(
-                    "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
-                )
-            for each in windows:
-                words[each.dimension] = (
-                    f"[{each.axis}{kinds[each.axis]} {each.stride} {each.offset} {each.reach}]"
-                )
+                marked_names = [name + kinds[name] for name in dimension]
+                if len(marked_names) > 1:
+                    words.append(f"({' '.join(marked_names)})")
+                else:
+                    words.append(marked_names[0] if marked_names else "1")
+            for window in windows:
+                axis = window.axis + kinds[window.axis]
+                words[window.dimension] = f"[{axis} {window.stride} {window.offset} {window.reach}]"
             return " ".join(words)
 
         operands = (
-            spell(tensor, self.windows_of(index)) for index, tensor in enumerate(self.operands)
+            text_of(tensor, self.windows_of(index)) for index, tensor in enumerate(self.operands)
         )
-        return f"{', '.join(operands)} -> {', '.join(map(spell, self.results))}"
+        return f"{', '.join(operands)} -> {', '.join(map(text_of, self.results))}"
 
 
 class NotationError(ModelError):
-    """A line of notation that does not fit the tensors it is meant for, which a file's node may
-    have of any shape.
-    """
+    """A line of notation that does not fit the shapes of a node's tensors."""
 
 
 _MARKS = {
-    "!": AxisKind.WHOLE,
+    "!": AxisKind.UNSPLITTABLE,
     "+": AxisKind.SUM,
     "~": AxisKind.MEAN,
     "&": AxisKind.JOINT,
@@ -162,62 +182,69 @@ def parse(
     extents: dict[str, int] | None = None,
     fill: float = 0.0,
 ) -> Space:
-    """The space that `notation` describes for tensors of these shapes (None where a tensor is
-    absent). Extents follow from the shapes; those of axes inside merged dimensions that occur alone
-    nowhere must be given in `extents`. Windows that stick out of a tensor read `fill` there. Raises
-    NotationError where notation and shapes disagree.
+    """Return the iteration space that `notation` describes for tensors of these shapes.
+
+    A shape is None if its tensor is absent. Axis sizes are inferred from the shapes. `extents` must
+    contain the size of an axis if it occurs only in merged dimensions and the other axes of the
+    dimension do not determine it. `fill` is the value that windows read outside of a tensor. Raise
+    NotationError if notation and shapes disagree.
     """
-    left, arrow, right = notation.partition("->")
+    operand_text, arrow, result_text = notation.partition("->")
     if not arrow:
-        raise NotationError(f"no arrow in notation {notation!r}")
+        raise NotationError(f"iteration-space notation {notation!r} has no '->'")
     marks: dict[str, str] = {}
     windows: list[_Window] = []
-    operands = _tensors(left, len(operand_shapes), marks, windows)
-    results = _tensors(right, len(result_shapes), marks, [])
-    pairs = [*zip(operands, operand_shapes, strict=True), *zip(results, result_shapes, strict=True)]
-    known = _solved_extents(pairs, dict(extents or {}), notation)
-    written = [
+    operands = _tensors(operand_text, len(operand_shapes), marks, windows)
+    results = _tensors(result_text, len(result_shapes), marks, [])
+    tensors = [
+        *zip(operands, operand_shapes, strict=True),
+        *zip(results, result_shapes, strict=True),
+    ]
+    sizes = _solved_sizes(tensors, dict(extents or {}), notation)
+    axes_by_result = [
         {name for dimension in tensor for name in dimension}
         for tensor in results
         if tensor is not None
     ]
-    in_results = set.intersection(*written) if written else set()
-    unmarked = {name: AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE for name in marks}
+    in_results = set.intersection(*axes_by_result) if axes_by_result else set()
+    default_kinds = {
+        name: AxisKind.PARALLEL if name in in_results else AxisKind.UNSPLITTABLE for name in marks
+    }
     axes = tuple(
-        Axis(name, known[name], _MARKS.get(mark) or unmarked[name]) for name, mark in marks.items()
+        Axis(name, sizes[name], _MARKS.get(mark) or default_kinds[name])
+        for name, mark in marks.items()
     )
-    through = tuple(
-        Windowed(operand, dimension, axis, known[axis], *numbers, fill)
-        for operand, dimension, axis, numbers in windows
+    windowed = tuple(
+        Windowed(operand, dimension, axis, sizes[axis], *parameters, fill)
+        for operand, dimension, axis, parameters in windows
     )
-    return Space(axes, tuple(operands), tuple(results), through)
+    return Space(axes, tuple(operands), tuple(results), windowed)
 
 
 _Window = tuple[int, int, str, tuple[int, int, int]]
-"""Operand, dimension, axis, and the three numbers of a window."""
+"""(operand, dimension, axis, (stride, offset, reach))."""
 
 
 def _tensors(
-    side: str, count: int, marks: dict[str, str], windows: list[_Window]
+    text: str, count: int, marks: dict[str, str], windows: list[_Window]
 ) -> list[tuple[Dimension, ...] | None]:
-    parts = side.split(",") if count else []
-    if len(parts) != count:
+    words = text.split(",") if count else []
+    if len(words) != count:
         raise NotationError(
-            f"notation {side!r} names {len(parts)} {plural(len(parts), 'tensor')}, the node "
-            "has "
-            f"{count}"
+            f"notation {text!r} describes {len(words)} {plural(len(words), 'tensor')}, but the node "
+            f"has {count}"
         )
-    return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(parts)]
+    return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(words)]
 
 
 def _tensor(
-    text: str, marks: dict[str, str], index: int, windows: list[_Window]
+    text: str, marks: dict[str, str], operand: int, windows: list[_Window]
 ) -> tuple[Dimension, ...] | None:
     if text == "?":
         return None
 
-    def marked(word: str) -> str:
-        """The axis of a word, whose mark is taken down."""
+    def axis_name(word: str) -> str:
+        """Return the name of the axis in `word`, and store its mark in `marks`."""
         name = word.rstrip("!+~&=")
         marks[name] = marks.get(name) or word[len(name) :]
         return name
@@ -227,45 +254,53 @@ def _tensor(
         if token.startswith("["):
             word, stride, offset, reach = token[1:-1].split()
             windows.append(
-                (index, len(dimensions), marked(word), (int(stride), int(offset), int(reach)))
+                (operand, len(dimensions), axis_name(word), (int(stride), int(offset), int(reach)))
             )
             dimensions.append(())
         else:
             dimensions.append(
-                tuple(marked(word) for word in token.strip("()").split() if word != "1")
+                tuple(axis_name(word) for word in token.strip("()").split() if word != "1")
             )
     return tuple(dimensions)
 
 
-def _solved_extents(
-    pairs: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]],
+def _solved_sizes(
+    tensors: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]],
     known: dict[str, int],
     notation: str,
 ) -> dict[str, int]:
-    """`known` with the extents that follow from the tensors' shapes: first of axes that are a whole
-    dimension.
+    """Return `known` extended by the axis sizes that follow from the tensors' shapes.
+
+    Axes that index a dimension alone are solved first. Then each merged dimension with one unknown
+    axis is solved, in order.
     """
     dimensions: list[tuple[Dimension, int]] = []
-    for tensor, shape in pairs:
+    for tensor, shape in tensors:
         if tensor is not None and shape is not None:
             if len(tensor) != len(shape):
-                raise NotationError(f"notation {notation!r} does not fit shape {shape}")
+                raise NotationError(
+                    f"notation {notation!r} has {len(tensor)} dimensions for a tensor of shape "
+                    f"{shape}"
+                )
             dimensions += zip(tensor, shape, strict=True)
-    for dimension, extent in dimensions:
-        if len(dimension) == 1 and known.setdefault(dimension[0], extent) != extent:
+    for dimension, size in dimensions:
+        if len(dimension) == 1 and known.setdefault(dimension[0], size) != size:
             raise NotationError(
-                f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}"
+                f"axis {dimension[0]!r} of {notation!r} has size {known[dimension[0]]} in one "
+                f"dimension and {size} in another"
             )
-    for dimension, extent in dimensions:
+    for dimension, size in dimensions:
         missing = [name for name in dimension if name not in known]
         if len(missing) > 1:
-            raise NotationError(f"extents of {', '.join(missing)} in {notation!r} cannot be told")
+            raise NotationError(
+                f"sizes of axes {', '.join(missing)} in {notation!r} cannot be inferred"
+            )
         product = math.prod(known[name] for name in dimension if name in known)
         if missing:
-            known[missing[0]] = extent // max(product, 1)
+            known[missing[0]] = size // max(product, 1)
             product *= known[missing[0]]
-        if dimension and product != extent:
+        if dimension and product != size:
             raise NotationError(
-                f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}"
+                f"dimension {dimension} of {notation!r} has size {product}, but the tensor has {size}"
             )
     return known

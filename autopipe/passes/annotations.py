@@ -129,7 +129,7 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
         axes = [(windows[at],) if at in windows else each for at, each in enumerate(dimensions)]
         blocks = _blocks_of(graph.type_of(name).shape, shardings[name], f"{where}: tensor {name!r}")
         for (count, held, here), own_axes in zip(blocks, axes, strict=True):
-            for axis, degree, inner in _parts(own_axes, space.extents(), count, here):
+            for axis, degree, inner in _parts(own_axes, space.axis_sizes(), count, here):
                 if degree == 1 and axis in windows.values():
                     continue  # each device may hold more than what its windows read
                 cut = AxisSplit(

@@ -448,7 +448,11 @@ def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, 
     them.
     """
     yield ()
-    axes = [axis.name for axis in samples.uses[node].space.axes if axis.kind is not AxisKind.WHOLE]
+    axes = [
+        axis.name
+        for axis in samples.uses[node].space.axes
+        if axis.kind is not AxisKind.UNSPLITTABLE
+    ]
     degrees = [degree for degree in range(2, group + 1) if group % degree == 0]
     ones = [((axis, degree),) for axis in axes for degree in degrees]
     twos = [

@@ -122,7 +122,7 @@ def test_every_joint_axis_alone(pools: Pools, tmp_path: Path) -> None:
             joint = [
                 axis.name
                 for axis in space_of(graph, node).axes
-                if axis.kind.is_joint and axis.extent % 4 == 0
+                if axis.kind.is_joint and axis.size % 4 == 0
             ]
             splits += (
                 [(index, (Split(joint[-1], 4),))]

@@ -18,7 +18,7 @@ def kinds(space: Space) -> dict[str, str]:
 def test_a_batched_product() -> None:
     space = parse("b m k+, k n -> b m n", ((2, 3, 4), (4, 5)), ((2, 3, 5),))
     assert kinds(space) == {"b": "parallel", "m": "parallel", "k": "sum", "n": "parallel"}
-    assert space.extents() == {"b": 2, "m": 3, "k": 4, "n": 5}
+    assert space.axis_sizes() == {"b": 2, "m": 3, "k": 4, "n": 5}
     assert space.points == 2 * 3 * 4 * 5
     assert space.operands == ((("b",), ("m",), ("k",)), (("k",), ("n",)))
     assert space.axis("k").kind is AxisKind.SUM
@@ -51,9 +51,9 @@ def test_absent_operands_scalars_and_made_up_extents() -> None:
 def test_merged_dimensions() -> None:
     space = parse("(a b) c -> a b c", ((6, 4),), ((2, 3, 4),))
     assert space.operands == ((("a", "b"), ("c",)),)
-    assert space.extents() == {"a": 2, "b": 3, "c": 4}
+    assert space.axis_sizes() == {"a": 2, "b": 3, "c": 4}
     given = parse("(a b) -> (a b)", ((6,),), ((6,),), {"a": 2})
-    assert given.extents() == {"a": 2, "b": 3}
+    assert given.axis_sizes() == {"a": 2, "b": 3}
 
 
 def test_dimensions_that_are_read_through_windows() -> None:
@@ -69,12 +69,12 @@ def test_dimensions_that_are_read_through_windows() -> None:
 @pytest.mark.parametrize(
     ("notation", "operands", "results", "message"),
     [
-        ("a b", ((2, 3),), (), "no arrow"),
-        ("a, b -> a", ((2,),), ((2,),), "names 2 tensors, the node has 1"),
-        ("a b -> a", ((2,),), ((2,),), "does not fit shape"),
-        ("a -> a", ((2,),), ((3,),), "axis 'a' of 'a -> a' is both 2 and 3"),
-        ("(a b) -> (a b)", ((6,),), ((6,),), "extents of a, b in"),
-        ("(a b) a -> a b", ((7, 2),), ((2, 3),), "has extent 6, the tensor 7"),
+        ("a b", ((2, 3),), (), "has no '->'"),
+        ("a, b -> a", ((2,),), ((2,),), "describes 2 tensors, but the node has 1"),
+        ("a b -> a", ((2,),), ((2,),), "has 2 dimensions for a tensor of shape"),
+        ("a -> a", ((2,),), ((3,),), "axis 'a' of 'a -> a' has size 2 in one dimension and 3"),
+        ("(a b) -> (a b)", ((6,),), ((6,),), "sizes of axes a, b in"),
+        ("(a b) a -> a b", ((7, 2),), ((2, 3),), "has size 6, but the tensor has 7"),
     ],
 )
 def test_notation_that_does_not_fit(
@@ -118,6 +118,6 @@ def test_spaces_print_and_parse(
 ) -> None:
     line, operands, results, extents = case
     space = parse(line, tuple(operands), tuple(results), extents)
-    assert space.extents() == {axis.name: extents[axis.name] for axis in space.axes}
+    assert space.axis_sizes() == {axis.name: extents[axis.name] for axis in space.axes}
     again = parse(str(space), tuple(operands), tuple(results), extents)
     assert again == space

@@ -96,7 +96,7 @@ def _attention_flops(signature: Signature, space: Space) -> float:
     """Two products: queries by all keys, those of earlier calls (p) too, and probabilities by
     values.
     """
-    axes = space.extents()
+    axes = space.axis_sizes()
     scores = axes["b"] * axes["h"] * axes["r"] * axes["q"] * (axes["k"] + axes.get("p", 0))
     return 2.0 * scores * (axes["d"] + axes["v"])
 
@@ -157,7 +157,7 @@ def _linear_attention_flops(signature: Signature, space: Space) -> float:
     """Writing a state and reading it for each query; with the delta rule reading it for each key
     besides.
     """
-    axes = space.extents()
+    axes = space.axis_sizes()
     reads = axes["r"] + 1 + signature.present(5)
     return 2.0 * reads * axes["b"] * axes["t"] * axes["h"] * axes["d"] * axes["v"]
 

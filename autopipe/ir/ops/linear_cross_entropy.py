@@ -33,7 +33,7 @@ def classes_of(signature: Signature) -> int:
 
 def score_extents(space: Space, degrees: Mapping[str, int]) -> tuple[int, int]:
     """Numbers of labels and of classes of one device."""
-    local = {axis.name: axis.extent // degrees.get(axis.name, 1) for axis in space.axes}
+    local = {axis.name: axis.size // degrees.get(axis.name, 1) for axis in space.axes}
     return math.prod(extent for name, extent in local.items() if name not in ("c", "k")), local["c"]
 
 
@@ -43,7 +43,7 @@ def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: 
     """
     labels, classes = score_extents(space, degrees)
     block = labels * min(classes, CLASSES_AT_ONCE) * (width + 2 * narrow)
-    return block + narrow * labels * space.axis("k").extent * width
+    return block + narrow * labels * space.axis("k").size * width
 
 
 def _linear_cross_entropy(signature: Signature) -> Space:
@@ -57,7 +57,7 @@ def _linear_cross_entropy(signature: Signature) -> Space:
 
 def _flops(signature: Signature, space: Space) -> float:
     """A product, and six operations a score."""
-    return (2.0 + 6.0 / space.axis("k").extent) * space.points
+    return (2.0 + 6.0 / space.axis("k").size) * space.points
 
 
 def _statistics(

@@ -143,7 +143,7 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
             continue
         (extent,) = reached
         extents = [body.type_of(name).shape[at] for name, at in values]
-        extents += [spaces[index].axis(axis).extent for index, axis in axes]
+        extents += [spaces[index].axis(axis).size for index, axis in axes]
         if not any(
             each % extent for each in extents
         ):  # What is made of several axes has this one outermost.

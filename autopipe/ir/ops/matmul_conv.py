@@ -424,12 +424,10 @@ def _statistics(
     before_product = signature.node.op == "GRU" and not signature.node.integer(
         "linear_before_reset"
     )
-    steps = space.axis("s").extent
-    directions = space.axis("e").extent
+    steps = space.axis("s").size
+    directions = space.axis("e").size
     times = directions * (steps - 1 + steps * before_product)
-    size = (
-        points(space, degrees, "b") * space.axis("h").extent * signature.operand(2).dtype.itemsize
-    )
+    size = points(space, degrees, "b") * space.axis("h").size * signature.operand(2).dtype.itemsize
     operands = tuple(
         index for index in range(len(signature.operands)) if index != 4
     )  # How many steps a sample has.

@@ -50,7 +50,7 @@ def joint_splits(
 
 def points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
     """How many points of the axes called `names` one device has."""
-    return math.prod(space.axis(name).extent // degrees.get(name, 1) for name in names)
+    return math.prod(space.axis(name).size // degrees.get(name, 1) for name in names)
 
 
 def reduced(

@@ -219,18 +219,18 @@ def checked_splits(
             raise ConfigurationError(
                 f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where
             )
-        if degree < 1 or (degree > 1 and axis.kind is AxisKind.WHOLE):
+        if degree < 1 or (degree > 1 and axis.kind is AxisKind.UNSPLITTABLE):
             raise ConfigurationError(
                 f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
                 "along which this node cannot be split",
                 hint=f"its iteration space is {space}",
                 where=where,
             )
-        if axis.extent % degree:
+        if axis.size % degree:
             raise ConfigurationError(
                 f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
-                f"which do not divide its extent {axis.extent}",
-                hint=even_degree_hint(axis.extent, degree),
+                f"which do not divide its extent {axis.size}",
+                hint=even_degree_hint(axis.size, degree),
                 where=where,
             )
     found = tuple(Split(name, degree) for name, degree in splits if degree > 1)

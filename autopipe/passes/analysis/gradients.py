@@ -211,7 +211,7 @@ def attention_tensors(
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
         if use.row.name != "Attention":
             continue
-        axes = use.space.extents()
+        axes = use.space.axis_sizes()
         value = graph.type_of(node.inputs[0])
         stepwise = is_stepwise(node, value.dtype)
         if capability is None and not stepwise:

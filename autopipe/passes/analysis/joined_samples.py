@@ -91,7 +91,7 @@ def _keeps_joined(
         each.kind in _JOINT and _has_samples(node, axes) for each in samples
     ):
         return True
-    if node.op in _ORDERED and any(each.kind is AxisKind.WHOLE for each in samples):
+    if node.op in _ORDERED and any(each.kind is AxisKind.UNSPLITTABLE for each in samples):
         return True
     return _takes_some(graph, node, axes) or _counts_samples(graph, node, axes)
 

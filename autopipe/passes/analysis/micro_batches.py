@@ -163,7 +163,7 @@ def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
     return tuple(graph if size == largest else rebatched(graph, size) for size in sizes)
 
 
-_APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
+_APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.UNSPLITTABLE)
 """Samples that are kept apart, and equal shares whose means average to the mean of all."""
 
 

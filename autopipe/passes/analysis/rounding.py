@@ -107,7 +107,7 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
             elements = math.prod(score_extents(use.space, {}))
         repeats = graph.type_of(node.inputs[0]).shape[0] if use.row.kind == "recurrent" else 1
         return max(1, math.ceil(use.flops / 2 / elements)) * repeats
-    shared = math.prod(axis.extent for axis in use.space.axes if axis.kind.is_joint)
+    shared = math.prod(axis.size for axis in use.space.axes if axis.kind.is_joint)
     return 1 + math.ceil(math.log2(max(use.space.points / elements, shared, 1)))
 
 

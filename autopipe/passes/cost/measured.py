@@ -82,7 +82,7 @@ class Operations:
             for degree in degrees:
                 if (
                     degree > 1
-                    and axis.extent % degree == 0
+                    and axis.size % degree == 0
                     and is_even_split(space, axis.name, degree)
                 ):
                     yield (Split(axis.name, degree),)

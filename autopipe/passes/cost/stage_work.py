@@ -170,7 +170,7 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
         key = (id(use), splits, group)
         if key not in known:
             degrees = {split.axis: split.degree for split in splits}
-            names = use.space.extents()
+            names = use.space.axis_sizes()
             # An axis that the node lacks only shares its work: code generation refuses it, by name.
             form = node_layouts(
                 graph, index, use.space, tuple(each for each in splits if each.axis in names), group

@@ -107,7 +107,7 @@ def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
         if row is None or (not kinds and not _carries(axes, graph, index)):
             continue
         if (
-            AxisKind.WHOLE in kinds
+            AxisKind.UNSPLITTABLE in kinds
             or (kinds and row.kind == "memory")
             or axes.lost(graph, spaces(index), index)
         ):

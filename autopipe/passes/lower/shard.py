@@ -149,13 +149,13 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
             raise CodegenError(
                 f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=where
             )
-        if axis.kind is AxisKind.WHOLE:
+        if axis.kind is AxisKind.UNSPLITTABLE:
             raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=where)
-        if axis.extent % split.degree:
+        if axis.size % split.degree:
             raise CodegenError(
-                f"axis {axis.name!r} of {node.op} has extent {axis.extent}: "
+                f"axis {axis.name!r} of {node.op} has extent {axis.size}: "
                 f"{split.degree} {plural(split.degree, 'device')} cannot share it equally",
-                hint=even_degree_hint(axis.extent, split.degree),
+                hint=even_degree_hint(axis.size, split.degree),
                 where=where,
             )
     if not are_even_splits(space, splits):

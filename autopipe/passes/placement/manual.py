@@ -231,7 +231,7 @@ def _check_extents(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], si
     """
     for node, own in splits.items():
         for split in own:
-            extent = samples.uses[node].space.axis(split.axis).extent
+            extent = samples.uses[node].space.axis(split.axis).size
             if extent % split.degree:
                 raise ConfigurationError(
                     f"constraints split axis {split.axis!r} into {split.degree} "

@@ -361,7 +361,7 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
         if axis is None:
             space = model.uses[node].space
             column = seed_axis(model, node, 1, frozenset([read[0]]))
-            extent = space.axis(column).extent if column else 0
+            extent = space.axis(column).size if column else 0
             raise InfeasibleError(
                 f"{degree} {plural(degree, 'device')} cannot share the {extent} "
                 f"{plural(extent, 'row')} of {read[0]!r} equally",

@@ -44,9 +44,9 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
     """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
     found = _splits_of(
-        [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1], group
+        [axis for axis in axes if axis.kind is not AxisKind.UNSPLITTABLE and axis.size > 1], group
     )
-    extents = space.extents()
+    extents = space.axis_sizes()
     mixed = merged_dimensions(space)
     if mixed:
         degrees = ({split.axis: split.degree for split in splits} for splits in found)
@@ -64,7 +64,7 @@ def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
     known: dict[int, list[Splits]] = {left: [()] for left in divisors}
     for axis in reversed(axes):
         own = {degree: (Split(axis.name, degree),) if degree > 1 else () for degree in divisors}
-        degrees = [degree for degree in divisors if axis.extent % degree == 0]
+        degrees = [degree for degree in divisors if axis.size % degree == 0]
         known = {
             left: [
                 (*own[degree], *inner)

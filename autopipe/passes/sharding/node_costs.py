@@ -387,12 +387,12 @@ def _configurations(
     group = len(stage.devices)
     # Extents matter by the degrees that divide them; where several axes make up a dimension, also
     # by what is left.
-    axes = tuple((axis.name, axis.kind, math.gcd(axis.extent, group)) for axis in space.axes)
+    axes = tuple((axis.name, axis.kind, math.gcd(axis.size, group)) for axis in space.axes)
     tensors = (*space.operands, *space.results)
     mixed = tuple(
         tensor for tensor in tensors if tensor and any(len(dimension) > 1 for dimension in tensor)
     )
-    key = axes, outermost, (mixed, tuple(axis.extent for axis in space.axes)) if mixed else ()
+    key = axes, outermost, (mixed, tuple(axis.size for axis in space.axes)) if mixed else ()
     if key not in known:
         known[key] = configurations(space, group, outermost)
     return known[key]

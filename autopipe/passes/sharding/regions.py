@@ -84,7 +84,7 @@ class Network:
         all the devices.
         """
         space = self.uses[node].space
-        if space.axis(axis).kind is AxisKind.WHOLE:
+        if space.axis(axis).kind is AxisKind.UNSPLITTABLE:
             return False
         if self.replicas > 1 and self.samples.axes[node] in (None, axis):
             return False
@@ -205,7 +205,7 @@ def grow(
 
 def _outer(space: Space, words: tuple[tuple[str, ...], ...] | None, place: int) -> str | None:
     """The axis along which a cut dimension is cut: its outermost."""
-    extents = space.extents()
+    extents = space.axis_sizes()
     return next((name for name in (words or ())[place] if extents[name] > 1), None)
 
 

@@ -349,7 +349,9 @@ def _splits(
 def _any_splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
     """Some of the axes in any order, together into at most `group` blocks."""
     splits: tuple[Split, ...] = ()
-    axes = [axis.name for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
+    axes = [
+        axis.name for axis in space.axes if axis.kind is not AxisKind.UNSPLITTABLE and axis.size > 1
+    ]
     for axis in draw(st.permutations(axes)):
         left = group // math.prod(split.degree for split in splits)
         degree = draw(st.sampled_from([each for each in (1, 2, 4) if each <= left]))

@@ -74,7 +74,7 @@ def random_stage(
 def random_splits(random: Random, space: Space, group: int) -> tuple[Split, ...]:
     """Some of a node's axes in any order and of any degrees, their product a divisor of `group`."""
     splits: tuple[Split, ...] = ()
-    axes = [axis.name for axis in space.axes if axis.kind is not AxisKind.WHOLE]
+    axes = [axis.name for axis in space.axes if axis.kind is not AxisKind.UNSPLITTABLE]
     for axis in random.sample(axes, len(axes)):
         left = group // math.prod(split.degree for split in splits)
         degrees = [degree for degree in range(2, left + 1) if left % degree == 0]

@@ -159,14 +159,14 @@ class Cut:
 
     def _axes(self, shape: Iterable[int], words: Words) -> tuple[int, ...]:
         """The shape with a dimension for each axis."""
-        extents = self.space.extents()
+        extents = self.space.axis_sizes()
         found: list[int] = []
         for extent, names in zip(shape, words, strict=True):
             found += [extents[name] for name in names] if names else [extent]
         return tuple(found)
 
     def _slices(self, words: Words) -> tuple[slice, ...]:
-        extents = self.space.extents()
+        extents = self.space.axis_sizes()
         found = []
         for names in words:
             for name in names or ("",):

@@ -57,8 +57,8 @@ MOST_PARTS = 32
 
 def divisible_axes(space: Space) -> Iterator[Axis]:
     """Axes that the row says can be split, long enough and into few parts."""
-    able = (axis for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1)
-    return (axis for axis in able if smallest_factor(axis.extent) <= MOST_PARTS)
+    able = (axis for axis in space.axes if axis.kind is not AxisKind.UNSPLITTABLE and axis.size > 1)
+    return (axis for axis in able if smallest_factor(axis.size) <= MOST_PARTS)
 
 
 def smallest_factor(extent: int) -> int:
@@ -120,7 +120,7 @@ def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
     """
     axes = list(divisible_axes(use.space))
     for axis in axes:
-        check_splits(use, (Split(axis.name, smallest_factor(axis.extent)),), rtol, atol)
+        check_splits(use, (Split(axis.name, smallest_factor(axis.size)),), rtol, atol)
     return len(axes)
 
 
@@ -131,7 +131,7 @@ def check_pairs(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
     pairs = list(itertools.permutations(divisible_axes(use.space), 2))
     for axes in pairs:
         check_splits(
-            use, tuple(Split(axis.name, smallest_factor(axis.extent)) for axis in axes), rtol, atol
+            use, tuple(Split(axis.name, smallest_factor(axis.size)) for axis in axes), rtol, atol
         )
     return len(pairs)
 

@@ -72,7 +72,7 @@ def test_reshape_splits_along_every_factor_of_the_common_refinement(
     use = use_of("Reshape", [normal(seed, *shape), integers(target)])
     # Both shapes group one list of factors, so they have a common refinement: it has an axis for
     # each product > 1.
-    assert math.prod(axis.extent for axis in use.space.axes) == math.prod(shape)
+    assert math.prod(axis.size for axis in use.space.axes) == math.prod(shape)
     assert parallel_axes(use) == {axis.name for axis in use.space.axes}
     check(use)
 

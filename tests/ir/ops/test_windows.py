@@ -62,7 +62,7 @@ def check_spatial(use: Use) -> set[str]:
     splits: tuple[Split, ...] = ()
     for axis in divisible_axes(use.space):
         if axis.name.startswith("o"):
-            split = Split(axis.name, smallest_factor(axis.extent))
+            split = Split(axis.name, smallest_factor(axis.size))
             check_splits(use, (split,))
             splits = (*splits, split)
     if len(splits) > 1 and math.prod(split.degree for split in splits) <= 12:
@@ -82,7 +82,7 @@ def test_convolution(geometry: Geometry, groups: int, biased: bool) -> None:
         **geometry.attributes,
     )
     assert check_spatial(use) == {
-        axis.name for axis in use.space.axes if axis.name[0] == "o" and axis.extent > 1
+        axis.name for axis in use.space.axes if axis.name[0] == "o" and axis.size > 1
     }
 
 
@@ -103,7 +103,9 @@ def test_pooling(geometry: Geometry, op: str, counted: int) -> None:
     )
     assume(0 not in use.graph.values[0].shape)
     whole = {
-        axis.name for axis in use.space.axes if axis.kind is AxisKind.WHOLE and axis.name[0] == "o"
+        axis.name
+        for axis in use.space.axes
+        if axis.kind is AxisKind.UNSPLITTABLE and axis.name[0] == "o"
     }
     assert not whole or op == "AveragePool"
     check_spatial(use)
@@ -123,7 +125,7 @@ def test_means_whose_divisor_changes_stay_whole() -> None:
         axis.name: axis.kind
         for axis in use_of("AveragePool", [normal(1, 1, 8, 8)], **pads).space.axes
     }
-    assert (kinds["o0"], kinds["o1"]) == (AxisKind.WHOLE, AxisKind.PARALLEL)
+    assert (kinds["o0"], kinds["o1"]) == (AxisKind.UNSPLITTABLE, AxisKind.PARALLEL)
     rounded = use_of(
         "AveragePool",
         [normal(1, 1, 7)],
@@ -132,4 +134,4 @@ def test_means_whose_divisor_changes_stay_whole() -> None:
         ceil_mode=1,
         count_include_pad=1,
     )
-    assert rounded.space.axis("o0").kind is AxisKind.WHOLE
+    assert rounded.space.axis("o0").kind is AxisKind.UNSPLITTABLE

@@ -41,7 +41,7 @@ def splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
     """Some of the node's axes in any order, in parts that the node and the group can be cut
     into.
     """
-    axes = [axis for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
+    axes = [axis for axis in space.axes if axis.kind is not AxisKind.UNSPLITTABLE and axis.size > 1]
     found: list[Split] = []
     for axis in draw(st.permutations(axes)):
         rest = group // math.prod(split.degree for split in found)

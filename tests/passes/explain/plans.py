@@ -43,10 +43,12 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Placement, str]:
         splits = []
         for node in range(low, high):
             axes = [
-                each for each in samples.uses[node].space.axes if each.kind is not AxisKind.WHOLE
+                each
+                for each in samples.uses[node].space.axes
+                if each.kind is not AxisKind.UNSPLITTABLE
             ]
             degree = draw(st.sampled_from([each for each in (1, 2, 4) if each <= group]))
-            axis = draw(st.sampled_from([each for each in axes if each.extent % degree == 0]))
+            axis = draw(st.sampled_from([each for each in axes if each.size % degree == 0]))
             splits += [(node, (Split(axis.name, degree),))] if degree > 1 else []
         stages.append(
             Stage(

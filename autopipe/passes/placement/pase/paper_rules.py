@@ -302,7 +302,7 @@ def by_space(draft: LayerGraphBuilder, index: int) -> None:
             return Reduction(tuple(axis for word in reduced for axis in indices[word]))
         return Movement() if row.kind in ("view", "memory") else Elementwise()
 
-    draft.lay_node(index, space.extents(), space.results, cost, space.operands, whole)
+    draft.lay_node(index, space.axis_sizes(), space.results, cost, space.operands, whole)
 
 
 def reshape(draft: LayerGraphBuilder, index: int) -> None:
@@ -384,8 +384,10 @@ def multiply(draft: LayerGraphBuilder, index: int) -> None:
     right = space.operands[1]
     result = space.results[0]
     assert left is not None and right is not None and result is not None
-    order = dict.fromkeys([*(word for dimension in result for word in dimension), *space.extents()])
-    axes: dict[str, int | Extents] = {word: space.axis(word).extent for word in order}
+    order = dict.fromkeys(
+        [*(word for dimension in result for word in dimension), *space.axis_sizes()]
+    )
+    axes: dict[str, int | Extents] = {word: space.axis(word).size for word in order}
     if node.op != "Einsum" and (columns := divided_columns(draft.graph, index)):
         axes["n"] = columns
     draft.lay_node(index, axes, [result], product_of(left, right, result), (left, right))
@@ -671,11 +673,11 @@ def project_classes(draft: LayerGraphBuilder, index: int) -> None:
     weight = space.operands[WEIGHT]
     assert x is not None and labels is not None and weight is not None
     scores: Words = (*labels, ("c",))
-    axes = {word: space.axis(word).extent for (word,) in scores}
+    axes = {word: space.axis(word).size for (word,) in scores}
     product = product_of(x, weight, scores)
     read = ((draft.places.get(node.inputs[0]), x),)
     made = [(scores, tuple(axes.values()))]
-    summed: dict[str, int | Extents] = {**axes, "k": space.axis("k").extent}
+    summed: dict[str, int | Extents] = {**axes, "k": space.axis("k").size}
     (place,) = draft.lay(f"{node.name}/scores", (), summed, read, made, product, inside=index)
     result = draft.shape_of(node.outputs[0])
     written: list[tuple[Words, Extents]] = [(((),) * len(result), result)]

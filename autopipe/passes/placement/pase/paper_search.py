@@ -135,7 +135,7 @@ def _node_axes(
     layer = layers.layers[index]
     operator = graph.nodes[node]
     space = space_of(graph, operator)
-    extents = space.extents()
+    extents = space.axis_sizes()
     reading = {
         (edge.source, edge.result): edge.operand for edge in layers.edges if edge.target == index
     }

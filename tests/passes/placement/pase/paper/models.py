@@ -66,7 +66,7 @@ def data_parallel(graph: Graph, layers: LayerGraph, devices: int) -> tuple[tuple
     """Degrees of every layer's axes when as many as possible of `devices` share the samples."""
     return tuple(
         tuple(
-            max(degree for degree in range(1, devices + 1) if axis.extent % degree == 0)
+            max(degree for degree in range(1, devices + 1) if axis.size % degree == 0)
             if position == counted
             else 1
             for position, axis in enumerate(placed.axes)

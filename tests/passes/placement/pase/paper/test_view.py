@@ -30,7 +30,7 @@ def layer(graph: LayerGraph, ending: str) -> Layer:
 
 
 def axes(placed: Layer) -> dict[str, int]:
-    return {axis.name: axis.extent for axis in placed.axes}
+    return {axis.name: axis.size for axis in placed.axes}
 
 
 def pointwise(placed: Layer) -> Any:
