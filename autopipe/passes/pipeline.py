@@ -61,7 +61,7 @@ from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.frontend.model import require_trainable
 from autopipe.passes.registry import Scheduler, Strategy
-from autopipe.passes.schedule.boundary_gathers import with_gathers
+from autopipe.passes.schedule.boundary_gathers import choose_gathers
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
@@ -865,7 +865,7 @@ def predict_placement(
     """
     check_portions(problem.graph, placement, problem.loss if problem.train else None)
     check_whole_matrices(problem, placement)
-    placement = with_gathers(problem, with_copies(problem, placement))
+    placement = choose_gathers(problem, with_copies(problem, placement))
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
 

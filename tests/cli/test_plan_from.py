@@ -254,7 +254,9 @@ def test_what_the_placement_cannot_bear_is_refused(
 
 
 def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
-    planned.refuses(4, ("plan", "--from", "two", "--memory-limit", "100KiB"), "stage", "too much")
+    planned.refuses(
+        4, ("plan", "--from", "two", "--memory-limit", "100KiB"), "stage", "above the limit"
+    )
 
 
 @pytest.mark.parametrize(

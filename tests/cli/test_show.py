@@ -201,6 +201,6 @@ def test_a_plan_follows_the_order_that_another_one_wrote(folder, capsys, tmp_pat
     assert main([*following, "4", "-q", "-o", str(tmp_path / "other")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {order}:1:")
-    assert "the order is for 8 micro-batches, the step has 4" in error
+    assert "the file has 8 micro-batches, but the step has 4" in error
     assert main([*words, "-q", "-o", str(tmp_path / "none")]) == 2
-    assert "schedule csv follows a file, and none is given" in capsys.readouterr().err
+    assert "schedule csv requires a file, but schedule.file is empty" in capsys.readouterr().err

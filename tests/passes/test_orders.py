@@ -15,7 +15,12 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.schedule.device_order import best_order, ideal_s, orders_of, parts_of
+from autopipe.passes.schedule.device_order import (
+    best_order,
+    group_orders,
+    ideal_step_s,
+    partial_group_orders,
+)
 from autopipe.passes.schedule.limits import quick_step_seconds
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
@@ -24,25 +29,25 @@ A, B, C, D = (kind(speed) for speed in (1.0, 2.0, 4.0, 8.0))
 
 
 def test_all_orders_of_few_kinds_and_both_of_many() -> None:
-    assert list(orders_of(mixed_cluster([(2, A), (2, B)]))) == [(0, 1), (1, 0)]
-    assert sorted(orders_of(mixed_cluster([(1, A), (1, B), (1, C)]))) == sorted(
+    assert list(group_orders(mixed_cluster([(2, A), (2, B)]))) == [(0, 1), (1, 0)]
+    assert sorted(group_orders(mixed_cluster([(1, A), (1, B), (1, C)]))) == sorted(
         itertools.permutations(range(3))
     )
-    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, C), (1, D)]))) == [
+    assert list(group_orders(mixed_cluster([(1, A), (1, B), (1, C), (1, D)]))) == [
         (0, 1, 2, 3),
         (3, 2, 1, 0),
     ]
-    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, A)]))) == [
+    assert list(group_orders(mixed_cluster([(1, A), (1, B), (1, A)]))) == [
         (0, 1, 2),
         (0, 2, 1),
         (1, 0, 2),
     ]
-    assert list(orders_of(mixed_cluster([(2, A), (2, A)]))) == [(0, 1)]
+    assert list(group_orders(mixed_cluster([(2, A), (2, A)]))) == [(0, 1)]
 
 
 def test_kinds_are_left_out_where_the_others_are_faster_alone() -> None:
-    assert list(parts_of(mixed_cluster([(2, A), (2, B)]))) == [(0,), (1,)]
-    three = list(parts_of(mixed_cluster([(1, A), (1, B), (1, C)])))
+    assert list(partial_group_orders(mixed_cluster([(2, A), (2, B)]))) == [(0,), (1,)]
+    three = list(partial_group_orders(mixed_cluster([(1, A), (1, B), (1, C)])))
     assert len(three) == len(set(three)) == 9 and list(map(len, three)) == [1] * 3 + [2] * 6
     tiny = kind(1e-3)
     for parts in ([(1, tiny), (1, C)], [(1, C), (1, tiny)]):
@@ -70,7 +75,7 @@ def test_no_step_is_shorter_than_the_ideal(
     placements = [PipeDream().run(given), PipeDream(replicate=False).run(given)]
     for placement in placements:
         step = quick_step_seconds(given, placement, stage_costs(given, placement))
-        assert 0 < ideal_s(given) <= step
+        assert 0 < ideal_step_s(given) <= step
 
 
 def one_each(given: Problem) -> Placement:

@@ -191,7 +191,7 @@ def test_memory_limits_are_kept_or_refused_with_a_number(gpt):
     # 1F1B fits where GPipe does not: the strategy finds a placement, the simulation refuses GPipe's
     # step.
     with pytest.raises(
-        InfeasibleError, match=r"stage \d on device \d would need .* too much"
+        InfeasibleError, match=r"stage \d on device \d would need .* above the limit"
     ) as caught:
         make_plan(dataclasses.replace(free, memory_limit=peak * 3 // 4))
     assert "micro-batches" in caught.value.hint

@@ -37,7 +37,7 @@ from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.partition.chain_cut import step_of_line
-from autopipe.passes.schedule.device_order import best_order, best_size
+from autopipe.passes.schedule.device_order import best_micro_batch_size, best_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +352,8 @@ class PipeDream:
         for constraints that it cannot follow.
         """
         found = best_order(
-            problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized))
+            problem,
+            lambda ordered: best_micro_batch_size(ordered, lambda sized, _: self._answer(sized)),
         )
         return (
             found

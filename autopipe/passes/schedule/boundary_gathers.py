@@ -1,10 +1,9 @@
-"""Values that go from stage to stage in slices, and are gathered where they arrive: scatter-gather
-of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (2021), section 4.1.
+"""Scatter-gather of activations between stages, after Narayanan et al., "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 4.1.
 
-Where two groups hold copies of a value each device would send all of it to one of the other group.
-A slice each is enough if the group's own links, over which the slices are gathered, are faster than
-those between the stages.
+If two stages hold copies of a value on several devices, each sender could send all of the value to
+one receiver. Instead, each receiver gets one slice of it, and the receivers gather the slices. This
+is faster if the links inside the receiving group are faster than the links between the stages.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import quick_step
 
 
-def with_gathers(problem: Problem, placement: Placement) -> Placement:
-    """The placement whose stages gather what that makes faster: message by message, and all
-    together the step under 1F1B. Else the same without any.
+def choose_gathers(problem: Problem, placement: Placement) -> Placement:
+    """Return the placement with the values that each stage gathers, chosen to shorten the step
+    under 1F1B.
+
+    A value is gathered if its transfer becomes faster. If the step under 1F1B is not shorter with
+    all chosen gathers, the returned placement has none.
     """
     plain = replace(
         placement, stages=tuple(replace(stage, gathers=()) for stage in placement.stages)
@@ -36,29 +38,31 @@ def with_gathers(problem: Problem, placement: Placement) -> Placement:
     if len(placement.stages) < 2 or all(len(stage.devices) == 1 for stage in placement.stages):
         return plain
     works = stage_work(problem, plain)
-    chosen = [tuple(_worth_gathering(problem, works, work)) for work in works]
-    if not any(chosen):
+    gathers = [tuple(_worth_gathering(problem, works, work)) for work in works]
+    if not any(gathers):
         return plain
     stages = (
-        replace(stage, gathers=names) for stage, names in zip(plain.stages, chosen, strict=True)
+        replace(stage, gathers=names) for stage, names in zip(plain.stages, gathers, strict=True)
     )
     gathering = replace(plain, stages=tuple(stages))
-    before, after = (
+    plain_s, gathering_s = (
         quick_step(problem, each, stage_costs(problem, each)).end for each in (plain, gathering)
     )
-    return gathering if after < before else plain
+    return gathering if gathering_s < plain_s else plain
 
 
 def _worth_gathering(
     problem: Problem, works: tuple[StageWork, ...], work: StageWork
 ) -> Iterator[str]:
-    """The values that a stage receives sooner, gathered, than whole."""
+    """Yield the names of the values that arrive at the stage of `work` sooner if they are sent in
+    slices and gathered.
+    """
     cluster = problem.cluster
     devices = work.stage.devices
     graph = work.problem.graph
     if len(devices) < 2:
         return
-    inside = cluster.slowest_link(devices)
+    inner_link = cluster.slowest_link(devices)
     for name, need in work.received.items():
         source = next(
             (
@@ -74,31 +78,29 @@ def _worth_gathering(
             or slices == need
             or source.stage.micro_batch_size != work.stage.micro_batch_size
             or not set(devices).isdisjoint(source.stage.devices)
-            or inside.bandwidth_bytes_per_s
+            or inner_link.bandwidth_bytes_per_s
             <= cluster.link(source.stage.devices[0], devices[0]).bandwidth_bytes_per_s
         ):
             continue
         width = graph.type_of(name).dtype.itemsize
-        gather = sum(
+        gather_s = sum(
             relayout_seconds(cluster, devices, step, width) for step in steps_between(slices, need)
         )
-        direct, cut = (
-            _message_seconds(work.problem, source, name, devices, layout)
-            for layout in (need, slices)
-        )
-        if cut + gather < direct:
+        unsliced_s = _message_seconds(work.problem, source, name, devices, need)
+        sliced_s = _message_seconds(work.problem, source, name, devices, slices)
+        if sliced_s + gather_s < unsliced_s:
             yield name
 
 
 def _message_seconds(
     problem: Problem, source: StageWork, name: str, devices: tuple[int, ...], need: Layout
 ) -> float:
-    """Seconds until each of `devices` has its block from the stage `source`, one message after the
-    other.
+    """Return the seconds until each of `devices` has received its shard of `name` under the layout
+    `need`. A device receives its messages one after the other.
     """
     width = message_types(problem.graph, problem.precision)[name].itemsize
-    everything = full_slice(problem.graph.type_of(name).shape)
-    shared = Shared(EVERY, EVERY, everything, everything)
+    full_value = full_slice(problem.graph.type_of(name).shape)
+    shared = Shared(EVERY, EVERY, full_value, full_value)
     seconds: defaultdict[int, float] = defaultdict(float)
     for sender, receiver, sent, _ in block_transfers(
         source.given[name], need, source.stage.devices, devices, shared

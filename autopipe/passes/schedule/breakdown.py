@@ -1,7 +1,8 @@
-"""How far a step is from the ideal, and what each second of the distance goes to.
+"""Breakdown of a step's time: the ideal time of the cluster, and where each second above it is
+spent.
 
-A device's seconds are split into work that one device would do as well, and what comes on top of
-it.
+Each second of a device is either work that a single device would also do, or one of several kinds
+of overhead.
 """
 
 from __future__ import annotations
@@ -28,65 +29,81 @@ from autopipe.passes.schedule.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class TaskParts:
-    """Parts of a task's seconds; what is left is work, and what starting it takes."""
+    """Overhead in a task's seconds. The remaining seconds are work and launch overhead."""
 
     exchange_s: float = 0.0
-    """Collectives inside the stage."""
+    """Seconds of collectives inside the stage."""
     recomputation_s: float = 0.0
-    """The forward that a backward runs again, its collectives included."""
+    """Seconds of the forward that a backward recomputes, with its collectives."""
     repetition_s: float = 0.0
-    """Computation that other devices do, too, for the same samples."""
+    """Seconds of redundant computation, which other devices also do for the same samples."""
     host_s: float = 0.0
-    """Seconds in which the device waits for the host to start operators."""
+    """Seconds in which the device waits for the host to launch operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """The parts of a stage's tasks, on each of its devices."""
+    """Overhead in the tasks of a stage, on each of its devices."""
 
     forward: TaskParts
     backward: TaskParts
-    """Of a whole backward, or of the first half of a split one, but for `host_s`: of the second all
-    is work, or waits for the host.
+    """Overhead of an unsplit backward or of the first half of a split backward. The second half has
+    no overhead except that the device may wait for the host.
     """
 
 
 def stage_parts(
     problem: Problem, placement: Placement, prediction: Prediction
 ) -> tuple[StageParts, ...]:
+    """Return the overhead in the tasks of each stage."""
     works = stage_work(problem, placement)
-    copies: dict[tuple[int, int], float] = defaultdict(
-        float
-    )  # How often each pipeline computes each node.
+    # Number of times that each (pipeline, node) is computed for the same samples.
+    copies: dict[tuple[int, int], float] = defaultdict(float)
     for work in works:
-        for each in work.nodes:
-            copies[work.stage.pipeline, each.index] += len(work.stage.devices) * each.sharing.share
+        devices = len(work.stage.devices)
+        for node in work.nodes:
+            copies[work.stage.pipeline, node.index] += devices * node.sharing.share
     found = []
     for work, predicted in zip(works, prediction.stages, strict=True):
-        own = work.problem
+        problem_of_stage = work.problem
         stage = work.stage
-        there, back = exchange_seconds(work)
-        repeated = np.array(
-            [1 - 1 / max(1.0, copies[stage.pipeline, each.index]) for each in work.nodes]
+        forward_exchange_s, backward_exchange_s = exchange_seconds(work)
+        redundant_fractions = np.array(
+            [1 - 1 / max(1.0, copies[stage.pipeline, node.index]) for node in work.nodes]
         )
-        shares = np.array([each.sharing.share for each in work.nodes])
-        nodes = [own.work[each.index] for each in work.nodes]
-        kinds = {own.cluster.devices[device] for device in stage.devices}
-        seconds = [node_seconds(nodes, kind, own.precision, shares) for kind in kinds]
-        forward, backward = (
-            max(float((each[way] * repeated).sum()) for each in seconds) for way in (0, 1)
+        shares = np.array([node.sharing.share for node in work.nodes])
+        nodes = [problem_of_stage.work[node.index] for node in work.nodes]
+        device_types = {problem_of_stage.cluster.devices[device] for device in stage.devices}
+        seconds = [
+            node_seconds(nodes, device_type, problem_of_stage.precision, shares)
+            for device_type in device_types
+        ]
+        forward_redundant_s, backward_redundant_s = (
+            max(float((node_s[direction] * redundant_fractions).sum()) for node_s in seconds)
+            for direction in (0, 1)
         )
-        waits = predicted.host_wait_s(Phase.FORWARD), predicted.host_wait_s(Phase.BACKWARD)
-        again = predicted.forward_s - waits[0] if stage.recompute and own.train else 0.0
-        parts = TaskParts(there, 0.0, forward, waits[0]), TaskParts(back, again, backward, waits[1])
-        found.append(StageParts(*parts))
+        forward_wait_s = predicted.host_wait_s(Phase.FORWARD)
+        backward_wait_s = predicted.host_wait_s(Phase.BACKWARD)
+        recomputation_s = 0.0
+        if stage.recompute and problem_of_stage.train:
+            recomputation_s = predicted.forward_s - forward_wait_s
+        found.append(
+            StageParts(
+                TaskParts(forward_exchange_s, 0.0, forward_redundant_s, forward_wait_s),
+                TaskParts(
+                    backward_exchange_s, recomputation_s, backward_redundant_s, backward_wait_s
+                ),
+            )
+        )
     return tuple(found)
 
 
-def _alone(problem: Problem) -> list[tuple[float, float]]:
-    """(step, of that the update) of each device by itself, in seconds, were its memory large
-    enough. At the roofline, where launches, starts of tasks and the host take no time, nothing is
-    lost to how the batch is divided. What was measured of operators stays.
+def _single_device_seconds(problem: Problem) -> list[tuple[float, float]]:
+    """Return (step, update) per device: the seconds in which it would run the problem's step by
+    itself, and the update's part of them.
+
+    Memory limits, launch overhead and waits for the host are ignored, so the number of
+    micro-batches does not affect the times of operators that are not measured.
     """
 
     @cache
@@ -100,14 +117,14 @@ def _alone(problem: Problem) -> list[tuple[float, float]]:
 
     nodes = tuple(range(len(problem.graph.nodes)))
     devices = problem.cluster.devices
-    launched = replace(
+    without_launches = replace(
         problem, cluster=replace(problem.cluster, devices=tuple(map(at_roofline, devices)))
     )
     steps = {}
     for index, device in enumerate(devices):
         if device not in steps:
             stage = Stage(nodes, (index,), problem.micro_batch_size)
-            (cost,) = stage_costs(launched, Placement((stage,)))
+            (cost,) = stage_costs(without_launches, Placement((stage,)))
             tasks = problem.micro_batches * (cost.forward_s + cost.backward_s)
             steps[device] = tasks + cost.update_s, cost.update_s
     return [steps[device] for device in devices]
@@ -120,7 +137,7 @@ def breakdown(
     prediction: Prediction,
     step_s: float,
 ) -> Breakdown:
-    """Return what a step of `step_s` seconds goes to under a schedule."""
+    """Return the breakdown of a step of `step_s` seconds that runs `schedule`."""
     silent_s = step_s
     if prediction.messages:
         groups = tuple(stage.devices for stage in placement.stages)
@@ -131,16 +148,16 @@ def breakdown(
 def breakdown_under_1f1b(
     problem: Problem, placement: Placement, prediction: Prediction, step_s: float
 ) -> Breakdown:
-    """Return what a step of `step_s` seconds goes to under 1F1B, of which no list of tasks is made
-    for a chain.
+    """Return the breakdown of a step of `step_s` seconds under 1F1B. For a chain of stages, no list
+    of tasks is made.
     """
     stages = StageGraph.of(problem, placement)
     counts: list[TaskCounts] = [Counter() for _ in range(problem.cluster.size)]
     for index, stage in enumerate(placement.stages):
-        run = len(stages.micro_batches_of(index, problem.micro_batches))
+        count = len(stages.micro_batches_of(index, problem.micro_batches))
         for device in stage.devices:
             counts[device].update(
-                {(index, Phase.FORWARD): run, (index, Phase.BACKWARD): run * problem.train}
+                {(index, Phase.FORWARD): count, (index, Phase.BACKWARD): count * problem.train}
             )
     silent_s = step_s
     if prediction.messages:
@@ -151,11 +168,11 @@ def breakdown_under_1f1b(
 
 
 TaskCounts = Counter[tuple[int, Phase]]
-"""How many tasks of each stage and phase a device runs."""
+"""Number of tasks that a device runs, by (stage, phase)."""
 
 
 def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
-    # Devices of a group share their list.
+    # Devices of one group usually have the same list object; count its tasks only for the first.
     orders = {id(order): order for order in schedule.tasks}
     counts = {
         key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()
@@ -164,7 +181,7 @@ def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
 
 
 def _without_messages(prediction: Prediction) -> Prediction:
-    """Return the prediction with messages that take no time."""
+    """Return the prediction with messages of 0 bytes that take no time."""
     messages = tuple(
         replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0)
         for each in prediction.messages
@@ -178,61 +195,64 @@ def _breakdown(
     counts: Sequence[TaskCounts],
     prediction: Prediction,
     step_s: float,
-    silent: float,
+    silent_s: float,
 ) -> Breakdown:
-    """Return what a step goes to: each device runs `counts`, and the step takes `silent` if
-    messages take no time.
+    """Return the breakdown of a step of `step_s` seconds, or `silent_s` if messages took no time.
+    `counts` contains the tasks of each device.
     """
-    own = _own_seconds(placement, counts, prediction, stage_parts(problem, placement, prediction))
-    single = _alone(problem)
-    rate = sum(1 / step for step, _ in single if step)
+    device_seconds = _seconds_by_kind(
+        placement, counts, prediction, stage_parts(problem, placement, prediction)
+    )
+    single_device = _single_device_seconds(problem)
+    rate = sum(1 / step for step, _ in single_device if step)
     ideal = 1 / rate if rate else 0.0
-    weights = [ideal / step if step else 1 / len(single) for step, _ in single]
+    weights = [ideal / step if step else 1 / len(single_device) for step, _ in single_device]
 
     def average(values: Iterable[float]) -> float:
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
-    def share(kind: str) -> float:
-        return average(each[kind] for each in own)
+    def average_of(kind: str) -> float:
+        return average(each[kind] for each in device_seconds)
 
-    totals = [sum(each.values()) for each in own]
-    update = average(weight * alone for weight, (_, alone) in zip(weights, single, strict=True))
+    totals = [sum(each.values()) for each in device_seconds]
+    update = average(
+        weight * update_s for weight, (_, update_s) in zip(weights, single_device, strict=True)
+    )
     return Breakdown(
         ideal_s=ideal,
-        bubble_s=silent - max(totals),
+        bubble_s=silent_s - max(totals),
         imbalance_s=average(max(totals) - total for total in totals),
-        messages_s=step_s - silent,
-        collectives_s=share("exchange"),
-        gradients_s=share("gradients"),
-        recomputation_s=share("recomputation"),
-        repetition_s=share("repetition"),
-        update_s=share("update") - update,
-        launches_s=share("work") - (ideal - update),
-        host_s=share("host"),
+        messages_s=step_s - silent_s,
+        collectives_s=average_of("exchange"),
+        gradients_s=average_of("gradients"),
+        recomputation_s=average_of("recomputation"),
+        repetition_s=average_of("repetition"),
+        update_s=average_of("update") - update,
+        launches_s=average_of("work") - (ideal - update),
+        host_s=average_of("host"),
     )
 
 
-def _own_seconds(
+def _seconds_by_kind(
     placement: Placement,
     counts: Sequence[TaskCounts],
     prediction: Prediction,
     parts: Sequence[StageParts],
 ) -> list[dict[str, float]]:
-    """Seconds of a step in which each device does something, by what it does."""
+    """Return the seconds of a step per device and kind of work. Idle time is not included."""
     kinds = "work", "exchange", "recomputation", "repetition", "host", "gradients", "update"
     found = [dict.fromkeys(kinds, 0.0) for _ in counts]
-    for own, tasks in zip(found, counts, strict=True):
+    for seconds_of, tasks in zip(found, counts, strict=True):
         for (stage, phase), count in tasks.items():
             part = parts[stage].forward if phase is Phase.FORWARD else parts[stage].backward
             if phase is Phase.WEIGHT_GRADIENT:
                 part = TaskParts()
-            spent = part.exchange_s, part.recomputation_s, part.repetition_s
+            overhead = part.exchange_s, part.recomputation_s, part.repetition_s
             waits_s = prediction.stages[stage].host_wait_s(phase)
-            work = (
-                prediction.stages[stage].seconds(phase) - (spent[0] + spent[1] + spent[2]) - waits_s
-            )
-            for kind, seconds in zip(kinds, (work, *spent, waits_s), strict=False):
-                own[kind] += count * seconds
+            total_s = prediction.stages[stage].seconds(phase)
+            work_s = total_s - (overhead[0] + overhead[1] + overhead[2]) - waits_s
+            for kind, seconds in zip(kinds, (work_s, *overhead, waits_s), strict=False):
+                seconds_of[kind] += count * seconds
     for placed, predicted in zip(placement.stages, prediction.stages, strict=True):
         for device in placed.devices:
             found[device]["gradients"] += predicted.gradient_s

@@ -1,5 +1,5 @@
-"""The order that a file in the CSV of `torch.distributed.pipelining` asks for: a row a rank,
-computation alone.
+"""Schedule `csv`: a file with the CSV format of `torch.distributed.pipelining`, one row per rank,
+computations only.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """A task in a cell of the file."""
+
     task: Task
-    place: str
+    position: str
     """File, line and column, such as `order.csv:2:5`."""
 
 
 def read_orders(path: Path) -> list[list[Cell]]:
-    """A row's tasks in order, a row a rank; empty cells, where a rank waits, are left out. A cell
-    is a task, such as `2F0`: the stage, F (forward), B (backward), I or W (its halves: input and
-    weight gradient), the micro-batch. Two tasks that torch overlaps, such as
-    `(0F4;3B1)OVERLAP_F_B`, follow one another. Raises ConfigurationError with file, line and column
-    for a cell that is anything else.
+    """Return the tasks of each row in order, one row per rank. Empty cells, in which a rank waits,
+    are skipped.
+
+    A cell is a task such as `2F0`: stage, F (forward), B (backward), I (input gradient) or W
+    (weight gradient), micro-batch. A cell with two overlapped tasks, such as
+    `(0F4;3B1)OVERLAP_F_B`, yields both in this order. Raise ConfigurationError, with file, line and
+    column, for any other cell.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError("the file is no text", where=str(path)) from error
+        raise ConfigurationError("the file is not UTF-8 text", where=str(path)) from error
     return [
         list(_row(line, f"{path}:{number}")) for number, line in enumerate(text.splitlines(), 1)
     ]
@@ -50,45 +54,46 @@ def read_orders(path: Path) -> list[list[Cell]]:
 def _row(line: str, where: str) -> Iterator[Cell]:
     column = 1
     for cell in line.split(","):
-        place = f"{where}:{column + len(cell) - len(cell.lstrip())}"
+        position = f"{where}:{column + len(cell) - len(cell.lstrip())}"
         text = cell.strip().strip('"').strip()
         overlapped = _OVERLAPPED.fullmatch(text)
         for part in map(
             str.strip, overlapped[1].split(";") if overlapped else [text] if text else []
         ):
             if found := _TASK.fullmatch(part):
-                yield Cell(Task(int(found[1]), Phase(found[2]), int(found[3])), place)
+                yield Cell(Task(int(found[1]), Phase(found[2]), int(found[3])), position)
                 continue
             quoted = repr(part if len(part) <= 40 else part[:40] + "...")
             if _ACTION.fullmatch(part):
                 hint = (
-                    "autopipe finds out itself what is sent when; let torch write the file as "
-                    "compute_only"
+                    "write the file with torch's format compute_only; autopipe adds the "
+                    "communication"
                 )
-                raise ConfigurationError(f"{quoted} is no computation", hint, place)
-            hint = "tasks are written like 2F0: stage, F, B, I or W, micro-batch"
-            raise ConfigurationError(f"{quoted} is not a task", hint, place)
+                raise ConfigurationError(f"{quoted} is not a computation", hint, position)
+            hint = "write tasks like 2F0: stage, then F, B, I or W, then micro-batch"
+            raise ConfigurationError(f"{quoted} is not a task", hint, position)
         column += len(cell) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CsvOrder:
-    """Follows a file in the CSV of `torch.distributed.pipelining`: a row a rank, computation alone
-    (`0F0,0F1,0B0`).
+    """Follow the order in a file with the CSV format of `torch.distributed.pipelining`: one row per
+    rank, computations only (`0F0,0F1,0B0`).
 
-    `autopipe show --csv` writes such a file, and so does torch. The file's stages must stand on the
-    devices that the placement gives them.
+    `autopipe show --csv` writes such a file, and so does torch. Each rank may run only the stages
+    that the placement assigns to its device.
     """
 
     name: ClassVar[str] = "csv"
 
     file: str = ""
-    """The file, relative to the working folder."""
+    """Path of the file, relative to the working directory."""
 
     def requires(self, problem: Problem, placement: Placement) -> None:
         if not self.file:
             raise ConfigurationError(
-                "schedule csv follows a file, and none is given", "--set schedule.file=order.csv"
+                "schedule csv requires a file, but schedule.file is empty",
+                "pass --set schedule.file=order.csv",
             )
         require_equal_micro_batches(self.name, problem, placement)
 
@@ -102,13 +107,19 @@ class CsvOrder:
 def fitted_order(
     rows: list[list[Cell]], file: str, graph: StageGraph, micro_batches: int, train: bool
 ) -> Schedule:
-    """The schedule of a file's rows. Raises ConfigurationError with the place of the first cell
-    that does not fit.
+    """Return the schedule with the orders in `rows`, read from `file`.
+
+    Raise ConfigurationError, with the position of the cell, if the rows do not fit the placement,
+    the number of micro-batches or the dependencies between tasks.
     """
     for rank, row in enumerate(rows[graph.devices :], graph.devices):
         if row:
-            hint = f"a row each for {graph.devices} {plural(graph.devices, 'device')}"
-            raise ConfigurationError(f"there is no device {rank}", hint, row[0].place)
+            devices = f"{graph.devices} {plural(graph.devices, 'device')}"
+            raise ConfigurationError(
+                f"row {rank + 1} has tasks, but the cluster has {devices}",
+                "write one row per device",
+                row[0].position,
+            )
     rows = [*rows[: graph.devices], *([] for _ in range(graph.devices - len(rows)))]
     last = max(
         (cell for row in rows for cell in row), key=lambda cell: cell.task.micro_batch, default=None
@@ -118,17 +129,17 @@ def fitted_order(
     if last.task.micro_batch + 1 != micro_batches:
         count = last.task.micro_batch + 1
         reason = (
-            f"the order is for {count} {plural(count, 'micro-batch')}, the step has {micro_batches}"
+            f"the file has {count} {plural(count, 'micro-batch')}, but the step has {micro_batches}"
         )
-        raise ConfigurationError(reason, f"plan with --micro-batches {count}", last.place)
+        raise ConfigurationError(reason, f"plan with --micro-batches {count}", last.position)
     tasks = tuple(tuple(cell.task for cell in row) for row in rows)
     schedule = Schedule(micro_batches, tasks, find_repetends(tasks))
     try:
         schedule.verify(graph, train)
     except WrongScheduleError as error:
         row = rows[error.device]
-        place = row[error.position].place if row else f"{file}:{error.device + 1}"
+        position = row[error.position].position if row else f"{file}:{error.device + 1}"
         raise ConfigurationError(
-            error.reason, "write the file for this placement", place
+            error.reason, "write the file for this placement", position
         ) from error
     return schedule

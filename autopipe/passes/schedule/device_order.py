@@ -1,5 +1,5 @@
-"""Placements by trial: orders of a mixed cluster's groups along the pipeline, and sizes of
-micro-batches.
+"""Search over the order of a heterogeneous cluster's device groups along the pipeline, and over the
+micro-batch size.
 """
 
 from __future__ import annotations
@@ -24,45 +24,50 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import quick_step_seconds
 
-_FEW_KINDS = (
-    3  # Up to this many kinds all orders are tried; of more the given one, and its reverse.
-)
+_MAX_PERMUTED_TYPES = 3
+"""Maximum number of device types for which all orders of the types are tried. For more types, the
+given order and its reverse are tried.
+"""
 
 
 def best_order(
     problem: Problem, place: Callable[[Problem], Placement], parts: bool = True
 ) -> Placement:
-    """Place the problem with its cluster's groups in the order whose simulated step is shortest.
+    """Return the placement for the order of device groups whose simulated step under 1F1B is
+    shortest.
 
-    With `parts` the groups of some kinds are tried without the others first, where no constraint
-    names devices: fewer devices are searched sooner, and their step ends the search among all of
-    them early. It is not for strategies that leave devices out by themselves. The placement's
-    devices are those of the problem as it is given. Of equal steps the first counts. Raises what
-    `place` raises for the given order where none has a placement, and InfeasibleError for a stage
-    that straddles kinds without being asked to.
+    `place` places a problem whose cluster lists the groups in a given order. The returned placement
+    uses the device indices of `problem`. If `parts` is True and no constraint names devices,
+    clusters with only some of the device types are tried first: they have fewer devices, and their
+    step bounds the search for the complete cluster. Set `parts` to False for a strategy that can
+    itself leave devices unused. Ties go to the first order.
+
+    An order without a placement, or whose placement has a stage on devices of different types that
+    the cluster does not allow, is skipped. If all orders are skipped, raise the error of the given
+    order.
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
         check_kinds(problem, found)
         return found
     best: tuple[float, Placement] | None = None
-    refused: AutopipeError | None = None
-    given = tuple(range(len(problem.cluster.groups)))
-    named = any(each.devices is not None for each in problem.constraints)
+    failure: AutopipeError | None = None
+    given_order = tuple(range(len(problem.cluster.groups)))
+    names_devices = any(each.devices is not None for each in problem.constraints)
     orders = [
-        *(parts_of(problem.cluster) if parts and not named else ()),
-        *orders_of(problem.cluster),
+        *(partial_group_orders(problem.cluster) if parts and not names_devices else ()),
+        *group_orders(problem.cluster),
     ]
     end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
     for position, order in enumerate(orders):
-        trial, old = _reordered(problem, order)
+        trial, original_device = _reordered(problem, order)
         if end is not None:
             trial = replace(
                 trial, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - position))
             )
         if best is not None:
             trial = replace(trial, known_s=min(problem.known_s, best[0]))
-            if ideal_s(trial) >= best[0] or trial.time_limit == 0:
+            if ideal_step_s(trial) >= best[0] or trial.time_limit == 0:
                 continue
         try:
             found = place(trial)
@@ -70,119 +75,135 @@ def best_order(
             sized = resized(trial, max(stage.micro_batch_size for stage in found.stages))
             seconds = quick_step_seconds(sized, found, stage_costs(sized, found))
         except REFUSALS as error:
-            if refused is None or order == given:
-                refused = error
+            if failure is None or order == given_order:
+                failure = error
             continue
         if best is None or seconds < best[0]:
             stages = (
-                replace(stage, devices=tuple(old[device] for device in stage.devices))
+                replace(stage, devices=tuple(original_device[device] for device in stage.devices))
                 for stage in found.stages
             )
             best = seconds, replace(found, stages=tuple(stages))
     if best is None:
-        assert refused is not None, "there is the order that is given"
-        raise refused
+        assert failure is not None, "the given order was not tried"
+        raise failure
     return best[1]
 
 
-def orders_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of a cluster's groups that differ in more than names, the given one first; groups of
-    one kind together.
+def group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Yield orders of all groups of a cluster, the given order first, then orders that place the
+    groups of each device type next to each other. Orders with equal sequences of groups are yielded
+    once.
     """
     given = tuple(range(len(cluster.groups)))
-    kinds = _kinds(cluster)
-    every = tuple(dict.fromkeys(kinds))
-    orders = [given, *(_permuted(kinds, every) if len(every) <= _FEW_KINDS else [given[::-1]])]
+    type_of_group = _type_of_each_group(cluster)
+    types = tuple(dict.fromkeys(type_of_group))
+    if len(types) <= _MAX_PERMUTED_TYPES:
+        orders = [given, *_permuted(type_of_group, types)]
+    else:
+        orders = [given, given[::-1]]
     by_content: dict[object, tuple[int, ...]] = {}
     for order in orders:
-        by_content.setdefault(tuple((kinds[each], cluster.groups[each]) for each in order), order)
+        content = tuple((type_of_group[group], cluster.groups[group]) for group in order)
+        by_content.setdefault(content, order)
     yield from by_content.values()
 
 
-def parts_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of the groups of some kinds alone, few kinds first; of more than a few kinds each by
-    itself.
+def partial_group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Yield orders of the groups of some device types, from few types to many, never of all types.
+    For more than `_MAX_PERMUTED_TYPES` types, yield the groups of each single type.
     """
-    kinds = _kinds(cluster)
-    every = tuple(dict.fromkeys(kinds))
-    for count in range(1, len(every)) if len(every) <= _FEW_KINDS else (1,):
-        for some in itertools.combinations(every, count):
-            yield from _permuted(kinds, some)
+    type_of_group = _type_of_each_group(cluster)
+    types = tuple(dict.fromkeys(type_of_group))
+    for count in range(1, len(types)) if len(types) <= _MAX_PERMUTED_TYPES else (1,):
+        for chosen in itertools.combinations(types, count):
+            yield from _permuted(type_of_group, chosen)
 
 
-def _permuted(kinds: Sequence[Device], some: Sequence[Device]) -> list[tuple[int, ...]]:
-    """The groups of `some` kinds, each kind's together, in every order of the kinds."""
-    mine = [group for group, kind in enumerate(kinds) if kind in some]
+def _permuted(type_of_group: Sequence[Device], types: Sequence[Device]) -> list[tuple[int, ...]]:
+    """Return the groups of `types`, sorted by device type, for each permutation of `types`."""
+    groups = [group for group, device in enumerate(type_of_group) if device in types]
     return [
-        tuple(sorted(mine, key=lambda group: each.index(kinds[group])))
-        for each in itertools.permutations(some)
+        tuple(sorted(groups, key=lambda group: permutation.index(type_of_group[group])))
+        for permutation in itertools.permutations(types)
     ]
 
 
-def _kinds(cluster: Cluster) -> list[Device]:
-    """The kind of each group, by its first device."""
+def _type_of_each_group(cluster: Cluster) -> list[Device]:
+    """Return the first device of each group, which represents the group's device type."""
     firsts = itertools.accumulate((group.size for group in cluster.groups[:-1]), initial=0)
     return [cluster.devices[first] for first in firsts]
 
 
-def ideal_s(problem: Problem) -> float:
-    """Seconds that no step can be shorter than, whoever computes what and however it is split. The
-    fullest device is no less busy than any weighted mean of all. Weighted by their speeds, a node
-    adds least where that is least; shares of it are counted as that part of what it takes, and
-    launches as nothing.
+def ideal_step_s(problem: Problem) -> float:
+    """Return a lower bound, in seconds, of the step under any placement and schedule on this
+    cluster; 0 if operators are measured or no time is known.
+
+    Let t_k(v) be the seconds of node v per micro-batch on device type k without launch overhead,
+    T_k the sum of t_k(v) over all nodes, and r the sum of 1 / T_k over all devices. The bound is
+
+        micro_batches * sum over v of min over k of t_k(v) / (T_k * r)
+
+    The busy time of the busiest device is at least the mean of all devices with weights 1 / (T_k *
+    r). In this mean, node v counts at least its minimum over k, even if devices compute fractions
+    of it.
     """
     counts = Counter(problem.cluster.devices)
     work = [problem.work[node] for node in live_nodes(problem.graph, problem.wanted)]
     seconds = []
-    for kind in counts:
+    for device in counts:
         forward, backward = node_seconds(
-            work, replace(kind, launch_latency_s=0.0), problem.precision
+            work, replace(device, launch_latency_s=0.0), problem.precision
         )
         seconds.append(forward + (backward if problem.train else 0.0))
-    wholes = [float(each.sum()) for each in seconds]
-    if not all(wholes) or any(each.measured for each in work):
+    totals = [float(each.sum()) for each in seconds]
+    if not all(totals) or any(node.measured for node in work):
         return 0.0
-    rate = sum(count / whole for count, whole in zip(counts.values(), wholes, strict=True))
-    least = np.minimum.reduce(
-        [each / (whole * rate) for each, whole in zip(seconds, wholes, strict=True)]
+    rate = sum(count / total for count, total in zip(counts.values(), totals, strict=True))
+    minimum = np.minimum.reduce(
+        [each / (total * rate) for each, total in zip(seconds, totals, strict=True)]
     )
-    return problem.micro_batches * float(least.sum())
+    return problem.micro_batches * float(minimum.sum())
 
 
 def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:
-    """The problem with its groups in another order, and for each of its devices the index it has in
-    the given one.
+    """Return (problem, original): the problem with its device groups in another order, and for each
+    device of that problem its index in the original cluster.
     """
-    cluster, old = problem.cluster.reordered(order)
-    new = {device: index for index, device in enumerate(old)}
+    cluster, original = problem.cluster.reordered(order)
+    new_index = {device: index for index, device in enumerate(original)}
     constraints = (
         replace(
-            each, devices=each.devices and tuple(new.get(device, device) for device in each.devices)
+            constraint,
+            devices=constraint.devices
+            and tuple(new_index.get(device, device) for device in constraint.devices),
         )
-        for each in problem.constraints
+        for constraint in problem.constraints
     )
-    return replace(problem, cluster=cluster, constraints=tuple(constraints)), old
+    return replace(problem, cluster=cluster, constraints=tuple(constraints)), original
 
 
-def best_size(
+def best_micro_batch_size(
     problem: Problem, place: Callable[[Problem, float], tuple[Placement, float]]
 ) -> Placement:
-    """Of the placements for each size that the problem leaves open the one with the shortest step.
-    `place` gives a placement with the seconds of its step. It is told those of the shortest so far:
-    it may raise InfeasibleError where it has none that takes less. Raises the InfeasibleError of
-    the smallest micro-batches where there is none for any size.
+    """Return the placement with the shortest step over all micro-batch sizes that the problem
+    allows.
+
+    `place(problem, best_s)` returns (placement, seconds of its step) for one size. `best_s` is the
+    shortest step found before, infinity at first; `place` may raise InfeasibleError if it has no
+    shorter step. If no size has a placement, raise the InfeasibleError of the first size.
     """
     best: tuple[Placement, float] | None = None
-    refused: InfeasibleError | None = None
+    failure: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
         try:
             found = place(resized(problem, size), best[1] if best else math.inf)
         except InfeasibleError as error:
-            refused = refused or error
+            failure = failure or error
             continue
         if best is None or found[1] < best[1]:
             best = found
     if best is None:
-        assert refused is not None, "there is a size at least"
-        raise refused
+        assert failure is not None, "there are no micro-batch sizes"
+        raise failure
     return best[0]

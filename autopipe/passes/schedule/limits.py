@@ -1,8 +1,7 @@
-"""Limits of a step: the memory there is, the least time it could take, and how long it takes under
-1F1B.
+"""Limits of a step (its memory, a lower bound of its time), and the time of a step under 1F1B.
 
-Searches ask for thousands of steps under 1F1B: those of chains are worked out without a list of
-tasks.
+Searches need the step under 1F1B for thousands of placements. For a chain of stages, `chain_step`
+computes the step without a list of tasks.
 """
 
 from __future__ import annotations
@@ -30,17 +29,21 @@ from autopipe.passes.schedule.tessel.model import makespan_bound
 from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks
 
 SAME = 1e-9
-"""Relative difference of times that are equal but for the rounding of floats."""
+"""Relative difference up to which two times count as equal, because floats are rounded."""
 
-# Seconds of a tick: small enough that rounding down to it is no more than rounding of floats.
 _TICK_S = 1e-15
+"""Seconds of a tick, the unit of integer times: rounding to it is negligible next to the rounding
+of floats.
+"""
 
 _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of which no tasks are held; all as of a `Timeline`."""
+    """End and memory of a simulated step, without its tasks. The fields are those of a
+    `Timeline`.
+    """
 
     end: float
     peak_memory: tuple[int, ...]
@@ -48,8 +51,9 @@ class Step:
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
-    """Raise OutOfMemoryError, naming the device that misses its limit by most, its stages and by
-    how much.
+    """Raise OutOfMemoryError if a device needs more memory than its limit.
+
+    The message names the device with the largest excess, its stages, and the bytes.
     """
     excess = {
         device: peak - problem.memory_of(device)
@@ -60,55 +64,57 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
         return
     device = max(excess, key=lambda each: (excess[each], -each))
     stages = [index for index, stage in enumerate(placement.stages) if device in stage.devices]
-    named = f"{plural(len(stages), 'stage')} {', '.join(map(str, stages))}"
+    stage_text = f"{plural(len(stages), 'stage')} {', '.join(map(str, stages))}"
     peak = timeline.peak_memory[device]
     limit = problem.memory_of(device)
     static = timeline.static_memory[device]
     others = (
         (
             f", and {len(excess) - 1} more "
-            f"{plural(len(excess) - 1, 'device exceeds', 'devices exceed')} theirs"
+            f"{plural(len(excess) - 1, 'device exceeds', 'devices exceed')} the limit"
         )
         if len(excess) > 1
         else ""
     )
     raise OutOfMemoryError(
-        f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may "
-        "be used: "
-        f"{size_text(excess[device])} too much "
+        f"{stage_text} on device {device} would need {size_text(peak)}, "
+        f"{size_text(excess[device])} above the limit of {size_text(limit)} "
         f"({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",
         hint=(
-            "use smaller micro-batches, a schedule that keeps fewer of them, more devices or a "
-            "larger memory limit"
+            "use smaller micro-batches, a schedule with fewer micro-batches in flight, more "
+            "devices or a larger memory limit"
         ),
     )
 
 
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
-    """Return the seconds that a step takes at least under any schedule of this placement.
+    """Return a lower bound, in seconds, of a step under any schedule of this placement.
 
-    The bound is the maximum of the critical path of one micro-batch and, for each device, its
-    computation between the earliest start and the minimum that follows. If backwards can be split,
-    only their first halves count in what follows, and splitting takes no time. The update comes
-    after that. If there are fewer micro-batches than pipelines, only the pipelines that have one
-    count.
+    The bound is the maximum of the critical path of one micro-batch and, for each device, the
+    earliest start of its computation plus its computation plus the minimum time that follows. The
+    minimum time of gradient sums and update is added. Backwards may be split at no cost, and only
+    their first halves count in the time that follows. If there are fewer micro-batches than
+    pipelines, only the pipelines with a micro-batch count.
     """
     stages = StageGraph.of(problem, placement)
     end_s = least_end(stages, prediction)
-    units = problem.micro_batches // stages.pipeline_count
-    if not units:
-        units = 1
+    micro_batches_per_pipeline = problem.micro_batches // stages.pipeline_count
+    if not micro_batches_per_pipeline:
+        micro_batches_per_pipeline = 1
         stages, prediction = _first_pipelines(stages, prediction, problem.micro_batches)
-    free = replace(prediction, stages=tuple(map(_freely_split, prediction.stages)))
-    blocks = stage_blocks(stages, free, problem.train, _TICK_S, split=problem.train, up=False)
-    return makespan_bound(blocks.graph, units) * _TICK_S + end_s
+    split_prediction = replace(prediction, stages=tuple(map(_freely_split, prediction.stages)))
+    blocks = stage_blocks(
+        stages, split_prediction, problem.train, _TICK_S, split=problem.train, up=False
+    )
+    return makespan_bound(blocks.graph, micro_batches_per_pipeline) * _TICK_S + end_s
 
 
 def _freely_split(stage: StagePrediction) -> StagePrediction:
-    """Return the stage with halves of its backward that take no longer than the whole.
+    """Return the stage with both halves of its split backward shortened to the time of the unsplit
+    backward.
 
-    If the device waits for the host in both halves, they take longer together than a backward that
-    is not split.
+    The predicted halves together take longer than an unsplit backward if the device waits for the
+    host in both halves.
     """
     input_gradient_s = min(stage.input_gradient_s, stage.backward_s)
     weight_gradient_s = min(stage.weight_gradient_s, stage.backward_s - input_gradient_s)
@@ -120,9 +126,7 @@ def _freely_split(stage: StagePrediction) -> StagePrediction:
 def _first_pipelines(
     stages: StageGraph, prediction: Prediction, count: int
 ) -> tuple[StageGraph, Prediction]:
-    """Return (graph, prediction): the stages of the first `count` pipelines alone, and what is
-    predicted of them.
-    """
+    """Return (graph, prediction) restricted to the stages of the first `count` pipelines."""
     kept = [stage for stage, pipeline in enumerate(stages.pipelines) if pipeline < count]
     renumbered = {stage: position for position, stage in enumerate(kept)}
     graph = replace(
@@ -147,7 +151,9 @@ def _first_pipelines(
 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:
-    """Seconds that a step takes at least after its last task: sums of gradients and the update."""
+    """Return the minimum time, in seconds, between the last task of a step and its end: the minimum
+    over all devices that have a stage of the gradient sums and the update.
+    """
     ends: dict[int, float] = defaultdict(float)
     for devices, costs in zip(stages.stage_devices, prediction.stages, strict=True):
         for device in devices:
@@ -156,9 +162,11 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
-    """True if the schedule is proven to be the best for its placement, and the share that lies
-    above what is proven. Of a searched steady state the period counts, of any other schedule the
-    step, against `bound_s`.
+    """Return (optimal, gap) of a schedule, measured against a proven lower bound.
+
+    The value is the period if a search proved a bound of the period; otherwise it is the step time
+    `step_s`, with the lower bound `bound_s`. `optimal` is True if the value is proven to be the
+    minimum for the placement. `gap` is the fraction of the value above the bound, 0 if optimal.
     """
     proof = schedule.proof
     if proof is not None and schedule.period is not None:
@@ -175,21 +183,25 @@ def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, fl
 
 
 def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
-    """Seconds that the busiest stage takes of a step: the step is no shorter."""
+    """Return the seconds per step of the busiest stage, a lower bound of the step."""
     return max(step_seconds(cost, micro_batches) for cost in costs)
 
 
 def quick_step(
     problem: Problem, placement: Placement, costs: Sequence[StageCost]
 ) -> Timeline | Step:
-    """The step under 1F1B with stages of such costs, whatever memory says."""
+    """Return the step of a placement under 1F1B, given the costs of its stages. Memory limits are
+    ignored.
+    """
     graph = StageGraph.of(problem, placement)
     prediction = predicted(problem, placement, costs)
     return predicted_step(graph, prediction, problem.micro_batches, problem.train)
 
 
 def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
-    """Seconds of that step. Raises InfeasibleError where memory does not hold the placement."""
+    """Return the seconds of the step under 1F1B. Raise OutOfMemoryError if a device needs more
+    memory than its limit.
+    """
     step = quick_step(problem, placement, costs)
     check_memory(problem, placement, step)
     return step.end
@@ -198,7 +210,9 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
 def predicted_step(
     graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool
 ) -> Timeline | Step:
-    """The step of kFkB's order with k = 1, which is 1F1B's where micro-batches are equal."""
+    """Return the step under kFkB with k = 1, which equals 1F1B if all stages have equal
+    micro-batches.
+    """
     if is_chain(graph):
         return chain_step(graph, prediction, micro_batches, train)
     schedule = order_kfkb(graph, micro_batches, train, ticks_of(prediction.stages))
@@ -206,8 +220,8 @@ def predicted_step(
 
 
 def is_chain(graph: StageGraph) -> bool:
-    """True if stages have devices of their own, each sends to the next at least, and all run whole
-    micro-batches.
+    """True if `chain_step` applies: stages share no device, each stage sends to the next, all
+    micro-batches are equal, and there is one pipeline.
     """
     groups = [device for group in graph.stage_devices for device in group]
     return (
@@ -219,66 +233,78 @@ def is_chain(graph: StageGraph) -> bool:
 
 
 def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Step:
-    """The step that `simulate` gives for kFkB's order with k = 1, to the last bit, where
-    `is_chain`. With tasks of one length, stage s of p runs forward m in slot s + m (warming up) or
-    s + 2m, and its backward in slot 2p - 1 - s + 2m. Whatever the lengths, a task waits only for
-    tasks of earlier slots, so slots are gone through in order, all stages of a slot at once.
+    """Return the step that `simulate` computes for the order of kFkB with k = 1, to the last bit.
+    The graph must be a chain (`is_chain`).
+
+    Suppose that all tasks take one time slot. Then stage s of p runs forward m in slot s + m during
+    its warm-up and in slot s + 2m after it, and backward m in slot 2p - 1 - s + 2m. Each task
+    depends only on tasks of earlier slots. This remains true for tasks of any length, so the slots
+    are processed in order, with all stages of a slot at once. Time O((p + micro-batches) * (p +
+    pairs of stages that exchange messages)).
     """
     stages = prediction.stages
-    ends = _ends(stages, prediction.messages, micro_batches, train)
-    last = max(
-        float(end + stage.gradient_s) + stage.update_s
-        for end, stage in zip(ends, stages, strict=True)
-    )  # In the order in which a simulation adds them.
+    last_ends = _end_of_each_stage(stages, prediction.messages, micro_batches, train)
+    # The additions have the order of `simulate`, so that results are equal to the last bit.
+    step_end = max(
+        float(last_end + stage.gradient_s) + stage.update_s
+        for last_end, stage in zip(last_ends, stages, strict=True)
+    )
     peak = [0] * graph.devices
     static = [0] * graph.devices
     for index, (stage, group) in enumerate(zip(stages, graph.stage_devices, strict=True)):
-        kept = min(len(stages) - index, micro_batches) * stage.kept_bytes if train else 0
+        in_flight = min(len(stages) - index, micro_batches)
+        saved = in_flight * stage.kept_bytes if train else 0
         for device in group:
             static[device] = stage.static_bytes
-            peak[device] = stage.static_bytes + kept + stage.transient_bytes
-    return Step(last, tuple(peak), tuple(static))
+            peak[device] = stage.static_bytes + saved + stage.transient_bytes
+    return Step(step_end, tuple(peak), tuple(static))
 
 
-def _ends(
+def _end_of_each_stage(
     stages: Sequence[StagePrediction], messages: Sequence[Message], count: int, train: bool
 ) -> _Floats:
-    """When each stage's last task ends."""
+    """Return the end of the last task of each stage, in seconds, for `count` micro-batches."""
     size = len(stages)
-    # Of each pair of stages the slowest messages there and back: a link has one a micro-batch, in
-    # order. A message of no bytes is there at once, whatever the link does.
+    # Seconds of the slowest activation and of the slowest gradient between two stages. Each link
+    # carries one message per micro-batch and direction, so the slowest link decides. A message of
+    # 0 bytes arrives at once.
     slowest: dict[tuple[int, int], tuple[float, float]] = {}
-    for each in messages:
-        there, back = slowest.get((each.source_stage, each.target_stage), (0.0, 0.0))
-        there = max(there, each.forward_s if each.forward_bytes else 0.0)
-        back = max(back, each.backward_s if each.backward_bytes else 0.0)
-        slowest[each.source_stage, each.target_stage] = there, back
-    ends = np.array(list(slowest), dtype=np.intp).reshape(-1, 2).T.copy()
-    seconds = np.array(list(slowest.values())).reshape(-1, 2).T.copy()
-    link_free = np.zeros_like(seconds)
-    # When all is there that a micro-batch waits for: of each way (forward, backward) a row a stage.
+    for message in messages:
+        pair = (message.source_stage, message.target_stage)
+        forward_s, backward_s = slowest.get(pair, (0.0, 0.0))
+        forward_s = max(forward_s, message.forward_s if message.forward_bytes else 0.0)
+        backward_s = max(backward_s, message.backward_s if message.backward_bytes else 0.0)
+        slowest[pair] = forward_s, backward_s
+    # The first index of these arrays is the direction: 0 for forward, 1 for backward.
+    # senders[0], senders[1]: sending stage of each pair in forward and in backward.
+    senders = np.array(list(slowest), dtype=np.intp).reshape(-1, 2).T.copy()
+    message_s = np.array(list(slowest.values())).reshape(-1, 2).T.copy()
+    link_free = np.zeros_like(message_s)
+    # arrived[direction, s, m]: time at which all messages for micro-batch m are on stage s.
     arrived = np.zeros((2, size, count))
-    lengths = np.array([[stage.forward_s, stage.backward_s] for stage in stages]).T.copy()
-    done = np.zeros(size)
+    task_s = np.array([[stage.forward_s, stage.backward_s] for stage in stages]).T.copy()
+    done = np.zeros(size)  # End of the latest task of each stage.
 
-    def run(way: int, runs: NDArray[np.bool_], number: NDArray[np.intp]) -> None:
-        """One task of each stage that `runs`, with its messages."""
-        done[runs] = np.maximum(done[runs], arrived[way][runs, number[runs]]) + lengths[way][runs]
-        sent = runs[ends[way]]
-        free = link_free[way]
-        at = ends[way][sent]
-        free[sent] = np.maximum(done[at], free[sent]) + seconds[way][sent]
-        np.maximum.at(arrived[way], (ends[1 - way][sent], number[at]), free[sent])
+    def run(direction: int, runs: NDArray[np.bool_], number: NDArray[np.intp]) -> None:
+        """Run micro-batch number[s] on each stage s with runs[s], and send its messages."""
+        start = np.maximum(done[runs], arrived[direction][runs, number[runs]])
+        done[runs] = start + task_s[direction][runs]
+        sent = runs[senders[direction]]
+        free = link_free[direction]
+        sender = senders[direction][sent]
+        receiver = senders[1 - direction][sent]
+        free[sent] = np.maximum(done[sender], free[sent]) + message_s[direction][sent]
+        np.maximum.at(arrived[direction], (receiver, number[sender]), free[sent])
 
-    every = np.arange(size)
-    warm_up = np.minimum(size - every, count) if train else np.full(size, count)
+    stage = np.arange(size)
+    warm_up = np.minimum(size - stage, count) if train else np.full(size, count)
     for slot in range(2 * (size + count) - 1 if train else size + count - 1):
-        early = slot - every
-        late = (slot - every) // 2
+        early = slot - stage  # Micro-batch, if the slot is in the stage's warm-up.
+        late = (slot - stage) // 2  # Micro-batch after the warm-up.
         is_early = (early >= 0) & (early < warm_up)
-        is_late = ((slot - every) % 2 == 0) & (late >= warm_up) & (late < count)
+        is_late = ((slot - stage) % 2 == 0) & (late >= warm_up) & (late < count)
         run(0, is_early | is_late, np.where(is_early, early, late))
         if train:
-            twice = slot - 2 * size + 1 + every
+            twice = slot - 2 * size + 1 + stage  # Twice the micro-batch.
             run(1, (twice % 2 == 0) & (twice >= 0) & (twice < 2 * count), twice // 2)
     return done

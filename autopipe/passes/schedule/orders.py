@@ -1,5 +1,5 @@
-"""List scheduling: the orders of stages merged into one order a device; and the steady state of a
-device's order.
+"""List scheduling, which merges the orders of stages into one order per device, and detection of
+the repeated part of an order.
 """
 
 from __future__ import annotations
@@ -27,41 +27,47 @@ from autopipe.ir.schedule import (
 from autopipe.ir.words import plural
 
 Ticks = Callable[[Task], int]
-"""A task's length in whole units, so that equal instants compare equal."""
+"""Function that returns the length of a task as an integer, so that equal instants compare
+equal.
+"""
 
 
 def merge_orders(
     stage_orders: Sequence[Sequence[Task]], graph: StageGraph, ticks: Ticks
 ) -> tuple[tuple[Task, ...], ...]:
-    """For each device the tasks of its stages, in the order in which a list schedule starts them.
+    """Return one order of tasks per device: a list schedule of the tasks of its stages.
 
-    Each stage keeps its own order; F waits for F along the graph's edges, B for B against them, of
-    all micro-batches that have samples of its own. A device that is free takes the startable task
-    that comes first by: backward before forward, older samples before younger, later stage before
-    earlier. A task of a stage on several devices starts on all of them at once; while it waits for
-    some, the others are kept free for it unless a task before it in that order wants them. Where
-    every device has one stage the result is the stages' own orders.
+    Each stage keeps its order in `stage_orders`. A forward waits for the forwards of the stages
+    before it, a backward for the backwards of the stages after it, on all micro-batches that share
+    samples with its micro-batch.
 
-    Tasks start in one total order that agrees with every dependency, and each device's list is a
-    part of it: the result can always run.
+    An idle device starts the ready task with the highest priority: backward before forward, then
+    older samples, then later stages. A task of a stage on several devices starts on all of them at
+    once. If one of these devices is busy, the idle ones are reserved: no task of lower priority
+    starts on them.
+
+    If each device has at most one stage, the result is the orders of the stages.
+
+    The result can always run: tasks start in one total order that respects all dependencies, and
+    each device's order is a subsequence of it.
     """
     if len({device for group in graph.stage_devices for device in group}) == sum(
         map(len, graph.stage_devices)
     ):
         orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
-        found = {device: order for order, group in orders for device in group}
-        return tuple(found.get(device, ()) for device in range(graph.devices))
-    # Devices of the same stages are free and busy together: one of them stands for all.
+        order_of_device = {device: order for order, group in orders for device in group}
+        return tuple(order_of_device.get(device, ()) for device in range(graph.devices))
+    # Devices with the same stages are idle and busy at the same times: one pipeline rank ("lane")
+    # represents all of them.
     lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
     groups = lane_groups(graph.stage_devices, lanes)
     free = [True] * len(lanes)
     lists = [list[Task]() for _ in lanes]
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
-    samples = [
-        math.lcm(*ratios) // each for each in ratios
-    ]  # In units that make those of all micro-batches whole.
-    given = {task for order in stage_orders for task in order}
-    rest = [deque(order) for order in stage_orders]
+    # Samples per micro-batch of each stage, in the smallest unit that makes all of them integers.
+    samples = [math.lcm(*ratios) // ratio for ratio in ratios]
+    all_tasks = {task for order in stage_orders for task in order}
+    remaining = [deque(order) for order in stage_orders]
     busy = set[int]()
     done = set[Task]()
     before, after = ([list[int]() for _ in stage_orders] for _ in range(2))
@@ -70,32 +76,32 @@ def merge_orders(
         after[source].append(target)
 
     def is_ready(stage: int) -> bool:
-        """True if a stage is idle and all that its next task needs is done."""
-        if stage in busy or not rest[stage]:
+        """True if the stage is idle and all tasks that its next task depends on are done."""
+        if stage in busy or not remaining[stage]:
             return False
-        task = rest[stage][0]
-        needs = (
+        task = remaining[stage][0]
+        dependencies = (
             Task(source, task.phase, number)
             for source in (before if task.phase is Phase.FORWARD else after)[stage]
             for number in sharing(task.micro_batch, ratios[stage], ratios[source])
         )
-        return all(need in done for need in needs if need in given)
+        return all(dependency in done for dependency in dependencies if dependency in all_tasks)
 
-    def preference(task: Task) -> tuple[bool, int, int]:
+    def priority(task: Task) -> tuple[bool, int, int]:
         return task.phase is Phase.FORWARD, task.micro_batch * samples[task.stage], -task.stage
 
-    waiting = set(filter(is_ready, range(len(rest))))
+    waiting = set(filter(is_ready, range(len(remaining))))
     running: list[tuple[int, int, Task]] = []
     now = 0
     while True:
         reserved: set[int] = set()
-        for task in sorted((rest[stage][0] for stage in waiting), key=preference):
+        for task in sorted((remaining[stage][0] for stage in waiting), key=priority):
             if not all(free[lane] and lane not in reserved for lane in groups[task.stage]):
                 reserved.update(groups[task.stage])
                 continue
             waiting.discard(task.stage)
             busy.add(task.stage)
-            rest[task.stage].popleft()
+            remaining[task.stage].popleft()
             for lane in groups[task.stage]:
                 free[lane] = False
                 lists[lane].append(task)
@@ -115,22 +121,27 @@ def merge_orders(
 
 _PHASES = list(Phase)
 _LARGEST_STRIDE = 8
-"""Micro-batches that one repetition may advance by; a body runs each of its kinds of task that many
-times.
+"""Maximum number of micro-batches by which one repetition advances. The repeated part contains each
+kind of task of the device as many times as its stride.
 """
 
 
 def find_repetends(orders: Sequence[Sequence[Task]]) -> tuple[Repetend, ...]:
-    """The repetition of each list; those of devices that share one are found once."""
-    known = {id(order): order for order in orders}
-    found = {number: _find_repetend(order) for number, order in known.items()}
-    return tuple(found[id(order)] for order in orders)
+    """Return the repeated part of each order. Equal list objects are analysed once."""
+    by_identity = {id(order): order for order in orders}
+    repetends = {key: _find_repetend(order) for key, order in by_identity.items()}
+    return tuple(repetends[id(order)] for order in orders)
 
 
 def _find_repetend(order: Sequence[Task]) -> Repetend:
-    """The repetition that leaves the fewest lines when it is written once; the shortest, then the
-    earliest of equals. The list is warm-up, `count` repetitions of `length` tasks that move on by
-    `stride` micro-batches, cool-down. A repetend of length 0 says that nothing repeats.
+    """Return the repeated part (repetend) of a device's order that makes its text shortest.
+
+    The order is split into warm-up tasks, `count` repetitions of `length` tasks, and cool-down
+    tasks. Each repetition equals the one before with all micro-batch indices increased by `stride`.
+    The text contains one repetition, so it has len(order) - length * (count - 1) lines. The result
+    has the minimum number of lines; ties go to the smallest length, then to the earliest start. It
+    has length 0 if nothing repeats. Time O(n * longest), n = len(order), `longest` = maximum length
+    tried.
     """
     best = Repetend(0, 0, 0)
     fewest = len(order)
@@ -142,8 +153,8 @@ def _find_repetend(order: Sequence[Task]) -> Repetend:
     for length in range(1, longest + 1):
         strides = micro_batches[length:] - micro_batches[:-length]
         strides = np.where((kinds[length:] == kinds[:-length]) & (strides > 0), strides, 0)
-        # Runs of one stride: n tasks in a row that come again `length` further make 1 + n // length
-        # repetitions.
+        # Find maximal runs of equal strides. n consecutive tasks that recur `length` positions
+        # later make 1 + n // length repetitions.
         edges = np.flatnonzero(np.diff(strides)) + 1
         starts = np.concatenate(([0], edges))
         ends = np.concatenate((edges, [len(strides)]))
@@ -157,12 +168,15 @@ def _find_repetend(order: Sequence[Task]) -> Repetend:
 
 
 def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Placement) -> None:
+    """Raise InfeasibleError, which names the scheduler, if a stage's micro-batch size differs from
+    the problem's.
+    """
     for index, stage in enumerate(placement.stages):
         if stage.micro_batch_size != problem.micro_batch_size:
             raise InfeasibleError(
-                f"{scheduler} runs all stages on equal micro-batches, but stage {index} has "
-                f"{stage.micro_batch_size} "
-                f"{plural(stage.micro_batch_size, 'sample')} a micro-batch "
-                f"where the step has {problem.micro_batch_size}",
-                hint="schedules kfkb and tessel take stages with micro-batches of their own",
+                f"schedule {scheduler} requires one micro-batch size for all stages, but stage "
+                f"{index} has micro-batches of {stage.micro_batch_size} "
+                f"{plural(stage.micro_batch_size, 'sample')} and the step has micro-batches of "
+                f"{problem.micro_batch_size}",
+                hint="use schedule kfkb or tessel, which support a micro-batch size per stage",
             )

@@ -1,5 +1,5 @@
-"""Predict the times of a placement's stages by the cost model, and the messages from stage to
-stage.
+"""Predicted times of a placement's stages, from the cost model, and of the messages between
+them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.schedule.orders import Ticks
 
-_Way = tuple[int, int, tuple[int, int], tuple[int, int], int, int]
-"""The ends of a message: stages, turns as (index, of how many), devices; of each the source's and
-the target's.
+_Endpoints = tuple[int, int, tuple[int, int], tuple[int, int], int, int]
+"""Endpoints of a message: source stage, target stage, micro-batch slice (index, of) of the source
+and of the target, sending device, receiving device.
 """
 
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
-    """All messages of one micro-batch, sorted by their stages, their turns, then their devices.
+    """Return all messages for one micro-batch, sorted by stages, micro-batch slices and devices.
 
-    A value that a group holds in n parts lies in equal slices, in order, each on an equal number of
-    neighbouring devices; a device that needs a slice asks one of those that hold it, in turn, and
-    itself where it does. Where stages have micro-batches of different sizes, blocks are compared as
-    in lowering. Raises InfeasibleError for values that cannot be shared out among those.
+    A value that a group holds in n shards is divided into n equal slices in order. Neighbouring
+    devices hold equal slices, and each slice has the same number of copies. A device that needs a
+    slice uses its local copy, if it has one. Otherwise it receives the slice from one of the
+    devices that hold it, chosen in rotation. If the stages have different micro-batch sizes, or the
+    receiving stage gathers the value, the layouts determine the messages, as in lowering.
+
+    Raise InfeasibleError if micro-batches of different sizes cannot share a value.
     """
     graph = problem.graph
     works = stage_work(problem, placement)
     gradients = differentiable_values(graph) if problem.train else frozenset()
-    held = {
+    producers = {
         (work.stage.pipeline, name): index
         for index, work in enumerate(works)
         for name in work.given
@@ -48,52 +51,61 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     shared = partial(
         shared_blocks, graph, batch_axes_of(graph) if unequal else BatchAxes(0, (), {})
     )
-    forward: defaultdict[_Way, list[int]] = defaultdict(list)
-    backward: defaultdict[_Way, list[int]] = defaultdict(list)
+    forward: defaultdict[_Endpoints, list[int]] = defaultdict(list)
+    backward: defaultdict[_Endpoints, list[int]] = defaultdict(list)
     for target, work in enumerate(works):
         for name in work.received:
-            source = held.get((work.stage.pipeline, name))
+            source = producers.get((work.stage.pipeline, name))
             if source is None:
                 continue
             sizes = (
-                (each.stage.micro_batch_size, each.problem.graph.type_of(name).shape)
-                for each in (works[source], work)
+                (stage.stage.micro_batch_size, stage.problem.graph.type_of(name).shape)
+                for stage in (works[source], work)
             )
             for block in shared(name, *sizes):
-                turns = [(turn.index, turn.of) for turn in (block.source_slice, block.target_slice)]
-                for sender, receiver, size in _parts(works[source], work, name, block):
-                    way = (source, target, turns[0], turns[1], sender, receiver)
-                    forward[way].append(size)
+                source_slice = (block.source_slice.index, block.source_slice.of)
+                target_slice = (block.target_slice.index, block.target_slice.of)
+                for sender, receiver, size in _transfers(works[source], work, name, block):
+                    ends = (source, target, source_slice, target_slice, sender, receiver)
+                    forward[ends].append(size)
                     if name in gradients:
-                        backward[way].append(size)
+                        backward[ends].append(size)
 
     def seconds(source: int, target: int, sizes: list[int]) -> float:
-        """Of sending values of these sizes, each a message of its own; a device sends itself
-        nothing.
-        """
-        return (
-            0.0
-            if source == target
-            else sum(problem.cluster.link(source, target).seconds(size) for size in sizes)
-        )
+        """Return the seconds of one message per entry of `sizes` (bytes); 0 on one device."""
+        if source == target:
+            return 0.0
+        return sum(problem.cluster.link(source, target).seconds(size) for size in sizes)
 
     messages = []
-    for way in sorted(forward):
-        source, target, source_slice, target_slice, sender, receiver = way
-        there = forward[way]
-        back = backward[way]
-        times = seconds(sender, receiver, there), seconds(receiver, sender, back)
-        slices = MicroBatchSlice(*source_slice), MicroBatchSlice(*target_slice)
+    for ends in sorted(forward):
+        source, target, source_slice, target_slice, sender, receiver = ends
+        forward_sizes = forward[ends]
+        backward_sizes = backward[ends]
         messages.append(
-            Message(source, target, sender, receiver, sum(there), sum(back), *times, *slices)
+            Message(
+                source,
+                target,
+                sender,
+                receiver,
+                sum(forward_sizes),
+                sum(backward_sizes),
+                seconds(sender, receiver, forward_sizes),
+                seconds(receiver, sender, backward_sizes),
+                MicroBatchSlice(*source_slice),
+                MicroBatchSlice(*target_slice),
+            )
         )
     return tuple(messages)
 
 
-def _parts(
+def _transfers(
     sender: StageWork, receiver: StageWork, name: str, shared: Shared
 ) -> Iterator[tuple[int, int, int]]:
-    """(sender, receiver, bytes) for each part of what two turns share."""
+    """Yield (sending device, receiving device, bytes) for each transfer of the value `name` for
+    `shared`, the samples that one micro-batch of the sending stage and one of the receiving stage
+    have in common.
+    """
     size = sent_bytes(sender.problem.graph, sender.problem.precision)[name]
     is_equal = sender.stage.micro_batch_size == receiver.stage.micro_batch_size
     if is_equal and name not in receiver.stage.gathers:
@@ -117,46 +129,52 @@ def _parts(
 def _slices(
     senders: tuple[int, ...], held: int, receivers: tuple[int, ...], needed: int
 ) -> Iterator[tuple[int, int, Fraction]]:
-    """(sender, receiver, share of the value) for each slice that moves from one group to
-    another.
+    """Yield (sending device, receiving device, fraction of the value) for each slice that the
+    receiving group needs.
+
+    The senders hold the value in `held` shards, the receivers need it in `needed` shards.
     """
     copies = len(senders) // held
     for position, receiver in enumerate(receivers):
         wanted = position * needed // len(receivers)
         start = Fraction(wanted, needed)
         stop = Fraction(wanted + 1, needed)
-        for part in range(int(start * held), held):
-            share = min(stop, Fraction(part + 1, held)) - max(start, Fraction(part, held))
-            if share <= 0:
+        for shard in range(int(start * held), held):
+            fraction = min(stop, Fraction(shard + 1, held)) - max(start, Fraction(shard, held))
+            if fraction <= 0:
                 break
-            holders = senders[part * copies : (part + 1) * copies]
-            yield receiver if receiver in holders else holders[position % copies], receiver, share
+            holders = senders[shard * copies : (shard + 1) * copies]
+            sender = receiver if receiver in holders else holders[position % copies]
+            yield sender, receiver, fraction
 
 
-_figures = attrgetter(*(field.name for field in fields(StagePrediction)))
+_prediction_fields = attrgetter(*(field.name for field in fields(StagePrediction)))
 
 
 def predict(problem: Problem, placement: Placement) -> Prediction:
+    """Return the predicted times of the stages, from the cost model, and of the messages between
+    them.
+    """
     return predicted(problem, placement, stage_costs(problem, placement))
 
 
 def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
-    """The prediction for stages whose costs are known."""
+    """Return the prediction for stages whose costs are `costs`."""
     return Prediction(
-        tuple(StagePrediction(*_figures(cost)) for cost in costs),
+        tuple(StagePrediction(*_prediction_fields(cost)) for cost in costs),
         stage_messages(problem, placement),
     )
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:
-    """The length of each task by the cost model. Whole numbers, so that a steady state repeats
-    exactly.
+    """Return a function that returns the predicted length of a task in nanoseconds, as an integer.
+    With integers, the tasks of a steady state repeat exactly.
     """
     return ticks_of(stage_costs(problem, placement))
 
 
 def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
-    """The length of each task in nanoseconds, at least 1."""
+    """Return a function that returns the length of a task in nanoseconds, rounded, at least 1."""
 
     def ticks(task: Task) -> int:
         return max(1, round(stages[task.stage].seconds(task.phase) * 1e9))

@@ -1,10 +1,10 @@
-"""A step of a schedule, event by event: compute, messages, gradient all-reduce, update; and memory
-over time.
+"""Simulator of one training or inference step: computation, messages between stages, gradient
+all-reduce, optimizer update, and memory in use over time.
 
-Of devices that do the same one is simulated, and of links that carry the same one: the devices of a
-stage's group with equal orders start and end each task together, whatever a message takes; so do
-messages on links between such devices whose messages take equally long. What is left out says
-nothing new: times are those of the whole step, to the last bit.
+Devices of one stage group with equal task lists start and end each task at the same time. The
+simulation therefore runs one device of each pipeline rank, and one pair of devices of each set of
+links with equal messages. The resulting times equal those of a simulation of all devices, to the
+last bit.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ from autopipe.ir.timeline import (
 )
 
 StageDevices = Sequence[Sequence[int]]
-"""The device group of each stage."""
+"""Device indices of each stage."""
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
-_WHOLE = _PHASES.index(Phase.BACKWARD)
-_HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _WHOLE
-"""From the number of a backward's kind to that of its first half, which receives in its place."""
+_UNSPLIT = _PHASES.index(Phase.BACKWARD)
+_HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _UNSPLIT
+"""Difference between the `_PHASES` indices of the first half of a split backward and of an unsplit
+backward.
+"""
 
 
 class _MessageEdge(NamedTuple):
-    """One message after a task, in the direction in which it goes. The micro-batch that receives is
-    micro-batch // `sent_every` * `received_every` + `received_index`.
+    """One message that a task sends to a task of another stage.
+
+    Micro-batch m of the sending stage sends the message to micro-batch m // `sent_every` *
+    `received_every` + `received_index` of the receiving stage.
     """
 
     kind: int
-    """Kind of the task that receives."""
+    """Kind of the receiving task: stage * len(_PHASES) + index of its phase."""
     sent_every: int
     received_every: int
     received_index: int
@@ -57,82 +61,102 @@ class _MessageEdge(NamedTuple):
 def _message_edges(
     messages: Sequence[Message], stages: int
 ) -> tuple[list[list[list[_MessageEdge]]], list[list[int]]]:
-    """The messages that a task sends, there and back, and the number that it waits for. Both by
-    kind of task (a stage's number times the number of phases, plus its phase), then by micro-batch:
-    number m does as m mod the length of the kind's list says. Gradients go to whole backwards here,
-    and come from whole ones and from first halves.
+    """Return (sends, awaited) per kind of task, where kind = stage * len(_PHASES) + index of the
+    phase.
+
+    - sends[kind][i]: messages that a task of micro-batch m sends, i = m mod len(sends[kind]).
+    - awaited[kind][i]: number of messages that such a task waits for.
+
+    A message carries an activation forward, and its gradient in the opposite direction. An unsplit
+    backward and the first half of a split backward send and receive gradients. In `sends`, the
+    receiver of a gradient is always an unsplit backward; the simulation redirects the message if
+    the receiving task is split.
     """
     periods = [1] * stages
-    for each in messages:
-        for stage, turn in (
-            (each.source_stage, each.source_slice),
-            (each.target_stage, each.target_slice),
+    for message in messages:
+        for stage, micro_batches in (
+            (message.source_stage, message.source_slice),
+            (message.target_stage, message.target_slice),
         ):
-            periods[stage] = math.lcm(periods[stage], turn.of)
+            periods[stage] = math.lcm(periods[stage], micro_batches.of)
     sends: list[list[list[_MessageEdge]]] = [
         [[] for _ in range(period)] for period in periods for _ in _PHASES
     ]
     awaited = [[0] * period for period in periods for _ in _PHASES]
-    for each in messages:
-        there = (each.source, each.target, each.forward_bytes, each.forward_s)
-        back = (each.target, each.source, each.backward_bytes, each.backward_s)
-        source = each.source_stage * len(_PHASES)
-        target = each.target_stage * len(_PHASES)
-        own = each.source_slice
-        other = each.target_slice
-        ways = [(source, target, own, other, there, target)]
+    for message in messages:
+        activation = (message.source, message.target, message.forward_bytes, message.forward_s)
+        gradient = (message.target, message.source, message.backward_bytes, message.backward_s)
+        source = message.source_stage * len(_PHASES)
+        target = message.target_stage * len(_PHASES)
+        source_slice = message.source_slice
+        target_slice = message.target_slice
+        directions = [(source, target, source_slice, target_slice, activation, target)]
         for half in (0, _HALF):
-            gradient = source + _WHOLE
-            ways.append((target + _WHOLE + half, gradient, other, own, back, gradient + half))
-        for sender, receiver, sending, receiving, sent, waiting in ways:
-            edge = _MessageEdge(receiver, sending.of, receiving.of, receiving.index, *sent)
-            for place in range(sending.index, len(sends[sender]), sending.of):
-                sends[sender][place].append(edge)
-            for place in range(receiving.index, len(awaited[waiting]), receiving.of):
-                awaited[waiting][place] += 1
+            sender = target + _UNSPLIT + half
+            receiver = source + _UNSPLIT
+            directions.append(
+                (sender, receiver, target_slice, source_slice, gradient, receiver + half)
+            )
+        for sender, receiver, sending, receiving, transfer, waiting in directions:
+            edge = _MessageEdge(receiver, sending.of, receiving.of, receiving.index, *transfer)
+            for index in range(sending.index, len(sends[sender]), sending.of):
+                sends[sender][index].append(edge)
+            for index in range(receiving.index, len(awaited[waiting]), receiving.of):
+                awaited[waiting][index] += 1
     return sends, awaited
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSymmetry:
-    """One simulation for all equal devices: `schedule` has an order a lane, `groups` the lanes of
-    each stage, and `prediction` the messages of the first of each of `links`, between devices.
+    """A step reduced to one device of each pipeline rank (a set of devices with equal task
+    lists).
     """
 
     schedule: Schedule
+    """One task list per pipeline rank."""
     groups: tuple[tuple[int, ...], ...]
+    """Indices of the pipeline ranks of each stage."""
     prediction: Prediction
+    """All stages, and the messages of the first pair of devices of each entry of `links`."""
     lanes: Lanes
+    """Devices of each pipeline rank."""
     links: Links
+    """Pairs of devices, grouped by equal messages."""
 
 
 def device_symmetry(
     schedule: Schedule, stage_devices: StageDevices, prediction: Prediction
 ) -> DeviceSymmetry:
-    """The lanes and links of a step: pairs of devices by what they exchange. Both directions count:
-    a link carries activations one way, of some stages, and gradients of others.
+    """Return the pipeline ranks and the links of a step, each set of equal ones reduced to its
+    first.
+
+    Two pairs of devices are equal if their devices belong to the same pipeline ranks and they
+    exchange equal messages in both directions.
     """
     lanes = lanes_of(stage_devices, schedule.tasks)
-    between: dict[tuple[int, int], list[Message]] = {}
-    for each in prediction.messages:
-        between.setdefault(
-            (min(each.source, each.target), max(each.source, each.target)), []
-        ).append(each)
-    lane = {device: index for index, devices in enumerate(lanes) for device in devices}
+    messages_of_pair: dict[tuple[int, int], list[Message]] = {}
+    for message in prediction.messages:
+        low = min(message.source, message.target)
+        high = max(message.source, message.target)
+        messages_of_pair.setdefault((low, high), []).append(message)
+    lane_of_device = {device: index for index, devices in enumerate(lanes) for device in devices}
     links: dict[Hashable, list[tuple[int, int]]] = {}
-    for (low, high), carried in between.items():
-        # The first message's sender comes first, so that pairs of either order are compared.
-        ends = (low, high) if carried[0].source == low else (high, low)
+    for (low, high), exchanged in messages_of_pair.items():
+        # The sender of the first message comes first. Otherwise equal pairs whose devices are
+        # numbered in opposite orders would differ.
+        pair = (low, high) if exchanged[0].source == low else (high, low)
         content = tuple(
-            (replace(each, source=0, target=0), each.source == ends[0]) for each in carried
+            (replace(message, source=0, target=0), message.source == pair[0])
+            for message in exchanged
         )
-        # A device without tasks is like no other.
-        links.setdefault((*(lane.get(end, ~end) for end in ends), content), []).append(ends)
-    firsts = {pairs[0] for pairs in links.values()}
+        # ~device is negative: a device without a pipeline rank equals no other device.
+        ends = (lane_of_device.get(device, ~device) for device in pair)
+        links.setdefault((*ends, content), []).append(pair)
+    first_pairs = {pairs[0] for pairs in links.values()}
     messages = tuple(
-        each
-        for each in prediction.messages
-        if firsts & {(each.source, each.target), (each.target, each.source)}
+        message
+        for message in prediction.messages
+        if first_pairs & {(message.source, message.target), (message.target, message.source)}
     )
     return DeviceSymmetry(
         Schedule(schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in lanes)),
@@ -144,13 +168,14 @@ def device_symmetry(
 
 
 Curve = tuple[tuple[float, int], ...]
+"""(time in seconds, bytes in use from then on), ascending by time."""
 
 
 def static_memory(
     devices: int, stage_devices: StageDevices, costs: Sequence[StagePrediction]
 ) -> tuple[int, ...]:
-    """Bytes in use all through a step, a device each: parameters, gradients, optimizer state,
-    message buffers.
+    """Return the bytes per device that are in use during all of a step: parameters, gradients,
+    optimizer state and message buffers.
     """
     static = [0] * devices
     for stage, cost in enumerate(costs):
@@ -162,11 +187,19 @@ def static_memory(
 def _memory_curves(
     static: Sequence[int], costs: Sequence[StagePrediction], spans: Sequence[Span], train: bool
 ) -> tuple[Curve, ...]:
-    """(time, bytes in use from then on), a device each. What a forward keeps is held from its start
-    to the end of its backward; where that is split, to the end of its first half, and what the
-    second half needs from there to the end of that one. What comes and goes within a task is held
-    while a backward (of a split one the first half) runs or, without training, a forward. What is
-    freed at an instant is free for what is taken at that instant.
+    """Return the bytes in use over time on each device.
+
+    - The activations that a forward saves are in use from its start to the end of its backward, or
+      to
+      the end of the first half of a split backward.
+    - The tensors that the second half of a split backward needs are in use from the end of the
+      first
+      half to the end of the second half.
+    - Temporary memory is in use during a backward or the first half of a split backward. If the
+      step
+      does not train, it is in use during a forward instead.
+
+    Bytes freed at an instant are available to a task that starts at that instant.
     """
     changes: list[list[tuple[float, int]]] = [[] for _ in static]
     for span in spans:
@@ -201,39 +234,54 @@ def _memory_curves(
 
 
 _ARRIVES, _ENDS = range(2)
-"""Events: a message for a task arrives, a task ends."""
+"""Events: a message arrives at a task, and a task ends."""
 
 
 def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> Timeline:
-    """The timeline of one step.
+    """Return the timeline of one step.
 
-    A task starts when it is next on every device of its stage and all that is sent to it has
-    arrived. Messages leave as soon as their task is done and overlap with computation; those of one
-    directed link follow one another. Of a split backward the first half receives and sends; the
-    second waits for the first alone. When a device has run its last task, gradients are summed
-    stage by stage (a stage's devices together) and parameters updated, as the generated programs
-    do.
+    A task starts when it is the next task on every device of its stage and all its messages have
+    arrived. A task sends its messages when it ends, and they overlap with computation; messages
+    over one directed link follow one another. Only the first half of a split backward sends and
+    receives messages. After the last task of each device, gradients are summed stage by stage over
+    all devices of the stage, last stage first, and then the device updates its parameters.
+
+    Raise InfeasibleError if a task never starts.
     """
     costs = prediction.stages
-    one = device_symmetry(schedule, stage_devices, prediction)
-    run = _Run(one.schedule, one.groups, one.prediction, [devices[0] for devices in one.lanes])
+    reduced = device_symmetry(schedule, stage_devices, prediction)
+    run = _Run(
+        reduced.schedule,
+        reduced.groups,
+        reduced.prediction,
+        [devices[0] for devices in reduced.lanes],
+    )
     run.until_done()
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
-    train = any(task.phase is not Phase.FORWARD for order in one.schedule.tasks for task in order)
+    train = any(
+        task.phase is not Phase.FORWARD for order in reduced.schedule.tasks for task in order
+    )
     static = static_memory(schedule.devices, stage_devices, costs)
     curves = _memory_curves(static, costs, spans, train)
-    memory = on_each_device(one.lanes, [curves[devices[0]] for devices in one.lanes])
+    memory = on_each_device(reduced.lanes, [curves[devices[0]] for devices in reduced.lanes])
     ends = tuple(sorted(run.ends, key=lambda span: (span.device, span.start, span.end)))
     return Timeline(
-        spans, tuple(run.transfers), memory, static, run.end, one.lanes, one.links, ends
+        spans, tuple(run.transfers), memory, static, run.end, reduced.lanes, reduced.links, ends
     )
 
 
 class _Run:
-    """The state of the simulation between two events. A task is a number, its kind times `count`
-    plus its micro-batch: steps have many tasks. No stage has more than `count` micro-batches. The
-    kinds are stage and phase; then the sums of the stages' gradients, last stage first; then the
-    devices' updates.
+    """State of a simulation between two events.
+
+    A task is represented by the integer kind * `count` + micro-batch, because a step can have
+    millions of tasks. `count` exceeds the largest micro-batch index. The kinds are numbered as
+    follows:
+
+    - stage * len(_PHASES) + index of the phase;
+    - then one kind per gradient sum of a stage, last stage first;
+    - then one kind per update of a device.
+
+    Gradient sums and updates that take no time have no kind.
     """
 
     def __init__(
@@ -244,12 +292,12 @@ class _Run:
         names: Sequence[int],
     ) -> None:
         self.schedule = schedule
-        self.names = names  # Name of each device, which may stand for several.
+        self.names = names  # Device index that results and errors report for each device.
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
         kinds = [(stage, phase) for stage in range(len(stages)) for phase in _PHASES]
-        self.phases = len(kinds)  # Kinds that are phases of stages.
+        self.phases = len(kinds)  # Number of kinds that are phases of stages.
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
         self.sends, self.awaited = _message_edges(prediction.messages, len(stages))
@@ -265,9 +313,8 @@ class _Run:
             for task in order
             if task // self.count % len(_PHASES) == half
         }
-        # The ends of the step: sums of gradients and updates; one that takes no time waits for
-        # nobody.
-        self.end_kinds: list[tuple[EndKind, int | None]] = []  # Of the kinds behind the phases.
+        # (kind of work, stage or None) of each task kind from `phases` on.
+        self.end_kinds: list[tuple[EndKind, int | None]] = []
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
             self._add_end(EndKind.GRADIENT_SUM, stage, stage_devices[stage], cost.gradient_s)
@@ -276,17 +323,16 @@ class _Run:
         for device, seconds in enumerate(updates):
             self._add_end(EndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
-        self.ready: dict[
-            int, int
-        ] = {}  # For each task that is next on some of its devices, how many of them are idle.
+        # Per task that is next on some of its devices: the number of these devices that are idle.
+        self.ready: dict[int, int] = {}
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}
         self.link_free: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, int, int]] = []
-        """(time, number of events made before, task, event): those of one instant in the order of
-        their making.
+        """Heap of (time, sequence number, task, event). Events of one instant are handled in the
+        order in which they were added.
         """
-        self.made = 0
+        self.event_count = 0
         self.spans: list[Span] = []
         self.ends: list[EndSpan] = []
         self.transfers: list[Transfer] = []
@@ -295,9 +341,7 @@ class _Run:
     def _add_end(
         self, kind: EndKind, stage: int | None, devices: Sequence[int], seconds: float
     ) -> None:
-        """Add one task that is the last on its devices so far and exchanges no messages, unless it
-        takes no time.
-        """
+        """Append a task without messages to the orders of its devices, unless it takes no time."""
         if seconds:
             self.end_kinds.append((kind, stage))
             for device in devices:
@@ -309,14 +353,14 @@ class _Run:
 
     def until_done(self) -> None:
         for device in range(self.schedule.devices):
-            self._go_on(device, 0.0)
+            self._become_idle(device, 0.0)
         while self.events:
             now, _, number, event = heapq.heappop(self.events)
             if event == _ENDS:
                 self._finish(number, now)
             else:
                 self.arrived[number] = self.arrived.get(number, 0) + 1
-                self._start_if_it_can(number, now)
+                self._start_if_ready(number, now)
         for device, order in enumerate(self.schedule.tasks):
             if self.position[device] < len(order):
                 raise InfeasibleError(
@@ -324,15 +368,15 @@ class _Run:
                     where=f"device {self.names[device]}",
                 )
 
-    def _go_on(self, device: int, now: float) -> None:
-        """The device is idle: its next task may be what all other devices of a group wait for."""
+    def _become_idle(self, device: int, now: float) -> None:
+        """Count the idle device for its next task, and start that task if it can start."""
         position = self.position[device]
         if position < len(self.orders[device]):
             task = self.orders[device][position]
             self.ready[task] = self.ready.get(task, 0) + 1
-            self._start_if_it_can(task, now)
+            self._start_if_ready(task, now)
 
-    def _start_if_it_can(self, task: int, now: float) -> None:
+    def _start_if_ready(self, task: int, now: float) -> None:
         kind = task // self.count
         group = self.devices[kind]
         if self.ready.get(task, 0) < len(group):
@@ -351,11 +395,11 @@ class _Run:
         group = self.devices[kind]
         start = self.began.pop(task)
         if kind < self.phases:
-            named = self.schedule.tasks[group[0]][self.position[group[0]] - 1]
-            self.spans += [Span(self.names[member], named, start, now) for member in group]
+            finished = self.schedule.tasks[group[0]][self.position[group[0]] - 1]
+            self.spans += [Span(self.names[member], finished, start, now) for member in group]
             sends = self.sends[kind]
             for edge in sends[micro_batch % len(sends)]:
-                self._send(edge, named, now)
+                self._send(edge, finished, now)
         else:
             self.ends += [
                 EndSpan(self.names[member], *self.end_kinds[kind - self.phases], start, now)
@@ -363,14 +407,14 @@ class _Run:
             ]
         self.end = max(self.end, now)
         for device in group:
-            self._go_on(device, now)
+            self._become_idle(device, now)
 
     def _send(self, edge: _MessageEdge, task: Task, now: float) -> None:
         micro_batch = (
             task.micro_batch // edge.sent_every * edge.received_every + edge.received_index
         )
         receiver = edge.kind * self.count + micro_batch
-        if receiver + _HALF * self.count in self.split and edge.kind % len(_PHASES) == _WHOLE:
+        if receiver + _HALF * self.count in self.split and edge.kind % len(_PHASES) == _UNSPLIT:
             receiver += _HALF * self.count
         if edge.source != edge.target and edge.bytes:
             link = edge.source, edge.target
@@ -380,5 +424,5 @@ class _Run:
         self._add_event(now, receiver, _ARRIVES)
 
     def _add_event(self, time: float, number: int, event: int) -> None:
-        self.made += 1
-        heapq.heappush(self.events, (time, self.made, number, event))
+        self.event_count += 1
+        heapq.heappush(self.events, (time, self.event_count, number, event))

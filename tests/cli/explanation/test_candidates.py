@@ -26,7 +26,8 @@ BOUNDED = Alternative(
     Choice("expert"), None, 2.0, 4, 1, refused="left out: no schedule of it takes less than 2 s"
 )
 TOO_LARGE = Alternative(
-    Choice("piper"), refused="stage 0 on device 0 would need 9.00 GiB where 8.00 GiB may be used"
+    Choice("piper"),
+    refused="stage 0 on device 0 would need 9.00 GiB, 1.00 GiB above the limit of 8.00 GiB",
 )
 ALL = (SLOWER, BOUNDED, TOO_LARGE, SAME, CHOSEN)
 
@@ -52,7 +53,7 @@ def test_each_strategy_has_a_row_that_says_by_what_it_lost() -> None:
     )
     assert "kfkb, as pase" in rows["tepdist"]
     assert "≥ 2.00 s" in rows["expert"] and "≥ +100.0%" in rows["expert"]
-    assert "9.00 GiB where 8.00 GiB may be used" in rows["piper"]
+    assert "9.00 GiB, 1.00 GiB above the limit of 8.00 GiB" in rows["piper"]
     assert [line.split()[0] for line in lines[3:]] == [
         "grid",
         "pase",

@@ -48,7 +48,7 @@ from autopipe.passes.placement.piper.stage_costs import (
     StageSharing,
     messages_between,
 )
-from autopipe.passes.schedule.device_order import best_size
+from autopipe.passes.schedule.device_order import best_micro_batch_size
 from autopipe.passes.sharding.regions import check_constraints_met
 
 SHARE = 1 / 30  # The most of all work that nodes joined into one block may make up.
@@ -423,7 +423,9 @@ class Piper:
         samples = sample_axes(problem.graph)
         messages = messages_between(problem, blocks, downsets, samples)
         chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
-        placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
+        placement = best_micro_batch_size(
+            problem, lambda sized, step: self._answer(sized, chains, step)
+        )
         check_constraints_met(problem, placement, self.name)
         return placement
 
