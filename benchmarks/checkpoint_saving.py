@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer
-from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
-from autopipe.backends.torch.runtime.sample_order import Position
-from autopipe.backends.torch.runtime.transport import ControlGroup
+from autopipe.backends.torch.runtime.communication.transport import ControlGroup
+from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
+from autopipe.backends.torch.runtime.step.optimizers import TensorGroup, make_optimizer
+from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import full_slice
 from autopipe.ir.program import Shard
-from tests.backends.torch.runtime.checkpointing.saving import ADAMW, manifest_with
+from tests.backends.torch.runtime.state.checkpointing.saving import ADAMW, manifest_with
 
 SIDE = 1024
 STATES = 3

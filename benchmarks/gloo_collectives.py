@@ -5,7 +5,7 @@ at once.
 
 For each number of ranks and of bytes: median milliseconds until rank 0 has the result, and of its
 processor time. Both ways are run in turns. The runtime goes by what is shorter
-(`backends/torch/runtime/transport.py`).
+(`backends/torch/runtime/communication/transport.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.host import keep_freed_memory
-from autopipe.backends.torch.runtime.transport import (
+from autopipe.backends.torch.runtime.communication.transport import (
     all_gather,
     start_direct_exchange,
     start_reduce_scatter,
     to_all,
 )
+from autopipe.backends.torch.runtime.host import keep_freed_memory
 
 _TIMES = 16
 _WARM_UP = 3

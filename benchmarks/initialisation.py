@@ -17,7 +17,7 @@ from command_line import parse_arguments
 
 from autopipe.backends.torch.random_comparison import compare
 from autopipe.backends.torch.runtime.host import keep_freed_memory
-from autopipe.backends.torch.runtime.parameters import init_shard
+from autopipe.backends.torch.runtime.state.parameters import init_shard
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import TensorSlice
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from command_line import autopipe, parse_arguments
 
-from autopipe.backends.torch.runtime.data import save_samples
+from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.configs.zoo import MODELS
 

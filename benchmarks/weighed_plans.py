@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
-from autopipe.backends.torch.runtime.data import save_samples
+from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.bars import Bar

@@ -66,7 +66,7 @@ SETS = {
     "backends": ("tests/backends",),
     "checkpoint": (
         "tests/backends/torch/checkpoint",
-        "tests/backends/torch/runtime/checkpointing",
+        "tests/backends/torch/runtime/state/checkpointing",
         "tests/cli/test_checkpoint.py",
         "tests/cli/test_module_state.py",
         "tests/distributed/test_launch_checkpoint.py",

@@ -14,7 +14,7 @@ import yaml
 
 from autopipe.backends.torch.launcher import run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import (
     Difference,
     difference,

@@ -22,8 +22,8 @@ from autopipe.ir.plan import PLAN_FILE
 from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.decoder import Decoder
     from autopipe.backends.torch.runtime.manifest import Manifest
+    from autopipe.backends.torch.runtime.modes.decoder import Decoder
     from autopipe.passes.pipeline import PlanResult
 
 _TOKENS = click.IntRange(min=0)
@@ -118,7 +118,7 @@ def generate(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # As in launch: read when torch is imported.
 
-    from autopipe.backends.torch.runtime.decoder import Decoder, GenerationRequest
+    from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest
     from autopipe.cli.program_folder import open_program
 
     sampled = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
@@ -269,8 +269,8 @@ def write_prefill(
     sequence, if no more than `most`. Where the model or the plan does not allow it, `note` is told
     why there is none.
     """
-    from autopipe.backends.torch.runtime.decoder import PREFILL
     from autopipe.backends.torch.runtime.manifest import read_manifest
+    from autopipe.backends.torch.runtime.modes.decoder import PREFILL
     from autopipe.cli.codegen import generate as write_programs
     from autopipe.passes.prefill import with_step_length
 
@@ -297,7 +297,7 @@ def write_prefill(
 def run(manifest: Manifest, request: Any, device: str, output: Output) -> dict[str, Any]:
     """Run the request on all ranks, on this machine, and return the report of rank 0."""
     from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
-    from autopipe.backends.torch.runtime.decoder import GENERATED_FILE
+    from autopipe.backends.torch.runtime.modes.decoder import GENERATED_FILE
     from autopipe.cli.launch import placement_note, visible_gpus
 
     config = LaunchConfig(

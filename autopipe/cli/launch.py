@@ -38,11 +38,11 @@ from autopipe.backends.torch.launcher import (
     run_alone,
 )
 from autopipe.backends.torch.metrics import LogSettings, MetricsLog
-from autopipe.backends.torch.runtime.data import check_data
-from autopipe.backends.torch.runtime.heartbeat import Timeouts
+from autopipe.backends.torch.runtime.data.sample_order import START, Position
+from autopipe.backends.torch.runtime.data.sources import check_data
 from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
-from autopipe.backends.torch.runtime.sample_order import START, Position
+from autopipe.backends.torch.runtime.watch.heartbeat import Timeouts
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts

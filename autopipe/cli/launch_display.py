@@ -95,7 +95,7 @@ class StepDisplay:
 
     def take(self, record: Record) -> None:
         """Show a record of the report file."""
-        from autopipe.backends.torch.runtime.evaluation import EvaluationReport
+        from autopipe.backends.torch.runtime.modes.evaluation import EvaluationReport
 
         if "note" in record:
             self.note(record["note"])
@@ -124,7 +124,7 @@ class StepDisplay:
                 self._flush()
 
     def _flush(self) -> None:
-        from autopipe.backends.torch.runtime.report import StepReport
+        from autopipe.backends.torch.runtime.watch.report import StepReport
 
         if self._since:
             self._output.line(StepReport(**mean_of_steps(self._since)).line())

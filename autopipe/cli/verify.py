@@ -16,9 +16,9 @@ import numpy as np
 from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, node_of
 from autopipe.backends.torch.fork_server import ForkServer, fork_server
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
-from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source
+from autopipe.backends.torch.runtime.data.sources import check_data, filled_rows, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.backends.torch.runtime.records import RECORDED_STEPS
+from autopipe.backends.torch.runtime.modes.records import RECORDED_STEPS
 from autopipe.backends.torch.verification import (
     Difference,
     Spread,
@@ -558,7 +558,7 @@ class Verification:
 
     def _reference_model(self, forward: Manifest) -> tuple[ReferenceModel, int]:
         """The model for ONNX Runtime, and the seed of what its file does not store."""
-        from autopipe.backends.torch.runtime.parameters import (
+        from autopipe.backends.torch.runtime.state.parameters import (
             init_shard,
         )  # Loads torch, which a check of data need not
 

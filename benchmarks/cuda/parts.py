@@ -191,7 +191,10 @@ def run_alone(device: str) -> dict[str, Any]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    from autopipe.backends.torch.runtime.communicators import NcclCommunicators, exchange
+    from autopipe.backends.torch.runtime.communication.communicators import (
+        NcclCommunicators,
+        exchange,
+    )
 
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", 0)
     dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())

@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
-from autopipe.backends.torch.runtime.communicators import message_paths
-from autopipe.backends.torch.runtime.gradients import groups_of
+from autopipe.backends.torch.runtime.communication.communicators import message_paths
 from autopipe.backends.torch.runtime.manifest import Manifest, StageEntry
+from autopipe.backends.torch.runtime.step.gradients import groups_of
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.program import Program

@@ -18,8 +18,8 @@ from onnx.backend.base import Backend, BackendRep
 
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
-from autopipe.backends.torch.runtime.precision import set_products
-from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.step.precision import set_products
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import signature_of, space_of
 from autopipe.ir.program import Compute, StageCode

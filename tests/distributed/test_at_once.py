@@ -15,8 +15,8 @@ RANK = """
 import json
 import torch
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.transport import Transport, all_gather, is_direct
-from autopipe.backends.torch.runtime.transport import start_all_reduce, start_reduce_scatter
+from autopipe.backends.torch.runtime.communication.transport import Transport, all_gather, is_direct
+from autopipe.backends.torch.runtime.communication.transport import start_all_reduce, start_reduce_scatter
 
 transport = Transport("cpu")
 transport.start()

@@ -18,9 +18,9 @@ import onnx.parser
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.cuda_graphs import StageGraphs
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.rank import Rank
+from autopipe.backends.torch.runtime.step.cuda_graphs import StageGraphs
 from autopipe.backends.torch.verification import read_outputs
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.parameters import read_block
+from autopipe.backends.torch.runtime.state.parameters import read_block
 from autopipe.backends.torch.verification import difference
 from autopipe.cli.main import main
 from autopipe.ir.layout import full_slice

@@ -12,8 +12,12 @@ from types import ModuleType
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.weight_gradients import Waiting, WeightGradQueue, compute_all
+from autopipe.backends.torch.runtime.state.parameters import Arguments
+from autopipe.backends.torch.runtime.step.weight_gradients import (
+    Waiting,
+    WeightGradQueue,
+    compute_all,
+)
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task

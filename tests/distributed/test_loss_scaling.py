@@ -194,8 +194,8 @@ def test_a_run_goes_on_at_the_scale_of_its_checkpoint(pools: Pools, tmp_path: Pa
 
 ONE_OVERFLOWS = """
 import torch
-from autopipe.backends.torch.runtime.precision import LossScaler
-from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.step.precision import LossScaler
+from autopipe.backends.torch.runtime.communication.transport import Transport
 
 transport = Transport("cpu")
 scaler = LossScaler(8.0, transport)

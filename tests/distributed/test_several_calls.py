@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import tensor_differences
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import Graph

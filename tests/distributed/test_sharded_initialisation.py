@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.backends.torch.runtime.parameters import load_parameters
+from autopipe.backends.torch.runtime.state.parameters import load_parameters
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.schedule import Schedule

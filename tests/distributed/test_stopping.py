@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.checkpoint import committed_steps, keep_only, prune
-from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
+from autopipe.backends.torch.runtime.watch.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.ir.problem import Optimizer
 from tests.distributed.support.launching import (
     finish,

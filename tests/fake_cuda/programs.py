@@ -17,8 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopipe.backends.torch.runtime import dry_run, rank
+from autopipe.backends.torch.runtime import rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.runtime.modes import dry_run
 from tests.fake_cuda.watching import Watcher, line
 
 _watcher = Watcher()

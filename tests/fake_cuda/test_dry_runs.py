@@ -13,7 +13,7 @@ import torch
 
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from tests.backends.torch.runtime.test_dry_run import PLANS, SIZES, generated
+from tests.backends.torch.runtime.modes.test_dry_run import PLANS, SIZES, generated
 from tests.distributed.support.alone import dry_run
 
 if torch.cuda.is_available():

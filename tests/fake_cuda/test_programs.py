@@ -16,7 +16,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.registry import scheduler_names
-from tests.backends.torch.runtime.test_dry_run import PLANS, SIZES, generated
+from tests.backends.torch.runtime.modes.test_dry_run import PLANS, SIZES, generated
 from tests.distributed.support import zoo
 from tests.distributed.support.launching import ROOT, write_chain
 from tests.distributed.support.running import write

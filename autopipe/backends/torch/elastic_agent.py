@@ -38,8 +38,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from autopipe.backends.torch.child import PARENT, environment, python_command
 from autopipe.backends.torch.fork_server import ForkedProcess, ForkServer
 from autopipe.backends.torch.rendezvous import Handler, Place
-from autopipe.backends.torch.runtime.failures import STACKS, STOP, Failure, read_failure
-from autopipe.backends.torch.runtime.heartbeat import (
+from autopipe.backends.torch.runtime.communication.signed_store import KEY
+from autopipe.backends.torch.runtime.communication.transport import ATTEMPT
+from autopipe.backends.torch.runtime.job import NETWORK_VARIABLES, interface_variables
+from autopipe.backends.torch.runtime.watch.failures import STACKS, STOP, Failure, read_failure
+from autopipe.backends.torch.runtime.watch.heartbeat import (
     ENDED,
     PULSES,
     HeartbeatRecord,
@@ -48,9 +51,6 @@ from autopipe.backends.torch.runtime.heartbeat import (
     phase_of,
     read_heartbeat,
 )
-from autopipe.backends.torch.runtime.job import NETWORK_VARIABLES, interface_variables
-from autopipe.backends.torch.runtime.signed_store import KEY
-from autopipe.backends.torch.runtime.transport import ATTEMPT
 from autopipe.backends.torch.torch_interfaces import starting_processes_by
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.words import plural

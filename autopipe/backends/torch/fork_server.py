@@ -39,7 +39,7 @@ SWITCH: Final = "AUTOPIPE_FORK_SERVER"
 """Environment variable; 0 starts a new interpreter per rank instead."""
 _PRELOADED: Final = (
     "autopipe.backends.torch.runtime.rank",
-    "autopipe.backends.torch.runtime.stage",
+    "autopipe.backends.torch.runtime.step.stage",
     "autopipe.backends.torch.runtime.operators",
 )
 """Modules that every rank imports."""

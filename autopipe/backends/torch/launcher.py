@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.backends.torch.fork_server import ForkServer, fork_server, rank_environment
-from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
-from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.watch.failures import ERROR_FILE, Failure, read_failure
+from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULTS, Timeouts
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.output_files import keep_folder, scratch_folder
 from autopipe.ir.words import plural
@@ -286,7 +286,7 @@ class ReportFollower:
 
 
 def read_times(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By rank, the times of steps that this node's ranks left in `folder` (`runtime/report.py`)."""
+    """By rank, the times of steps that this node's ranks left in `folder` (`runtime/watch/report.py`)."""
     return {
         int(path.stem.removeprefix("rank_")): read_reports(path)
         for path in sorted(folder.glob("rank_*.jsonl"))

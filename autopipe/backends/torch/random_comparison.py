@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime import philox
-from autopipe.backends.torch.runtime.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.operators import bernoulli, dropout, normal, uniform
-from autopipe.backends.torch.runtime.parameters import init_shard
-from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers import philox
+from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
+from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.state.parameters import init_shard
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import TensorSlice
 

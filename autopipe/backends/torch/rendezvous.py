@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from autopipe.backends.torch.runtime.heartbeat import DEFAULTS
+from autopipe.backends.torch.runtime.communication.signed_store import SignedStore, Signer
 from autopipe.backends.torch.runtime.job import (
     LOOPBACK,
     Endpoint,
@@ -38,7 +38,7 @@ from autopipe.backends.torch.runtime.job import (
     family,
     interface_of,
 )
-from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
+from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULTS
 from autopipe.backends.torch.torch_interfaces import (
     BackendRendezvousStateHolder,
     NodeDesc,

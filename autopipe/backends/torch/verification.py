@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import Parameter
 

@@ -31,7 +31,7 @@ class MeasuredSteps:
 
 
 def measured_steps(times: Mapping[int, Sequence[Mapping[str, Any]]]) -> MeasuredSteps:
-    """The tasks and bubbles in the times that ranks left of their steps (`runtime/report.py`), by
+    """The tasks and bubbles in the times that ranks left of their steps (`runtime/watch/report.py`), by
     rank.
     """
     origin = min((step["began"] for steps in times.values() for step in steps), default=0.0)

@@ -12,7 +12,7 @@ import torch
 
 from autopipe.backends.torch import random_comparison
 from autopipe.backends.torch.random_comparison import compare
-from autopipe.backends.torch.runtime import philox, philox_numpy
+from autopipe.backends.torch.runtime.random_numbers import philox, philox_numpy
 
 
 @pytest.mark.cuda
@@ -37,8 +37,8 @@ def test_every_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _BY_KERNEL = """
 import torch
-from autopipe.backends.torch.runtime.philox import Rows, draw_words
-from autopipe.backends.torch.runtime.philox_kernel import draw_words_by_kernel
+from autopipe.backends.torch.runtime.random_numbers.philox import Rows, draw_words
+from autopipe.backends.torch.runtime.random_numbers.philox_kernel import draw_words_by_kernel
 
 def column(*numbers):
     return torch.tensor(numbers)[:, None]

@@ -27,8 +27,8 @@ from autopipe.backends.torch.rendezvous import (
     check_nodes,
     missing_nodes,
 )
+from autopipe.backends.torch.runtime.communication.signed_store import SignedStore, Signer
 from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint
-from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 SETTINGS = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)

@@ -17,7 +17,7 @@ from autopipe.backends.torch.elastic_agent import (
     waits_of,
 )
 from autopipe.backends.torch.rendezvous import Place
-from autopipe.backends.torch.runtime.heartbeat import (
+from autopipe.backends.torch.runtime.watch.heartbeat import (
     DEFAULTS,
     ENDED,
     Heartbeat,

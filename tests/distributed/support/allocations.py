@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from autopipe.backends.torch.runtime.gradients import buckets_of_rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.runtime.step.gradients import buckets_of_rank
 from tests.distributed.support.alone import dry_run
 
 STEPS = 2

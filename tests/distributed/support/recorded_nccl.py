@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.communication.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)

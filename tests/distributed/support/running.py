@@ -14,8 +14,8 @@ import torch
 
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.parameters import init_shard
-from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.runtime.modes.records import record_file
+from autopipe.backends.torch.runtime.state.parameters import init_shard
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import full_slice

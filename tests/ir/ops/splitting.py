@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.codegen.stage import emit_forward
-from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
+from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.ir.graph import Constant, Graph, Node
 from autopipe.ir.layout import mesh_axes_of
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of

@@ -14,7 +14,7 @@ import onnx.numpy_helper as onh
 import pytest
 
 from autopipe.backends.torch.codegen.stage import emit_forward
-from autopipe.backends.torch.runtime.parameters import read_block
+from autopipe.backends.torch.runtime.state.parameters import read_block
 from autopipe.ir.errors import ModelError
 from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Mode

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from autopipe.backends.torch.fork_server import rank_environment
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program
-from autopipe.backends.torch.runtime.collectives import Group
-from autopipe.backends.torch.runtime.data import save_samples
+from autopipe.backends.torch.runtime.communication.collectives import Group
+from autopipe.backends.torch.runtime.communication.transport import Transport
+from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.measured_costs import COLLECTIVES, Affine, ExchangeCost, TimedBytes, Timing
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import Channel

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from autopipe.backends.torch.runtime.precision import autocast
+from autopipe.backends.torch.runtime.step.precision import autocast
 from autopipe.ir.problem import BACKWARD_OPERATORS
 
 _LAYERS = 40

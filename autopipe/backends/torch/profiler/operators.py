@@ -23,15 +23,15 @@ import torch
 
 from autopipe.backends.torch.codegen.stage import emit_stage
 from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
-from autopipe.backends.torch.runtime.clock import Mark
-from autopipe.backends.torch.runtime.gradients import GradientReduction
+from autopipe.backends.torch.runtime.communication.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.host import keep_freed_memory
-from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
-from autopipe.backends.torch.runtime.precision import autocast, set_products
-from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
-from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
-from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
+from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
+from autopipe.backends.torch.runtime.step.gradients import GradientReduction
+from autopipe.backends.torch.runtime.step.precision import autocast, set_products
+from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
+from autopipe.backends.torch.runtime.watch.clock import Mark
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import mesh_axes_of

@@ -25,10 +25,10 @@ import torch
 
 from autopipe.backends.torch.fork_server import rank_environment
 from autopipe.backends.torch.launcher import run_child
-from autopipe.backends.torch.runtime import output_edges
-from autopipe.backends.torch.runtime.clock import Mark, seconds_between
-from autopipe.backends.torch.runtime.data import save_samples
+from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
+from autopipe.backends.torch.runtime.step import output_edges
+from autopipe.backends.torch.runtime.watch.clock import Mark, seconds_between
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Timing
 from autopipe.ir.output_files import scratch_folder

@@ -15,40 +15,56 @@ import torch
 
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
-from autopipe.backends.torch.runtime.batch_reader import BatchReader, PrefetchingReader, StepData
-from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
-from autopipe.backends.torch.runtime.capture import capture_stages
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer
-from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.clock import StepProfiler
-from autopipe.backends.torch.runtime.compiled import compile_stages
-from autopipe.backends.torch.runtime.cuda_graphs import (
-    CaptureResources,
-    NotCaptured,
-    has_cuda_graphs,
+from autopipe.backends.torch.runtime.communication.transport import Transport
+from autopipe.backends.torch.runtime.data.batch_reader import (
+    BatchReader,
+    PrefetchingReader,
+    StepData,
 )
-from autopipe.backends.torch.runtime.data import open_source
-from autopipe.backends.torch.runtime.dry_run import (
+from autopipe.backends.torch.runtime.data.outputs import OutputCollector
+from autopipe.backends.torch.runtime.data.sample_order import START, Position
+from autopipe.backends.torch.runtime.data.sample_source import Source
+from autopipe.backends.torch.runtime.data.sources import open_source
+from autopipe.backends.torch.runtime.job import variables_of_rank
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.runtime.modes.blocking import BlockingStage, GlobalOrder
+from autopipe.backends.torch.runtime.modes.dry_run import (
     DryReporter,
     DryStage,
     DryTransport,
     MemoryTracker,
     use_fake_tensors,
 )
-from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
-from autopipe.backends.torch.runtime.failures import (
-    end_on_error,
-    live_with_launcher,
-    parse_options,
-    stop_on_signal,
+from autopipe.backends.torch.runtime.modes.evaluation import Evaluator, evaluation_of
+from autopipe.backends.torch.runtime.modes.generation import generate
+from autopipe.backends.torch.runtime.modes.records import (
+    RECORDED_STEPS,
+    dump_tensors,
+    load_gradients,
 )
-from autopipe.backends.torch.runtime.generation import generate
-from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, groups_of
-from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
-from autopipe.backends.torch.runtime.job import variables_of_rank
-from autopipe.backends.torch.runtime.loading import equip_stages
-from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.optimizers import (
+from autopipe.backends.torch.runtime.options import parse_options
+from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
+from autopipe.backends.torch.runtime.state.loading import equip_stages
+from autopipe.backends.torch.runtime.state.parameters import Arguments, load_parameters
+from autopipe.backends.torch.runtime.state.running_statistics import (
+    move,
+    shared_statistics,
+    sharing_groups,
+)
+from autopipe.backends.torch.runtime.step.capture import capture_stages
+from autopipe.backends.torch.runtime.step.compiled import compile_stages
+from autopipe.backends.torch.runtime.step.cuda_graphs import (
+    CaptureResources,
+    NotCaptured,
+    has_cuda_graphs,
+)
+from autopipe.backends.torch.runtime.step.gradients import (
+    GradientReduction,
+    buckets_of_rank,
+    groups_of,
+)
+from autopipe.backends.torch.runtime.step.optimizers import (
     GradientClipping,
     average_weights,
     groups_of_parameters,
@@ -58,27 +74,23 @@ from autopipe.backends.torch.runtime.optimizers import (
     set_learning_rate,
     tensor_groups,
 )
-from autopipe.backends.torch.runtime.outputs import OutputCollector
-from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
-from autopipe.backends.torch.runtime.precision import (
+from autopipe.backends.torch.runtime.step.precision import (
     LossScaler,
     LowPrecisionCopies,
     low_precision_type,
     set_products,
 )
-from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
-from autopipe.backends.torch.runtime.report import Reporter
-from autopipe.backends.torch.runtime.running_statistics import (
-    move,
-    shared_statistics,
-    sharing_groups,
+from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Stage, perturbed
+from autopipe.backends.torch.runtime.step.update_graph import UpdateGraph
+from autopipe.backends.torch.runtime.watch.clock import StepProfiler
+from autopipe.backends.torch.runtime.watch.failures import (
+    end_on_error,
+    live_with_launcher,
+    stop_on_signal,
 )
-from autopipe.backends.torch.runtime.sample_order import START, Position
-from autopipe.backends.torch.runtime.sample_source import Source
-from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
-from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
-from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.backends.torch.runtime.update_graph import UpdateGraph
+from autopipe.backends.torch.runtime.watch.heartbeat import ENDED, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.watch.report import Reporter
+from autopipe.backends.torch.runtime.watch.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import FIRST_LOSS_SCALE
 from autopipe.ir.words import plural

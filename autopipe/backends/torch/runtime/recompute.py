@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.state.parameters import Arguments
 from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 Tensors = tuple[torch.Tensor, ...]

@@ -23,7 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopipe.backends.torch.runtime import cuda_graphs, optimizers, philox
+from autopipe.backends.torch.runtime.random_numbers import philox
+from autopipe.backends.torch.runtime.step import cuda_graphs, optimizers
 
 _WAITING = {
     torch.ops.aten._local_scalar_dense.default,

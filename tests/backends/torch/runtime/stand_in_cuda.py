@@ -74,7 +74,7 @@ class Device:
         )
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
         monkeypatch.setattr(
-            "autopipe.backends.torch.runtime.clock.time",
+            "autopipe.backends.torch.runtime.watch.clock.time",
             SimpleNamespace(time=lambda: device.host, perf_counter=lambda: device.host),
         )
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime import transport
+from autopipe.backends.torch.runtime.communication import transport
 from autopipe.backends.torch.runtime.job import Job, hosts_of, job_of, variables_of_rank
 from autopipe.ir.errors import ConfigurationError
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopipe.backends.torch.runtime.communication.transport import pci_address
 from autopipe.backends.torch.runtime.host import (
     has_more_ranks_than_cores,
     pin_near,
@@ -23,7 +24,6 @@ from autopipe.backends.torch.runtime.host import (
     processors_near,
     processors_of,
 )
-from autopipe.backends.torch.runtime.transport import pci_address
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
 _RANK = """
@@ -31,7 +31,7 @@ import json
 import os
 import sys
 import torch.distributed as dist
-from autopipe.backends.torch.runtime import transport as module
+from autopipe.backends.torch.runtime.communication import transport as module
 from autopipe.backends.torch.runtime.host import processors_of_this_rank
 
 os.environ["AUTOPIPE_ATTEMPT"] = "0"

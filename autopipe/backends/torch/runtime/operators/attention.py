@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.ir.attention_kernels import AttentionForm, Kernel, kernels_of, repeats_heads
 
 _BACKENDS = {kernel: SDPBackend.__members__[kernel.value] for kernel in Kernel}

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.collectives import Group
-from autopipe.backends.torch.runtime.normal_numbers import standard_normal
+from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import from_front
-from autopipe.backends.torch.runtime.philox import as_unsigned
-from autopipe.backends.torch.runtime.random_streams import Stream
+from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
+from autopipe.backends.torch.runtime.random_numbers.philox import as_unsigned
+from autopipe.backends.torch.runtime.random_numbers.random_streams import Stream
 from autopipe.backends.torch.torch_interfaces import assert_async
 from autopipe.ir.words import plural
 

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.torch_interfaces import assert_async
 
 if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
+    from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 
 
 def once(tensor: Tensor, group: Group) -> Tensor:

@@ -1,0 +1,232 @@
+"""Tables in the formats of Apache Arrow: Parquet, Arrow IPC, and what Hugging Face's `datasets`
+saves, which is that. A row is a sample, a column an input. Arrow files are mapped; of Parquet a
+rank decodes the columns that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopipe.backends.torch.runtime.data.input_checks import numpy_dtype, per_sample, sample_blocks
+from autopipe.backends.torch.runtime.data.stored_arrays import Array, StoredArrays
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
+
+SUFFIXES = (".parquet", ".arrow", ".feather")
+_FILE_MAGIC = b"ARROW1"
+
+
+def table_files(path: Path) -> list[Path]:
+    """The files of the table at a path, in order; none where it holds no table. Raises
+    ConfigurationError for several datasets.
+    """
+    if path.suffix in SUFFIXES:
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(each.parent.name for each in path.glob("*/state.json"))
+        hint = f"name one of its splits: {', '.join(str(path / each) for each in splits)}"
+        raise ConfigurationError(f"{str(path)!r} holds several datasets", hint)
+    if (path / "state.json").is_file():
+        try:
+            listed = json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
+            return [path / Path(each["filename"]).name for each in listed]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigurationError(
+                f"no dataset: {error!r}", where=str(path / "state.json")
+            ) from error
+    return next((found for suffix in SUFFIXES if (found := sorted(path.glob(f"*{suffix}")))), [])
+
+
+class ArrowTable(StoredArrays):
+    """The table in `files`, all of one schema. Raises ConfigurationError where they cannot be read,
+    or where pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Path], manifest: Manifest) -> None:
+        super().__init__(path)
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{path} needs pyarrow", hint="pip install 'autopipe[data]'"
+            ) from error
+        self._pyarrow = pyarrow
+        self._files = files
+        self._manifest = manifest
+        self._entries = {each.value.name: each for each in manifest.inputs}
+        self._readers: list[Callable[[str], Any]] = []
+        """For each file, what reads a column of it."""
+        schemas = list[Any]()
+        self._rows = 0
+        for file in files:
+            with self._reading("the table", file):
+                if file.suffix == ".parquet":
+                    from pyarrow import parquet
+
+                    opened = parquet.ParquetFile(file, memory_map=True)
+                    schemas.append(opened.schema_arrow)
+                    self._rows += opened.metadata.num_rows
+                    self._readers.append(partial(_decoded, opened))
+                else:
+                    table = self._mapped(file)
+                    schemas.append(table.schema)
+                    self._rows += len(table)
+                    self._readers.append(table.column)
+        if any(not each.equals(schemas[0]) for each in schemas):
+            raise ConfigurationError("the table's files have different columns", where=str(path))
+        self._columns: list[str] = schemas[0].names
+
+    @contextmanager
+    def _reading(self, what: str, file: Path | None = None) -> Iterator[None]:
+        try:
+            yield
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            NotImplementedError,
+            self._pyarrow.ArrowException,
+        ) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"{what} cannot be read: {reason}", where=str(file or self.path)
+            ) from error
+
+    def _mapped(self, file: Path) -> Any:
+        """The table in an Arrow file, of IPC's stream format, which `datasets` writes, or its file
+        format.
+        """
+        with file.open("rb") as opened:
+            is_file = opened.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        ipc = self._pyarrow.ipc
+        source = self._pyarrow.memory_map(str(file))
+        return (ipc.open_file if is_file else ipc.open_stream)(source).read_all()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._columns
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        entry = self._entries[name]
+        shape = list(entry.value.shape)
+        if entry.batch_axis is not None:
+            shape[entry.batch_axis] = (
+                self._rows * shape[entry.batch_axis] // self._manifest.micro_batch_size
+            )
+        return tuple(shape)
+
+    def array(self, name: str) -> Array:
+        entry = self._entries[name]
+        chunks = list[np.ndarray]()
+        first = 0
+        elements = per_sample(entry, self._manifest, str(self.path), "a table")
+        for read in self._readers:
+            with self._reading(repr(name)):
+                for chunk in read(name).chunks:
+                    if len(chunk):
+                        chunks.append(
+                            sample_blocks(
+                                self._numbers(chunk, name, elements, first), entry, self._manifest
+                            )
+                        )
+                        first += len(chunk)
+        axis = entry.batch_axis or 0
+        return (
+            chunks[0]
+            if len(chunks) == 1
+            else ChunkedRows(chunks, axis, self.shape(name), numpy_dtype(entry))
+        )
+
+    def _numbers(self, chunk: Any, name: str, elements: int, first: int) -> np.ndarray:
+        """The numbers of a column's chunk, [rows, elements]; no copy of them, unless they are of
+        one bit.
+        """
+        types = self._pyarrow.types
+        rows = len(chunk)
+        if isinstance(
+            chunk, self._pyarrow.ExtensionArray
+        ):  # `datasets` has some for arrays of two and more axes.
+            chunk = chunk.storage
+        lengths = np.ones(rows, np.int64)
+        while (
+            types.is_list(chunk.type)
+            or types.is_large_list(chunk.type)
+            or types.is_fixed_size_list(chunk.type)
+        ):
+            self._refuse_nulls(chunk, name, first)
+            if types.is_fixed_size_list(chunk.type):
+                inner = np.full(len(chunk), chunk.type.list_size)
+            else:
+                inner = np.diff(chunk.offsets.to_numpy())
+            lengths = (
+                np.add.reduceat(inner, np.cumsum(lengths) - lengths) if lengths.all() else lengths
+            )
+            chunk = chunk.flatten()
+        self._refuse_nulls(chunk, name, first)
+        if not (
+            types.is_integer(chunk.type)
+            or types.is_floating(chunk.type)
+            or types.is_boolean(chunk.type)
+        ):
+            hint = "text is made into tokens first" if "string" in str(chunk.type) else ""
+            raise ConfigurationError(
+                f"{name!r} holds {chunk.type}, no numbers", hint, str(self.path)
+            )
+        if (wrong := np.flatnonzero(lengths != elements)).size:
+            row = first + int(wrong[0])
+            has = int(lengths[wrong[0]])
+            message = (
+                f"{name!r} row {row:,} has {has} {plural(has, 'element')}, a sample of the input "
+                f"{elements}"
+            )
+            raise ConfigurationError(message, "bring rows to one length first", str(self.path))
+        return np.asarray(chunk.to_numpy(zero_copy_only=False)).reshape(rows, elements)
+
+    def _refuse_nulls(self, chunk: Any, name: str, first: int) -> None:
+        if chunk.null_count:
+            raise ConfigurationError(
+                f"{name!r} has nulls from row {first:,} on", where=str(self.path)
+            )
+
+
+def _decoded(file: Any, name: str) -> Any:
+    """A column of a Parquet file."""
+    return file.read(columns=[name]).column(0)
+
+
+class ChunkedRows:
+    """Arrays one behind the other along an axis."""
+
+    def __init__(
+        self, chunks: Sequence[np.ndarray], axis: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
+        self._chunks = chunks
+        self._axis = axis
+        self.shape = shape
+        self.dtype = chunks[0].dtype if chunks else dtype
+        self._ends = np.cumsum([each.shape[axis] for each in chunks])
+
+    def __getitem__(self, key: Any, /) -> np.ndarray:
+        """`key` is whole slices before the axis, and behind them a slice without a step, or row
+        numbers.
+        """
+        which = key[self._axis]
+        rows = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        shape = (*self.shape[: self._axis], len(rows), *self.shape[self._axis + 1 :])
+        found = np.empty(shape, self.dtype)
+        before = key[: self._axis]
+        for number in np.unique(numbers):
+            chunk = self._chunks[number]
+            places = np.flatnonzero(numbers == number)
+            local = rows[places] - (self._ends[number] - chunk.shape[self._axis])
+            found[(*before, places)] = chunk[(*before, local)]
+        return found

@@ -1,0 +1,185 @@
+"""Checks of arrays against a model's inputs: types and shapes, indices and labels against the
+graph's rows and classes. Errors name the array, the row, the number and its limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopipe.backends.torch.runtime.data.sample_order import Numbers
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType
+from autopipe.ir.program import InputBounds, InputRange
+from autopipe.ir.words import plural
+
+
+def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
+    """Rows of a sample along the batch axis of an input that has one."""
+    assert entry.batch_axis is not None
+    return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
+
+
+def per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> int:
+    """Elements of a sample of an input. Raises ConfigurationError where it has no samples, of which
+    a file of this kind holds nothing else.
+    """
+    if entry.batch_axis is None:
+        hint = "give .npy files or module:function"
+        raise ConfigurationError(
+            f"input {entry.value.name!r} has no samples: {kind} has nothing for it", hint, where
+        )
+    return entry.value.elements // manifest.micro_batch_size
+
+
+def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) -> np.ndarray:
+    """Samples [count, elements] as an input has them, along its batch axis; a view."""
+    axis = entry.batch_axis or 0
+    shape = list(entry.value.shape)
+    del shape[axis]
+    return np.moveaxis(
+        samples.reshape(len(samples) * rows_per_sample(entry, manifest), *shape), 0, axis
+    )
+
+
+def numpy_dtype(entry: InputRange) -> np.dtype:
+    return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.held)
+
+
+def region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
+    """The block of the bounds, of all samples."""
+    block = [slice(*each) for each in zip(bounds.starts, bounds.stops, strict=True)]
+    if batch_axis is not None:
+        block[batch_axis] = slice(None)
+    return tuple(block)
+
+
+def count_samples(
+    manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> int | None:
+    """How many samples arrays of these shapes have; None where none has any. Raises
+    ConfigurationError where they do not fit the model or one another.
+    """
+    found: dict[str, int] = {}
+    for entry in manifest.inputs:
+        name = entry.value.name
+        axis = entry.batch_axis
+        if name not in shapes:
+            continue
+        shape = shapes[name]
+        value = entry.value
+        if len(shape) != len(value.shape) or any(
+            index != axis and have != need
+            for index, (have, need) in enumerate(zip(shape, value.shape, strict=True))
+        ):
+            wanted = [
+                "samples" if index == axis else str(extent)
+                for index, extent in enumerate(value.shape)
+            ]
+            raise ConfigurationError(
+                f"{name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where
+            )
+        if axis is None:
+            continue
+        if not (rows := shape[axis]):
+            raise ConfigurationError(f"{name!r} has no samples", where=where)
+        extent = rows_per_sample(entry, manifest)
+        if rows % extent:
+            raise ConfigurationError(
+                f"{name!r} has {rows:,} {plural(rows, 'row')}, of which a sample has {extent}",
+                where=where,
+            )
+        found[name] = rows // extent
+    if len(set(found.values())) > 1:
+        lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())
+        raise ConfigurationError(
+            f"the arrays have different numbers of samples: {lengths}", where=where
+        )
+    return next(iter(found.values()), None)
+
+
+_ACCEPTED = {"b": "biuf", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
+"""Kinds of numpy's types whose numbers an input takes, by the kind of the input's own type.
+Integers are not taken from floating-point numbers, which round large ones: float16 has no 2,049,
+float32 no 16,777,217.
+"""
+
+
+def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
+    """Raise ConfigurationError for an array of a type that the input does not take."""
+    name = entry.value.name
+    wanted = numpy_dtype(entry)
+    if dtype == wanted or dtype.kind in _ACCEPTED[wanted.kind]:
+        return
+    hint = f"save it as {wanted}: {name}.astype({wanted.name!r})" if dtype.kind == "f" else ""
+    raise ConfigurationError(f"{name!r} holds {dtype}, not {wanted}", hint, where)
+
+
+def converted(
+    rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None
+) -> np.ndarray:
+    """Rows, those with `numbers` of an array, in the input's type. Raises ConfigurationError as
+    `check_rows` does.
+    """
+    check_rows(rows, entry, where, numbers)
+    return rows.astype(numpy_dtype(entry), copy=False)
+
+
+def check_rows(
+    rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None
+) -> None:
+    """Raise ConfigurationError for rows that the input's type cannot hold, and for indices and
+    labels that are out of range, or have a fraction in an input that the model declares
+    floating-point. `numbers` are the rows' numbers in the array. Nothing is copied if all rows are
+    integers in range.
+    """
+    name = entry.value.name
+    dtype = numpy_dtype(entry)
+    check_type(rows.dtype, entry, where)
+    whole = dtype.kind in "biu"
+    if whole and rows.size and not np.can_cast(rows.dtype, dtype, "safe"):
+        if rows.dtype.kind == "f" or dtype.kind == "b":
+            with np.errstate(invalid="ignore"):
+                exact = np.array_equal(rows.astype(dtype), rows)
+        else:
+            limits = np.iinfo(dtype)
+            exact = int(rows.min()) >= limits.min and int(rows.max()) <= limits.max
+        if not exact:
+            raise ConfigurationError(f"{name!r} holds numbers that are no {dtype}", where=where)
+    for bounds in entry.allowed if rows.size else ():
+        block = rows[region(bounds, entry.batch_axis)]
+        bad = _out_of_range(block, bounds)
+        if bad is None:
+            continue
+        if entry.ignored is not None:
+            bad &= block != entry.ignored
+        if not bad.any():
+            continue
+        place = np.argwhere(bad)[0]
+        row = ""
+        if entry.batch_axis is not None:
+            index = int(place[entry.batch_axis])
+            row = f" row {index if numbers is None else int(numbers[index]):,}"
+        besides = "" if entry.ignored is None else f", or {entry.ignored}"
+        kind = "an integer " if rows.dtype.kind == "f" else ""
+        raise ConfigurationError(
+            f"{name!r}{row} holds {block[tuple(place)].item():.15g}: it must be {kind}from "
+            f"{bounds.least} to "
+            f"{bounds.below - 1}{besides}",
+            where=where,
+        )
+
+
+def _out_of_range(block: np.ndarray, bounds: InputBounds) -> np.ndarray | None:
+    """Return a mask of the numbers that are out of bounds or no integers; None if there are
+    none.
+    """
+    is_floating = block.dtype.kind == "f"
+    if not block.size or (
+        not is_floating and block.min() >= bounds.least and block.max() < bounds.below
+    ):
+        return None
+    bad = ~((block >= bounds.least) & (block < bounds.below))
+    return bad | (block != np.trunc(block)) if is_floating else bad

@@ -1,0 +1,95 @@
+"""Batches of random values, drawn on the device that needs them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from autopipe.backends.torch.runtime.data.input_checks import numpy_dtype, rows_per_sample
+from autopipe.backends.torch.runtime.data.sample_order import START, Position
+from autopipe.backends.torch.runtime.data.sample_source import Slices, Source
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
+from autopipe.backends.torch.runtime.random_numbers.philox import Purpose, integers_below, key_of
+from autopipe.backends.torch.runtime.random_numbers.random_tensors import draw_block
+from autopipe.ir.layout import TensorSlice
+from autopipe.ir.program import InputBounds, InputRange
+
+_CPU = torch.device("cpu")
+
+
+class RandomSource(Source):
+    """Random values within the range of each input, without end. A sample has the same values on
+    every rank.
+
+    Element i of an input, samples first, is made from word i of the input's key.
+    """
+
+    def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
+        super().__init__(manifest, begin)
+        self._keys = {
+            entry.value.name: key_of(seed, Purpose.BATCH, index)
+            for index, entry in enumerate(manifest.inputs)
+        }
+
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
+        box = [(0, size) for size in entry.value.shape]
+        if entry.batch_axis is not None:
+            box[entry.batch_axis] = (0, (stop - start) * rows_per_sample(entry, self._manifest))
+        return self.block(entry, start, tuple(box), _CPU).numpy().astype(numpy_dtype(entry))
+
+    def block(
+        self, entry: InputRange, sample: int, box: Slices, device: torch.device
+    ) -> torch.Tensor:
+        """Return the block `box` of the micro-batch that begins with a sample, on `device`.
+
+        The type is int64 if the input has a limit, otherwise float32.
+        """
+        axis = entry.batch_axis
+        shape = entry.value.shape
+        if axis is not None:
+            skipped = sample * rows_per_sample(entry, self._manifest)
+            start, stop = box[axis]
+            box = ((skipped + start, skipped + stop), *box[:axis], *box[axis + 1 :])
+            shape = (skipped + stop, *shape[:axis], *shape[axis + 1 :])
+        region = TensorSlice(tuple(start for start, _ in box), tuple(stop for _, stop in box))
+        key = self._keys[entry.value.name]
+        dtype = torch.float32 if entry.below is None else torch.int64
+        if not entry.drawn:
+            found = draw_block(
+                shape, region, key, partial(_values, below=entry.below), dtype, device
+            )
+        else:
+            words = draw_block(shape, region, key, _unchanged, torch.int32, device)
+            found = _values(words, entry.below)
+            for bounds in entry.drawn:
+                part = _part(bounds, axis, region)
+                least = max(0, bounds.least) if bounds.below > 0 else bounds.least
+                found[part] = (integers_below(words[part], bounds.below - least) + least).to(dtype)
+        return found.movedim(0, axis).contiguous() if axis else found
+
+
+def _values(words: torch.Tensor, below: int | None) -> torch.Tensor:
+    return standard_normal(words) if below is None else integers_below(words, below)
+
+
+def _unchanged(words: torch.Tensor) -> torch.Tensor:
+    return words
+
+
+def _part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
+    """Return the part of a block, samples first, that the bounds apply to."""
+    sides = list(zip(bounds.starts, bounds.stops, strict=True))
+    found = []
+    if axis is not None:
+        del sides[axis]
+        found.append(slice(None))
+    own = zip(region.starts, region.stops, strict=True)
+    if axis is not None:
+        next(own)
+    for (least, below), (start, stop) in zip(sides, own, strict=True):
+        begin = max(least, start)
+        found.append(slice(begin - start, max(begin, min(below, stop)) - start))
+    return tuple(found)

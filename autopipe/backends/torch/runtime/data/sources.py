@@ -1,0 +1,526 @@
+"""The batches: random ones, arrays that lie in files, or a Python function. Each rank reads only
+blocks it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from autopipe.backends.torch.runtime.data.arrow_table import ArrowTable, table_files
+from autopipe.backends.torch.runtime.data.input_checks import (
+    check_rows,
+    check_type,
+    converted,
+    count_samples,
+    numpy_dtype,
+    rows_per_sample,
+)
+from autopipe.backends.torch.runtime.data.sample_order import START, Numbers, Position, SampleOrder
+from autopipe.backends.torch.runtime.data.sample_source import Slices, Source
+from autopipe.backends.torch.runtime.data.stored_arrays import (
+    Archive,
+    Array,
+    ArrayFiles,
+    StoredArrays,
+    TokenFile,
+)
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import lfs_error
+from autopipe.ir.program import InputRange
+from autopipe.ir.training import DataSettings, is_data_function
+from autopipe.ir.words import plural
+
+_PIECE = 1 << 24  # Bytes of an array that are looked at together.
+_MOST_CHECKED = 1 << 29  # Bytes of an array that are looked at before ranks start.
+
+
+def open_source(
+    manifest: Manifest,
+    data: str | None,
+    seed: int,
+    begin: Position = START,
+    settings: DataSettings | None = None,
+) -> Source:
+    """The source that `data` names (see `DataSettings.path`), for a run that goes on from `begin`.
+    Raises ConfigurationError where it does not fit the model.
+    """
+    settings = settings or DataSettings()
+    if data is None:
+        from autopipe.backends.torch.runtime.data.random_batches import (
+            RandomSource,
+        )  # It imports torch, which takes long.
+
+        return RandomSource(manifest, seed, begin)
+    if is_data_function(data):
+        return FunctionSource(manifest, data, seed, begin, settings)
+    return StoredSource(manifest, open_arrays(manifest, data, settings), seed, begin, settings)
+
+
+def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> StoredArrays:
+    """The arrays that lie at a path. Raises ConfigurationError for a kind that is not known, or a
+    damaged one.
+    """
+    path = Path(data)
+    for file in sorted(path.iterdir()) if path.is_dir() else (path,):
+        if pointer := lfs_error(file):
+            raise ConfigurationError(*pointer, data)
+    if path.suffix == ".npz":
+        return Archive(path)
+    if path.suffix == ".bin":
+        return TokenFile(path, manifest, settings.sequence_length)
+    if path.suffix == ".npy" or (path.is_dir() and any(path.glob("*.npy"))):
+        return ArrayFiles(path, manifest)
+    if files := table_files(path):
+        return ArrowTable(path, files, manifest)
+    kinds = (
+        "FILE.npz, FILE.npy, a folder of .npy files, FILE.bin of tokens, Parquet, Arrow, or "
+        "module:function"
+    )
+    missing = (
+        f"{data!r} does not exist" if not path.exists() else f"{data!r} is no data that can be read"
+    )
+    raise ConfigurationError(missing, hint=f"data is {kinds}")
+
+
+def read_block(
+    source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices
+) -> np.ndarray:
+    """The block `box` of the micro-batch that starts at sample number `sample`; a copy,
+    row-major.
+    """
+    return _block(
+        lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box
+    )
+
+
+def read_filled_block(
+    source: Source, manifest: Manifest, entry: InputRange, step: int, offset: int, box: Slices
+) -> np.ndarray:
+    """`read_block` of the micro-batch that starts `offset` samples into a step which has less than
+    a batch.
+    """
+    return _block(
+        lambda first, stop: filled_rows(
+            source, manifest, entry, step, offset + first, offset + stop, offset
+        ),
+        manifest,
+        entry,
+        box,
+    )
+
+
+def filled_rows(
+    source: Source,
+    manifest: Manifest,
+    entry: InputRange,
+    step: int,
+    start: int,
+    stop: int,
+    micro_batch: int = 0,
+) -> np.ndarray:
+    """Rows of samples [start, stop) of a step's batch, in which the step's first sample stands for
+    those behind its last. In training their labels are the one that counts for nothing, where the
+    loss has one and the micro-batch that starts at sample `micro_batch` has others; one without any
+    is weighed with 0 (`Stage`).
+    """
+    sample = source.sample(step)
+    count = source.count(step)
+    if entry.batch_axis is None:
+        return source.rows(entry, sample, sample)
+    present = max(start, min(stop, count))
+    parts = [source.rows(entry, sample + start, sample + present)] if present > start else []
+    if present < stop:
+        filler = np.concatenate(
+            [source.rows(entry, sample, sample + 1)] * (stop - present), entry.batch_axis
+        )
+        if manifest.train and entry.ignored is not None and micro_batch < count:
+            filler = np.full_like(filler, entry.ignored)
+        parts.append(filler)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, entry.batch_axis)
+
+
+def _block(
+    rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: Slices
+) -> np.ndarray:
+    axis = entry.batch_axis
+    block = [slice(*each) for each in box]
+    if axis is None:
+        return np.array(rows(0, 0)[tuple(block)])
+    start, stop = box[axis]
+    per_sample = rows_per_sample(entry, manifest)
+    first = start // per_sample
+    found = rows(first, -(-stop // per_sample))
+    block[axis] = slice(start - first * per_sample, stop - first * per_sample)
+    return found[tuple(block)].copy()
+
+
+def save_samples(manifest: Manifest, target: Path) -> None:
+    """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of
+    a step.
+    """
+    source = open_source(manifest, None, 0)
+    drawn = {
+        entry.value.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs
+    }
+    np.savez(target, **drawn)  # type: ignore[arg-type]
+
+
+class StoredSource(Source):
+    """Arrays that lie in files, one an input, samples along the batch axis, as many in each. Their
+    end is the end of an epoch; inference ends with the first.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        arrays: StoredArrays,
+        seed: int,
+        begin: Position,
+        settings: DataSettings,
+    ) -> None:
+        super().__init__(manifest, begin)
+        self._where = str(arrays.path)
+        self._stored = arrays
+        self._array = cache(arrays.array)
+        names = [entry.value.name for entry in manifest.inputs]
+        for name in names:
+            if name not in arrays.names:
+                have = ", ".join(arrays.names) or "nothing"
+                raise ConfigurationError(
+                    f"no array for input {name!r}", hint=f"it has {have}", where=self._where
+                )
+        self.samples = count_samples(
+            manifest, {name: arrays.shape(name) for name in names}, self._where
+        )
+        """How many there are; None where no input has samples."""
+        train = manifest.train
+        batch = manifest.batch_size
+        keeps_last = not train or settings.last_batch == "pad"
+        self._order: SampleOrder | None = None
+        if self.samples is None:
+            return
+        if not keeps_last and self.samples < batch:
+            raise ConfigurationError(
+                (
+                    f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no "
+                    "batch of "
+                    f"{batch}"
+                ),
+                hint=(
+                    "plan with a smaller --batch-size, give more data, or plan with --set "
+                    "data.last_batch=pad"
+                ),
+                where=self._where,
+            )
+        shuffle, epochs = (
+            (seed if settings.shuffle else None, settings.epochs) if train else (None, 1)
+        )
+        self._order = SampleOrder(self.samples, batch, keeps_last, shuffle, epochs, begin)
+        self.left_over = self._order.left_over
+
+    @property
+    def end(self) -> int | None:
+        """The number of steps after which the data has ended; None where it has no end."""
+        return None if self._order is None else self._order.end
+
+    def sample(self, step: int) -> int:
+        return super().sample(step) if self._order is None else self._order.sample(step)
+
+    def count(self, step: int) -> int:
+        return super().count(step) if self._order is None else self._order.count(step)
+
+    def epoch(self, step: int) -> int:
+        return 1 if self.samples is None else self.sample(step) // self.samples + 1
+
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
+        array = self._array(entry.value.name)
+        if entry.batch_axis is None or self._order is None:
+            return converted(np.asarray(array[...]), entry, self._where)
+        found, numbers = self._taken(array, entry, self._order.stored(start, stop))
+        return converted(found, entry, self._where, numbers)
+
+    def check(self, samples: int | None = None) -> str:
+        """Look at all, or the first `samples`, of each array, a piece at a time; of a large one at
+        pieces from the first to the last, which the line that is returned says. Raises
+        ConfigurationError for numbers that the model cannot take.
+        """
+        partly = []
+        for entry in self._manifest.inputs:
+            name = entry.value.name
+            dtype = numpy_dtype(entry)
+            array = self._array(name)
+            if not entry.allowed and (array.dtype == dtype or dtype.kind not in "biu"):
+                check_type(array.dtype, entry, self._where)
+                continue
+            if entry.batch_axis is None or self.samples is None:
+                check_rows(np.asarray(array[...]), entry, self._where)
+                continue
+            stop = self.samples if samples is None else min(self.samples, samples)
+            size = math.prod(array.shape) * array.dtype.itemsize // self.samples
+            piece = max(1, _PIECE // max(size, 1))
+            starts = range(0, stop, piece)
+            if (most := max(2, _MOST_CHECKED // _PIECE)) < len(starts):
+                partly.append(f"{name!r}: {most * piece:,} of {stop:,} {plural(stop, 'sample')}")
+                starts = np.linspace(0, stop - piece, most).astype(int).tolist()
+            for first in starts:
+                rows, numbers = self._taken(array, entry, range(first, min(first + piece, stop)))
+                check_rows(rows, entry, self._where, numbers)
+        return (
+            f"checked {', '.join(partly)}; ranks check the others as they read them"
+            if partly
+            else ""
+        )
+
+    def _taken(
+        self, array: Array, entry: InputRange, samples: range | Numbers
+    ) -> tuple[np.ndarray, range | Numbers]:
+        """The rows of samples, and their numbers; consecutive ones are no copy."""
+        assert entry.batch_axis is not None
+        extent = rows_per_sample(entry, self._manifest)
+        before = (slice(None),) * entry.batch_axis
+        if isinstance(samples, range):
+            numbers = range(samples.start * extent, samples.stop * extent)
+            return array[(*before, slice(numbers.start, numbers.stop))], numbers
+        rows = (samples[:, None] * extent + np.arange(extent)).reshape(-1)
+        return array[(*before, rows)], rows
+
+    def notes(self, steps: int) -> list[str]:
+        """How files are read, and what these steps leave out, repeat or lack."""
+        described = [f"{self._where}: {text}"] if (text := self._stored.describe()) else []
+        order = self._order
+        batch = self._manifest.batch_size
+        if order is None:
+            return described
+        samples = f"{self._where}: {order.samples:,} {plural(order.samples, 'sample')}"
+        batches = order.steps_per_epoch
+        rest = order.samples % batch
+        if self._manifest.train:
+            ending = (
+                f", the last {order.left_over:,} of each epoch left out" if order.left_over else ""
+            )
+            if rest and not order.left_over:
+                ending = f", the last of {rest:,}, filled up with samples that count nothing"
+            if steps > batches:
+                ending += (
+                    f"; {steps:,} {plural(steps, 'step goes', 'steps go')} on into epoch "
+                    f"{self.epoch(steps - 1):,}"
+                )
+        else:
+            ending = f", the last of {rest:,}" if rest and steps >= batches else ""
+            without = [
+                repr(output.value.name)
+                for output in self._manifest.outputs
+                if output.batch_axis is None
+            ]
+            if ending and without:
+                ending += (
+                    f" ({', '.join(without)}: the last value also counts what fills its "
+                    "micro-batch up)"
+                )
+            if steps > batches:
+                ending += f"; it ends before step {batches:,} of {steps:,}"
+        return (
+            [*described, f"{samples} are {batches:,} {plural(batches, 'batch')} of {batch}{ending}"]
+            if ending
+            else described
+        )
+
+
+_Batch = Mapping[str, Any]
+CONTRACT = "it takes none, or some, of step, batch_size and seed"
+
+
+class FunctionSource(Source):
+    """A Python function `module:function` that gives batches, each a mapping of input to array.
+
+    One that takes `step` returns the batch of any step, and None where there is none. Another one
+    returns an iterator of batches, of which number i is what step i runs on; it cannot go back, so
+    a run that continues takes the batches before it too. Its end is the end of an epoch: for the
+    next one the function is called again, in training. Either may take `batch_size` and `seed`.
+    """
+
+    def __init__(
+        self, manifest: Manifest, name: str, seed: int, begin: Position, settings: DataSettings
+    ) -> None:
+        module, _, function = name.rpartition(":")
+        super().__init__(manifest, begin)
+        self._name = name
+        self._keeps_last = not manifest.train or settings.last_batch == "pad"
+        self._epochs = settings.epochs if manifest.train else 1
+        if settings.shuffle:
+            hint = f"shuffle in {function}, which may take seed"
+            raise ConfigurationError("the order of a function's batches is its own", hint, name)
+        try:
+            self._function = getattr(_module(module), function)
+            takes = inspect.signature(self._function).parameters
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"data function {name!r} cannot be imported: {error}"
+            ) from error
+        given = {"step": 0, "batch_size": manifest.batch_size, "seed": seed}
+        self._by_step = "step" in takes
+        self._given = {each: given[each] for each in takes if each in given}
+        if any(
+            each.default is each.empty
+            and each.name not in given
+            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            for each in takes.values()
+        ):
+            raise ConfigurationError(f"{name!r} takes {', '.join(takes)}", hint=CONTRACT)
+        if self._by_step and manifest.train and settings.epochs is not None:
+            raise ConfigurationError(
+                "a function of the step has no epochs", hint="give --steps", where=name
+            )
+        self._batches = self._numbered()
+        self._step = begin.steps - 1 if self._by_step else -1
+        self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
+
+    def count(self, step: int) -> int:
+        """Batches are taken where only that says it: in inference, or where training ends with an
+        epoch or keeps its last batch. Elsewhere a rank that reads no input need not take any.
+        """
+        if self._manifest.train and self._epochs is None and not self._keeps_last:
+            return self._manifest.batch_size
+        return self._current[2] if self._advance(step) else 0
+
+    def epoch(self, step: int) -> int:
+        return self._current[0]
+
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
+        begin = self._begin
+        batch_size = self._manifest.batch_size
+        name = entry.value.name
+        step = begin.steps + (start - begin.samples) // batch_size
+        where = f"{self._name}, batch {step}"
+        if not self._advance(step):
+            raise ConfigurationError("there is no such batch", hint="give --steps", where=where)
+        _, batch, _ = self._current
+        if name not in batch:
+            raise ConfigurationError(f"a batch lacks input {name!r}", where=self._name)
+        array = np.asarray(batch[name])
+        if entry.batch_axis is None:
+            return converted(array, entry, where)
+        offset = begin.samples + (step - begin.steps) * batch_size
+        extent = rows_per_sample(entry, self._manifest)
+        first = (start - offset) * extent
+        last = (stop - offset) * extent
+        rows = array[(slice(None),) * entry.batch_axis + (slice(first, last),)]
+        return converted(rows, entry, where, range(first, last))
+
+    def _advance(self, step: int) -> bool:
+        """Take the batches up to that of `step`; no more where they end before."""
+        while self._step < step:
+            if self._by_step:
+                self._step = step - 1
+            if (found := next(self._batches, None)) is None:
+                return False
+            self._current = found
+            self._step += 1
+        return True
+
+    def _numbered(self) -> Iterator[tuple[int, _Batch, int]]:
+        """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack
+        some.
+        """
+        batch_size = self._manifest.batch_size
+        for epoch in itertools.count(1):
+            if self._epochs is not None and epoch > self._epochs:
+                return
+            number = -1
+            short = None
+            for number, batch in self._epoch():
+                if short is not None:
+                    message = (
+                        f"batch {number - 1} has {short[1]} {plural(short[1], 'sample')}, "
+                        f"not {batch_size}, and is not the last"
+                    )
+                    raise ConfigurationError(message, where=self._name)
+                if not isinstance(batch, Mapping):
+                    message = (
+                        f"batch {number} is {type(batch).__name__}, not a dict of arrays by input"
+                    )
+                    raise ConfigurationError(message, where=self._name)
+                shapes = {name: np.shape(array) for name, array in batch.items()}
+                count = count_samples(self._manifest, shapes, f"{self._name}, batch {number}")
+                if count is None or count == batch_size:
+                    yield epoch, batch, batch_size
+                elif count > batch_size:
+                    raise ConfigurationError(
+                        f"batch {number} has {count} {plural(count, 'sample')}, not {batch_size}",
+                        where=self._name,
+                    )
+                else:
+                    short = batch, count
+            if short is not None and self._keeps_last:
+                yield epoch, *short
+            self.left_over = 0 if short is None or self._keeps_last else short[1]
+            if self._by_step or not self._manifest.train:
+                return
+            if number < 0 or (number == 0 and short and not self._keeps_last):
+                raise ConfigurationError(
+                    f"epoch {epoch} has no batch of {batch_size} {plural(batch_size, 'sample')}",
+                    where=self._name,
+                )
+
+    def _epoch(self) -> Iterator[tuple[int, Any]]:
+        """Batches by number; of a function of the step those from the step that is due on."""
+        if not self._by_step:
+            yield from enumerate(self._function(**self._given))
+            return
+        step = self._step + 1
+        while (batch := self._function(**{**self._given, "step": step})) is not None:
+            yield step, batch
+            step = max(step, self._step) + 1
+
+
+def check_data(
+    manifest: Manifest,
+    data: str | None,
+    steps: int | None,
+    settings: DataSettings | None = None,
+    begin: Position = START,
+) -> tuple[StoredSource | None, str]:
+    """The arrays that lie where `data` says, looked at as far as `steps` read them, and a line
+    about those that were not; None where it is a function, or random. Raises ConfigurationError
+    where they do not fit the model or one another.
+    """
+    if data is None or is_data_function(data):
+        return None, ""
+    settings = settings or DataSettings()
+    source = StoredSource(manifest, open_arrays(manifest, data, settings), 0, begin, settings)
+    return source, source.check(
+        None if steps is None or settings.shuffle else steps * manifest.batch_size
+    )
+
+
+def _module(name: str) -> ModuleType:
+    """The module of that name in the current folder, or else on the module path. From then on, the
+    folder comes last on the path, for what the module imports from beside it.
+    """
+    folder = os.getcwd()
+    first = name.partition(".")[0]
+    spec = (
+        None
+        if first in sys.modules or first in sys.stdlib_module_names
+        else PathFinder.find_spec(first, [folder])
+    )
+    if spec is not None and folder not in sys.path:
+        sys.path.append(folder)
+    if spec is not None and spec.origin is not None and spec.loader is not None:
+        found = sys.modules[first] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    return importlib.import_module(name)

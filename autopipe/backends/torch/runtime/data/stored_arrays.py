@@ -1,0 +1,338 @@
+"""Arrays that lie in files, read where they lie: `.npz` and `.npy` files, folders of them, files of
+tokens. Who takes a few samples of a large file reads those only. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import tokenize
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from autopipe.backends.torch.runtime.data.input_checks import per_sample, sample_blocks
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
+
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+"""ZIP's header before each member; its last two fields are the lengths of the name and of the extra
+field that follow (APPNOTE.TXT 4.3.7).
+"""
+_DAMAGED = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    MemoryError,
+    OverflowError,
+    tokenize.TokenError,
+)
+"""Errors of damaged files. A header of `.npy` is parsed as a Python literal, whence SyntaxError,
+TokenError, TypeError and MemoryError (too deeply nested).
+"""
+
+
+class Array(Protocol):
+    """The part of a numpy array that sources use of one that lies in files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __getitem__(self, key: Any, /) -> np.ndarray: ...
+
+
+class StoredArrays(ABC):
+    """Arrays by the name of the input that takes them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]: ...
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def array(self, name: str) -> Array:
+        """Raises ConfigurationError where it is damaged."""
+
+    def describe(self) -> str:
+        """How the files were read, where that is a choice; "" where it is none."""
+        return ""
+
+
+class Archive(StoredArrays):
+    """An `.npz` file. Raises ConfigurationError where it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with self._opened("data") as archive:
+            self._members = {
+                info.filename.removesuffix(".npy"): info for info in archive.infolist()
+            }
+
+    @property
+    def names(self) -> Sequence[str]:
+        return sorted(self._members)
+
+    @contextmanager
+    def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
+        with _reading(self.path, what), zipfile.ZipFile(self.path) as archive:
+            yield archive
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with self._opened(repr(name)) as archive, archive.open(self._members[name]) as file:
+            return _array_header(file)[0]
+
+    def array(self, name: str) -> np.ndarray:
+        """Mapped where it is stored as it is, in memory where it is compressed."""
+        info = self._members[name]
+        with self._opened(repr(name)) as archive:
+            if info.compress_type != zipfile.ZIP_STORED:
+                with archive.open(info) as member:
+                    loaded: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
+                    return loaded
+            with self.path.open("rb") as file:
+                file.seek(info.header_offset)
+                *_, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                file.seek(name_length + extra_length, 1)
+                return _mapped(self.path, file)
+
+
+class ArrayFiles(StoredArrays):
+    """A folder with a file `NAME.npy` for each input, or one such file for a model of one input."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(path)
+        if path.is_dir():
+            self._files = {file.stem: file for file in sorted(path.glob("*.npy"))}
+        elif len(manifest.inputs) == 1:
+            self._files = {manifest.inputs[0].value.name: path}
+        else:
+            hint = (
+                "name a folder with a file for each of "
+                f"{', '.join(each.value.name for each in manifest.inputs)}"
+            )
+            raise ConfigurationError(
+                "one array is no data for a model of several inputs", hint, str(path)
+            )
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with _reading(self._files[name], repr(name)), self._files[name].open("rb") as file:
+            return _array_header(file)[0]
+
+    def array(self, name: str) -> np.ndarray:
+        with _reading(self._files[name], repr(name)), self._files[name].open("rb") as file:
+            return _mapped(self._files[name], file)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGED as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or error
+        raise ConfigurationError(f"{what} cannot be read: {reason}", where=str(path)) from error
+
+
+def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether columns come first, and element type."""
+    form = np.lib.format
+    version = form.read_magic(file)
+    readers = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"format {version[0]}.{version[1]} of arrays is not known")
+    return readers[version](file)
+
+
+def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
+    """The array whose header `file`, of `path`, stands before."""
+    shape, fortran, dtype = _array_header(file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    order = "F" if fortran else "C"
+    mapped = np.memmap(path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order)  # type: ignore[call-overload]
+    return np.asarray(mapped)  # A memmap's own slices take many times as long to make.
+
+
+_LABELS = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")
+_CONSTANT_INPUTS = {"attention_mask": 1, "token_type_ids": 0}
+_POSITIONS = "position_ids"
+_SAMPLED = 1 << 16
+"""16-bit words at the start of a file of tokens that tell whether a token has 16, 32 or 64 bits."""
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Element types of Megatron's `.idx` files by their code
+(megatron/core/datasets/indexed_dataset.py).
+"""
+
+
+class TokenFile(StoredArrays):
+    """A `.bin` file of token numbers, as nanoGPT and Megatron write it: sample i is tokens [i·s, (i
+    + 1)·s), and its labels are the tokens moved by one, [i·s + 1, (i + 1)·s + 1), where s is the
+    sequence length of the graph.
+
+    The graph's inputs take, by name: `labels` and `targets` (alone or behind a dot, slash or
+    underscore) the labels, or the tokens themselves where the graph moves them, which shows in that
+    the loss does not read the first; `attention_mask` ones, `token_type_ids` zeros, `position_ids`
+    0 to s - 1; one other input the tokens. Megatron's `.idx` beside it says the type. Otherwise
+    `_type_of_words` infers uint16, uint32 or int64.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, sequence_length: int | None) -> None:
+        super().__init__(path)
+        self._manifest = manifest
+        self._entries = {each.value.name: each for each in manifest.inputs}
+        sizes = {
+            name: per_sample(each, manifest, str(path), "a file of tokens")
+            for name, each in self._entries.items()
+        }
+        tokens = [
+            name
+            for name in sizes
+            if not _LABELS.fullmatch(name) and name not in _CONSTANT_INPUTS and name != _POSITIONS
+        ]
+        if len(tokens) != 1:
+            hint = (
+                "one input takes tokens, others are labels, targets, attention_mask, "
+                "token_type_ids, position_ids"
+            )
+            raise ConfigurationError(
+                f"inputs {', '.join(tokens) or 'none'} would take tokens", hint, str(path)
+            )
+        self._input = tokens[0]
+        self.length = sizes[tokens[0]]
+        if sequence_length not in (None, self.length):
+            message = (
+                f"data.sequence_length is {sequence_length}, a sample of {self._input!r} "
+                f"has {self.length} {plural(self.length, 'token')}"
+            )
+            raise ConfigurationError(
+                message, "export the model, or plan with --dim, for that length", str(path)
+            )
+        for name, size in sizes.items():
+            if size != self.length:
+                message = (
+                    f"a sample of {name!r} has {size} {plural(size, 'element')}, one of "
+                    f"{self._input!r} {self.length}"
+                )
+                raise ConfigurationError(message, where=str(path))
+        self._tokens = self._mapped()
+        moved = any(self._shift(name) for name in sizes)
+        self._samples = (len(self._tokens) - moved) // self.length
+        if self._samples < 1:
+            raise ConfigurationError(
+                f"{len(self._tokens):,} {plural(len(self._tokens), 'token is', 'tokens are')} "
+                f"no sample of {self.length}",
+                where=str(path),
+            )
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.array(name).shape
+
+    def describe(self) -> str:
+        labels = [f"{name!r} moved by one" for name in self.names if self._shift(name)]
+        takes = "".join(f", {each}" for each in labels)
+        return (
+            f"{len(self._tokens):,} {plural(len(self._tokens), 'token')} "
+            f"of {self._tokens.dtype}: {self._input!r}{takes}"
+        )
+
+    def array(self, name: str) -> np.ndarray:
+        count = self._samples
+        length = self.length
+        entry = self._entries[name]
+        if name in _CONSTANT_INPUTS:
+            samples = np.broadcast_to(np.uint8(_CONSTANT_INPUTS[name]), (count, length))
+        elif name == _POSITIONS:
+            samples = np.broadcast_to(np.arange(length), (count, length))
+        else:
+            first = self._shift(name)
+            samples = self._tokens[first : first + count * length].reshape(count, length)
+        return sample_blocks(samples, entry, self._manifest)
+
+    def _shift(self, name: str) -> int:
+        """1 for labels that are to be moved, 0 for tokens and labels that the graph moves
+        itself.
+        """
+        if not _LABELS.fullmatch(name):
+            return 0
+        entry = self._entries[name]
+        starts = {
+            start
+            for bounds in entry.allowed
+            for axis, start in enumerate(bounds.starts)
+            if axis != entry.batch_axis
+        }
+        return 0 if starts and max(starts) == 1 else 1
+
+    def _mapped(self) -> np.ndarray:
+        with _reading(self.path, "tokens"):
+            kind = self._type_in_index() or "<u2"
+            if kind == "<u2" and not self.path.with_suffix(".idx").is_file():
+                most = max(
+                    (bounds.below for bounds in self._entries[self._input].allowed), default=0
+                )
+                kind = _type_of_words(np.fromfile(self.path, "<u2", _SAMPLED), most)
+            dtype = np.dtype(kind)
+            if rest := self.path.stat().st_size % dtype.itemsize:
+                raise ValueError(
+                    f"{rest} {plural(rest, 'byte is', 'bytes are')} left over of tokens of {dtype}"
+                )
+            return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
+
+    def _type_in_index(self) -> str:
+        """The element type that Megatron's index says, "" where there is none."""
+        index = self.path.with_suffix(".idx")
+        if not index.is_file():
+            return ""
+        with index.open("rb") as file:
+            magic, _, code = struct.unpack("<9sQB", file.read(18))
+        if magic != _INDEX_MAGIC or code not in _INDEX_TYPES:
+            raise ValueError(f"{index.name} is no index of whole numbers")
+        return _INDEX_TYPES[code]
+
+
+def _type_of_words(words: np.ndarray, vocabulary: int) -> str:
+    """Return the element type of a file of tokens, from the 16-bit words at its start and the size
+    of the vocabulary.
+
+    The upper words of a small number are 0. In tokens of 64 bits, words 2 and 3 of each 4 are; in
+    tokens of 32 bits of a vocabulary of 16 bits, each second word is.
+    """
+    if words.any() and len(words) % 4 == 0 and not words.reshape(-1, 4)[:, 2:].any():
+        return "<i8"
+    if vocabulary > 1 << 16:
+        return "<u4"
+    if words.any() and len(words) % 2 == 0 and not words[1::2].any():
+        return "<u4"
+    return "<u2"

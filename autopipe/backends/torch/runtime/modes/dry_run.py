@@ -1,0 +1,226 @@
+"""One rank's program without the other ranks: what comes from them is zeros, what goes to them is
+only counted. With `--device meta` tensors have no memory. They are torch's fake tensors, which say
+that they are on the CPU: on torch's own device `meta` there is no autocast, so that a plan in bf16
+would be run in other types. With `--device cuda`, where there is no GPU, they say that they are on
+it (`fake_cuda`).
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopipe.backends.torch.runtime.communication.transport import (
+    Form,
+    PendingRecv,
+    PendingSend,
+    Transport,
+)
+from autopipe.backends.torch.runtime.state.parameters import dtype_name
+from autopipe.backends.torch.runtime.step.stage import RankContext, Receive, Send, Stage, Tensors
+from autopipe.backends.torch.runtime.watch.report import Reporter, peak_memory
+from autopipe.backends.torch.torch_interfaces import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeStore,
+    FakeTensorMode,
+    TorchDispatchMode,
+    completed_work,
+    result_count,
+    storage_key,
+)
+from autopipe.ir.errors import LaunchError
+from autopipe.ir.program import by_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message on a channel, `size` in bytes. Dry runs of both its ends count the same ones."""
+
+    channel: int
+    gradient: bool
+    source: int
+    target: int
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class DryTransport(Transport):
+    """A rank's ends of channels whose other ends do not exist, on torch's `fake` process group."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.nccl = self.staged = False
+        self.messages: Counter[Message] = Counter()
+
+    def start(self) -> None:
+        if self.world_size > 1:
+            dist.init_process_group(
+                "fake", rank=self.rank, world_size=self.world_size, store=FakeStore()
+            )
+
+    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
+        self._count(tensor, self.rank, rank, channel, gradient)
+        pending = super().send(tensor, rank, channel, gradient)
+        pending.wait()  # It is gone at once.
+        return pending
+
+    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
+        pending = super().receive(like, rank, channel, gradient)
+        pending.buffer.zero_()
+        self._count(pending.buffer, rank, self.rank, channel, gradient)
+        return pending
+
+    def _count(
+        self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool
+    ) -> None:
+        form = dtype_name(tensor.dtype), tuple(tensor.shape)
+        self.messages[Message(channel, gradient, source, target, *form, tensor.nbytes)] += 1
+
+
+class DryStage(Stage):
+    """A stage that compares all it computes with what its file says of it, as no other rank is
+    there to mind.
+    """
+
+    def start_send(self, port: Receive | Send, micro_batch: int) -> PendingSend:
+        block = self._leaving[micro_batch, isinstance(port, Receive)][port.channel]
+        self._compare(
+            f"what goes to rank {port.rank} on channel {port.channel}", block, self._form(port)
+        )
+        return super().start_send(port, micro_batch)
+
+    def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
+        for name, tensor in arguments.items():
+            self._compare(f"argument {name}", tensor, self._inputs[name])
+        results = super()._results(arguments)
+        for index, (result, form) in enumerate(zip(results, self._outputs, strict=True)):
+            self._compare(f"result {index}", result, form)
+        return results
+
+    def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
+        """Raises LaunchError where a tensor is not as it should be."""
+        found = tensor.dtype, tuple(tensor.shape)
+        if found != form:
+            there, here = (f"{dtype_name(dtype)} {list(shape)}" for dtype, shape in (found, form))
+            raise LaunchError(f"{what} of stage {self.number} is {there}, and should be {here}")
+
+
+class DryReporter(Reporter):
+    """Says what the rank did in one step instead of gathering figures of all ranks."""
+
+    def __init__(
+        self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None
+    ) -> None:
+        super().__init__(rank)
+        self._transport = transport
+        self._tracker = tracker
+
+    def end_step(self) -> None:
+        rank = self._rank
+        messages = self._transport.messages
+        tracker = self._tracker
+        times = rank.clock.end_step()
+        times.wait()
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for each, count in messages.items():
+            if each.source == rank.number:
+                sent[each.target] += count * each.size
+            else:
+                received[each.source] += count * each.size
+        report = {
+            "rank": rank.number,
+            "world_size": rank.manifest.world_size,
+            "stages": tuple(rank.stages),
+            "tasks": tuple(span.task for span in times.spans()),
+            "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
+            # Activations and their gradients, by the rank at the other end; then all exchanges by
+            # kind.
+            "sent_bytes": dict(sorted(sent.items())),
+            "received_bytes": dict(sorted(received.items())),
+            "communication_bytes": by_kind(self._transport.traffic),
+            "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
+            "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
+            # Without values: of all tensors that would be alive at once.
+            "peak_memory_bytes": peak_memory(rank.device)
+            if tracker is None
+            else tracker.peak_bytes,
+        }
+        messages.clear()
+        if rank.options.report is not None:
+            rank.options.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+_NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_NO_NUMBERS = "is not supported for tensor subclasses"
+"""Part of torch's message for `tolist` and `numpy` of fake tensors."""
+
+
+@contextmanager
+def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
+    """From now on new tensors have no values, and exchanges return at once; memory of `device` is
+    counted. Raises LaunchError at an operator that needs values to know what to do, or how large
+    its result is.
+    """
+    tensors = MemoryTracker(device)
+    try:
+        # What is read as it is, data and constants, becomes such a tensor where it meets one.
+        with FakeTensorMode(allow_non_fake_inputs=True), tensors:
+            yield tensors
+    except RuntimeError as error:
+        if not isinstance(error, _NEED_VALUES) and _NO_NUMBERS not in str(error):
+            raise
+        raise LaunchError(
+            f"an operator needs values, and tensors of this dry run have none: {error}",
+            hint="dry-run this rank with --device cpu",
+        ) from error
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Sees all that operators make, and counts the bytes that the tensors on a device alive at once
+    would have taken at most.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device.type
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, or, if it is an exchange, say that it is done."""
+        if function.namespace == "c10d":
+            done = completed_work()
+            return done if result_count(function) == 1 else (args[0], done)
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, torch.Tensor) and each.device.type == self._device_type:
+                self._count(each.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage_key(storage)
+        size = storage.nbytes()
+        if key in self._storages:
+            return
+
+        def gone(_: object) -> None:
+            del self._storages[key]
+            self._live_bytes -= size
+
+        self._storages[key] = weakref.ref(storage, gone)
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)

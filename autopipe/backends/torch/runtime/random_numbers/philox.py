@@ -1,0 +1,173 @@
+"""Philox4x32-10, the generator of every random number.
+
+The generator maps a key of 64 bits and a counter of 128 bits to a block of four words of 32 bits
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A key belongs to a seed and
+a purpose, a counter to an element. So a rank draws any part of a tensor without the rest, and equal
+positions have equal numbers on every device. Words are int32 tensors that hold the bits of unsigned
+integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autopipe.backends.torch.runtime.random_numbers.philox_numpy import draw_words_by_numpy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Key = tuple[int, int] | tuple[Tensor, Tensor]
+"""Two integers in [0, 2³²); as tensors: int64 without dimensions."""
+Block = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Four tensors of integers in [0, 2³²), int64, of shapes that broadcast."""
+
+WORDS_PER_BLOCK: Final = 4
+LOW: Final = 0xFFFFFFFF
+"""Mask of the low half of 64 bits."""
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS: Final = 10
+
+
+class Purpose(IntEnum):
+    """The use of random numbers. Each use has keys that no other use has."""
+
+    PARAMETER = 1
+    FORWARD = 2
+    SHUFFLE = 3
+    BATCH = 4
+    TOKEN = 5
+
+
+def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
+    """Return the key of a seed and a purpose. `numbers`, from 0 and of any size, tell the keys of a
+    purpose apart.
+    """
+    state = np.random.SeedSequence([seed, int(purpose), *numbers]).generate_state(2, np.uint64)
+    first, second = (int(word) & LOW for word in state)
+    return first, second
+
+
+def philox_4x32(counter: Block, key: Key) -> Block:
+    """Return the block of words of each counter, as int64 in [0, 2³²)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for number in range(_ROUNDS):
+        # A product of 32-bit words exceeds int64 but not uint64. Only its bits are used, so the
+        # sign does not matter.
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        if number:
+            k0 = (k0 + _KEY_STEPS[0]) & LOW
+            k1 = (k1 + _KEY_STEPS[1]) & LOW
+        # c1 and c3 keep their high halves, which are masked where they are read.
+        c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW)
+        c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW)
+        c1 = product1
+        c3 = product0
+    return c0, c1 & LOW, c2, c3 & LOW
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Counters of rows of blocks.
+
+    Block b of a row has the counter (low half of n, second, third, fourth), where n = first + b.
+    All are int64, of the shape [rows, 1] or [1, 1].
+    """
+
+    first: Tensor
+    third: Tensor
+    fourth: Tensor
+    second: Tensor | None = None
+    """None for the high half of n; otherwise n must be below 2³²."""
+
+    @staticmethod
+    def of(first: Tensor) -> Rows:
+        """Return rows whose counters are the integers from `first`, int64 [rows], on."""
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=first.device)
+        return Rows(first[:, None], zero, zero)
+
+    def slice(self, rows: slice) -> Rows:
+        """Return some of the rows."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[rows] if len(tensor) > 1 else tensor
+
+        second = None if self.second is None else part(self.second)
+        return Rows(part(self.first), part(self.third), part(self.fourth), second)
+
+
+def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
+    """Return the words of blocks [start, stop) of each row, int32 [rows, 4 · (stop - start)]."""
+    kernel = _kernel_for(rows.first)
+    if kernel is not None:
+        return kernel(rows.first, rows.second, rows.third, rows.fourth, start, stop, key)
+    return draw_words_by_operators(rows, start, stop, key)
+
+
+def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
+    """Return the words of blocks [start, stop) of each row, drawn by torch operators on any
+    device.
+    """
+    position = rows.first + torch.arange(start, stop, device=rows.first.device)
+    second = position >> 32 if rows.second is None else rows.second
+    block = philox_4x32((position & LOW, second, rows.third, rows.fourth), key)
+    height, width = block[0].shape
+    words = torch.empty((height, width, WORDS_PER_BLOCK), dtype=torch.int32, device=position.device)
+    for index, word in enumerate(block):
+        words[:, :, index] = word
+    return words.view(height, WORDS_PER_BLOCK * width)
+
+
+def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
+    """Return words [start, start + count) of the blocks whose counters are 0, 1, 2, …; int32, on
+    the CPU.
+    """
+    first, lead = divmod(start, WORDS_PER_BLOCK)
+    blocks = -(-(lead + count) // WORDS_PER_BLOCK)
+    words = draw_words(Rows.of(torch.tensor([first])), 0, blocks, key)
+    return words[0, lead : lead + count]
+
+
+def as_unsigned(words: Tensor) -> Tensor:
+    """Return the words as integers in [0, 2³²), int64."""
+    return words.to(torch.int64).bitwise_and_(LOW)
+
+
+def integers_below(words: Tensor, below: int) -> Tensor:
+    """Return an integer in [0, below) for each word, int64. A limit above 2³¹ counts as 2³¹."""
+    return (as_unsigned(words) * min(below, 1 << 31)).bitwise_right_shift_(32)
+
+
+def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
+    """Return the fastest function that draws words on the tensor's device, or None for
+    `philox_4x32`.
+
+    Inductor fuses the operators of a compiled function by itself. A tensor without values has
+    another class.
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return None
+    if tensor.device.type == "cpu":
+        return draw_words_by_numpy
+    return _triton_kernel() if tensor.device.type == "cuda" else None
+
+
+@cache
+def _triton_kernel() -> Callable[..., Tensor] | None:
+    """Return the function that calls the Triton kernel, or None if Triton is not installed."""
+    try:
+        from autopipe.backends.torch.runtime.random_numbers.philox_kernel import (
+            draw_words_by_kernel,
+        )
+    except ImportError:
+        return None
+    return draw_words_by_kernel

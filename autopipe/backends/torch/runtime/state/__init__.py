@@ -1,0 +1,1 @@
+"""Tensors that persist between steps: parameters, running statistics, and their checkpoints."""

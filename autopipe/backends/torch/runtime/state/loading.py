@@ -1,0 +1,97 @@
+"""Parameters and constants put into a program's stages; and a second program in the process of a
+rank, whose stages have the rank's parameters and connections.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from autopipe.backends.torch.runtime.communication.collectives import Group
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.state.parameters import Arguments, load_constants
+from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
+from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Stage, perturbed
+from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
+
+_PACKAGE = "autopipe.backends.torch.runtime"
+"""From which the file of a rank takes `Rank`."""
+_STAGE = re.compile(r"stage_\d+")
+
+
+def equip_stages(rank: RankContext) -> None:
+    """Give all stages their parameters, constants, group and random numbers."""
+    names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
+    constants = load_constants(rank.manifest.folder, names, rank.device)
+    if (
+        step := rank.options.perturb
+    ):  # Scales of whole numbers too: nothing else is there to be moved in some models.
+        for key, name in enumerate(sorted(constants)):
+            if constants[name].numel() == 1:
+                constants[name] = perturbed(constants[name], step, key)
+    copies = rank.low_precision_copies.tensors
+    held = frozenset(rank.manifest.low_precision)
+    read = {
+        index: copies.get(index, tensor) if index in held else tensor
+        for index, tensor in rank.parameters.items()
+    }
+    named = constants | {f"w{index}": tensor for index, tensor in read.items()}
+    for number, stage in rank.stages.items():
+        for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
+            setattr(stage.p, name, named[name])
+        stage.p.group = Group(rank.manifest.stages[number].ranks, rank.transport)
+        stage.p.random = Random(
+            rank.device, stage.p.group.position, getattr(stage.module, "DRAWS", False)
+        )
+        stage.p.running = RunningStatistics()
+        stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
+
+
+class _Stages:
+    """Stands for the `Rank` that a rank's file makes and adds its stages to."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+
+    def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
+        made = Stage(self._context, number, module, Arguments(device=self._context.device), ports)
+        self._context.stages[number] = made
+        return made
+
+
+def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
+    """The same rank of the program in `folder`, and its step. The program has the rank's
+    parameters, groups and channels, and other shapes.
+    """
+    context = RankContext(
+        rank.number, rank.options, read_manifest(folder), rank.transport, rank.heartbeat
+    )
+    context.parameters = rank.parameters
+    context.low_precision_copies = rank.low_precision_copies
+    spec = importlib.util.spec_from_file_location(
+        f"{folder.name}_rank", folder / f"rank_{rank.number:03d}.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Stages' modules have the same names in both programs.
+    own = {name: sys.modules.pop(name) for name in tuple(sys.modules) if _STAGE.fullmatch(name)}
+    sys.path.insert(0, str(folder))
+    package = vars(sys.modules[_PACKAGE])
+    package["Rank"] = lambda _number, _file: _Stages(context)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del package["Rank"]
+        sys.path.remove(str(folder))
+        for name in tuple(sys.modules):
+            if _STAGE.fullmatch(name):
+                del sys.modules[name]
+        sys.modules.update(own)
+    equip_stages(context)
+    return context, module.step

@@ -1,0 +1,3 @@
+"""One step of training or inference: stages and their tasks, gradients, the update, and capture as
+CUDA graphs.
+"""

@@ -1,0 +1,89 @@
+"""Which stages of a rank run as CUDA graphs, and whether the update does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+
+from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, has_cuda_graphs
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
+from autopipe.ir.words import plural
+
+_NOT_ASKED = "the plan is not bound by the host"
+_UPDATE = "update"
+
+
+def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
+    """Capture CUDA graphs of this rank's stages, all ranks together, between two steps: of all
+    stages if `--cuda-graphs` is given, otherwise of those that the host bounds. If a stage is
+    captured, so is the rank's update; `capture_update` returns why not. Return a line that says
+    which stages of all ranks are captured, and why others are not.
+    """
+
+    def capture() -> dict[str, str]:
+        if not has_cuda_graphs(rank.device):
+            return {str(number): f"{rank.device.type} devices have none" for number in rank.stages}
+        resources = CaptureResources(partial(_free_bytes, rank))
+        said = {
+            str(number): _capture(rank, stage, resources)
+            for number, stage in sorted(rank.stages.items())
+        }
+        if rank.train and not all(said.values()):
+            said[_UPDATE] = capture_update(resources)
+        return said
+
+    control_group = rank.transport.make_control_group()
+    by_rank = control_group.run_collectively("capture", capture)
+    control_group.close()
+    return summary(len(rank.manifest.stages), by_rank)
+
+
+def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
+    """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does
+    not.
+    """
+    if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
+        return _NOT_ASKED
+    return stage.capture(resources)
+
+
+def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
+    """Return one line about the stages of a program and its update. Each rank gives, by stage or
+    `update`, why it stays eager, "" if it is captured.
+    """
+    reasons: dict[str, str] = {}
+    for own in by_rank:
+        for name, reason in own.items():
+            reasons[name] = reasons.get(name) or reason
+    eager = {name: reason for name, reason in reasons.items() if reason}
+    if set(eager.values()) == {_NOT_ASKED} and len(eager) == stages:
+        return f"no CUDA graphs: {_NOT_ASKED} (--cuda-graphs captures its stages nevertheless)"
+    update = eager.pop(_UPDATE, "")
+    by_reason = defaultdict[str, list[int]](list)
+    for name in sorted(eager, key=int):
+        by_reason[eager[name]].append(int(name))
+    parts = [f"CUDA graphs: {stages - len(eager)} of {stages} {plural(stages, 'stage')} captured"]
+    if _UPDATE in reasons and not update:
+        parts[0] += ", and the update"
+    parts += [f"{_stages(numbers)} eager: {reason}" for reason, numbers in by_reason.items()]
+    if update:
+        parts.append(f"the update eager: {update}")
+    return "; ".join(parts)
+
+
+def _stages(numbers: Iterable[int]) -> str:
+    """Return `stage 3`, or `stages 1, 2, 3`."""
+    texts = [str(number) for number in numbers]
+    return f"{plural(len(texts), 'stage')} {', '.join(texts)}"
+
+
+def _free_bytes(rank: RankContext) -> int:
+    """Return how much memory of the device is free for this rank."""
+    free: int = torch.cuda.mem_get_info(rank.device)[0]
+    if rank.manifest.memory_limits:
+        limit = rank.manifest.memory_limits[rank.number]
+        free = min(free, limit - torch.cuda.memory_reserved(rank.device))
+    return free

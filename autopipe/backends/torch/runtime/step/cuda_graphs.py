@@ -1,0 +1,434 @@
+"""CUDA graphs of a stage: its forward and backward, captured once and replayed for every
+micro-batch.
+
+A CUDA graph reads and writes the same memory at each replay. So a stage has a `Slot` of static
+tensors and graphs for each micro-batch in flight (forward has run, backward has not). Each slot has
+a memory pool of its own: its graphs are replayed in the order in which they were captured, and
+another slot's graphs, which run in between, cannot overwrite what the forward graph saved for the
+backward graph.
+
+Autograd runs in Python only during the capture. A captured backward adds to static gradient tensors
+(`StaticGradients`), which become `parameter.grad`. During the capture, the stage reads its
+parameters through aliases that are made on the capturing stream: autograd runs each node on the
+stream on which the node was made, and a node of the default stream would break the capture.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopipe.backends.torch.runtime.random_numbers.random_streams import ForwardState, StaticState
+from autopipe.backends.torch.runtime.state.parameters import Arguments
+from autopipe.backends.torch.runtime.state.running_statistics import NotedStatistic
+from autopipe.backends.torch.runtime.step.output_edges import OutputEdge, run_backward
+from autopipe.backends.torch.runtime.step.weight_gradients import (
+    Waiting,
+    WeightGradQueue,
+    compute_all,
+)
+from autopipe.backends.torch.torch_interfaces import abandon_capture, foreach_copy_, foreach_zero_
+
+Tensors = dict[str, torch.Tensor]
+
+_NEVER = {"p.group": "its ranks exchange data inside of it"}
+"""By name in a stage's text, the reason why the stage is never captured."""
+_DEVICE = "cuda"
+_FREE_SHARE = 0.9
+"""Share of the device's free memory that the slots of a stage may take."""
+
+
+def has_cuda_graphs(device: torch.device) -> bool:
+    """True if stages on `device` can be captured."""
+    return device.type == _DEVICE
+
+
+def why_not_captured(names: Collection[str]) -> str:
+    """Return the reason why a stage cannot be captured, "" if it may be. `names` are the dotted
+    names in the stage's text (`names_in`).
+    """
+    for name, reason in _NEVER.items():
+        if any(each == name or each.startswith(f"{name}.") for each in names):
+            return reason
+    return ""
+
+
+def names_in(source: str) -> frozenset[str]:
+    """Return the dotted names that a module's text mentions, for example `p.group.all_reduce`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute | ast.Name):
+            found.add(ast.unparse(node))
+    return frozenset(found)
+
+
+class NotCaptured(Exception):
+    """Raised with the reason why a stage stays eager."""
+
+
+class StaticGradients:
+    """The static gradient tensors of a rank's parameters, to which captured backwards add. Stages
+    that share a parameter share its tensor.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[
+            int, torch.Tensor
+        ] = {}  # By the identity of the parameter, which the rank keeps alive.
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the static gradient of `parameter`; allocate it at the first call."""
+        if id(parameter) not in self._buffers:
+            self._buffers[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        return self._buffers[id(parameter)]
+
+    def missing_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
+        """Return the memory that the static gradients of `parameters` take in addition to those
+        allocated.
+        """
+        return sum(each.nbytes for each in parameters if id(each) not in self._buffers)
+
+    def place(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make each parameter's static tensor its gradient, with the value that the gradient has:
+        zero if none.
+        """
+        fresh: list[torch.Tensor] = []
+        moved: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for parameter in parameters:
+            buffer = self.of(parameter)
+            if parameter.grad is buffer:
+                continue
+            if parameter.grad is None:
+                fresh.append(buffer)
+            else:
+                moved.append(buffer)
+                values.append(parameter.grad)
+            parameter.grad = buffer
+        if fresh:
+            foreach_zero_(fresh)
+        if moved:
+            foreach_copy_(moved, values)
+
+
+class CaptureResources:
+    """The stream, the static gradients and the memory of a rank's captures."""
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        """`free_bytes` returns how much memory of the device is free for the rank."""
+        # One stream for all: libraries allocate a workspace for each stream.
+        self.stream = torch.cuda.Stream()
+        self.gradients = StaticGradients()
+        self._free_bytes = free_bytes
+
+    def reserve(self, needed: int) -> None:
+        """Raise NotCaptured if `needed` bytes are too many for the free memory."""
+        free = self._free_bytes()
+        if needed > _FREE_SHARE * free:
+            share = f"{_FREE_SHARE:.0%} of the {_gib(free)} that are free"
+            raise NotCaptured(f"its graphs need about {_gib(needed)}, more than {share}")
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While the block runs, the stream is the current one. Any error becomes NotCaptured.
+        Nothing is under way on the device before and behind the block.
+        """
+        torch.cuda.synchronize()
+        # A capture that ends with an error leaves its stream the current one: this context restores
+        # it.
+        with torch.cuda.stream(self.stream):
+            try:
+                yield
+            except NotCaptured:
+                raise
+            except Exception as error:
+                raise NotCaptured(f"the capture failed: {_first_line(error)}") from error
+            finally:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+
+    def capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        """Return the graph of the kernels that `run` launches; its memory is in `pool`. In
+        `capturing` only.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may use the device: that of the data copies batches.
+            with torch.cuda.graph(
+                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except Exception:
+            abandon_capture(pool)
+            raise
+        return graph
+
+
+class _NarrowAlias(torch.autograd.Function):
+    """The 16-bit copy of a parameter, as a cast of the parameter's alias: gradients go on in the
+    parameter's type.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, alias: torch.Tensor, copy: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        context.dtype = alias.dtype
+        return copy()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].to(context.dtype), None
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A stage as its capture needs it."""
+
+    p: Arguments
+    results: Callable[[Tensors], tuple[torch.Tensor, ...]]
+    """Run the stage's forward on its arguments."""
+    make_arguments: Callable[[], Tensors]
+    """Make arguments of zeros, which require gradients as those of every micro-batch do."""
+    parameters: Mapping[str, torch.Tensor]
+    """The parameters that the stage reads, by their name in `p`; in fp32 where `p` has a 16-bit
+    copy.
+    """
+    seeded: frozenset[int]
+    """Indices of the results to which gradients come; empty in inference."""
+
+
+class StageGraphs:
+    """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
+
+    def __init__(self, stage: Captured, resources: CaptureResources, slots: int) -> None:
+        """Capture the stage. Raises NotCaptured; then nothing has changed."""
+        self._stage = stage
+        self._resources = resources
+        self._trained: list[torch.Tensor] = []
+        self._placed = False
+        self.free: list[Slot] = []
+        with resources.capturing():
+            self._capture(slots)
+
+    def _capture(self, slots: int) -> None:
+        with self._aliases() as aliases:
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            self._warm_up()
+            grown = torch.cuda.memory_reserved() - before
+            found = [name for name, alias in aliases.items() if alias.grad is not None]
+            self._trained = [self._stage.parameters[name] for name in found]
+            a_slot = max(
+                0, grown - sum(each.nbytes for each in self._trained)
+            )  # Gradients are common to all slots.
+            for name in aliases:
+                aliases[name].grad = None
+            torch.cuda.empty_cache()
+            # One more for what stays eager: validation, and micro-batches for which no slot is
+            # left.
+            gradients = self._resources.gradients
+            self._resources.reserve((slots + 1) * a_slot + gradients.missing_bytes(self._trained))
+            for name in found:
+                aliases[name].grad = gradients.of(self._stage.parameters[name])
+            self._warm_up()  # Kernels that add to gradients are loaded before the capture, too.
+            self.free += [Slot(self._stage, self._resources, self) for _ in range(slots)]
+
+    @contextmanager
+    def _aliases(self) -> Iterator[Tensors]:
+        """While the block runs, the stage reads aliases of its trained parameters. Yields the
+        aliases by name.
+        """
+        p = self._stage.p
+        read = {name: getattr(p, name) for name in self._stage.parameters}
+        queue = p.weight_grads
+        state = p.random.state
+        aliases = {
+            name: parameter.data.requires_grad_(True)
+            for name, parameter in self._stage.parameters.items()
+            if parameter.requires_grad and self._stage.seeded
+        }
+        for name, alias in aliases.items():
+            is_copy = read[name] is not self._stage.parameters[name]
+            setattr(p, name, _narrow_alias(alias, read[name]) if is_copy else alias)
+        try:
+            p.weight_grads = WeightGradQueue([getattr(p, name) for name in aliases])
+            p.training = True
+            yield aliases
+        finally:
+            for name, tensor in read.items():
+                setattr(p, name, tensor)
+            p.weight_grads = queue
+            p.random.state = state
+
+    def _warm_up(self) -> None:
+        """Run the stage eagerly on the capturing stream: libraries allocate their workspaces, and
+        an operator that waits for the device raises an error.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            passed = _Pass(self._stage, self._stage.make_arguments())
+            passed.run_forward(self._stage.p.random.state)
+            passed.make_seeds()
+            passed.run_backward()
+            passed.run_weight_gradients()
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" in str(error):
+                raise NotCaptured("one of its operators waits for the device") from error
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.synchronize()
+
+    def take(self) -> Slot | None:
+        """Return a slot for a micro-batch, None if all are in use."""
+        return self.free.pop() if self.free else None
+
+    def place_gradients(self) -> None:
+        """Have the parameters' gradients in static tensors, as the step's captured backwards
+        expect.
+        """
+        if not self._placed:
+            self._resources.gradients.place(self._trained)
+            self._placed = True
+
+    def end_step(self) -> None:
+        """A step has ended: gradients of parameters may be elsewhere."""
+        self._placed = False
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward of a stage and its backward, on tensors that a graph may hold."""
+
+    stage: Captured
+    arguments: Tensors
+    results: tuple[torch.Tensor, ...] = ()
+    edges: tuple[OutputEdge, ...] = ()
+    seeds: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients of results, by the index of the result."""
+    statistics: list[NotedStatistic] = field(default_factory=list)
+    waiting: Waiting = field(default_factory=list)
+
+    def run_forward(self, state: ForwardState | StaticState) -> None:
+        p = self.stage.p
+        p.random.state = state
+        p.running.begin(training=True)
+        results = self.stage.results(self.arguments)
+        self.statistics = p.running.take()
+        self.waiting = p.weight_grads.take()
+        self.edges = tuple(map(OutputEdge.of, results))
+        self.results = tuple(each.detach() for each in results)
+
+    def make_seeds(self) -> None:
+        """Make the gradients of results, of zeros."""
+        for index in sorted(self.stage.seeded):
+            if self.edges[index].edge is not None:
+                self.seeds[index] = torch.zeros_like(self.results[index])
+
+    def run_backward(self) -> None:
+        if self.seeds:
+            run_backward(self.edges, self.seeds)
+        self.waiting += (
+            self.stage.p.weight_grads.take()
+        )  # Segments that run again in the backward leave these.
+
+    def run_weight_gradients(self) -> None:
+        compute_all(self.waiting)
+
+
+class Slot:
+    """The static tensors of one micro-batch in flight, and the graphs that read and write them."""
+
+    def __init__(self, stage: Captured, resources: CaptureResources, graphs: StageGraphs) -> None:
+        """Capture the graphs."""
+        self._graphs = graphs
+        self._state = (
+            StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
+        )
+        self._pass = _Pass(stage, stage.make_arguments())
+        self._has_backward = False
+        pool = torch.cuda.graph_pool_handle()
+        state = self._state or stage.p.random.state
+        self._forward = resources.capture(lambda: self._pass.run_forward(state), pool)
+        self._pass.make_seeds()
+        self._backward: torch.cuda.CUDAGraph | None = None
+        self._weight_gradients: torch.cuda.CUDAGraph | None = None
+        if self._pass.seeds:
+            self._backward = resources.capture(self._pass.run_backward, pool)
+            if self._pass.waiting:
+                self._weight_gradients = resources.capture(self._pass.run_weight_gradients, pool)
+
+    @property
+    def edges(self) -> tuple[OutputEdge, ...]:
+        """The places of the results in autograd's graph of the capture."""
+        return self._pass.edges
+
+    def forward(self, arguments: Tensors, state: ForwardState) -> tuple[torch.Tensor, ...]:
+        """Replay the forward for a micro-batch. Returns its results, which no later replay
+        changes.
+        """
+        with torch.no_grad():
+            if self._pass.arguments:
+                foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
+            if self._state is not None:
+                self._state.copy(state)
+            self._forward.replay()
+            self._pass.stage.p.running.give(self._pass.statistics)
+            return tuple(each.clone() for each in self._pass.results)
+
+    def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
+        """Replay the backward from the gradients of results. Returns the gradients of the
+        arguments; those of parameters that wait are added by `weight_gradients`.
+        """
+        asking = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
+        self._has_backward = bool(seeds) and self._backward is not None
+        if self._backward is None or not seeds:
+            return {
+                name: torch.zeros_like(each, requires_grad=False) for name, each in asking.items()
+            }
+        self._graphs.place_gradients()
+        with torch.no_grad():
+            for index, seed in self._pass.seeds.items():
+                if index in seeds:
+                    seed.copy_(seeds[index])
+                else:
+                    seed.zero_()
+            self._backward.replay()
+            return {
+                name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
+                for name, each in asking.items()
+            }
+
+    def weight_gradients(self) -> None:
+        """Replay the second half of the backward, and leave the slot to another micro-batch."""
+        if self._weight_gradients is not None and self._has_backward:
+            self._weight_gradients.replay()
+        self.release()
+
+    def release(self) -> None:
+        """Leave the slot to another micro-batch."""
+        self._graphs.free.append(self)
+
+
+def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _NarrowAlias.apply(alias, lambda: copy.data)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of the message of `error`, its type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

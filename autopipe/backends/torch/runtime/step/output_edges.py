@@ -1,0 +1,40 @@
+"""Where the results of a forward pass lie in autograd's graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autopipe.backends.torch.runtime.communication.transport import Form
+from autopipe.backends.torch.torch_interfaces import accumulate_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEdge:
+    """A result's place in autograd's graph (None if no gradient flows through it), without the
+    result's values.
+    """
+
+    edge: GradientEdge | None
+    form: Form
+    device: torch.device
+
+    @staticmethod
+    def of(result: torch.Tensor) -> OutputEdge:
+        """Return the edge of `result`."""
+        edge = get_gradient_edge(result) if result.requires_grad else None
+        return OutputEdge(edge, (result.dtype, result.shape), result.device)
+
+
+def run_backward(edges: tuple[OutputEdge, ...], gradients: dict[int, torch.Tensor]) -> None:
+    """Run autograd from the results whose gradients are given, by the index of the result."""
+    seeds = []
+    values = []
+    for index, gradient in gradients.items():
+        edge = edges[index].edge
+        assert edge is not None, "no gradient flows through the result"
+        seeds.append(edge)
+        values.append(gradient)
+    accumulate_gradients(seeds, values)

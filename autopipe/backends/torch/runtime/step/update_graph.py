@@ -1,0 +1,95 @@
+"""The update of parameters as a CUDA graph: the optimizer's step, and the moving average of the
+weights.
+
+The graph reads static gradients, learning rates that are tensors on the device, and with loss
+scaling a static tensor that says whether the step is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCaptured
+
+
+class UpdateGraph:
+    """The captured update of a rank."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[torch.Tensor],
+        average: Callable[[], None],
+        skips: bool,
+        resources: CaptureResources,
+    ) -> None:
+        """Capture the update; the optimizer has taken a step before. Raises NotCaptured; then
+        nothing has changed.
+
+        `tensors` are those that had a gradient in that step, `average` updates the moving average,
+        `skips` is True if a step may be skipped.
+        """
+        if not all(group.get("fused") for group in optimizer.param_groups):
+            raise NotCaptured("its optimizer takes the learning rate from the host")
+        self._optimizer = optimizer
+        self._tensors = tuple(tensors)
+        self._gradients = resources.gradients
+        resources.reserve(self._gradients.missing_bytes(self._tensors))
+        device = self._tensors[0].device
+        self._skipped = torch.zeros((), device=device) if skips else None
+        try:
+            with resources.capturing():
+                self._prepare(device)
+                self._graph = resources.capture(
+                    lambda: self._run(average), torch.cuda.graph_pool_handle()
+                )
+        except NotCaptured:
+            self._restore()
+            raise
+        finally:
+            for tensor in self._tensors:
+                tensor.grad = None
+
+    def _prepare(self, device: torch.device) -> None:
+        """Have the optimizer read tensors only."""
+        for tensor in self._tensors:
+            tensor.grad = self._gradients.of(tensor)
+        for group in self._optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+            if "capturable" in group:
+                group["capturable"] = True
+        if self._skipped is not None:
+            self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
+        torch.cuda.synchronize()
+
+    def _run(self, average: Callable[[], None]) -> None:
+        self._optimizer.step()
+        average()
+
+    def _restore(self) -> None:
+        """Have the optimizer take numbers of the host again."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(group["lr"])
+            if "capturable" in group:
+                group["capturable"] = False
+
+    def replay(self, tensors: Sequence[torch.Tensor], skipped: torch.Tensor | None) -> bool:
+        """Replay the update of `tensors`, which are all that the optimizer updates; the learning
+        rates are set. `skipped` is on the device, 1 if the step is skipped. Return False if other
+        tensors have gradients than at the capture: then nothing has happened.
+        """
+        found = [each for each in tensors if each.grad is not None]
+        if len(found) != len(self._tensors) or any(map(_differ, found, self._tensors)):
+            return False
+        self._gradients.place(self._tensors)
+        if self._skipped is not None:
+            assert skipped is not None, "the loss is scaled"
+            self._skipped.copy_(skipped)
+        self._graph.replay()
+        return True
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is not other

@@ -1,0 +1,1 @@
+"""Observation of a running rank: clocks, reports, heartbeats, failures, and requests to stop or save."""

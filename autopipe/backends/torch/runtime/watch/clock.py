@@ -1,0 +1,202 @@
+"""Times of a step and its tasks: by the host's clock on a CPU, by events on a CUDA stream, read
+once they are past; and torch's profiler over some steps of a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
+
+Mark = float | torch.cuda.Event  # A moment: of the host's clock, in seconds, or of a CUDA stream.
+
+
+def seconds_between(first: Mark, second: Mark) -> float:
+    if isinstance(first, float):
+        assert isinstance(second, float)
+        return second - first
+    assert not isinstance(second, float)
+    return float(first.elapsed_time(second)) / 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpan:
+    """A task's compute time, in seconds from the start of the step."""
+
+    task: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class LateMessage:
+    """A task's wait for a message, in seconds from the start of the step."""
+
+    task: str
+    peer: int
+    """The rank that sends it."""
+    channel: int
+    start: float
+    end: float
+
+
+class StepTimes:
+    """When a step and its tasks began and ended on the device. After `wait` the figures can be
+    read.
+    """
+
+    def __init__(self, begin: Mark, previous: StepTimes | None) -> None:
+        self.began = time.time()
+        """When the step began, in seconds since 1970: what puts the steps of several ranks on one
+        axis.
+        """
+        self.begin = self._end = begin
+        self._tasks: list[tuple[str, Mark, Mark]] = []
+        self._waits: list[tuple[str, int, int, Mark, Mark]] = []
+        self._previous = previous
+
+    def add(self, task: str, start: Mark, end: Mark) -> None:
+        self._tasks.append((task, start, end))
+
+    def add_wait(self, task: str, peer: int, channel: int, start: Mark, end: Mark) -> None:
+        self._waits.append((task, peer, channel, start, end))
+
+    def end(self, mark: Mark) -> None:
+        self._end = mark
+
+    def wait(self) -> None:
+        """Wait until the device has done the step. What it was given since goes on."""
+        if not isinstance(self._end, float):
+            self._end.synchronize()
+            if (
+                self._previous is not None
+            ):  # A device begins a step no earlier than the host, but may long after.
+                since = seconds_between(self._previous.begin, self.begin)
+                self.began = max(self.began, self._previous.began + since)
+        self._previous = None
+
+    @property
+    def seconds(self) -> float:
+        return seconds_between(self.begin, self._end)
+
+    def spans(self) -> list[MeasuredSpan]:
+        since = partial(seconds_between, self.begin)
+        return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._tasks]
+
+    def waits(self) -> list[LateMessage]:
+        since = partial(seconds_between, self.begin)
+        return [
+            LateMessage(task, peer, channel, since(start), since(end))
+            for task, peer, channel, start, end in self._waits
+        ]
+
+
+class Clock:
+    """Marks in time. On a CUDA stream they are events, which the host makes without waiting for the
+    device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.keeps_waits = False
+        """True if waits for messages are marked, too, which on a GPU takes two events for each
+        message.
+        """
+        self.step = StepTimes(0.0, None)
+
+    def mark(self) -> Mark:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self) -> None:
+        before = self.step if self._cuda and not isinstance(self.step.begin, float) else None
+        self.step = StepTimes(self.mark(), before)
+
+    def add(self, task: str, start: Mark) -> None:
+        """A task that started at `start` and ends now."""
+        self.step.add(task, start, self.mark())
+
+    @contextmanager
+    def waiting(self, task: str, peer: int, channel: int) -> Iterator[None]:
+        """While the block runs, a task waits for a message; on a GPU, its stream does."""
+        if not self.keeps_waits:
+            yield
+            return
+        start = self.mark()
+        yield
+        self.step.add_wait(task, peer, channel, start, self.mark())
+
+    def end_step(self) -> StepTimes:
+        """All that the device was given up to now belongs to the step."""
+        self.step.end(self.mark())
+        return self.step
+
+
+class StepProfiler:
+    """Profiles `steps`, if any, and writes `rank_000.json` into `folder`. Tasks are marked by the
+    heartbeat.
+    """
+
+    def __init__(
+        self,
+        steps: range,
+        folder: Path | None,
+        rank: int,
+        device: torch.device,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._steps = steps
+        self._folder = folder
+        self._heartbeat = heartbeat
+        self._name = f"rank_{rank:03d}.json"
+        self._activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._profiler: profile | None = None
+        self._task: record_function | None = None
+
+    def begin_step(self, step: int) -> None:
+        if self._folder is None or step not in self._steps:
+            return
+        if self._profiler is None:
+            self._profiler = profile(activities=self._activities)
+            self._profiler.start()
+        self._heartbeat.on_task = self._mark
+
+    def end_step(self, step: int) -> None:
+        """Write the trace after the last step."""
+        self._heartbeat.on_task = None
+        self._unmark()
+        if step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been profiled, if it has not been written."""
+        if self._profiler is None or self._folder is None:
+            return
+        self._profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._folder / self._name))
+        self._profiler = None
+
+    def _mark(self, task: str) -> None:
+        """A task begins, and the one before has ended."""
+        self._unmark()
+        self._task = record_function(task)
+        self._task.__enter__()
+
+    def _unmark(self) -> None:
+        if self._task is not None:
+            self._task.__exit__(None, None, None)
+            self._task = None
