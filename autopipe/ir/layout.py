@@ -587,7 +587,7 @@ class Redistribution:
         all_gather      shards along `dimension` -> the dimension in full
         slice           a copy -> this device's shard, without communication
         all_to_all      shards along `origin` -> shards along `dimension`
-        redistribute    any shards -> any shards, by point-to-point transfers from a near device (`slice_transfers`)
+        redistribute    any shards -> any shards, by point-to-point transfers (`slice_transfers`)
 
     Kinds `slice` and `redistribute` also produce shards that are read through windows. `over` is ()
     for `redistribute`, and for a `slice` that produces windowed shards.

@@ -7,8 +7,9 @@ One line of notation describes the iteration space of a node. For instance, a ba
 
 Grammar::
 
-    notation  = operands "->" results           operands, results = tensor {"," tensor}     (either may be empty)
-    tensor    = {dimension}                     a scalar is the empty string; "?" is an absent operand
+    notation  = operands "->" results           either may be empty
+    operands, results = tensor {"," tensor}
+    tensor    = {dimension}                     a scalar is empty; "?" is an absent operand
     dimension = axis | "1" | "(" axis {axis} ")" | "[" axis stride offset reach "]"
     axis      = letter {letter | digit | "_"} [mark]
 
@@ -24,11 +25,13 @@ An axis is marked at its first occurrence. The mark says how the operator behave
 split over devices:
 
     !   unsplittable: the operator cannot be split along this axis (yet)
-    +   results without the axis are partial sums                   (k of MatMul, ReduceSum)
-    ~   results without the axis are partial means of equal weight  (ReduceMean)
-    &   joint: the operator gets its coordinate along the axis and exchanges statistics with the other devices if it
-        needs them; results without the axis are partial sums       (the classes of Softmax, the rows of an embedding table)
-    =   agreed: like &, but results without the axis are equal on all devices  (statistics of a normalisation)
+    +   results without the axis are partial sums, as for k of MatMul, or ReduceSum
+    ~   results without the axis are partial means of equal weight, as for ReduceMean
+    &   joint: the operator gets its coordinate along the axis, and exchanges statistics with the
+        other devices if it needs them; results without the axis are partial sums, as for the
+        classes of Softmax, or the rows of an embedding table
+    =   agreed: like &, but results without the axis are equal on all devices, as for the
+        statistics of a normalisation
 
 An axis without a mark is parallel if it is in every result, and unsplittable otherwise.
 """
@@ -231,8 +234,8 @@ def _tensors(
     words = text.split(",") if count else []
     if len(words) != count:
         raise NotationError(
-            f"notation {text!r} describes {len(words)} {plural(len(words), 'tensor')}, but the node "
-            f"has {count}"
+            f"notation {text!r} describes {len(words)} {plural(len(words), 'tensor')}, "
+            f"but the node has {count}"
         )
     return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(words)]
 
@@ -279,8 +282,8 @@ def _solved_sizes(
         if tensor is not None and shape is not None:
             if len(tensor) != len(shape):
                 raise NotationError(
-                    f"notation {notation!r} has {len(tensor)} dimensions for a tensor of shape "
-                    f"{shape}"
+                    f"notation {notation!r} has {len(tensor)} "
+                    f"{plural(len(tensor), 'dimension')} for a tensor of shape {shape}"
                 )
             dimensions += zip(tensor, shape, strict=True)
     for dimension, size in dimensions:
@@ -301,6 +304,7 @@ def _solved_sizes(
             product *= known[missing[0]]
         if dimension and product != size:
             raise NotationError(
-                f"dimension {dimension} of {notation!r} has size {product}, but the tensor has {size}"
+                f"dimension {dimension} of {notation!r} has size {product}, "
+                f"but the tensor has {size}"
             )
     return known

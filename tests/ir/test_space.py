@@ -28,13 +28,13 @@ def test_a_batched_product() -> None:
 
 def test_marks_and_what_no_result_has() -> None:
     space = parse("a! b~ c+ d -> a", ((2, 3, 4, 5),), ((2,),))
-    assert kinds(space) == {"a": "whole", "b": "mean", "c": "sum", "d": "whole"}
+    assert kinds(space) == {"a": "unsplittable", "b": "mean", "c": "sum", "d": "unsplittable"}
 
 
 def test_an_axis_must_be_in_every_result_to_be_parallel() -> None:
     assert kinds(parse("a b -> a b, a", ((2, 3),), ((2, 3), (2,)))) == {
         "a": "parallel",
-        "b": "whole",
+        "b": "unsplittable",
     }
     assert kinds(parse("a b -> a b, ?", ((2, 3),), ((2, 3), None))) == {
         "a": "parallel",
