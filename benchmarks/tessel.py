@@ -48,7 +48,7 @@ from autopipe.passes.placement.tessel_shapes import (
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
-from autopipe.passes.schedule.published.blocks import SHAPES, schedule_blocks, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, schedule_blocks, shape_blocks
 from autopipe.passes.schedule.published.one_f_one_b import (
     Chimera,
     OneForwardOneBackward,
@@ -128,7 +128,9 @@ def _bubble_rates(case: str, name: str) -> Iterator[Row]:
     """Idle time in the steady state, where all devices have the same work."""
     for schedule, theirs in BUBBLE_RATES[name].items():
         # The paper runs 1F1B and Chimera on their own placements, whatever the row's.
-        blocks = shape({"1f1b": "v", "chimera": "x"}.get(schedule, name), DEVICES, train=True)
+        blocks = shape_blocks(
+            {"1f1b": "v", "chimera": "x"}.get(schedule, name), DEVICES, train=True
+        )
         count = 24  # Enough for every schedule to reach its steady state.
         made = (
             search(blocks, count)
@@ -160,9 +162,9 @@ def _steady_state(schedule: BlockSchedule) -> tuple[int, int]:
 
 def _search_times(case: str, name: str, devices: int) -> Iterator[Row]:
     """How long the search takes, and what it proves."""
-    blocks = shape(name, devices, train=True)
+    blocks = shape_blocks(name, devices, train=True)
     units = 128
-    search(shape("m", 2, train=True), 8)  # What loads on first use is not counted.
+    search(shape_blocks("m", 2, train=True), 8)  # What loads on first use is not counted.
     start = time.perf_counter()
     made = search(blocks, units)
     seconds = time.perf_counter() - start
@@ -180,7 +182,7 @@ def _search_times(case: str, name: str, devices: int) -> Iterator[Row]:
 
 def _time_optimal(case: str, name: str, units: int) -> Iterator[Row]:
     """Solving the whole schedule at once, against searching the steady state and extending it."""
-    blocks = shape(name, DEVICES, train=True)
+    blocks = shape_blocks(name, DEVICES, train=True)
     limit_s = 30.0
     start = time.perf_counter()
     whole = search_whole(blocks, units, SearchOptions(time_limit=limit_s))
@@ -221,7 +223,9 @@ def _bubble_by_units(case: str, name: str) -> Iterator[Row]:
     enough: int | None = None
     for units in range(1, _MOST + 1):
         row = _rate(
-            case, f"N_R={units}", search_in_flight(shape(name, DEVICES, train=True), _UNITS, units)
+            case,
+            f"N_R={units}",
+            search_in_flight(shape_blocks(name, DEVICES, train=True), _UNITS, units),
         )
         yield row
         if row.ours == 0.0:
@@ -240,7 +244,9 @@ def _bubble_by_memory(case: str, name: str) -> Iterator[Row]:
     for memory in range(1, _MOST + 1):
         variant = f"M={memory}"
         try:
-            made = search_in_flight(shape(name, DEVICES, train=True, memory=memory), _UNITS, _UNITS)
+            made = search_in_flight(
+                shape_blocks(name, DEVICES, train=True, memory=memory), _UNITS, _UNITS
+            )
         except InfeasibleError as error:
             yield Row(case, "bubble_rate", None, None, "", variant, error.message)
             continue

@@ -20,7 +20,7 @@ from command_line import parse_arguments
 from ortools.sat.python import cp_model  # noqa: F401 - imported before anything is timed
 
 from autopipe.ir.block_schedule import BlockGraph
-from autopipe.passes.schedule.published.blocks import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.search import least_steady_period, search
 
@@ -78,7 +78,7 @@ def main() -> None:
     )
     for devices in arguments.devices:
         for name in SHAPES:
-            graph = shape(name, devices, True, ROOM[name] * devices // 4)
+            graph = shape_blocks(name, devices, True, ROOM[name] * devices // 4)
             for units in arguments.units:
                 cells = row(graph, units, SearchOptions(arguments.time_limit))
                 print(COLUMNS.format(devices, name, *cells), flush=True)

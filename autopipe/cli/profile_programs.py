@@ -220,7 +220,7 @@ def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
     else:
         numbers = range(_MANY_MICRO_BATCHES)
         orders = (
-            stage_order(stage, kept=2 - stage, k=1, micro_batches=numbers, train=True)
+            stage_order(stage, in_flight=2 - stage, k=1, micro_batches=numbers, train=True)
             for stage in (0, 1)
         )
         schedule = Schedule(len(numbers), tuple(map(tuple, orders)))

@@ -151,7 +151,7 @@ def _graph(
         )
         raise ConfigurationError(what, hint="name a file with a placement, or --shape NAME")
     if shape is not None:
-        return blocks.shape(shape, devices or 4, train=mode != "infer", memory=memory)
+        return blocks.shape_blocks(shape, devices or 4, train=mode != "infer", memory=memory)
     for flag, value in (("--devices", devices), ("--mode", mode), ("--memory", memory)):
         if value is not None:
             raise ConfigurationError(

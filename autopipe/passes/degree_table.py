@@ -38,7 +38,7 @@ from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, factorisat
 from autopipe.passes.registry import Scheduler, scheduler_class, scheduler_names
 from autopipe.passes.schedule.breakdown import breakdown_under_1f1b
 from autopipe.passes.schedule.limits import SAME, check_memory, lower_bound, predicted_step
-from autopipe.passes.schedule.published.base import Form, Published
+from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 _MOST_ORDERED = 4
 """Maximum number of rows that the plan's own scheduler orders."""
@@ -448,14 +448,14 @@ def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
 
 def _form_of(scheduler: Scheduler) -> Grid:
     """Return strategy grid in the form of placement that a schedule runs."""
-    form: Form | None = (
-        getattr(scheduler, "form", None) if isinstance(scheduler, Published) else None
+    pattern: PlacementPattern | None = (
+        getattr(scheduler, "pattern", None) if isinstance(scheduler, Published) else None
     )
-    if form is None:
+    if pattern is None:
         return Grid()
-    if form.pipelines == 2:
+    if pattern.pipelines == 2:
         return Grid(opposite=True)
-    return Grid(chunks=2 if form.returns or form.repeats else 1, wave=form.returns)
+    return Grid(chunks=2 if pattern.returns or pattern.repeats else 1, wave=pattern.returns)
 
 
 def _is_for(form: Grid, degrees: Degrees) -> bool:

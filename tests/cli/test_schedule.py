@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.block_schedule import read_block_schedule
-from autopipe.passes.schedule.published.blocks import shape
+from autopipe.passes.schedule.published.blocks import shape_blocks
 from tests.cli.command_line import CommandLine
 
 GOOD = """\
@@ -65,7 +65,7 @@ def test_the_object_is_the_file(command_line: CommandLine) -> None:
         task["start"] + held["blocks"][task["block"]]["time"] for task in held["tasks"][0]
     )
     assert max(held["peak_memory"]) <= 6
-    assert read_block_schedule(Path("m.json")).graph == shape("m", 4, True, 6)
+    assert read_block_schedule(Path("m.json")).graph == shape_blocks("m", 4, True, 6)
     assert json.loads(command_line.done("show", "m.json", "--json").out)["tasks"] == held["tasks"]
 
 

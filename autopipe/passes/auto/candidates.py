@@ -19,7 +19,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
-from autopipe.passes.schedule.published.base import Form, Published
+from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +155,16 @@ def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
         return False  # A search over all schedules has such placements by tessel_shapes.
     if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
         return True
-    form: Form | None = getattr(scheduler, "form", None)
-    if form is None or name not in STRATEGIES:
+    pattern: PlacementPattern | None = getattr(scheduler, "pattern", None)
+    if pattern is None or name not in STRATEGIES:
         return True
-    if form.pipelines == 2:
+    if pattern.pipelines == 2:
         return options.get("shape") == "x" or bool(options.get("opposite"))
-    if form.returns:
+    if pattern.returns:
         return bool(options.get("wave"))
     if options.get("wave") or options.get("opposite") or options.get("shape") in ("x", *_BRANCHED):
         return False
-    return form.repeats or options.get("chunks", 1) == 1
+    return pattern.repeats or options.get("chunks", 1) == 1
 
 
 _MOST_SIZE = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 from autopipe.cli.drawing.timeline_figure import block_kinds, block_picture
 from autopipe.ir.block_schedule import Block
 from autopipe.ir.schedule import Phase
-from autopipe.passes.schedule.published.blocks import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
 from tests.cli.drawing.examples import split_embedding
 
 
@@ -23,7 +23,7 @@ def test_names_tell_stages_and_phases():
 
 def test_every_shape_has_one_colour_for_a_forward_and_its_backward():
     for name in SHAPES:
-        kinds = block_kinds(shape(name, 4, train=True).blocks)
+        kinds = block_kinds(shape_blocks(name, 4, train=True).blocks)
         phases = {
             stage: {phase for other, phase, _ in kinds if other == stage} for stage, _, _ in kinds
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.cli.drawing.timeline_figure import block_picture, plan_picture, steady_state
-from autopipe.passes.schedule.published.blocks import schedule_blocks, shape
+from autopipe.passes.schedule.published.blocks import schedule_blocks, shape_blocks
 from tests.cli.drawing.examples import chain_plan, own_sizes_plan, split_embedding
 
 
@@ -65,7 +65,7 @@ def test_repetitions_that_start_earlier_than_the_repetend_says_are_no_part_of_it
 
 
 def test_a_published_schedule_repeats_only_once_its_pipeline_is_full():
-    schedule = schedule_blocks("1f1b", shape("v", 8, train=True), 32)
+    schedule = schedule_blocks("1f1b", shape_blocks("v", 8, train=True), 32)
     state = block_picture(schedule, "").steady
     assert state is not None
     for device in range(8):

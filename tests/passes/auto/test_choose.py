@@ -236,7 +236,8 @@ def test_a_named_schedule_is_refused_for_its_own_reason(model):
     # pipeline is tried.
     heard = Recorder()
     with pytest.raises(
-        InfeasibleError, match="runs an even number of micro-batches, 4 or more, but there are 2"
+        InfeasibleError,
+        match="requires an even number of micro-batches, 4 or more, but the step has 2",
     ):
         choose(request_of(model, scheduler=DualPipe(), micro_batches=2), heard)
     assert not {"data_parallel", "pipedream", "tepdist"} & set(heard.names)

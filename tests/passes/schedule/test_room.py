@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.published.blocks import shape
+from autopipe.passes.schedule.published.blocks import shape_blocks
 from autopipe.passes.schedule.tessel.model import least_room, require_room
 
 
@@ -114,9 +114,9 @@ def test_devices_that_have_room_each_but_not_together():
 @pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k"])
 def test_the_shapes_need_what_one_micro_batch_keeps(name):
     least = 2 if name == "k" else 1
-    require_room(shape(name, 32, True, memory=least), 128)
+    require_room(shape_blocks(name, 32, True, memory=least), 128)
     with pytest.raises(InfeasibleError, match=f"there is room for {least - 1}, but {least} is"):
-        require_room(shape(name, 32, True, memory=least - 1), 128)
+        require_room(shape_blocks(name, 32, True, memory=least - 1), 128)
 
 
 def test_units_that_free_before_they_allocate_may_help_one_another():

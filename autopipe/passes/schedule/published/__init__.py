@@ -1,6 +1,5 @@
-"""Published schedules by the names and in the notation of their papers: F and B, or I and W where B
-is split.
+"""Published pipeline schedules, under the names and in the notation of their papers: F and B, or I
+and W if a backward is split into input gradients and weight gradients.
 
-Stages are s of p devices, micro-batches m. May import ir, cost, schedule's orders and predict, and
-tessel's model.
+In formulas, s is a stage, p the number of devices of a pipeline, and m a micro-batch.
 """

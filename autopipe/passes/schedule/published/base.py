@@ -1,11 +1,13 @@
-"""Parts of published schedules: the form of a placement, the grid of slots, split backwards; and
-GPipe.
+"""Parts that published schedules share: placement patterns, the slot grid, insertion of weight
+gradients, and the schedule GPipe.
 
-The grid is the one that papers draw: a forward and a backward take one slot each, and a micro-batch
-goes down a pipeline of depth p in slots f, f + 1, ..., f + p - 1 and comes back in the next p
-slots. A slot's number says only who comes first on a device: when tasks really start follows from
-their times. Every task stands in a later slot than all that it waits for, so any order by slots can
-run. A lane is a device, or a group that runs the same stages together.
+The slot grid is the diagram that papers draw. A forward and a backward take one slot each. A
+micro-batch whose first forward is in slot f passes a pipeline of depth p in slots f, ..., f + p -
+1, and its backwards run in the next p slots. Slots only define the order of tasks on a device; the
+real start times follow from the lengths of tasks. Each task has a later slot than all tasks that it
+depends on, so an order by slots can always run.
+
+A pipeline rank is a device, or a group of devices that run the same stages together.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from autopipe.passes.schedule.predict import task_ticks
 
 @dataclass(frozen=True, slots=True)
 class GPipe:
-    """Every device runs all forwards of a step, then all backwards, both in the order of the
+    """Every device runs all forwards of a step, then all backwards, both in the order of
     micro-batches.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
-    (2019), section 2.3. A device keeps the activations of all micro-batches at once.
+    (2019), section 2.3. A device saves the activations of all micro-batches of a step.
     """
 
     name: ClassVar[str] = "gpipe"
@@ -52,8 +54,8 @@ class GPipe:
 
 
 def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """All forwards, list-scheduled, then (in training) all backwards, list-scheduled; for any DAG
-    of stages.
+    """Return the GPipe schedule: all forwards, then, if `train`, all backwards. Both parts are list
+    scheduled. The stages may form any DAG.
     """
     stages = range(len(graph.stage_devices))
     merged = [
@@ -72,129 +74,142 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
     return Schedule(micro_batches, tasks, find_repetends(tasks))
 
 
-LaneStages = tuple[tuple[int, ...], ...]
-"""The stages of each lane, ascending (of two pipelines first the one's); lanes as the first
-pipeline reaches them.
+RankStages = tuple[tuple[int, ...], ...]
+"""The stages of each pipeline rank, in ascending order; if there are two pipelines, the stage of
+the first comes first. Ranks are numbered in the order in which the first pipeline reaches them.
 """
 
-_MOST = 16  # Stages whose lanes a message tells.
+_MAX_LISTED_STAGES = 16
+"""Maximum number of stages whose pipeline ranks an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The way in which a placement's pipelines pass its p lanes."""
+class PlacementPattern:
+    """The order in which the pipelines of a placement visit the pipeline ranks 0, ..., p - 1."""
 
-    wanted: str
-    """Completes "schedule s wants stages that"."""
+    requirement: str
+    """Completes the message "schedule s requires stages that"."""
     options: str
-    """Of the strategy tessel_shapes, for such a placement."""
+    """Options of strategy tessel_shapes that make such a placement."""
     pipelines: int = 1
-    """2 for two pipelines of a stage a lane, in opposite directions over an even number of lanes.
+    """Number of pipelines. If 2, each has one stage per rank, they run in opposite directions, and
+    the number of ranks is even.
     """
     returns: bool = False
-    """True if the pipeline goes down and comes up again."""
+    """True if the pipeline visits the ranks in ascending order and then in descending order."""
     repeats: bool = False
-    """True if it may do so again and again."""
+    """True if the pipeline may visit the ranks several times."""
 
     @property
     def hint(self) -> str:
         return (
-            f"strategy tessel_shapes places stages so with {self.options}, manual by its "
-            "constraints"
+            f"use strategy tessel_shapes with {self.options}, or strategy manual with constraints"
         )
 
-    def lanes(self, schedule: str, graph: StageGraph) -> LaneStages:
-        """The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are
-        not placed so.
+    def rank_stages(self, schedule: str, graph: StageGraph) -> RankStages:
+        """Return the stages of each pipeline rank. Raise InfeasibleError, which names `schedule`,
+        if the placement does not have this pattern.
         """
         if graph.pipeline_count != self.pipelines:
-            wanted = (
-                "one pipeline"
-                if self.pipelines == 1
-                else f"{self.pipelines} {plural(self.pipelines, 'pipeline')}"
-            )
+            required = f"{self.pipelines} {plural(self.pipelines, 'pipeline')}"
             reason = (
-                f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
+                f"schedule {schedule} requires {required}, but the placement has "
+                f"{graph.pipeline_count}"
             )
             raise InfeasibleError(reason, hint=(CHAIN if self.pipelines == 1 else self).hint)
-        lane = _lane_numbers(schedule, graph)
-        of = graph.pipelines or (0,) * len(graph.stage_devices)
-        stages = sorted(range(len(of)), key=lambda stage: of[stage])
-        path = [lane[frozenset(graph.stage_devices[stage])] for stage in stages]
-        lanes = range(len(lane))
-        once = [*lanes, *reversed(lanes)] if self.returns or self.pipelines == 2 else [*lanes]
-        times = len(path) // len(once)
-        equal = len({of.count(each) for each in range(self.pipelines)}) == 1
-        if path == once * times and times > 1 and self.returns and not self.repeats:
-            reason = f"schedule {schedule} runs two stages a device, but here are {2 * times}"
-            raise InfeasibleError(reason, hint=self.hint)
-        if path != once * times or not equal or (times > 1 and not self.repeats):
-            on = " ".join(map(str, path[:_MOST])) + (" ..." if len(path) > _MOST else "")
-            reason = f"schedule {schedule} wants stages that {self.wanted}, but they lie on {on}"
-            raise InfeasibleError(reason, hint=self.hint)
-        if self.pipelines == 2 and len(lanes) % 2:
+        rank_of_group = _pipeline_ranks(schedule, graph)
+        pipeline_of = graph.pipelines or (0,) * len(graph.stage_devices)
+        stages = sorted(range(len(pipeline_of)), key=lambda stage: pipeline_of[stage])
+        path = [rank_of_group[frozenset(graph.stage_devices[stage])] for stage in stages]
+        ranks = range(len(rank_of_group))
+        one_pass = [*ranks]
+        if self.returns or self.pipelines == 2:
+            one_pass += reversed(ranks)
+        passes = len(path) // len(one_pass)
+        is_balanced = len({pipeline_of.count(each) for each in range(self.pipelines)}) == 1
+        if path == one_pass * passes and passes > 1 and self.returns and not self.repeats:
             reason = (
-                f"schedule {schedule} runs on an even number of devices, but a pipeline has "
-                f"{len(lanes)}"
+                f"schedule {schedule} requires 2 stages per device, but the placement has "
+                f"{2 * passes}"
+            )
+            raise InfeasibleError(reason, hint=self.hint)
+        if path != one_pass * passes or not is_balanced or (passes > 1 and not self.repeats):
+            listed = " ".join(map(str, path[:_MAX_LISTED_STAGES]))
+            if len(path) > _MAX_LISTED_STAGES:
+                listed += " ..."
+            reason = (
+                f"schedule {schedule} requires stages that {self.requirement}, but they are on "
+                f"pipeline ranks {listed}"
+            )
+            raise InfeasibleError(reason, hint=self.hint)
+        if self.pipelines == 2 and len(ranks) % 2:
+            reason = (
+                f"schedule {schedule} requires an even number of devices per pipeline, but the "
+                f"placement has {len(ranks)}"
             )
             raise InfeasibleError(reason)
         return tuple(
-            tuple(s for s, each in zip(stages, path, strict=True) if each == own) for own in lanes
+            tuple(stage for stage, own in zip(stages, path, strict=True) if own == rank)
+            for rank in ranks
         )
 
 
-def _lane_numbers(schedule: str, graph: StageGraph) -> dict[frozenset[int], int]:
-    """The lane of each group of devices. Raises InfeasibleError where two groups have some in
-    common.
+def _pipeline_ranks(schedule: str, graph: StageGraph) -> dict[frozenset[int], int]:
+    """Return the pipeline rank of each device group, numbered in the order of the stages. Raise
+    InfeasibleError if two different groups share a device.
     """
     groups = list(dict.fromkeys(map(frozenset, graph.stage_devices)))
     for pair in (
         (other, group)
-        for place, group in enumerate(groups)
-        for other in groups[:place]
+        for rank, group in enumerate(groups)
+        for other in groups[:rank]
         if group & other
     ):
         listed = " and on ".join(", ".join(map(str, sorted(group))) for group in pair)
         raise InfeasibleError(
-            f"schedule {schedule} runs stages on the same devices or on different ones, but "
-            "here are stages on "
-            f"devices {listed}",
-            hint="1f1b_plus takes stages on several devices beside stages on one",
+            f"schedule {schedule} requires stages whose device groups are equal or disjoint, but "
+            f"two stages are on devices {listed}",
+            hint="use schedule 1f1b_plus for stages on several devices of other stages",
         )
-    return {group: place for place, group in enumerate(groups)}
+    return {group: rank for rank, group in enumerate(groups)}
 
 
-CHAIN = Form("lie on one device each, like 0 1 2", "shape: v")
-LOOPS = Form(
-    "pass all devices in turn, like 0 1 2 0 1 2", "shape: v and chunks: 2 or more", repeats=True
+CHAIN = PlacementPattern("are on one pipeline rank each, such as 0 1 2", "shape: v")
+LOOPS = PlacementPattern(
+    "visit all pipeline ranks repeatedly in ascending order, such as 0 1 2 0 1 2",
+    "shape: v and chunks: 2 or more",
+    repeats=True,
 )
 _DOWN_AND_UP = (
-    "go down the devices and up again, like 0 1 2 2 1 0",
+    "visit all pipeline ranks in ascending and then in descending order, such as 0 1 2 2 1 0",
     "shape: v, chunks: 2 and wave: true",
 )
-ONE_WAVE = Form(*_DOWN_AND_UP, returns=True)
-WAVES = Form(*_DOWN_AND_UP, returns=True, repeats=True)
-OPPOSITE = Form(
-    "form two pipelines that pass the devices in opposite directions", "shape: x", pipelines=2
+ONE_WAVE = PlacementPattern(*_DOWN_AND_UP, returns=True)
+WAVES = PlacementPattern(*_DOWN_AND_UP, returns=True, repeats=True)
+OPPOSITE = PlacementPattern(
+    "form two pipelines that visit the pipeline ranks in opposite directions",
+    "shape: x",
+    pipelines=2,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A schedule whose order follows from the form of the placement alone, not from times.
+    """Base class of schedules whose order follows from the placement pattern alone, not from the
+    lengths of tasks.
 
-    Stages of a pipeline are taken for a chain, in their order: a DAG of stages can run like this
-    too. Inference runs forwards alone, as soon as possible. It has no options, and so its
-    subclasses are dataclasses without saying so.
+    The stages of a pipeline are treated as a chain in the order of their indices. A DAG of stages
+    can run this order too, because its edges lead from smaller to larger indices. Inference runs
+    the forwards of GPipe. Subclasses add no fields, so they need no dataclass decorator.
     """
 
     name: ClassVar[str]
-    form: ClassVar[Form]
+    pattern: ClassVar[PlacementPattern]
 
     def requires(self, problem: Problem, placement: Placement) -> None:
         require_equal_micro_batches(self.name, problem, placement)
         if problem.train:
-            self.lanes(StageGraph.of(problem, placement), problem.micro_batches)
+            self.rank_stages(StageGraph.of(problem, placement), problem.micro_batches)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         graph = StageGraph.of(problem, placement)
@@ -203,21 +218,23 @@ class Published:
         return self.order(graph, problem.micro_batches)
 
     def order(self, graph: StageGraph, micro_batches: int) -> Schedule:
-        """The schedule of a training step. Raises InfeasibleError where the form is another one."""
+        """Return the schedule of a training step. Raise InfeasibleError if the placement does not
+        suit this schedule.
+        """
         lists: list[tuple[Task, ...]] = [()] * graph.devices
-        for order in map(tuple, self.orders(self.lanes(graph, micro_batches), micro_batches)):
+        for order in map(tuple, self.orders(self.rank_stages(graph, micro_batches), micro_batches)):
             for device in graph.stage_devices[order[0].stage]:
                 lists[device] = order
         return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for
-        this schedule.
+    def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        """Return the stages of each pipeline rank. Raise InfeasibleError, which states the
+        requirement, if the placement does not suit this schedule.
         """
-        return self.form.lanes(self.name, graph)
+        return self.pattern.rank_stages(self.name, graph)
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Each lane's tasks in order."""
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the order of tasks of each pipeline rank."""
         raise NotImplementedError
 
 
@@ -225,120 +242,146 @@ Item = TypeVar("Item")
 
 
 def first_slot(index: int, depth: int, group: int) -> int:
-    """The first slot of the index-th unit of a pipeline where units come in groups. Those of a
-    group follow two slots apart; a group begins 2 * depth slots after the one before. With groups
-    of `depth` units all are two slots apart: 1F1B.
+    """Return the slot in which the first forward of micro-batch `index` of a pipeline of `depth`
+    stages runs, if micro-batches run in groups of `group`.
+
+    The slot is 2 * (depth * (index // group) + index % group). Micro-batches of a group start two
+    slots apart, and groups start 2 * depth slots apart. If `group` equals `depth`, all
+    micro-batches start two slots apart, which is 1F1B.
     """
     return 2 * (depth * (index // group) + index % group)
 
 
-def there_and_back(
+def forward_and_backward_slots(
     forwards: Sequence[Item], backwards: Sequence[Item], first: int
 ) -> Iterator[tuple[int, Item]]:
-    """(slot, item) of one unit; both are given by stage."""
+    """Yield (slot, item) for the forwards of one micro-batch from slot `first` on, and for its
+    backwards after them. Both sequences are ordered by stage; the backward of the last stage comes
+    first.
+    """
     last = 2 * len(forwards) - 1
     yield from ((first + stage, item) for stage, item in enumerate(forwards))
     yield from ((first + last - stage, item) for stage, item in enumerate(backwards))
 
 
-def on_grid(
+def grid_slots(
     pipeline: Sequence[int], micro_batches: Iterable[int], group: int
 ) -> Iterator[tuple[int, Task]]:
-    """(slot, task) of all micro-batches that a pipeline of these stages runs, in groups of
-    `group`.
+    """Yield (slot, task) for all micro-batches of a pipeline that consists of the stages
+    `pipeline`, in groups of `group` micro-batches.
     """
     for index, m in enumerate(micro_batches):
         forwards = [Task(s, Phase.FORWARD, m) for s in pipeline]
         backwards = [Task(s, Phase.BACKWARD, m) for s in pipeline]
-        yield from there_and_back(forwards, backwards, first_slot(index, len(pipeline), group))
+        yield from forward_and_backward_slots(
+            forwards, backwards, first_slot(index, len(pipeline), group)
+        )
 
 
-def in_turn(
-    forwards: Sequence[Task], backwards: Sequence[Task], kept: int, k: int = 1
+def alternate(
+    forwards: Sequence[Task], backwards: Sequence[Task], in_flight: int, k: int = 1
 ) -> list[Task]:
-    """Forwards until `kept` micro-batches are kept, then k backwards and k forwards in turn, then
+    """Return `in_flight` forwards, then alternately k backwards and k forwards, then the remaining
     backwards.
     """
-    order = list(forwards[:kept])
+    order = list(forwards[:in_flight])
     for first in range(0, len(backwards), k):
-        order += [*backwards[first : first + k], *forwards[kept + first : kept + first + k]]
+        order += [
+            *backwards[first : first + k],
+            *forwards[in_flight + first : in_flight + first + k],
+        ]
     return order
 
 
-def by_lane(lanes: LaneStages, slots: Iterable[tuple[int, Task]]) -> list[list[Task]]:
-    lane_of = {stage: place for place, stages in enumerate(lanes) for stage in stages}
-    orders: list[list[Task]] = [[] for _ in lanes]
+def orders_by_slot(rank_stages: RankStages, slots: Iterable[tuple[int, Task]]) -> list[list[Task]]:
+    """Return the tasks of each pipeline rank in the order of their slots. Tasks of one slot keep
+    their order in `slots`.
+    """
+    rank_of = {stage: rank for rank, stages in enumerate(rank_stages) for stage in stages}
+    orders: list[list[Task]] = [[] for _ in rank_stages]
     for _, task in sorted(slots, key=lambda each: each[0]):
-        orders[lane_of[task.stage]].append(task)
+        orders[rank_of[task.stage]].append(task)
     return orders
 
 
-def spell(
+def order_from_notation(
     words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[Sequence[int]]
 ) -> list[Task]:
-    """A device's order spelled as it is drawn: F0 F1 B1 W ... A letter is a phase; the digit behind
-    it says on which of the device's `stages`. W stands alone: the oldest weight gradient that is
-    owed. A word takes the first of the stage's `micro_batches` that has not had its forward, or its
-    backward. One that finds none left says nothing.
+    """Return a device's order of tasks from the notation of the papers, such as F0 F1 B1 W.
+
+    The letter is a phase, and the digit is an index into the device's `stages`. W has no digit: it
+    is the oldest weight gradient whose input gradient (I) has run. A word stands for the first of
+    the stage's `micro_batches` whose forward (or backward) is not yet in the order; it is skipped
+    if there is none.
     """
-    forwards, backwards = ([deque(each) for each in micro_batches] for _ in range(2))
-    owed: deque[Task] = deque()
+    forwards = [deque(each) for each in micro_batches]
+    backwards = [deque(each) for each in micro_batches]
+    pending_weights: deque[Task] = deque()
     order: list[Task] = []
     for word in words:
         if word == "W":
-            order.append(owed.popleft())
+            order.append(pending_weights.popleft())
             continue
         phase = Phase(word[0])
-        place = int(word[1:])
-        left = (forwards if phase is Phase.FORWARD else backwards)[place]
-        if not left:
+        index = int(word[1:])
+        remaining = (forwards if phase is Phase.FORWARD else backwards)[index]
+        if not remaining:
             continue
-        order.append(Task(stages[place], phase, left.popleft()))
+        order.append(Task(stages[index], phase, remaining.popleft()))
         if phase is Phase.INPUT_GRADIENT:
-            owed.append(Task(stages[place], Phase.WEIGHT_GRADIENT, order[-1].micro_batch))
+            weight_gradient = Task(stages[index], Phase.WEIGHT_GRADIENT, order[-1].micro_batch)
+            pending_weights.append(weight_gradient)
     return order
 
 
-_CHANGE = {Phase.FORWARD: 1, Phase.INPUT_GRADIENT: 0, Phase.WEIGHT_GRADIENT: -1}
-"""Activations that a task adds to those kept: they are needed until parameters have their
-gradients.
+_ADDED_ACTIVATIONS = {Phase.FORWARD: 1, Phase.INPUT_GRADIENT: 0, Phase.WEIGHT_GRADIENT: -1}
+"""Change of the number of saved activations by a task. Activations are needed until the weight
+gradient has run.
 """
 
 
-def fill_weights(orders: Sequence[Sequence[Task]], stages: int, room: int) -> list[list[Task]]:
-    """Orders of F and I on lanes, with all W put in. All is laid out in slots of equal length,
-    stage after stage as in a chain. A lane that cannot go on (its next task waits for another lane,
-    or is a forward for which its `room` for activations is used up) runs the oldest weight gradient
-    that it owes. Raises InfeasibleError where the room is too small for the orders.
+def insert_weight_gradients(
+    orders: Sequence[Sequence[Task]], stages: int, capacity: int
+) -> list[list[Task]]:
+    """Return the orders of F and I of all pipeline ranks with the weight gradients W inserted.
+
+    All tasks take one slot, and the stages form a chain. In each slot, a rank runs its next task of
+    `orders` if all tasks that it depends on are done and, for a forward, fewer than `capacity`
+    activations are saved. Otherwise it runs its oldest weight gradient whose I has run, if any.
+    Raise InfeasibleError if no rank can run a task because `capacity` is too small.
     """
     done: set[Task] = set()
 
-    def may_start(task: Task, kept: int) -> bool:
+    def may_start(task: Task, saved: int) -> bool:
         s = task.stage
         m = task.micro_batch
         if task.phase is Phase.FORWARD:
-            return kept < room and (s == 0 or Task(s - 1, Phase.FORWARD, m) in done)
+            return saved < capacity and (s == 0 or Task(s - 1, Phase.FORWARD, m) in done)
         ready = s == stages - 1 or Task(s + 1, Phase.INPUT_GRADIENT, m) in done
         return ready and Task(s, Phase.FORWARD, m) in done
 
-    rest = [deque(order) for order in orders]
-    owed: list[deque[Task]] = [deque() for _ in orders]
+    remaining = [deque(order) for order in orders]
+    pending_weights: list[deque[Task]] = [deque() for _ in orders]
     filled: list[list[Task]] = [[] for _ in orders]
-    kept = [0] * len(orders)
-    while any(rest) or any(owed):
+    saved = [0] * len(orders)
+    while any(remaining) or any(pending_weights):
         slot = []
-        for lane, order in enumerate(filled):
-            ready = rest[lane] and may_start(rest[lane][0], kept[lane])
-            queue = rest[lane] if ready else owed[lane]
+        for rank, order in enumerate(filled):
+            ready = remaining[rank] and may_start(remaining[rank][0], saved[rank])
+            queue = remaining[rank] if ready else pending_weights[rank]
             if not queue:
                 continue
             task = queue.popleft()
             order.append(task)
             slot.append(task)
-            kept[lane] += _CHANGE[task.phase]
+            saved[rank] += _ADDED_ACTIVATIONS[task.phase]
             if task.phase is Phase.INPUT_GRADIENT:
-                owed[lane].append(Task(task.stage, Phase.WEIGHT_GRADIENT, task.micro_batch))
+                pending_weights[rank].append(
+                    Task(task.stage, Phase.WEIGHT_GRADIENT, task.micro_batch)
+                )
         if not slot:
-            raise InfeasibleError(f"room for {room} activations is too small for this order")
+            raise InfeasibleError(
+                f"memory for {capacity} activations per device is too small for this order"
+            )
         done.update(slot)
     return filled

@@ -1,7 +1,10 @@
-"""Blocks as Tessel's paper has them: its five placements, and published schedules on any blocks.
+"""Block graphs of the Tessel paper (its five placements), and published schedules on any block
+graph.
 
-A published schedule gives each device's order by its own grid of slots; every block runs as soon as
-that allows.
+A published schedule assigns each block a slot of its grid. The slots define the order on each
+device, and each block starts as early as that order permits. A block graph contains the blocks of
+one micro-batch, or of a group of two micro-batches for shape x; "micro-batch" means this group
+then.
 """
 
 from __future__ import annotations
@@ -11,24 +14,25 @@ from dataclasses import dataclass
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.published.base import first_slot, there_and_back
+from autopipe.passes.schedule.published.base import first_slot, forward_and_backward_slots
 from autopipe.passes.schedule.tessel.model import in_order, observed_state
 
 SHAPES = ("v", "x", "m", "nn", "k")
-"""Their names; case does not matter."""
+"""Names of the placement shapes. Upper and lower case are equivalent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a unit's forward, with the indices of the parts that it waits for."""
+    """A part of the forward of one micro-batch."""
 
     name: str
     devices: tuple[int, ...]
     after: tuple[int, ...]
+    """Indices of the parts that this part depends on."""
     memory: int = 1
 
 
-def shape(
+def shape_blocks(
     name: str,
     devices: int,
     train: bool,
@@ -36,35 +40,47 @@ def shape(
     forward: int = 1,
     backward: int = 3,
 ) -> BlockGraph:
-    """The blocks of one unit of a shape on an even number of devices.
+    """Return the blocks of one micro-batch for a placement shape on an even number of devices.
 
-    The shapes are the placements of Lin et al., "Tessel" (HPCA 2024), section VI: GPT on a V,
-    Chimera's X, GPT and mT5 with large embeddings split over all devices (M and NN), and Flava's
-    two branches that meet in a cross encoder split over all devices (K).
+    The shapes are the placements of Lin et al., "Tessel" (HPCA 2024), section VI:
 
-    A stage's forward takes `forward` and adds 1 to the memory in use, its backward takes `backward`
-    and frees it. A block on all devices takes 1, forward and backward, and changes no memory but on
-    K, whose cross encoder adds 1 and frees it. Without training there are forwards alone, and
-    memory does not change. `memory` is the room on each device. A unit of X is two micro-batches.
-    Raises ConfigurationError.
+    - v: GPT, one stage per device, backwards in reverse order;
+    - x: Chimera, two pipelines in opposite directions, so that the blocks are those of two
+      micro-batches;
+    - m and nn: GPT and mT5 with large embeddings sharded over all devices;
+    - k: Flava, two branches followed by a cross encoder sharded over all devices.
+
+    A stage on one device takes time `forward` and adds 1 to the memory in use; its backward takes
+    time `backward` and frees it. A block on all devices takes time 1 in both directions. It changes
+    no memory, except for shape k, in which its forward adds 1 and its backward frees it. Without
+    `train` there are only forwards, and they change no memory. `memory` is the limit of each
+    device, None for no limit.
+
+    Raise ConfigurationError for an unknown shape or an odd number of devices.
     """
     if name.lower() not in SHAPES:
         raise ConfigurationError(
-            f"there is no shape called {name!r}", hint=f"there are: {', '.join(SHAPES)}"
+            f"unknown shape {name!r}", hint=f"choose one of {', '.join(SHAPES)}"
         )
     if devices < 2 or devices % 2:
-        raise ConfigurationError(f"shapes stand on an even number of devices, not on {devices}")
+        raise ConfigurationError(
+            f"shape {name} requires an even number of devices, 2 or more, but there are {devices}"
+        )
     pieces = _pieces(name.lower(), devices)
     last = 2 * len(pieces) - 1
 
     def block(piece: _Piece, phase: str, time: int, memory: int, after: Sequence[int]) -> Block:
-        wide = len(piece.devices) > 1
-        named = f"TP{phase.lower()}{piece.name}" if wide else f"{phase}{piece.name}"
-        return Block(named, piece.devices, 1 if wide else time, memory, tuple(after))
+        is_sharded = len(piece.devices) > 1
+        block_name = f"{phase}{piece.name}"
+        if is_sharded:
+            block_name = f"TP{phase.lower()}{piece.name}"
+        return Block(block_name, piece.devices, 1 if is_sharded else time, memory, tuple(after))
 
-    blocks = [block(each, "F", forward, each.memory if train else 0, each.after) for each in pieces]
-    # Backwards in reverse: each after the backwards of what its forward feeds and, at the end,
-    # after its forward.
+    blocks = [
+        block(piece, "F", forward, piece.memory if train else 0, piece.after) for piece in pieces
+    ]
+    # Backwards in reverse order. A backward waits for the backwards of the parts that wait for its
+    # forward. The backward of a last part waits for its own forward.
     for index, piece in reversed(list(enumerate(pieces))) if train else ():
         after = sorted(
             last - other for other, each in enumerate(pieces) if index in each.after
@@ -78,12 +94,12 @@ def shape(
 def _pieces(name: str, devices: int) -> list[_Piece]:
     every = tuple(range(devices))
     half = devices // 2
-    if name == "k":  # Two branches, each on half of the devices, that meet in a block on all.
+    if name == "k":  # Two branches on half of the devices each, and a block on all devices.
         branches = [_Piece(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
         return [*branches, _Piece("0", every, (half - 1, devices - 1))]
-    if (
-        name == "x"
-    ):  # Two independent chains; of the one that begins on the last device come stages from `devices` on.
+    if name == "x":
+        # Two independent chains. The one that starts on the last device has the names from
+        # str(devices) on.
         mirrored = [
             _Piece(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ())
             for d in every
@@ -92,36 +108,42 @@ def _pieces(name: str, devices: int) -> list[_Piece]:
     return _chain(devices, {"v": (), "m": (0,), "nn": (0, half)}[name])
 
 
-def _chain(devices: int, splits: Sequence[int]) -> list[_Piece]:
-    """A stage a device, one after the other; before those of `splits` a block on all devices."""
+def _chain(devices: int, sharded_before: Sequence[int]) -> list[_Piece]:
+    """Return a chain with one part per device. A part on all devices precedes the part of each
+    device in `sharded_before`.
+    """
     pieces: list[_Piece] = []
     for device in range(devices):
-        if device in splits:
+        if device in sharded_before:
             after = (len(pieces) - 1,) if pieces else ()
-            pieces.append(_Piece(str(splits.index(device)), tuple(range(devices)), after, memory=0))
+            pieces.append(
+                _Piece(str(sharded_before.index(device)), tuple(range(devices)), after, memory=0)
+            )
         pieces.append(_Piece(str(device), (device,), (len(pieces) - 1,) if pieces else ()))
     return pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Pipe:
-    """A chain of blocks that goes over devices one by one and, in training, comes back the same
-    way. Of each stage the device and, as indices into the graph's blocks, forward and backward
-    (none without training).
+class BlockChain:
+    """A chain of blocks that visits devices one by one and, in training, returns over the same
+    devices.
     """
 
     devices: tuple[int, ...]
+    """Device of each stage, in the order of the forwards."""
     forwards: tuple[int, ...]
+    """Index of each stage's forward in the block graph."""
     backwards: tuple[int, ...]
+    """Index of each stage's backward; () without training."""
     shared: tuple[tuple[int, int, bool], ...]
-    """(block on several devices, block of a stage that it stands beside, True where it comes before
-    that one).
+    """Blocks on several devices: (block, neighbour, before). `neighbour` is the block of a stage,
+    and `before` is True if the block runs just before it, False if just after it.
     """
 
 
-def _pipes_of(graph: BlockGraph, schedule: str) -> tuple[Pipe, ...]:
-    """The pipes of a graph, in the order of their first blocks. Raises InfeasibleError where it is
-    anything else.
+def _block_chains(graph: BlockGraph, schedule: str) -> tuple[BlockChain, ...]:
+    """Return the chains of a block graph, in the order of their first blocks. Raise
+    InfeasibleError, which names `schedule`, if the graph consists of anything else.
     """
     chains: list[list[int]] = []
     for index in graph.order:
@@ -130,146 +152,164 @@ def _pipes_of(graph: BlockGraph, schedule: str) -> tuple[Pipe, ...]:
         if chain is not None:
             chain.append(index)
         elif after:
-            raise _refusal(schedule, f"block {graph.blocks[index].name!r} makes a branch")
+            name = graph.blocks[index].name
+            raise _rejection(schedule, f"block {name!r} starts a branch")
         else:
             chains.append([index])
     found = []
     for chain in chains:
         stages = [index for index in chain if len(graph.blocks[index].devices) == 1]
         path = [graph.blocks[index].devices[0] for index in stages]
-        there = len(path) if len(set(path)) == len(path) else len(path) // 2
-        devices = path[:there]
-        back = path[there:]
-        if not path or len(set(devices)) < there or back not in ([], devices[::-1]):
-            raise _refusal(schedule, f"devices {path} are not passed once there and once back")
-        # A block on several devices stands beside a stage: up to the last forward the next one,
-        # then the one before.
-        turn = chain.index(stages[there - 1])
+        count = len(path) if len(set(path)) == len(path) else len(path) // 2
+        devices = path[:count]
+        returned = path[count:]
+        if not path or len(set(devices)) < count or returned not in ([], devices[::-1]):
+            raise _rejection(
+                schedule, f"devices {path} are not visited once forward and once in reverse"
+            )
+        # The neighbour of a block on several devices is the next stage's block up to the last
+        # forward, and the previous stage's block after it.
+        last_forward = chain.index(stages[count - 1])
         shared = []
-        for place, index in enumerate(chain):
+        for position, index in enumerate(chain):
             if index not in stages:
-                near = chain[place:] if place < turn else chain[place::-1]
-                shared.append(
-                    (index, next(other for other in near if other in stages), place < turn)
-                )
+                before = position < last_forward
+                candidates = chain[position:] if before else chain[position::-1]
+                neighbour = next(other for other in candidates if other in stages)
+                shared.append((index, neighbour, before))
         found.append(
-            Pipe(
+            BlockChain(
                 tuple(devices),
-                tuple(stages[:there]),
-                tuple(reversed(stages[there:])),
+                tuple(stages[:count]),
+                tuple(reversed(stages[count:])),
                 tuple(shared),
             )
         )
     return tuple(found)
 
 
-def _refusal(schedule: str, reason: str) -> InfeasibleError:
+def _rejection(schedule: str, reason: str) -> InfeasibleError:
     return InfeasibleError(
-        f"schedule {schedule} runs chains of stages, but {reason}",
-        hint="tessel takes any blocks",
+        f"schedule {schedule} requires chains of stages, but {reason}",
+        hint="use schedule tessel, which supports any blocks",
         where="blocks",
     )
 
 
-Slots = Iterator[tuple[int, int, int]]
-"""(slot, unit, block)."""
+SlottedBlocks = Iterator[tuple[int, int, int]]
+"""(slot, micro-batch, index of the block)."""
 
 
 def block_schedule_names() -> tuple[str, ...]:
+    """Return the names of the published schedules that support block graphs."""
     return tuple(sorted(_SLOTS))
 
 
-def schedule_blocks(name: str, graph: BlockGraph, units: int) -> BlockSchedule:
-    """`units` units of blocks under the named schedule. Raises ConfigurationError where there is no
-    such schedule or the blocks are malformed, InfeasibleError where the schedule has no place for
-    them or memory is too small, with the device and what it would need.
+def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSchedule:
+    """Return the schedule of `micro_batches` micro-batches of a block graph under the published
+    schedule `name`.
+
+    Raise ConfigurationError if the schedule does not support block graphs or the blocks are
+    malformed, and InfeasibleError if the schedule cannot run these blocks or a device needs more
+    memory than its limit.
     """
     if name not in _SLOTS:
         raise ConfigurationError(
-            f"schedule {name!r} does not take blocks",
-            hint=f"these do: {', '.join(block_schedule_names())}, tessel",
+            f"schedule {name!r} does not support blocks",
+            hint=f"use one of {', '.join(block_schedule_names())}, tessel",
         )
-    if units < 1:
-        raise ConfigurationError(f"there must be 1 unit or more, not {units}")
+    if micro_batches < 1:
+        raise ConfigurationError(f"there must be 1 unit or more, not {micro_batches}")
     graph.verify()
     shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
     if shared is not None and name in ("1f1b", "chimera"):
-        reason = f"schedule {name} runs blocks of one device each"
-        raise InfeasibleError(reason, hint="take 1f1b_plus or tessel", where=f"block {shared!r}")
-    place = {index: position for position, index in enumerate(graph.order)}
-    slots = sorted(_SLOTS[name](graph, units), key=lambda each: (each[0], each[1], place[each[2]]))
-    starts = in_order(graph, units, [(unit, index) for _, unit, index in slots])
+        raise InfeasibleError(
+            f"schedule {name} requires blocks on one device each",
+            hint="use schedule 1f1b_plus or tessel",
+            where=f"block {shared!r}",
+        )
+    position = {index: position for position, index in enumerate(graph.order)}
+    slots = sorted(
+        _SLOTS[name](graph, micro_batches), key=lambda each: (each[0], each[1], position[each[2]])
+    )
+    starts = in_order(
+        graph, micro_batches, [(micro_batch, index) for _, micro_batch, index in slots]
+    )
     schedule = observed_state(graph, starts)
-    for device, (peak, room) in enumerate(zip(schedule.peak_memory, graph.memory, strict=True)):
-        if room is not None and peak > room:
+    for device, (peak, limit) in enumerate(zip(schedule.peak_memory, graph.memory, strict=True)):
+        if limit is not None and peak > limit:
             raise InfeasibleError(
-                f"schedule {name} needs memory {peak} where there is {room}",
+                f"schedule {name} needs memory {peak}, but the limit is {limit}",
                 where=f"device {device}",
             )
     return schedule
 
 
-def _gpipe(graph: BlockGraph, units: int) -> Slots:
-    """All forwards, then the rest. Forwards are the blocks that add memory, and those that one of
-    them waits for.
+def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
+    """Yield all forwards before all other blocks. Forwards are the blocks that add memory, and all
+    blocks that they depend on.
     """
     forward = {index for index, block in enumerate(graph.blocks) if block.memory > 0}
     for index in reversed(graph.order):
         if index in forward:
             forward.update(graph.blocks[index].after)
-    for unit in range(units):
-        for place, index in enumerate(graph.order):
-            first = 0 if index in forward or not forward else units + len(graph.blocks)
-            yield first + unit + place, unit, index
+    for micro_batch in range(micro_batches):
+        for position, index in enumerate(graph.order):
+            first = 0 if index in forward or not forward else micro_batches + len(graph.blocks)
+            yield first + micro_batch + position, micro_batch, index
 
 
-def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
-    """1F1B's grid, with what several devices run together between its slots, beside its
-    neighbour's. Lin et al., "Tessel" (HPCA 2024), section VI-A. Forwards alone follow one another
-    closely.
+def _one_f_one_b_plus(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
+    """Yield the blocks on the grid of 1F1B, with even slot numbers. A block on several devices gets
+    the odd number before or after its neighbour's slot.
+
+    Lin et al., "Tessel" (HPCA 2024), section VI-A. Without backwards, micro-batches start one grid
+    slot apart.
     """
-    pipes = _pipes_of(graph, "1f1b_plus")
-    if len(pipes) > 1:
+    chains = _block_chains(graph, "1f1b_plus")
+    if len(chains) > 1:
         raise InfeasibleError(
-            "schedule 1f1b runs one chain of stages, but these blocks are several", where="blocks"
-        )
-    for unit in range(units):
-        first = 2 * unit if pipes[0].backwards else unit
-        slot = {
-            index: place
-            for place, index in there_and_back(pipes[0].forwards, pipes[0].backwards, first)
-        }
-        yield from ((2 * place, unit, index) for index, place in slot.items())
-        yield from (
-            (2 * slot[near] + (-1 if before else 1), unit, index)
-            for index, near, before in pipes[0].shared
-        )
-
-
-def _chimera(graph: BlockGraph, units: int) -> Slots:
-    """Two opposite pipes on the grid, in groups of half as many units as there are devices: see
-    `Chimera`.
-    """
-    pipes = _pipes_of(graph, "chimera")
-    if len(pipes) != 2 or pipes[0].devices != pipes[1].devices[::-1] or len(pipes[0].devices) % 2:
-        raise InfeasibleError(
-            (
-                "schedule chimera runs two chains over the same even number of devices, in "
-                "opposite "
-                "directions"
-            ),
-            hint="shape x is such",
+            f"schedule 1f1b requires 1 chain of stages, but the blocks form {len(chains)}",
             where="blocks",
         )
-    depth = len(pipes[0].devices)
-    group = depth // 2 if pipes[0].backwards else units
-    for unit in range(units):
-        for pipe in pipes:
-            slots = there_and_back(pipe.forwards, pipe.backwards, first_slot(unit, depth, group))
-            yield from ((slot, unit, index) for slot, index in slots)
+    for micro_batch in range(micro_batches):
+        first = 2 * micro_batch if chains[0].backwards else micro_batch
+        slots = forward_and_backward_slots(chains[0].forwards, chains[0].backwards, first)
+        slot_of = {index: slot for slot, index in slots}
+        yield from ((2 * slot, micro_batch, index) for index, slot in slot_of.items())
+        yield from (
+            (2 * slot_of[neighbour] + (-1 if before else 1), micro_batch, index)
+            for index, neighbour, before in chains[0].shared
+        )
 
 
-_SLOTS: dict[str, Callable[[BlockGraph, int], Slots]] = {
+def _chimera(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
+    """Yield the blocks of two chains in opposite directions on the grid, in groups of half as many
+    micro-batches as there are devices: see `Chimera`.
+    """
+    chains = _block_chains(graph, "chimera")
+    if (
+        len(chains) != 2
+        or chains[0].devices != chains[1].devices[::-1]
+        or len(chains[0].devices) % 2
+    ):
+        raise InfeasibleError(
+            "schedule chimera requires two chains over the same devices in opposite directions, "
+            "and an even number of devices",
+            hint="use shape x",
+            where="blocks",
+        )
+    depth = len(chains[0].devices)
+    group = depth // 2 if chains[0].backwards else micro_batches
+    for micro_batch in range(micro_batches):
+        for chain in chains:
+            slots = forward_and_backward_slots(
+                chain.forwards, chain.backwards, first_slot(micro_batch, depth, group)
+            )
+            yield from ((slot, micro_batch, index) for slot, index in slots)
+
+
+_SLOTS: dict[str, Callable[[BlockGraph, int], SlottedBlocks]] = {
     "1f1b": _one_f_one_b_plus,
     "1f1b_plus": _one_f_one_b_plus,
     "chimera": _chimera,

@@ -1,5 +1,8 @@
-"""1F1B and its kin: 1F1B+, kFkB, interleaved 1F1B, the breadth-first loop, Chimera and Hanayo's
-waves.
+"""1F1B and related schedules: 1F1B+, kFkB, interleaved 1F1B, looped breadth-first, Chimera and
+Hanayo.
+
+In formulas, p is the number of devices of a pipeline and v the number of stages per device. F and B
+are the times of the forwards and the backwards of one micro-batch on one device.
 """
 
 from __future__ import annotations
@@ -27,25 +30,25 @@ from autopipe.passes.schedule.published.base import (
     LOOPS,
     OPPOSITE,
     WAVES,
-    Form,
-    LaneStages,
+    PlacementPattern,
     Published,
-    by_lane,
+    RankStages,
+    alternate,
     first_slot,
-    in_turn,
-    on_grid,
-    there_and_back,
+    forward_and_backward_slots,
+    grid_slots,
+    orders_by_slot,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class OneForwardOneBackward:
-    """Each stage keeps as many micro-batches in flight as there are stages on the longest way from
-    it to the end.
+    """Each stage has as many micro-batches in flight as there are stages on the longest path from
+    it to an end of the graph. (In flight: the forward has run, the backward has not.)
 
-    For a chain this is 1F1B with flushes as in Narayanan et al., "Memory-Efficient
-    Pipeline-Parallel DNN Training" (2021), section 2.2; for a DAG its extension by the depth of
-    each stage, as in Jeon et al., "GraphPipe" (2024). Inference runs forwards alone.
+    For a chain this is 1F1B with flushes, Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
+    Training" (2021), section 2.2. For a DAG it is the extension by the depth of each stage of Jeon
+    et al., "GraphPipe" (2024). Inference runs only forwards.
     """
 
     name: ClassVar[str] = "1f1b"
@@ -61,29 +64,31 @@ class OneForwardOneBackward:
 
 
 class OneForwardOneBackwardPlus(Published):
-    """1F1B on the stages of one device; those of several run just before the next stage, and
-    backward just after it.
+    """1F1B for the stages on one device. Forwards of stages on several devices run just before the
+    next stage's forward, and their backwards just after its backward.
 
-    Lin et al., "Tessel" (HPCA 2024), section VI-A, where it is the baseline for placements that
-    split large embeddings over all devices. Without such stages it is 1F1B.
+    Lin et al., "Tessel" (HPCA 2024), section VI-A. It is the paper's baseline for placements that
+    shard large embeddings over all devices. Without such stages it equals 1F1B.
     """
 
     name: ClassVar[str] = "1f1b_plus"
 
     def order(self, graph: StageGraph, micro_batches: int) -> Schedule:
-        own = [stage for (stage,) in self.lanes(graph, micro_batches)]
-        placed = [pair for m in range(micro_batches) for pair in _placed(graph, own, m)]
+        own = [stage for (stage,) in self.rank_stages(graph, micro_batches)]
+        keyed = [pair for m in range(micro_batches) for pair in _keyed_tasks(graph, own, m)]
         lists: list[list[Task]] = [[] for _ in range(graph.devices)]
-        for _, task in sorted(placed, key=lambda each: each[0]):
+        for _, task in sorted(keyed, key=lambda pair: pair[0]):
             for device in graph.stage_devices[task.stage]:
                 lists[device].append(task)
         return Schedule(micro_batches, tuple(map(tuple, lists)), find_repetends(lists))
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        """The stages of 1F1B itself: those whose devices span no other stage's."""
+    def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        """Return the stages that run 1F1B, one per pipeline rank: the stages whose devices are not
+        a proper superset of another stage's devices.
+        """
         if graph.pipeline_count > 1:
             raise InfeasibleError(
-                "schedule 1f1b_plus runs one pipeline, but the placement has "
+                "schedule 1f1b_plus requires 1 pipeline, but the placement has "
                 f"{graph.pipeline_count}"
             )
         groups = [frozenset(group) for group in graph.stage_devices]
@@ -95,51 +100,55 @@ class OneForwardOneBackwardPlus(Published):
         for other, stage in sorted(combinations(own, 2), key=lambda pair: pair[1]):
             if both := groups[stage] & groups[other]:
                 raise InfeasibleError(
-                    "schedule 1f1b_plus runs one stage a device, beside those that span "
-                    "others' devices, but stages "
-                    f"{other} and {stage} are both on device {min(both)}",
-                    hint="1f1b takes any number of stages a device",
+                    "schedule 1f1b_plus requires one stage per device, apart from stages on "
+                    f"several devices, but stages {other} and {stage} are both on device "
+                    f"{min(both)}",
+                    hint="use schedule 1f1b, which supports several stages per device",
                 )
         return tuple((stage,) for stage in own)
 
 
-def _placed(
+def _keyed_tasks(
     graph: StageGraph, own: list[int], m: int
 ) -> Iterator[tuple[tuple[int, int, bool, int], Task]]:
-    """Micro-batch m's tasks, with keys that sort those of all: twice the slot on the grid, odd
-    between slots.
+    """Yield (key, task) for all tasks of micro-batch m; sorting by key gives the order of tasks.
+
+    The first element of a key is twice the slot on the grid for the stages in `own`. For another
+    stage it is an odd number next to the key of the nearest stage in `own`: the next one, or the
+    last one if there is no next.
     """
-    forwards, backwards = (
-        [Task(s, phase, m) for s in own] for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
+    forwards = [Task(s, Phase.FORWARD, m) for s in own]
+    backwards = [Task(s, Phase.BACKWARD, m) for s in own]
     slots = {
         task: slot
-        for slot, task in there_and_back(forwards, backwards, first_slot(m, len(own), len(own)))
+        for slot, task in forward_and_backward_slots(
+            forwards, backwards, first_slot(m, len(own), len(own))
+        )
     }
     for stage in range(len(graph.stage_devices)):
-        near = next((other for other in own if other >= stage), own[-1])
-        side = (near < stage) - (near > stage)
-        for phase, way in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1)):
-            key = 2 * slots[Task(near, phase, m)] + way * side
-            yield (key, m, phase is Phase.BACKWARD, way * stage), Task(stage, phase, m)
+        nearest = next((other for other in own if other >= stage), own[-1])
+        side = (nearest < stage) - (nearest > stage)
+        for phase, direction in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1)):
+            key = 2 * slots[Task(nearest, phase, m)] + direction * side
+            yield (key, m, phase is Phase.BACKWARD, direction * stage), Task(stage, phase, m)
 
 
 @dataclass(frozen=True, slots=True)
 class KForwardsKBackwards:
-    """Each stage keeps as many samples in flight as the stages behind it ask for, and runs k tasks
-    of a kind in a row.
+    """Each stage has as many samples in flight as the stages after it require, and runs k tasks of
+    one phase in a row.
 
-    Jeon et al., "GraphPipe" (2024), Algorithm 2: stages may have micro-batches of different sizes
-    and several stages before and behind them; what is kept follows from the paper's Table 2, and
-    each backward comes as early as that allows. With equal sizes and k = 1 it is 1F1B. Inference
-    runs forwards alone.
+    Jeon et al., "GraphPipe" (2024), Algorithm 2. Stages may have different micro-batch sizes and
+    form any DAG. The number of samples in flight follows from the paper's Table 2, and each
+    backward runs as early as that number permits. With equal sizes and k = 1 it equals 1F1B.
+    Inference runs only forwards.
     """
 
     name: ClassVar[str] = "kfkb"
 
     k: int | tuple[int, ...] = 1
-    """Forwards, and backwards, in a row: one number, or one for each stage. 1 keeps the fewest
-    samples.
+    """Number of forwards, and of backwards, in a row: one number for all stages, or one for each
+    stage. 1 has the minimum number of samples in flight.
     """
 
     def requires(self, problem: Problem, placement: Placement) -> None:
@@ -147,12 +156,13 @@ class KForwardsKBackwards:
         if len(self.ks(stages)) != stages:
             raise ConfigurationError(
                 f"schedule.k has {len(self.ks(stages))} {plural(len(self.ks(stages)), 'number')}, "
-                f"but the placement {stages} {plural(stages, 'stage')}",
-                hint="give one number for all, or one for each stage",
+                f"but the placement has {stages} {plural(stages, 'stage')}",
+                hint="set schedule.k to one number, or to one number per stage",
             )
         if min(self.ks(stages)) < 1:
             raise ConfigurationError(
-                f"schedule.k is {min(self.ks(stages))}", hint="it must be at least 1"
+                f"schedule.k contains {min(self.ks(stages))}; the minimum is 1",
+                hint="set schedule.k to 1 or more",
             )
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
@@ -163,159 +173,168 @@ class KForwardsKBackwards:
         )
 
     def ks(self, stages: int) -> tuple[int, ...]:
+        """Return k for each of `stages` stages."""
         return (self.k,) * stages if isinstance(self.k, int) else self.k
 
 
 def order_kfkb(
     graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks, ks: Sequence[int] = ()
 ) -> Schedule:
-    """The stages' orders, merged where a device has several stages; `micro_batches` are the largest
-    ones of a step. Without `ks` all are 1, which is 1F1B where micro-batches are equal: each stage
-    keeps as many as it is deep. Orders never wait in a circle then: F(s, m) at 2m - depth(s) and
-    B(s, m) at 2m + depth(s) - 1 is a numbering in which every task comes after all that it waits
-    for, since depth falls along every edge.
+    """Return the kFkB schedule: the `stage_order` of each stage, merged into one order per device.
+
+    `micro_batches` counts the largest micro-batches of a step. `ks` contains k for each stage;
+    empty means 1 for all stages, which is 1F1B if all micro-batches are equal.
+
+    In that case the orders of stages contain no circular wait. Give F(s, m) the number 2m -
+    depth(s) and B(s, m) the number 2m + depth(s) - 1, where depth(s) is the number of stages on the
+    longest path from s to an end. Each task then has a larger number than the tasks it depends on,
+    because depth decreases along each edge.
     """
     ks = ks or (1,) * len(graph.stage_devices)
     numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(ks)))
-    each_stage = zip(kept_micro_batches(graph, ks), ks, numbers, strict=True)
+    settings = zip(max_in_flight(graph, ks), ks, numbers, strict=True)
     lists = merge_orders(
-        [stage_order(s, *each, train) for s, each in enumerate(each_stage)], graph, ticks
+        [stage_order(stage, *each, train) for stage, each in enumerate(settings)], graph, ticks
     )
     return Schedule(micro_batches, lists, find_repetends(lists))
 
 
-def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
-    """The most of its own micro-batches that each stage keeps between forward and backward."""
+def max_in_flight(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
+    """Return, for each stage, the maximum number of its micro-batches in flight."""
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
-    samples = [math.lcm(*ratios) // each for each in ratios]
+    samples = [math.lcm(*ratios) // ratio for ratio in ratios]
     in_flight = stages_in_flight(ks, samples, graph.edges)
-    return tuple(kept // size for kept, size in zip(in_flight, samples, strict=True))
+    return tuple(count // size for count, size in zip(in_flight, samples, strict=True))
 
 
 def stage_order(
-    stage: int, kept: int, k: int, micro_batches: Sequence[int], train: bool
+    stage: int, in_flight: int, k: int, micro_batches: Sequence[int], train: bool
 ) -> list[Task]:
-    """A stage's tasks: `kept` forwards, then k backwards and k forwards in turn; without training
-    forwards alone.
+    """Return the tasks of a stage: `in_flight` forwards, then alternately k backwards and k
+    forwards, then the remaining backwards. Without `train`, return only forwards.
     """
-    forwards, backwards = (
-        [Task(stage, phase, m) for m in micro_batches] for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    return in_turn(forwards, backwards, kept, k) if train else forwards
+    forwards = [Task(stage, Phase.FORWARD, m) for m in micro_batches]
+    backwards = [Task(stage, Phase.BACKWARD, m) for m in micro_batches]
+    return alternate(forwards, backwards, in_flight, k) if train else forwards
 
 
 class InterleavedOneForwardOneBackward(Published):
-    """Each device runs a group of as many micro-batches as there are devices through each of its
-    stages in turn.
+    """Each device runs p micro-batches on its first stage, then on its second stage, and so on, as
+    many micro-batches at a time as there are devices.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM" (2021), section 2.2.2. With v stages on each of p devices the bubble is (p - 1)(F +
-    B) / v, and vp + p - 1 activations are kept.
+    Megatron-LM" (2021), section 2.2.2. The bubble is (p - 1)(F + B) / v. At most vp + p - 1
+    activations of stages are saved per device.
     """
 
     name: ClassVar[str] = "interleaved_1f1b"
-    form: ClassVar[Form] = LOOPS
+    pattern: ClassVar[PlacementPattern] = LOOPS
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        lanes = self.form.lanes(self.name, graph)
-        if len(lanes[0]) < 2:
+    def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        rank_stages = self.pattern.rank_stages(self.name, graph)
+        if len(rank_stages[0]) < 2:
             raise InfeasibleError(
-                f"schedule {self.name} runs several stages a device, but here is one",
-                hint="take 1f1b",
+                f"schedule {self.name} requires several stages per device, but the placement has "
+                "one",
+                hint="use schedule 1f1b",
             )
-        if micro_batches % len(lanes):
+        if micro_batches % len(rank_stages):
             raise InfeasibleError(
-                f"schedule {self.name} runs groups of {len(lanes)} "
-                f"{plural(len(lanes), 'micro-batch')}, "
-                "one for each device, but there are "
-                f"{micro_batches}",
-                hint=f"make their number a multiple of {len(lanes)}",
+                f"schedule {self.name} requires a multiple of {len(rank_stages)} micro-batches "
+                f"(the devices of a pipeline), but the step has {micro_batches}",
+                hint=f"set --micro-batches to a multiple of {len(rank_stages)}",
             )
-        return lanes
+        return rank_stages
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Forwards until the first backward can arrive, then one forward and one backward in turn.
-        A device runs a group of p micro-batches through stage after stage of its own, then the next
-        group.
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return, for each rank, forwards until the first backward can run, then alternately one
+        forward and one backward, then the remaining backwards. Both run a group of p micro-batches
+        on each of the rank's stages before the next group; backwards visit the stages in reverse
+        order.
         """
-        p = len(lanes)
+        p = len(rank_stages)
         found = []
         groups = [range(first, first + p) for first in range(0, micro_batches, p)]
-        for place, stages in enumerate(lanes):
+        for rank, stages in enumerate(rank_stages):
             forwards = [
                 Task(s, Phase.FORWARD, m) for group in groups for s in stages for m in group
             ]
             backwards = [
                 Task(s, Phase.BACKWARD, m) for group in groups for s in stages[::-1] for m in group
             ]
-            found.append(
-                in_turn(forwards, backwards, (len(stages) - 1) * p + 2 * (p - 1 - place) + 1)
-            )
+            in_flight = (len(stages) - 1) * p + 2 * (p - 1 - rank) + 1
+            found.append(alternate(forwards, backwards, in_flight))
         return found
 
 
 class LoopedBreadthFirst(Published):
-    """GPipe on several stages a device, stage by stage.
+    """GPipe with several stages per device: a device runs all micro-batches on one stage before the
+    next.
 
-    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022), section 4.1. With v stages on each of
-    p devices and at least p micro-batches the bubble is (p - 1)(F + B) / v; the activations of all
-    micro-batches are kept.
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022), section 4.1. With at least p
+    micro-batches the bubble is (p - 1)(F + B) / v. The activations of all micro-batches are saved.
     """
 
     name: ClassVar[str] = "looped_bfs"
-    form: ClassVar[Form] = LOOPS
+    pattern: ClassVar[PlacementPattern] = LOOPS
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        ways = (Phase.FORWARD, 1), (Phase.BACKWARD, -1)
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        phases = (Phase.FORWARD, 1), (Phase.BACKWARD, -1)
         return [
             [
                 Task(s, phase, m)
-                for phase, way in ways
-                for s in stages[::way]
+                for phase, direction in phases
+                for s in stages[::direction]
                 for m in range(micro_batches)
             ]
-            for stages in lanes
+            for stages in rank_stages
         ]
 
 
 class Chimera(Published):
-    """1F1B in both directions; each pipeline takes groups of half as many micro-batches as there
-    are devices.
+    """1F1B in two pipelines of opposite directions. Each pipeline runs groups of p / 2
+    micro-batches.
 
     Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
-    Pipelines" (2021), sections III-A and III-C, direct concatenation. With m micro-batches on p
-    devices and F = B the bubble is p - 2 slots of 2m + p - 2; a device keeps p/2 + 1 to p
-    activations, and parameters twice.
+    Pipelines" (2021), sections III-A and III-C, direct concatenation. With M micro-batches and F =
+    B, the bubble is p - 2 of 2M + p - 2 slots. A device saves p/2 + 1 to p activations, and has the
+    parameters of two stages.
     """
 
     name: ClassVar[str] = "chimera"
-    form: ClassVar[Form] = OPPOSITE
+    pattern: ClassVar[PlacementPattern] = OPPOSITE
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        down = [stages[0] for stages in lanes]
-        up = [stages[1] for stages in reversed(lanes)]
-        half = len(lanes) // 2
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        down = [stages[0] for stages in rank_stages]
+        up = [stages[1] for stages in reversed(rank_stages)]
+        half = len(rank_stages) // 2
         slots = (
-            *on_grid(down, range(0, micro_batches, 2), half),
-            *on_grid(up, range(1, micro_batches, 2), half),
+            *grid_slots(down, range(0, micro_batches, 2), half),
+            *grid_slots(up, range(1, micro_batches, 2), half),
         )
-        return by_lane(lanes, slots)
+        return orders_by_slot(rank_stages, slots)
 
 
 class Hanayo(Published):
-    """Chimera without a second copy of the parameters: its two directions are two halves of one
-    pipeline.
+    """Chimera without a second copy of the parameters: one pipeline visits the devices in ascending
+    and descending order, instead of two pipelines of opposite directions.
 
     Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
-    Efficiency" (2023). The placement says how many waves there are: w waves are 2w stages on each
-    of p devices. Groups of p micro-batches follow one another without a gap on the grid, so that
-    with F = B the bubble is (p - 1)(F + B) / 2w whatever their number; 2wp activations are kept.
+    Efficiency" (2023). The placement determines the number of waves w: 2w stages on each of p
+    devices. Groups of p micro-batches follow one another without a gap on the grid. With F = B the
+    bubble is therefore (p - 1)(F + B) / 2w for any number of micro-batches. 2wp activations of
+    stages are saved.
     """
 
     name: ClassVar[str] = "hanayo"
-    form: ClassVar[Form] = WAVES
+    pattern: ClassVar[PlacementPattern] = WAVES
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        return by_lane(
-            lanes, on_grid(range(len(lanes) * len(lanes[0])), range(micro_batches), len(lanes))
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        return orders_by_slot(
+            rank_stages,
+            grid_slots(
+                range(len(rank_stages) * len(rank_stages[0])),
+                range(micro_batches),
+                len(rank_stages),
+            ),
         )

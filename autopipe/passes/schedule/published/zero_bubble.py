@@ -1,8 +1,11 @@
-"""Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V), V schedules of controllable memory (V-Half, V-Min),
-DualPipe, DualPipeV.
+"""Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V), V schedules with controllable memory (V-Half, V-Min),
+DualPipe and DualPipeV.
 
-A backward is split into I, the gradients of inputs, which other devices wait for, and W, those of
-weights, which fill what would be bubbles: B and W in the papers, where F = B = W.
+A backward is split into I, the input gradients, which other stages wait for, and W, the weight
+gradients, which fill slots that would otherwise be idle. The papers call I and W "B" and "W".
+
+In formulas, p is the number of devices of a pipeline, and F, B, I and W are the times of these
+phases of one micro-batch on one device, B = I + W.
 """
 
 from __future__ import annotations
@@ -17,222 +20,242 @@ from autopipe.passes.schedule.published.base import (
     CHAIN,
     ONE_WAVE,
     OPPOSITE,
-    Form,
-    LaneStages,
+    PlacementPattern,
     Published,
-    by_lane,
-    fill_weights,
-    in_turn,
-    spell,
+    RankStages,
+    alternate,
+    insert_weight_gradients,
+    order_from_notation,
+    orders_by_slot,
 )
 
 
 class ZeroBubbleH1(Published):
-    """1F1B whose weight gradients fill slots in which a device would wait.
+    """1F1B whose weight gradients fill idle slots.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1. On p devices, with at least p
-    micro-batches, the bubble is (p - 1)(F + I - W), and p activations are kept.
+    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1. With at least p micro-batches
+    the bubble is (p - 1)(F + I - W). p activations are saved.
     """
 
     name: ClassVar[str] = "zb_h1"
-    form: ClassVar[Form] = CHAIN
-    factor: ClassVar[int] = 1
-    """Stage s of p warms up with factor (p - 1 - s) forwards and has room for factor (p - 1) + 1
-    activations.
+    pattern: ClassVar[PlacementPattern] = CHAIN
+    warm_up_factor: ClassVar[int] = 1
+    """Stage s runs `warm_up_factor` * (p - 1 - s) + 1 forwards before its first I, and saves up to
+    `warm_up_factor` * (p - 1) + 1 activations.
     """
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """1F1B's order of F and I, after another warm-up, with W in its gaps."""
-        p = len(lanes)
-        every = range(micro_batches)
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return, for each rank, the order of 1F1B with I instead of B and W in its gaps. The
+        number of warm-up forwards depends on `warm_up_factor`.
+        """
+        p = len(rank_stages)
         orders = [
-            in_turn(
-                [Task(s, Phase.FORWARD, m) for m in every],
-                [Task(s, Phase.INPUT_GRADIENT, m) for m in every],
-                self.factor * (p - 1 - s) + 1,
+            alternate(
+                [Task(s, Phase.FORWARD, m) for m in range(micro_batches)],
+                [Task(s, Phase.INPUT_GRADIENT, m) for m in range(micro_batches)],
+                self.warm_up_factor * (p - 1 - s) + 1,
             )
             for s in range(p)
         ]
-        return fill_weights(orders, p, self.factor * (p - 1) + 1)
+        return insert_weight_gradients(orders, p, self.warm_up_factor * (p - 1) + 1)
 
 
 class ZeroBubbleH2(ZeroBubbleH1):
-    """Each device runs as many forwards ahead as fill the time until its first backward.
+    """ZB-H1 with more warm-up forwards: a device runs forwards until its first I is ready.
 
     Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.2. With at least 2p - 1
-    micro-batches no device waits longer than (p - 1)(F + I - 2W) between its first task and its
-    last; 2p - 1 activations are kept. Devices start and end one after another, p - 1 forwards
-    apart.
+    micro-batches, no device is idle for longer than (p - 1)(F + I - 2W) between its first and its
+    last task. 2p - 1 activations are saved. Devices start one after another, p - 1 forwards from
+    the first to the last, and end in the same order.
     """
 
     name: ClassVar[str] = "zb_h2"
-    factor: ClassVar[int] = 2
+    warm_up_factor: ClassVar[int] = 2
 
 
 class ZeroBubbleV(Published):
-    """A V of two stages a device, so that the device that begins a micro-batch also turns its loss
-    into gradients.
+    """Two stages per device in a V: the device with the first stage also has the last stage, and
+    starts the backwards.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), the extended version's section on ZB-V.
-    With at least 2p - 1 micro-batches and F = I = W no device waits between its first task and its
-    last; the activations of 2p stages are kept, as much as p of 1F1B's.
+    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), the section on ZB-V of the extended
+    version. With at least 2p - 1 micro-batches and F = I = W, no device is idle between its first
+    and its last task. The activations of 2p stages are saved, as many bytes as p activations of
+    1F1B.
     """
 
     name: ClassVar[str] = "zb_v"
-    form: ClassVar[Form] = ONE_WAVE
+    pattern: ClassVar[PlacementPattern] = ONE_WAVE
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        p = len(lanes)
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        p = len(rank_stages)
         every = range(micro_batches)
         orders = [
-            spell(_words(place, p, micro_batches), stages, (every, every))
-            for place, stages in enumerate(lanes)
+            order_from_notation(_zb_v_notation(rank, p, micro_batches), stages, (every, every))
+            for rank, stages in enumerate(rank_stages)
         ]
-        return fill_weights(orders, 2 * p, 2 * p)
+        return insert_weight_gradients(orders, 2 * p, 2 * p)
 
 
-def _words(place: int, p: int, micro_batches: int) -> Iterator[str]:
-    """Tasks of a device without W: 0 is its stage on the way down, 1 the one on the way up."""
-    yield from ("F0",) * (2 * (p - place) - 1)
-    yield from ("F1", "F0") * place
-    yield from ("F1", "I1") * (p - place)
+def _zb_v_notation(rank: int, p: int, micro_batches: int) -> Iterator[str]:
+    """Yield the tasks of a pipeline rank without W. Index 0 is its stage on the way from rank 0 to
+    p - 1, index 1 its stage on the way back.
+    """
+    yield from ("F0",) * (2 * (p - rank) - 1)
+    yield from ("F1", "F0") * rank
+    yield from ("F1", "I1") * (p - rank)
     yield from ("F0", "I0", "F1", "I1") * max(micro_batches - p, 0)
     yield from ("I0", "I1") * micro_batches
 
 
 class VHalf(Published):
-    """A V whose micro-batches come up twice as fast as they go down.
+    """A V with two stages per device whose memory is half of 1F1B's.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W
-    the bubble is about half of 1F1B's, p/2 micro-batches' work; the activations of 2 ((p + 2) // 2)
-    stages are kept, half of 1F1B's.
+    the bubble is about half of 1F1B's, the work of p/2 micro-batches. The activations of 2 * ((p +
+    2) // 2) stages are saved, half as many bytes as for 1F1B.
     """
 
     name: ClassVar[str] = "v_half"
-    form: ClassVar[Form] = ONE_WAVE
-    part: ClassVar[int] = 2
-    """1 / part of 1F1B's activations are kept; a micro-batch takes 4 - part slots a device on the
-    way down, one up.
+    pattern: ClassVar[PlacementPattern] = ONE_WAVE
+    divisor: ClassVar[int] = 2
+    """The memory of activations is 1 / `divisor` of 1F1B's. A forward advances by one device every
+    4 - `divisor` slots from rank 0 to p - 1, and every slot on the way back.
     """
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """One micro-batch's pattern, repeated every six slots (F, I and W of two stages) and then
-        moved together. Section 3: how long a pattern holds activations says how many are kept. A
-        gap keeps repetitions apart where `part` divides the number of devices. W stands where a
-        device would wait, and where more would be kept.
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the orders of a pattern of slots for one micro-batch that repeats every six slots:
+        F, I and W of two stages per device.
+
+        Section 3 of the paper: the time for which the pattern needs activations determines how many
+        are saved. If `divisor` divides p, a gap before the first I keeps repetitions out of each
+        other's slots. W runs if the device would be idle, and before a forward that would exceed
+        the memory.
         """
-        p = len(lanes)
-        down_slots = 4 - self.part
+        p = len(rank_stages)
+        down_slots = 4 - self.divisor
         slots = []
-        way = (down_slots + 1) * p
-        turn = way + (0 if p % self.part else down_slots + 1)
-        for place, (down, up) in enumerate(lanes):
-            there = down_slots * place
-            back = way - down_slots - place
+        forward_slots = (down_slots + 1) * p
+        first_backward = forward_slots + (0 if p % self.divisor else down_slots + 1)
+        for rank, (down, up) in enumerate(rank_stages):
+            down_slot = down_slots * rank
+            up_slot = forward_slots - down_slots - rank
             for slot, stage, phase in (
-                (there, down, Phase.FORWARD),
-                (back, up, Phase.FORWARD),
-                (turn + there + 1 - down_slots, up, Phase.INPUT_GRADIENT),
-                (turn + back, down, Phase.INPUT_GRADIENT),
+                (down_slot, down, Phase.FORWARD),
+                (up_slot, up, Phase.FORWARD),
+                (first_backward + down_slot + 1 - down_slots, up, Phase.INPUT_GRADIENT),
+                (first_backward + up_slot, down, Phase.INPUT_GRADIENT),
             ):
                 slots += [(slot + 6 * m, Task(stage, phase, m)) for m in range(micro_batches)]
-        return fill_weights(
-            by_lane(lanes, slots), 2 * p, 2 * ((p + 2 * self.part - 2) // self.part)
+        return insert_weight_gradients(
+            orders_by_slot(rank_stages, slots),
+            2 * p,
+            2 * ((p + 2 * self.divisor - 2) // self.divisor),
         )
 
 
 class VMin(VHalf):
-    """A V whose micro-batches pass as fast as they can: the shorter they are under way, the less is
-    kept.
+    """A V with two stages per device and the minimum memory: micro-batches pass the devices as fast
+    as possible, so their activations are needed for the shortest time.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W
-    the bubble is about two thirds of 1F1B's, 2p/3 micro-batches' work; the activations of 2 ((p +
-    4) // 3) stages are kept, a third.
+    the bubble is about two thirds of 1F1B's, the work of 2p/3 micro-batches. The activations of 2 *
+    ((p + 4) // 3) stages are saved, a third as many bytes as for 1F1B.
     """
 
     name: ClassVar[str] = "v_min"
-    part: ClassVar[int] = 3
+    divisor: ClassVar[int] = 3
 
 
 class DualPipe(Published):
-    """Each device runs forwards of one direction beside backwards of the other.
+    """Two pipelines in opposite directions. Each device alternates forwards of one direction with
+    backwards of the other.
 
-    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1. On p devices the bubble is
-    (p/2 - 1)(F&B + B - 3W), with F&B the time of a forward and a backward that overlap; p + 1
-    activations are kept, and parameters twice. Here the two run one after the other, the forward
-    first.
+    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1. The bubble is (p/2 - 1)(F&B +
+    B - 3W), where F&B is the time of a forward and a backward that overlap. p + 1 activations are
+    saved, and each device has the parameters of two stages. Here the forward and the backward do
+    not overlap: the forward runs first.
     """
 
     name: ClassVar[str] = "dualpipe"
-    form: ClassVar[Form] = OPPOSITE
+    pattern: ClassVar[PlacementPattern] = OPPOSITE
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        lanes = self.form.lanes(self.name, graph)
-        if micro_batches % 2 or micro_batches < 2 * len(lanes):
+    def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        rank_stages = self.pattern.rank_stages(self.name, graph)
+        if micro_batches % 2 or micro_batches < 2 * len(rank_stages):
             raise InfeasibleError(
-                f"schedule {self.name} on {len(lanes)} {plural(len(lanes), 'device')} "
-                "runs an even number of micro-batches, "
-                f"{2 * len(lanes)} or more, but there are {micro_batches}",
-                hint="take chimera, or more micro-batches",
+                f"schedule {self.name} on {len(rank_stages)} {plural(len(rank_stages), 'device')} "
+                "requires an even number of micro-batches, "
+                f"{2 * len(rank_stages)} or more, but the step has {micro_batches}",
+                hint="use schedule chimera, or raise --micro-batches",
             )
-        return lanes
+        return rank_stages
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """The same on both ends; on each the direction that begins there comes first."""
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the orders of all ranks. Ranks at equal distance from the two ends have mirrored
+        orders. Index 0 of the notation is the direction that starts at the nearer end.
+        """
         directions = range(0, micro_batches, 2), range(1, micro_batches, 2)
-        half = len(lanes) // 2
+        half = len(rank_stages) // 2
         found = []
-        for place, stages in enumerate(lanes):
-            near = min(place, len(lanes) - 1 - place)
-            way = 1 if place < half else -1
+        for rank, stages in enumerate(rank_stages):
+            distance = min(rank, len(rank_stages) - 1 - rank)
+            direction = 1 if rank < half else -1
+            notation = _dualpipe_notation(distance, half, micro_batches // 2)
             found.append(
-                spell(_dual_words(near, half, micro_batches // 2), stages[::way], directions[::way])
+                order_from_notation(notation, stages[::direction], directions[::direction])
             )
         return found
 
 
-def _dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
-    """Tasks of the device `place` steps from one end, of `depth` devices up to the middle, in the
-    eight phases of DeepSeek-AI's figure 5. 0 is the direction that begins at this end;
-    `micro_batches` are those of one direction.
+def _dualpipe_notation(distance: int, depth: int, micro_batches: int) -> Iterator[str]:
+    """Yield the tasks of a pipeline rank in the eight phases of DeepSeek-AI's figure 5, one per
+    line below.
+
+    `distance` is the number of ranks between this rank and the nearer end, `depth` the number of
+    ranks of half the pipeline, and `micro_batches` the number of one direction. Index 0 is the
+    direction that starts at the nearer end.
     """
-    inner = depth - 1 - place
-    yield from ("F0",) * (2 * inner)
-    yield from ("F0", "F1") * (place + 1)
-    yield from ("I1", "W", "F1") * inner
-    yield from ("F0", "B1", "F1", "B0") * (micro_batches - 2 * depth + place + 1)
-    yield from ("B1", "F1", "B0") * inner
-    yield from (("B", "I")[index > place] + "10"[index % 2] for index in range(2 * (place + 1)))
-    yield from ("W", "I0") * inner
-    yield from ("W",) * (place + 1)
+    to_middle = depth - 1 - distance
+    yield from ("F0",) * (2 * to_middle)
+    yield from ("F0", "F1") * (distance + 1)
+    yield from ("I1", "W", "F1") * to_middle
+    yield from ("F0", "B1", "F1", "B0") * (micro_batches - 2 * depth + distance + 1)
+    yield from ("B1", "F1", "B0") * to_middle
+    yield from (
+        ("B", "I")[index > distance] + "10"[index % 2] for index in range(2 * (distance + 1))
+    )
+    yield from ("W", "I0") * to_middle
+    yield from ("W",) * (distance + 1)
 
 
 class DualPipeV(Published):
-    """DualPipe's half of the devices, with one pipeline that goes down and comes up as the two
-    directions.
+    """DualPipe on half of the devices: one pipeline with two stages per device visits the devices
+    in ascending and descending order, in place of the two directions.
 
-    DeepSeek-AI, DualPipe (2025), after Sea AI Lab's idea to cut it in half. With P = 2p stages on p
-    devices the bubble is (p - 1)(F&B + B - 3W), and 2p + 1 activations of stages are kept:
-    DualPipe's formulas for P.
+    DeepSeek-AI, DualPipe (2025), after Sea AI Lab's proposal to cut DualPipe in half. With P = 2p
+    stages on p devices, the formulas of DualPipe for P hold: the bubble is (p - 1)(F&B + B - 3W),
+    and 2p + 1 activations of stages are saved.
     """
 
     name: ClassVar[str] = "dualpipe_v"
-    form: ClassVar[Form] = ONE_WAVE
+    pattern: ClassVar[PlacementPattern] = ONE_WAVE
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        lanes = self.form.lanes(self.name, graph)
-        if micro_batches < 2 * len(lanes):
+    def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        rank_stages = self.pattern.rank_stages(self.name, graph)
+        if micro_batches < 2 * len(rank_stages):
             raise InfeasibleError(
-                f"schedule {self.name} on {len(lanes)} {plural(len(lanes), 'device')} "
-                f"runs {2 * len(lanes)} micro-batches or more, "
-                f"but there are {micro_batches}",
-                hint="take zb_v, or more micro-batches",
+                f"schedule {self.name} on {len(rank_stages)} {plural(len(rank_stages), 'device')} "
+                f"requires {2 * len(rank_stages)} micro-batches or more, but the step has "
+                f"{micro_batches}",
+                hint="use schedule zb_v, or raise --micro-batches",
             )
-        return lanes
+        return rank_stages
 
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+    def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         every = range(micro_batches)
         return [
-            spell(_dual_words(place, len(lanes), micro_batches), stages, (every, every))
-            for place, stages in enumerate(lanes)
+            order_from_notation(
+                _dualpipe_notation(rank, len(rank_stages), micro_batches), stages, (every, every)
+            )
+            for rank, stages in enumerate(rank_stages)
         ]

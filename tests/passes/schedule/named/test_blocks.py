@@ -8,7 +8,11 @@ import pytest
 
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.published.blocks import block_schedule_names, schedule_blocks, shape
+from autopipe.passes.schedule.published.blocks import (
+    block_schedule_names,
+    schedule_blocks,
+    shape_blocks,
+)
 
 
 def broken_rules(schedule):
@@ -38,7 +42,7 @@ def broken_rules(schedule):
     ],
 )
 def test_table_2_is_measured(name, form, bubble, period):
-    schedule = schedule_blocks(name, shape(form, 4, train=True), 32)
+    schedule = schedule_blocks(name, shape_blocks(form, 4, train=True), 32)
     assert schedule.period == period
     assert schedule.steady_bubble_rate == pytest.approx(bubble)
 
@@ -50,7 +54,7 @@ def test_table_2_is_measured(name, form, bubble, period):
     ("name", "form"), [("gpipe", "k"), ("1f1b", "v"), ("1f1b_plus", "nn"), ("chimera", "x")]
 )
 def test_every_rule_is_kept(name, form, units, devices, train):
-    schedule = schedule_blocks(name, shape(form, devices, train), units)
+    schedule = schedule_blocks(name, shape_blocks(form, devices, train), units)
     assert schedule.units == units
     assert not broken_rules(schedule)
     assert schedule.lower_bound <= (
@@ -61,12 +65,13 @@ def test_every_rule_is_kept(name, form, units, devices, train):
 @pytest.mark.parametrize(("form", "bubble"), [("v", 0), ("m", 0), ("nn", 0)])
 def test_forwards_alone_follow_one_another_closely(form, bubble):
     assert (
-        schedule_blocks("1f1b_plus", shape(form, 4, train=False), 32).steady_bubble_rate == bubble
+        schedule_blocks("1f1b_plus", shape_blocks(form, 4, train=False), 32).steady_bubble_rate
+        == bubble
     )
 
 
 def test_a_repetend_says_when_blocks_of_the_steady_state_start():
-    schedule = schedule_blocks("1f1b_plus", shape("nn", 4, train=True), 40)
+    schedule = schedule_blocks("1f1b_plus", shape_blocks("nn", 4, train=True), 40)
     repetend = schedule.repetend
     shifts = {
         starts[index] - repetend.starts[index] - schedule.period * (unit - repetend.offsets[index])
@@ -79,45 +84,50 @@ def test_a_repetend_says_when_blocks_of_the_steady_state_start():
 
 def test_gpipe_ends_when_theory_says():
     # (m + p - 1) slots of forwards and as many of backwards.
-    schedule = schedule_blocks("gpipe", shape("v", 4, train=True), 6)
+    schedule = schedule_blocks("gpipe", shape_blocks("v", 4, train=True), 6)
     assert schedule.makespan == (6 + 3) * (1 + 3)
     assert schedule.peak_memory == (6, 6, 6, 6)
     assert schedule.period is None
 
 
-def test_memory_that_does_not_do_is_named():
+def test_insufficient_memory_names_the_device_and_both_numbers():
     with pytest.raises(
-        InfeasibleError, match=r"device 0: schedule 1f1b needs memory 4 where there is 3"
+        InfeasibleError, match=r"device 0: schedule 1f1b needs memory 4, but the limit is 3"
     ):
-        schedule_blocks("1f1b", shape("v", 4, train=True, memory=3), 8)
+        schedule_blocks("1f1b", shape_blocks("v", 4, train=True, memory=3), 8)
 
 
 @pytest.mark.parametrize(
     ("name", "form", "reason"),
     [
-        ("1f1b", "m", "'TPf0': schedule 1f1b runs blocks of one device each .take 1f1b_plus"),
-        ("chimera", "m", "'TPf0': schedule chimera runs blocks of one device each"),
-        ("1f1b", "x", "these blocks are several"),
-        ("1f1b_plus", "k", "makes a branch"),
+        (
+            "1f1b",
+            "m",
+            "'TPf0': schedule 1f1b requires blocks on one device each .use schedule 1f1b_plus",
+        ),
+        ("chimera", "m", "'TPf0': schedule chimera requires blocks on one device each"),
+        ("1f1b", "x", "the blocks form 2"),
+        ("1f1b_plus", "k", "starts a branch"),
         ("chimera", "v", "in opposite directions"),
     ],
 )
-def test_blocks_that_a_schedule_has_no_place_for_are_refused(name, form, reason):
+def test_unsuitable_blocks_are_rejected(name, form, reason):
     with pytest.raises(InfeasibleError, match=reason):
-        schedule_blocks(name, shape(form, 4, train=True), 8)
+        schedule_blocks(name, shape_blocks(form, 4, train=True), 8)
 
 
-def test_a_way_that_does_not_come_back_is_refused():
+def test_a_chain_that_does_not_return_is_rejected():
     blocks = (Block("a", (0,), 1, 1), Block("b", (1,), 1, 0, (0,)), Block("c", (1,), 1, 0, (1,)))
     with pytest.raises(
-        InfeasibleError, match=r"devices \[0, 1, 1\] are not passed once there and once back"
+        InfeasibleError,
+        match=r"devices \[0, 1, 1\] are not visited once forward and once in reverse",
     ):
         schedule_blocks("1f1b", BlockGraph(2, blocks, (None, None)), 4)
 
 
-def test_unknown_names_and_no_units_are_refused():
+def test_unknown_names_and_zero_micro_batches_are_rejected():
     assert block_schedule_names() == ("1f1b", "1f1b_plus", "chimera", "gpipe")
     with pytest.raises(ConfigurationError, match="zb_v"):
-        schedule_blocks("zb_v", shape("v", 4, train=True), 4)
+        schedule_blocks("zb_v", shape_blocks("v", 4, train=True), 4)
     with pytest.raises(ConfigurationError, match="1 unit or more, not 0"):
-        schedule_blocks("gpipe", shape("v", 4, train=True), 0)
+        schedule_blocks("gpipe", shape_blocks("v", 4, train=True), 0)

@@ -26,7 +26,7 @@ from autopipe.passes.cost.memory import table_2
 from autopipe.passes.schedule.orders import merge_orders
 from autopipe.passes.schedule.published.one_f_one_b import (
     KForwardsKBackwards,
-    kept_micro_batches,
+    max_in_flight,
     order_kfkb,
     stage_order,
 )
@@ -80,12 +80,12 @@ def test_the_papers_example_with_micro_batches_of_1_2_and_4():
     graph = with_turns(chain(3), (4, 2, 1))
     schedule = order_kfkb(graph, 4, True, one_tick)
     schedule.verify(graph, train=True)
-    assert kept_micro_batches(graph, (1, 1, 1)) == (10, 4, 1), "10, 8 and 4 samples"
+    assert max_in_flight(graph, (1, 1, 1)) == (10, 4, 1), "10, 8 and 4 samples"
     assert orders(schedule)[2] == "F0 B0 F1 B1 F2 B2 F3 B3"
     assert orders(schedule)[1].startswith("F0 F1 F2 F3 B0 F4 B1 F5")
     assert orders(schedule)[0].startswith("F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 B0 F10 B1 F11")
     uniform = with_turns(chain(3), (1, 1, 1))
-    assert kept_micro_batches(uniform, (1, 1, 1)) == (3, 2, 1), "12, 8 and 4 samples"
+    assert max_in_flight(uniform, (1, 1, 1)) == (3, 2, 1), "12, 8 and 4 samples"
     steps = [
         simulate(order_kfkb(each, 4, True, one_tick), each.stage_devices, predicted(each, size=4))
         for each in (graph, uniform)
@@ -129,7 +129,7 @@ def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_shoul
     step = simulate(schedule, graph.stage_devices, predicted(graph))
     assert len(step.spans) == sum(map(len, schedule.tasks))
     if train:
-        for stage, most in enumerate(kept_micro_batches(graph, ks)):
+        for stage, most in enumerate(max_in_flight(graph, ks)):
             assert kept(schedule, graph, stage) <= most
 
 
@@ -149,7 +149,7 @@ def kept(schedule: Schedule, graph: StageGraph, stage: int) -> int:
 def test_table_2_is_the_least_that_keeps_the_next_stage_busy(turns):
     graph = with_turns(chain(2), turns)
     for ks in itertools.product((1, 2, 4), repeat=2):
-        kept, behind = kept_micro_batches(graph, ks)
+        kept, behind = max_in_flight(graph, ks)
         assert idle_at_the_end(graph, ks, (kept, behind), backward=1.0) == 0.0
         fewer = idle_at_the_end(graph, ks, (kept - 1, behind), backward=1.0)
         assert fewer is None or fewer > 0, f"{kept - 1} would do for {turns} and {ks}"
@@ -159,13 +159,14 @@ def test_a_chain_of_stages_of_one_speed_never_idles_once_it_is_full():
     for turns in itertools.product((1, 2, 4, 8), repeat=3):
         for ks in itertools.product((1, 2), repeat=3) if min(turns) == 1 else ():
             graph = with_turns(chain(3), turns)
-            assert idle_at_the_end(graph, ks, kept_micro_batches(graph, ks)) == pytest.approx(
-                0.0
-            ), (turns, ks)
+            assert idle_at_the_end(graph, ks, max_in_flight(graph, ks)) == pytest.approx(0.0), (
+                turns,
+                ks,
+            )
     # From k = 4 on two micro-batches more than the next stage has, as Table 2 says of equal k *
     # size, are too few where a backward takes twice as long as a forward.
     graph = with_turns(chain(2), (1, 1))
-    assert idle_at_the_end(graph, (4, 4), kept_micro_batches(graph, (4, 4))) == pytest.approx(1.0)
+    assert idle_at_the_end(graph, (4, 4), max_in_flight(graph, (4, 4))) == pytest.approx(1.0)
 
 
 def test_where_table_2_is_too_little_to_run_at_all_more_is_kept():
@@ -174,7 +175,7 @@ def test_where_table_2_is_too_little_to_run_at_all_more_is_kept():
     assert idle_at_the_end(graph, (5, 4), (7, 4)) is None, (
         "the fifth backward waits for the next stage's eighth forward"
     )
-    assert kept_micro_batches(graph, (5, 4)) == (8, 4)
+    assert max_in_flight(graph, (5, 4)) == (8, 4)
     assert idle_at_the_end(graph, (5, 4), (8, 4)) is not None
 
 
@@ -199,8 +200,8 @@ def idle_at_the_end(graph, ks, kept, backward=2.0):
 def test_a_k_for_each_stage_is_asked_for():
     found = KForwardsKBackwards((1, 2))
     with pytest.raises(
-        ConfigurationError, match=r"schedule.k has 2 numbers, but the placement 3 stages"
+        ConfigurationError, match=r"schedule.k has 2 numbers, but the placement has 3 stages"
     ):
         found.requires(None, type("", (), {"stages": (1, 2, 3)}))
-    with pytest.raises(ConfigurationError, match=r"schedule.k is 0"):
+    with pytest.raises(ConfigurationError, match=r"schedule.k contains 0"):
         KForwardsKBackwards(0).requires(None, type("", (), {"stages": (1, 2, 3)}))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.schedule.published.blocks import schedule_blocks, shape
+from autopipe.passes.schedule.published.blocks import schedule_blocks, shape_blocks
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus
 
 
 def stages_of(form, devices):
     """The stages of a shape's forwards, in a chain, with their names."""
-    blocks = list(shape(form, devices, train=False).blocks)
+    blocks = list(shape_blocks(form, devices, train=False).blocks)
     edges = tuple((stage, stage + 1) for stage in range(len(blocks) - 1))
     return StageGraph(devices, tuple(block.devices for block in blocks), edges), [
         block.name for block in blocks
@@ -25,7 +25,7 @@ def test_the_order_is_that_of_blocks(form, devices, micro_batches):
     graph, names = stages_of(form, devices)
     schedule = OneForwardOneBackwardPlus().order(graph, micro_batches)
     schedule.verify(graph, train=True)
-    other = schedule_blocks("1f1b_plus", shape(form, devices, train=True), micro_batches)
+    other = schedule_blocks("1f1b_plus", shape_blocks(form, devices, train=True), micro_batches)
     letters = [block.name.replace("TPf", "F*").replace("TPb", "B*") for block in other.graph.blocks]
     expected = [[(letters[block], unit) for _, unit, block in tasks] for tasks in other.tasks]
     found = [

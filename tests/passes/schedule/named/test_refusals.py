@@ -30,59 +30,88 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
             "interleaved_1f1b",
             CHAIN,
             8,
-            r"runs several stages a device, but here is one \(take 1f1b\)",
+            r"requires several stages per device, but the placement has one \(use schedule 1f1b\)",
         ),
         (
             "interleaved_1f1b",
             LOOPS,
             9,
-            r"groups of 4 micro-batches, one for each device, but there are 9",
+            r"requires a multiple of 4 micro-batches .*, but the step has 9",
         ),
         (
             "interleaved_1f1b",
             VALLEY,
             8,
-            r"like 0 1 2 0 1 2, but they lie on 0 1 2 3 3 2 1 0 \(.*chunks: 2 or more",
+            r"such as 0 1 2 0 1 2, "
+            r"but they are on pipeline ranks 0 1 2 3 3 2 1 0 \(.*chunks: 2 or more",
         ),
-        ("looped_bfs", VALLEY, 8, r"but they lie on 0 1 2 3 3 2 1 0"),
-        ("chimera", CHAIN, 8, r"runs 2 pipelines, but the placement has 1 \(.*shape: x"),
+        ("looped_bfs", VALLEY, 8, r"but they are on pipeline ranks 0 1 2 3 3 2 1 0"),
+        ("chimera", CHAIN, 8, r"requires 2 pipelines, but the placement has 1 \(.*shape: x"),
         (
             "chimera",
             ALIKE,
             8,
-            r"pass the devices in opposite directions, but they lie on 0 1 2 3 0 1 2 3",
+            r"visit the pipeline ranks in opposite directions, "
+            r"but they are on pipeline ranks 0 1 2 3 0 1 2 3",
         ),
-        ("chimera", ODD, 8, r"runs on an even number of devices, but a pipeline has 3"),
-        ("hanayo", OPPOSITE, 8, r"runs one pipeline, but the placement has 2 \("),
-        ("hanayo", LOOPS, 8, r"like 0 1 2 2 1 0, but they lie on 0 1 2 3 0 1 2 3 \(.*wave: true"),
-        ("zb_h1", LOOPS, 8, r"lie on one device each, like 0 1 2, but they lie on 0 1 2 3 0 1 2 3"),
-        ("zb_h2", OVERLAPPING, 8, r"here are stages on devices 0, 1 and on 1, 2 \(1f1b_plus takes"),
+        (
+            "chimera",
+            ODD,
+            8,
+            r"requires an even number of devices per pipeline, but the placement has 3",
+        ),
+        ("hanayo", OPPOSITE, 8, r"requires 1 pipeline, but the placement has 2 \("),
+        (
+            "hanayo",
+            LOOPS,
+            8,
+            r"such as 0 1 2 2 1 0, but they are on pipeline ranks 0 1 2 3 0 1 2 3 \(.*wave: true",
+        ),
+        (
+            "zb_h1",
+            LOOPS,
+            8,
+            r"are on one pipeline rank each, such as 0 1 2, "
+            r"but they are on pipeline ranks 0 1 2 3 0 1 2 3",
+        ),
+        (
+            "zb_h2",
+            OVERLAPPING,
+            8,
+            r"two stages are on devices 0, 1 and on 1, 2 \(use schedule 1f1b_plus",
+        ),
         (
             "zb_v",
             CHAIN,
             8,
-            r"go down the devices and up again, like 0 1 2 2 1 0, but they lie on 0 1 2 3",
+            r"visit all pipeline ranks in ascending and then in descending order, such as 0 1 2 2 1 0, "
+            r"but they are on pipeline ranks 0 1 2 3",
         ),
-        ("v_half", TWO_WAVES, 8, r"runs two stages a device, but here are 4"),
+        ("v_half", TWO_WAVES, 8, r"requires 2 stages per device, but the placement has 4"),
         (
             "v_min",
             chain_on(waves(20)[1:]),
             8,
-            r"but they lie on 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 \.\.\. \(",
+            r"but they are on pipeline ranks 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 \.\.\. \(",
         ),
         (
             "dualpipe",
             OPPOSITE,
             9,
-            r"on 4 devices runs an even number of micro-batches, 8 or more, but there are 9",
+            r"on 4 devices requires an even number of micro-batches, 8 or more, but the step has 9",
         ),
         (
             "dualpipe",
             OPPOSITE,
             6,
-            r"8 or more, but there are 6 \(take chimera, or more micro-batches\)",
+            r"8 or more, but the step has 6 \(use schedule chimera, or raise --micro-batches\)",
         ),
-        ("dualpipe_v", VALLEY, 7, r"on 4 devices runs 8 micro-batches or more, but there are 7"),
+        (
+            "dualpipe_v",
+            VALLEY,
+            7,
+            r"on 4 devices requires 8 micro-batches or more, but the step has 7",
+        ),
     ],
 )
 def test_other_forms_are_refused(name, graph, micro_batches, reason):
@@ -93,10 +122,10 @@ def test_other_forms_are_refused(name, graph, micro_batches, reason):
 
 def test_1f1b_plus_refuses_stages_that_share_a_device():
     with pytest.raises(
-        InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(1f1b takes any"
+        InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(use schedule 1f1b"
     ):
         OneForwardOneBackwardPlus().order(VALLEY, 4)
-    with pytest.raises(InfeasibleError, match="runs one pipeline, but the placement has 2"):
+    with pytest.raises(InfeasibleError, match="requires 1 pipeline, but the placement has 2"):
         OneForwardOneBackwardPlus().order(OPPOSITE, 4)
 
 

@@ -16,7 +16,7 @@ from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.published.blocks import shape
+from autopipe.passes.schedule.published.blocks import shape_blocks
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
@@ -33,7 +33,7 @@ from benchmarks.tessel_baselines import search_in_flight, search_whole
 
 @pytest.mark.parametrize(("in_flight", "period"), [(1, 16), (2, 8), (3, 8), (4, 4), (5, 4)])
 def test_more_units_in_flight_make_shorter_repetends(in_flight: int, period: int) -> None:
-    schedule = search_in_flight(shape("v", 4, True, 4), 12, in_flight)
+    schedule = search_in_flight(shape_blocks("v", 4, True, 4), 12, in_flight)
     assert schedule.repetend is not None
     assert (schedule.period, schedule.optimal) == (period, True)
     assert max(schedule.repetend.offsets) < in_flight
@@ -42,7 +42,7 @@ def test_more_units_in_flight_make_shorter_repetends(in_flight: int, period: int
 
 def test_a_repetend_says_where_blocks_stand() -> None:
     """Repeating it without end is a schedule, in both forms: of all units, and of few in flight."""
-    graph = shape("nn", 4, True, 6)
+    graph = shape_blocks("nn", 4, True, 6)
     for schedule in (search(graph, 40), search_in_flight(graph, 40, 4)):
         repetend = schedule.repetend
         period = schedule.period
@@ -93,7 +93,7 @@ def test_blocks_on_all_devices_do_not_fill_the_gaps_of_others(
 
     The schedule meets the bound, so that no smaller number of units is searched to be repeated.
     """
-    graph = shape(name, 4, True, 6)
+    graph = shape_blocks(name, 4, True, 6)
     assert makespan_bound(graph, units) == units * load + 12
     assert search(graph, units).makespan == units * load + 12
 
@@ -125,10 +125,10 @@ def test_constructed_steady_states_keep_all_rules(graph: BlockGraph) -> None:
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:
-    graph = shape("x", 8, True, 8)
+    graph = shape_blocks("x", 8, True, 8)
     options = SearchOptions(time_limit=0.5, seed=3, patience=60.0)
     small = replace(graph, memory=(5,) * 8)
-    for each, units in ((graph, 20), (shape("m", 4, True, 3), 9), (small, 1)):
+    for each, units in ((graph, 20), (shape_blocks("m", 4, True, 3), 9), (small, 1)):
         first = search(each, units, options)
         second = search(each, units, options)
         assert (first.starts, first.lower_bound) == (second.starts, second.lower_bound)
@@ -136,7 +136,7 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 
 def test_the_time_limit_is_kept_and_progress_is_told_of_it() -> None:
     told: list[tuple[int | None, int, float]] = []
-    graph = shape("nn", 32, True, 17, forward=1009, backward=2503)
+    graph = shape_blocks("nn", 32, True, 17, forward=1009, backward=2503)
     before = time.perf_counter()
     schedule = search(
         graph, 40, SearchOptions(time_limit=0.5, progress=lambda *each: told.append(each))
@@ -158,7 +158,9 @@ def faults_are_none(schedule: BlockSchedule) -> bool:
 
 def test_gap_is_told_where_nothing_is_proven() -> None:
     schedule = search(
-        shape("x", 8, True, 5, forward=1009, backward=2503), 30, SearchOptions(time_limit=0.3)
+        shape_blocks("x", 8, True, 5, forward=1009, backward=2503),
+        30,
+        SearchOptions(time_limit=0.3),
     )
     assert schedule.repetend is not None
     if not schedule.optimal:
@@ -168,7 +170,7 @@ def test_gap_is_told_where_nothing_is_proven() -> None:
 
 def test_too_little_memory_is_refused_with_the_least_that_would_do() -> None:
     with pytest.raises(InfeasibleError, match=r"device 0.*\b1\b"):
-        search(shape("v", 4, True, 0), 8)
+        search(shape_blocks("v", 4, True, 0), 8)
     graph = BlockGraph(
         1,
         (Block("a", (0,), 1, 3), Block("b", (0,), 1, 2, (0,)), Block("c", (0,), 1, -5, (1,))),
@@ -187,7 +189,7 @@ def test_memory_that_a_unit_keeps_is_there_for_all_units() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    graph = shape("v", 4, True, 4)
+    graph = shape_blocks("v", 4, True, 4)
     for ask in (search, search_whole, lambda each, units: search_in_flight(each, units, 2)):
         with pytest.raises(ConfigurationError, match="units"):
             ask(graph, 0)

@@ -6,7 +6,7 @@ import pytest
 from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph
-from autopipe.passes.schedule.published.blocks import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions, steady_peak
 from autopipe.passes.schedule.tessel.periodic import least_memory
 from autopipe.passes.schedule.tessel.search import least_steady_period, search
@@ -26,7 +26,7 @@ MAKESPAN = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_four_devices_train(name: str, units: int) -> None:
     schedule = search(
-        shape(name, 4, True, ROOM[name]), units, SearchOptions(time_limit=5.0, patience=6.0)
+        shape_blocks(name, 4, True, ROOM[name]), units, SearchOptions(time_limit=5.0, patience=6.0)
     )
     assert faults(schedule, units) == []
     assert schedule.makespan <= MAKESPAN[units][name]
@@ -37,7 +37,7 @@ def test_four_devices_train(name: str, units: int) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_four_devices_infer(name: str) -> None:
-    schedule = search(shape(name, 4, train=False), 16)
+    schedule = search(shape_blocks(name, 4, train=False), 16)
     assert (
         schedule.period == schedule.lower_bound == {"v": 1, "x": 2, "m": 2, "nn": 3, "k": 2}[name]
     )
@@ -47,14 +47,14 @@ def test_four_devices_infer(name: str) -> None:
 @pytest.mark.parametrize("devices", [8, 16, 32])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_period_is_proven_on_more_devices(name: str, devices: int) -> None:
-    graph = shape(name, devices, True, ROOM[name] * devices // 4)
+    graph = shape_blocks(name, devices, True, ROOM[name] * devices // 4)
     steady, bound = least_steady_period(graph, 1, Budget(SearchOptions()))
     assert steady.period == bound == PERIOD[name]
 
 
 @pytest.mark.parametrize(("name", "least"), [("v", 4), ("x", 4), ("m", 5), ("nn", 6), ("k", 3)])
 def test_the_least_memory_at_the_bound(name: str, least: int) -> None:
-    graph = shape(name, 4, True)
+    graph = shape_blocks(name, 4, True)
     found = least_memory(
         graph, least_steady_period(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5)
     )
