@@ -1,9 +1,12 @@
-"""Changes of layout inside a stage: the fewest collectives between two layouts of a value, and a
-stage's exchanges.
+"""Changes of layout inside a stage: the collectives that take a value from one layout to another.
 
-No step brings a device more than it lacks, and what runs is what costs are told of. Partial sums
-are added up at once: scattered where all readers want the same blocks, else to copies. After that a
-value is brought to each layout that is asked for from the form of it that lacks least.
+The cost model and lowering both use these steps. The rules:
+
+- A value whose partial sums are reduced gets them reduced right after the node that produces it:
+  reduce-scattered if all readers need one layout, and otherwise all-reduced.
+- Each further layout that a reader needs is made from the available layout of the value that lacks
+  the fewest elements.
+- A device receives only elements that it lacks.
 """
 
 from __future__ import annotations
@@ -36,174 +39,205 @@ from autopipe.ir.space import Space
 
 
 @lru_cache(maxsize=1 << 16)
-def steps_between(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
-    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to
-    `target`. Cut first, so that less is gathered. Where the axes of one dimension go to another one
-    as they are, and none else leave, that is an all-to-all; what is neither goes from device to
-    device.
+def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
+    """Return the steps that take a value from layout `source` to layout `target`.
+
+    `source` has even shards and no partial sums. The rules, in order:
+
+    1. If `target` has windowed shards: one `slice` if no device lacks an element, otherwise one
+       `redistribute`.
+    2. If the strides of all mesh axes do not nest: one `redistribute`.
+    3. If each dimension is either sharded further or gathered, and no gathered mesh axis shards
+       another dimension of `target`: one `slice` per dimension that is sharded further, then one
+       `all_gather` per gathered dimension. Slicing first reduces the gathered volume.
+    4. If only one dimension is gathered, and exactly its gathered mesh axes are added to one other
+       dimension: the slices of other dimensions, then one `all_to_all`.
+    5. Otherwise: one `redistribute`.
     """
     assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
     if target.windows:
-        both = (axis for layout in (source, target) for cut in layout.shard_axes for axis in cut)
-        group = math.lcm(
-            *(axis.stride * axis.degree for axis in both)
-        )  # Places repeat from there on.
-        return (
-            Redistribution(
-                "redistribute" if missing_elements(source, target, group).any() else "slice",
-                source,
-                target,
-            ),
-        )
-    bounds = _chain(
+        both = (axis for layout in (source, target) for axes in layout.shard_axes for axis in axes)
+        # The coordinates of positions repeat after this number of devices.
+        group = math.lcm(*(axis.stride * axis.degree for axis in both))
+        is_local = not missing_elements(source, target, group).any()
+        return (Redistribution("slice" if is_local else "redistribute", source, target),)
+    bounds = _nested_bounds(
         axis for layout in (source, target) for axes in layout.shard_axes for axis in axes
     )
     if bounds is None:
         return (Redistribution("redistribute", source, target),)
-    coming: dict[int, MeshAxes] = {}
-    leaving: dict[int, MeshAxes] = {}
-    for place, cuts in enumerate(zip(source.shard_axes, target.shard_axes, strict=True)):
-        have, want = (_split(axes, bounds) for axes in cuts)
-        same = sum(
+    added: dict[int, MeshAxes] = {}
+    removed: dict[int, MeshAxes] = {}
+    for dimension, pair_of_axes in enumerate(
+        zip(source.shard_axes, target.shard_axes, strict=True)
+    ):
+        have, need = (_split_at(axes, bounds) for axes in pair_of_axes)
+        common = sum(
             1
             for _ in itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(have, want, strict=False)
+                lambda pair: pair[0] == pair[1], zip(have, need, strict=False)
             )
         )
-        if want[same:]:
-            coming[place] = want[same:]
-        if have[same:]:
-            leaving[place] = have[same:]
-    wanted = {axis for axes in target.shard_axes for axis in _split(axes, bounds)}
+        if need[common:]:
+            added[dimension] = need[common:]
+        if have[common:]:
+            removed[dimension] = have[common:]
+    target_axes = {axis for axes in target.shard_axes for axis in _split_at(axes, bounds)}
     found: list[Redistribution] = []
-    held = source
+    current = source
 
-    def cut(kind: str, place: int, axes: MeshAxes, *origin: int) -> None:
-        nonlocal held
-        cuts = (
-            merge_axes(target.shard_axes[each]) if each in (place, *origin) else own
-            for each, own in enumerate(held.shard_axes)
+    def append_step(kind: str, dimension: int, axes: MeshAxes, *origin: int) -> None:
+        nonlocal current
+        shard_axes = (
+            merge_axes(target.shard_axes[other]) if other in (dimension, *origin) else present
+            for other, present in enumerate(current.shard_axes)
         )
-        result = replace(held, shard_axes=tuple(cuts))
-        found.append(Redistribution(kind, held, result, merge_axes(axes), place, *origin))
-        held = result
+        result = replace(current, shard_axes=tuple(shard_axes))
+        found.append(Redistribution(kind, current, result, merge_axes(axes), dimension, *origin))
+        current = result
 
-    if all(place not in coming and wanted.isdisjoint(axes) for place, axes in leaving.items()):
-        for place, axes in coming.items():
-            cut("slice", place, axes)
-        for place, axes in leaving.items():
-            cut("all_gather", place, axes)
+    if all(
+        dimension not in added and target_axes.isdisjoint(axes)
+        for dimension, axes in removed.items()
+    ):
+        for dimension, axes in added.items():
+            append_step("slice", dimension, axes)
+        for dimension, axes in removed.items():
+            append_step("all_gather", dimension, axes)
         return tuple(found)
-    (origin, moving), *others = leaving.items()
-    if others or origin in coming or moving not in coming.values():
+    (origin, moved_axes), *other_dimensions = removed.items()
+    if other_dimensions or origin in added or moved_axes not in added.values():
         return (Redistribution("redistribute", source, target),)
-    into = next(place for place, axes in coming.items() if axes == moving)
-    for place, axes in coming.items():
-        if place != into:
-            cut("slice", place, axes)
-    cut("all_to_all", into, moving, origin)
+    to_dimension = next(dimension for dimension, axes in added.items() if axes == moved_axes)
+    for dimension, axes in added.items():
+        if dimension != to_dimension:
+            append_step("slice", dimension, axes)
+    append_step("all_to_all", to_dimension, moved_axes, origin)
     return tuple(found)
 
 
 @lru_cache(maxsize=1 << 16)
-def reductions(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
-    """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that
-    cuts further. The last step's result has no partial sums left; the axes that cut one dimension
-    of `target` inside of those that cut it now are scattered along it, all others reduced to
-    copies. The blocks of both are even.
+def reduction_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
+    """Return the steps that reduce the partial sums and means of `source` on the way to layout
+    `target`.
+
+    Partial axes that shard a dimension further in `target` are reduce-scattered along that
+    dimension. All remaining partial axes are all-reduced. The last step's result has no partial
+    sums or means. Both layouts must have even shards.
     """
-    cuts = list(source.shard_axes)
-    left = source.partial_over
+    shard_axes = list(source.shard_axes)
+    partial_axes = source.partial_over
     found = []
-    held = source
-    for inside, dimension, rest in scattered(source.shard_axes, left, target.shard_axes):
-        cuts[dimension], left = merge_axes(cuts[dimension] + inside), rest
-        sums = merge_axes(without(held.sums, inside))
-        means = merge_axes(without(held.means, inside))
-        result = Layout(source.shape, tuple(cuts), sums, means)
-        found.append(Redistribution("reduce_scatter", held, result, inside, dimension))
-        held = result
-    if left:
-        result = Layout(source.shape, tuple(cuts))
-        found.append(Redistribution("all_reduce", held, result, merge_axes(left)))
+    current = source
+    for scatter_axes, dimension, remaining in reduce_scatters(
+        source.shard_axes, partial_axes, target.shard_axes
+    ):
+        shard_axes[dimension] = merge_axes(shard_axes[dimension] + scatter_axes)
+        partial_axes = remaining
+        sums = merge_axes(without_axes(current.sums, scatter_axes))
+        means = merge_axes(without_axes(current.means, scatter_axes))
+        result = Layout(source.shape, tuple(shard_axes), sums, means)
+        found.append(Redistribution("reduce_scatter", current, result, scatter_axes, dimension))
+        current = result
+    if partial_axes:
+        result = Layout(source.shape, tuple(shard_axes))
+        found.append(Redistribution("all_reduce", current, result, merge_axes(partial_axes)))
     return tuple(found)
 
 
-def scattered(
-    cuts: tuple[MeshAxes, ...], shares: MeshAxes, target: tuple[MeshAxes, ...]
+def reduce_scatters(
+    shard_axes: tuple[MeshAxes, ...], partial_axes: MeshAxes, target: tuple[MeshAxes, ...]
 ) -> Iterator[tuple[MeshAxes, int, MeshAxes]]:
-    """How shares over the axes `shares` are scattered from `cuts` on the way to those of `target`.
-    The axes along which they are, of which dimension, and the axes over which shares are left then;
-    outer to inner.
+    """Yield (mesh axes, dimension, remaining partial axes) for each dimension to reduce-scatter on
+    the way to `target`.
+
+    `shard_axes` are the mesh axes that shard each dimension before, and `target` the mesh axes that
+    are to shard it. `partial_axes` are the mesh axes over which the devices hold partial sums. The
+    remaining partial axes are left after the reduce-scatter. All are ordered from outer to inner.
     """
-    for dimension, (now, wanted) in enumerate(zip(cuts, target, strict=True)):
-        inside = scattered_along(now, wanted, shares)
-        if inside:
-            shares = without(shares, inside)
-            yield inside, dimension, shares
+    for dimension, (present, wanted) in enumerate(zip(shard_axes, target, strict=True)):
+        scatter_axes = reduce_scatter_axes(present, wanted, partial_axes)
+        if scatter_axes:
+            partial_axes = without_axes(partial_axes, scatter_axes)
+            yield scatter_axes, dimension, partial_axes
 
 
 @lru_cache(maxsize=1 << 16)
-def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAxes:
-    """The axes that cut a dimension in `wanted` inside of `now`, if the value is shared out over
-    exactly these.
+def reduce_scatter_axes(present: MeshAxes, wanted: MeshAxes, partial_axes: MeshAxes) -> MeshAxes:
+    """Return the mesh axes to reduce-scatter one dimension over, or () if there are none.
+
+    `present` and `wanted` are the mesh axes that shard the dimension before and after. The returned
+    axes shard it in `wanted` directly inside of `present`, and the value is partial over them
+    (`partial_axes`).
     """
-    if now == wanted or not shares or not is_cut_further(now, wanted):
+    if present == wanted or not partial_axes or not is_sharded_further(present, wanted):
         return ()
-    atoms = _chain([*now, *wanted, *shares])
-    if atoms is None:
+    bounds = _nested_bounds([*present, *wanted, *partial_axes])
+    if bounds is None:
         return ()
-    have = _split(now, atoms)
-    want = _split(wanted, atoms)
-    if len(want) <= len(have) or want[: len(have)] != have:
+    present_atoms = _split_at(present, bounds)
+    wanted_atoms = _split_at(wanted, bounds)
+    if (
+        len(wanted_atoms) <= len(present_atoms)
+        or wanted_atoms[: len(present_atoms)] != present_atoms
+    ):
         return ()
-    free = set(_split(shares, atoms))
-    inside = list(itertools.takewhile(free.__contains__, want[len(have) :]))
-    return merge_axes(inside)
+    partial_atoms = set(_split_at(partial_axes, bounds))
+    scatter_axes = list(
+        itertools.takewhile(partial_atoms.__contains__, wanted_atoms[len(present_atoms) :])
+    )
+    return merge_axes(scatter_axes)
 
 
-def is_cut_further(now: MeshAxes, wanted: MeshAxes) -> bool:
-    """True if `wanted` cuts a dimension along the axes of `now`, outer to inner, and maybe others
-    inside of these.
+def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
+    """True if the mesh axes `wanted` shard a dimension along `present`, and possibly along more
+    axes inside of `present`.
+
+    Both are merged (`merge_axes`), so the innermost axis of `present` may be the outer part of an
+    axis of `wanted`.
     """
-    if not now:
+    if not present:
         return True
-    if len(now) > len(wanted) or now[:-1] != wanted[: len(now) - 1]:
+    if len(present) > len(wanted) or present[:-1] != wanted[: len(present) - 1]:
         return False
-    inner = now[-1]
-    other = wanted[len(now) - 1]
+    innermost = present[-1]
+    other = wanted[len(present) - 1]
     return (
-        inner.stride * inner.degree == other.stride * other.degree
-        and inner.stride % other.stride == 0
+        innermost.stride * innermost.degree == other.stride * other.degree
+        and innermost.stride % other.stride == 0
     )
 
 
 @lru_cache(maxsize=1 << 16)
-def without(axes: MeshAxes, taken: MeshAxes) -> MeshAxes:
-    """`axes` but for those in `taken`."""
-    atoms = _chain([*axes, *taken])
-    assert atoms is not None, (axes, taken)
-    gone = set(_split(taken, atoms))
-    return tuple(axis for axis in _split(axes, atoms) if axis not in gone)
+def without_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
+    """Return `axes` minus `removed`, both split at their common strides. Their strides must nest.
+    """
+    bounds = _nested_bounds([*axes, *removed])
+    assert bounds is not None, (axes, removed)
+    removed_atoms = set(_split_at(removed, bounds))
+    return tuple(axis for axis in _split_at(axes, bounds) if axis not in removed_atoms)
 
 
-def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
-    """The strides at which axes begin and end, ascending; None where one does not divide the
-    next.
+def _nested_bounds(axes: Iterable[MeshAxis]) -> list[int] | None:
+    """Return the strides at which the axes begin and end, ascending, or None if they do not nest.
+
+    Axis (degree, stride) begins at stride and ends at stride · degree.
     """
     found = sorted({bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)})
-    return found if is_chain(found) else None
+    return found if are_nested(found) else None
 
 
-def is_chain(bounds: Sequence[int]) -> bool:
-    """True if each of ascending strides divides the next: axes that begin and end there nest."""
-    return all(large % small == 0 for small, large in itertools.pairwise(bounds))
+def are_nested(bounds: Sequence[int]) -> bool:
+    """True if each of the ascending strides divides the next one, so that axes between these
+    strides nest.
+    """
+    return all(outer % inner == 0 for inner, outer in itertools.pairwise(bounds))
 
 
-def _split(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
-    """`axes` cut at `bounds`, outer to inner."""
+def _split_at(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
+    """Return `axes` split at the strides `bounds`, outer to inner."""
     found = []
     for axis in axes:
         inner = [bound for bound in bounds if axis.stride <= bound <= axis.stride * axis.degree]
@@ -215,8 +249,8 @@ def _split(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayouts:
-    """One node with the layouts in which its group reads its operands and leaves its results; None
-    where absent.
+    """A node with the layouts in which it needs its operands and produces its results; None for
+    absent tensors.
     """
 
     index: int
@@ -228,146 +262,182 @@ class NodeLayouts:
 def node_layouts(
     graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int
 ) -> NodeLayouts:
-    """The graph's node at `index`, of iteration space `space`, under its splits over `group`
-    devices.
+    """Return the layouts of the operands and results of the graph's node `index`, for these splits
+    over `group` devices.
     """
     node = graph.nodes[index]
     axes = mesh_axis_by_name(splits, group)
     operands = (
-        operand_layout(words or (), graph.type_of(name).shape, axes, space.windows_of(place))
+        operand_layout(
+            dimensions or (), graph.type_of(name).shape, axes, space.windows_of(position)
+        )
         if name
         else None
-        for place, (name, words) in enumerate(zip(node.inputs, space.operands, strict=True))
+        for position, (name, dimensions) in enumerate(zip(node.inputs, space.operands, strict=True))
     )
     results = (
-        result_layout(space, words or (), graph.type_of(name).shape, axes) if name else None
-        for name, words in zip(node.outputs, space.results, strict=True)
+        result_layout(space, dimensions or (), graph.type_of(name).shape, axes) if name else None
+        for name, dimensions in zip(node.outputs, space.results, strict=True)
     )
     return NodeLayouts(index, node, tuple(operands), tuple(results))
 
 
-def taken_layouts(
+def received_layouts(
     graph: Graph, nodes: Sequence[NodeLayouts], stage: Stage, whole: Set[str] = frozenset()
 ) -> dict[str, Layout]:
-    """For each value a stage does not compute, the layout to take it in: the one all its nodes
-    need, else whole. Blocks that are read through windows are taken as even ones where there are
-    such. Constants and the values in `whole` are whole; what the stage gathers comes in slices.
+    """Return the layout in which a stage receives each value that it reads and does not compute.
+
+    This is the layout that all nodes of the stage need, or replicated if they need different
+    layouts. Windowed shards count as even shards of the same mesh axes (`Layout.even`). Constants
+    and the values in `whole` are replicated. The values that the stage gathers (`Stage.gathers`)
+    are received in slices (`ir.layout.sliced`).
     """
-    written = frozenset(name for each in nodes for name in each.node.outputs)
-    fixed = whole | {each.value.name for each in graph.constants}
-    found = {
+    computed = frozenset(name for constant in nodes for name in constant.node.outputs)
+    replicated_names = whole | {constant.value.name for constant in graph.constants}
+    layouts = {
         name: next(iter(needs))
-        if len(needs) == 1 and name not in fixed
+        if len(needs) == 1 and name not in replicated_names
         else replicated(graph.type_of(name).shape)
-        for name, needs in _wanted(nodes, written).items()
+        for name, needs in _needed_layouts(nodes, computed).items()
     }
     for name in stage.gathers:
-        if name in found and graph.producer(name) is not None:
-            found[name] = sliced(found[name], len(stage.devices))
-    return found
+        if name in layouts and graph.producer(name) is not None:
+            layouts[name] = sliced(layouts[name], len(stage.devices))
+    return layouts
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ValueRedistribution:
+    """One step that changes the layout of the value `value`."""
+
     value: str
     step: Redistribution
 
 
-def with_exchanges(
+def with_redistributions(
     nodes: Sequence[NodeLayouts],
-    taken: dict[str, Layout],
-    given: Set[str],
-    shares: Set[str],
+    received: dict[str, Layout],
+    outputs: Set[str],
+    may_stay_partial: Set[str],
     group: int,
-) -> Iterator[NodeLayouts | Exchange]:
-    """The nodes of a stage in order, with the exchanges between them. `taken` are the layouts of
-    the values it does not compute, `given` the values that others want whole or in shards of one's
-    own choice, and `shares` the scalars that may stay partial.
-    """
-    wanted = _wanted(nodes)
-    forms = {name: [layout] for name, layout in taken.items()}
-    """The forms in which the group has each value so far, the one it is known by first."""
+) -> Iterator[NodeLayouts | ValueRedistribution]:
+    """Yield the nodes of a stage in order, with the layout changes that they need in between.
 
-    def made(name: str, need: Layout) -> Iterator[Exchange]:
-        """The steps to a form from the one that lacks least of it."""
-        even = (have for have in forms[name] if not have.windows)
+    `received` contains the layouts of the values that the stage does not compute. `outputs` are the
+    outputs of the stage. `may_stay_partial` are scalar values that may stay partial sums. `group`
+    is the number of devices.
+
+    Other partial results are reduced right after their node: to the layout of its readers if they
+    need a single one and the value is not in `outputs`, and otherwise to replicated partial axes.
+    Before a node reads an operand in a layout that does not exist yet, the layout is made from the
+    available layout that lacks the fewest elements. If a later node needs a layout from which this
+    one is a slice, the later node's layout is made first.
+    """
+    needed = _needed_layouts(nodes)
+    available = {name: [layout] for name, layout in received.items()}
+    """The layouts that exist so far of each value; the first is the one it was received or produced
+    in.
+    """
+
+    def make_layout(name: str, need: Layout) -> Iterator[ValueRedistribution]:
+        """Yield the steps to layout `need` from the available layout that lacks the fewest
+        elements.
+        """
+        even = (have for have in available[name] if not have.windows)
         nearest = min(even, key=lambda have: int(missing_elements(have, need, group).max()))
-        for step in steps_between(nearest, need):
-            if step.result not in forms[name]:
-                yield Exchange(name, step)
-                forms[name].append(step.result)
+        for step in redistribution_steps(nearest, need):
+            if step.result not in available[name]:
+                yield ValueRedistribution(name, step)
+                available[name].append(step.result)
 
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
-            if need is None or need in forms[name]:
+            if need is None or need in available[name]:
                 continue
-            # Where a later node wants a form that this one is but a cut of, that one is made first.
-            further = (
-                form for form in wanted.get(name, ()) if form not in forms[name] and form != need
+            # Layouts of later readers that contain all elements that this reader needs.
+            later = (
+                layout_needed
+                for layout_needed in needed.get(name, ())
+                if layout_needed not in available[name] and layout_needed != need
             )
-            within = [form for form in further if not missing_elements(form, need, group).any()]
-            if within:
-                yield from made(name, max(within, key=lambda form: math.prod(form.local_shape())))
-            if need not in forms[name]:
-                yield from made(name, need)
+            larger = [
+                layout_needed
+                for layout_needed in later
+                if not missing_elements(layout_needed, need, group).any()
+            ]
+            if larger:
+                yield from make_layout(
+                    name,
+                    max(larger, key=lambda layout_needed: math.prod(layout_needed.local_shape())),
+                )
+            if need not in available[name]:
+                yield from make_layout(name, need)
         yield each
         for name, layout in zip(each.node.outputs, each.results, strict=True):
             if layout is None:
                 continue
-            held = layout
-            if layout.is_partial and not (name in shares and not layout.shape):
-                needs = wanted.get(name, {})
-                alone = len(needs) == 1 and name not in given
-                for step in reductions(layout, next(iter(needs)) if alone else layout.reduced()):
-                    yield Exchange(name, step)
-                    held = step.result
-            forms[name] = [held]
+            current = layout
+            if layout.is_partial and not (name in may_stay_partial and not layout.shape):
+                needs = needed.get(name, {})
+                is_single = len(needs) == 1 and name not in outputs
+                for step in reduction_steps(
+                    layout, next(iter(needs)) if is_single else layout.reduced()
+                ):
+                    yield ValueRedistribution(name, step)
+                    current = step.result
+            available[name] = [current]
 
 
-def _wanted(
-    nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()
+def _needed_layouts(
+    nodes: Sequence[NodeLayouts], skipped: Set[str] = frozenset()
 ) -> dict[str, dict[Layout, None]]:
-    """The layouts in which nodes read each value, in order, but for the windows they read it
-    through.
+    """Return the even layouts in which the nodes read each value, in order of first use. Values in
+    `skipped` are skipped.
     """
-    wanted: dict[str, dict[Layout, None]] = {}
+    needed: dict[str, dict[Layout, None]] = {}
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
-            if need is not None and name not in left_out:
-                wanted.setdefault(name, {})[need.even()] = None
-    return wanted
+            if need is not None and name not in skipped:
+                needed.setdefault(name, {})[need.even()] = None
+    return needed
 
 
-def torn_parameters(
+def parameters_to_replicate(
     stages: Sequence[tuple[tuple[int, ...], Mapping[str, Layout]]],
 ) -> frozenset[str]:
-    """Parameters of which a rank would hold two blocks, or whose blocks overlap without being
-    equal.
+    """Return the names of the parameters that must be replicated although the stages need shards of
+    them.
 
-    `stages` are each stage's devices and how they hold its parameters. Those that are torn are to
-    be held whole: a gradient is a sum over equal blocks.
+    `stages` are (devices, layout of each parameter) pairs. A parameter is replicated if a rank
+    would hold two different shards of it, or if shards on different ranks overlap without being
+    equal: gradients are summed over ranks that hold equal shards.
     """
     holdings: defaultdict[str, list[tuple[tuple[int, ...], Layout]]] = defaultdict(list)
     for devices, parameters in stages:
         for name, layout in parameters.items():
             holdings[name].append((devices, layout))
-    is_torn = cache(_is_torn)
-    shared = {name: each for name, each in holdings.items() if len(each) > 1 or each[0][1].windows}
-    return frozenset(name for name, each in shared.items() if is_torn(tuple(each)))
+    must_replicate = cache(_has_unequal_shards)
+    candidates = {
+        name: each for name, each in holdings.items() if len(each) > 1 or each[0][1].windows
+    }
+    return frozenset(name for name, each in candidates.items() if must_replicate(tuple(each)))
 
 
-def _is_torn(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
-    held: dict[int, TensorSlice] = {}
+def _has_unequal_shards(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
+    shard_of_device: dict[int, TensorSlice] = {}
     for devices, layout in holdings:
-        for box, places in holders_by_shard(layout, len(devices)):
-            if any(held.setdefault(devices[place], box) != box for place in places):
+        for shard, positions in holders_by_shard(layout, len(devices)):
+            if any(
+                shard_of_device.setdefault(devices[position], shard) != shard
+                for position in positions
+            ):
                 return True
     if (
         len({(len(devices), layout) for devices, layout in holdings}) == 1
         and not holdings[0][1].windows
     ):
-        return False  # Blocks of one layout are apart.
+        return False  # Even shards of one layout do not overlap.
     return any(
         one.intersect(other) is not None
-        for one, other in itertools.combinations(set(held.values()), 2)
+        for one, other in itertools.combinations(set(shard_of_device.values()), 2)
     )

@@ -25,12 +25,12 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, exchanged_element_bytes, uses_of
 from autopipe.passes.analysis.resharding import (
-    Exchange,
     NodeLayouts,
+    ValueRedistribution,
     node_layouts,
-    taken_layouts,
-    torn_parameters,
-    with_exchanges,
+    parameters_to_replicate,
+    received_layouts,
+    with_redistributions,
 )
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.analysis.training import matrices
@@ -134,7 +134,7 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
         group = len(stage.devices)
         assign = _assigner(own.graph)
         nodes = tuple(assign(index, splits, group) for index, splits in plan.nodes)
-        taken = taken_layouts(own.graph, [each.layouts for each in nodes], stage)
+        taken = received_layouts(own.graph, [each.layouts for each in nodes], stage)
         written = {
             name: layout
             for each in nodes
@@ -152,7 +152,7 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
             name: layout.shard_count for name, layout in (given | received | parameters).items()
         }
         works.append(StageWork(stage, own, nodes, given, received, parameters, parts))
-    torn = torn_parameters([(work.stage.devices, work.parameters) for work in works])
+    torn = parameters_to_replicate([(work.stage.devices, work.parameters) for work in works])
     for work in works:  # All stages hold these whole.
         for name in work.parameters.keys() & torn:
             work.parameters[name], work.parts[name] = replicated(graph.type_of(name).shape), 1
@@ -220,14 +220,14 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     return forward, backward
 
 
-def exchanges_of(work: StageWork) -> Iterator[Exchange]:
+def exchanges_of(work: StageWork) -> Iterator[ValueRedistribution]:
     """The changes of layout that lowering makes between a stage's nodes."""
     graph = work.problem.graph
     nodes = [each.layouts for each in work.nodes]
     shares = work.given.keys() - graph.consumers().keys()
-    taken = taken_layouts(graph, nodes, work.stage)
-    steps = with_exchanges(nodes, taken, work.given.keys(), shares, len(work.stage.devices))
-    return (step for step in steps if isinstance(step, Exchange))
+    taken = received_layouts(graph, nodes, work.stage)
+    steps = with_redistributions(nodes, taken, work.given.keys(), shares, len(work.stage.devices))
+    return (step for step in steps if isinstance(step, ValueRedistribution))
 
 
 def statistics_seconds(

@@ -53,7 +53,7 @@ from autopipe.passes.analysis.micro_batches import (
 )
 from autopipe.passes.analysis.operators import low_precision_copies
 from autopipe.passes.analysis.recompute import with_segments
-from autopipe.passes.analysis.resharding import torn_parameters
+from autopipe.passes.analysis.resharding import parameters_to_replicate
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.hardware_queues import check_hardware_queues
@@ -106,7 +106,7 @@ def parts_of(
         )
 
     stages = sharded(frozenset())
-    torn = torn_parameters([(stage.code.devices, stage.parameters) for stage in stages])
+    torn = parameters_to_replicate([(stage.code.devices, stage.parameters) for stage in stages])
     stages = sharded(torn) if torn else stages
     differentiable = differentiable_values(graph) if loss is not None else frozenset()
     numbers = {id(constant): index for index, constant in enumerate(graph.constants)}

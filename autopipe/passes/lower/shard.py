@@ -34,11 +34,11 @@ from autopipe.ir.space import AxisKind, Space
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import exchanged_element_bytes
 from autopipe.passes.analysis.resharding import (
-    Exchange,
     NodeLayouts,
+    ValueRedistribution,
     node_layouts,
-    taken_layouts,
-    with_exchanges,
+    received_layouts,
+    with_redistributions,
 )
 from autopipe.passes.analysis.stage_nodes import StageNodes
 
@@ -81,13 +81,15 @@ def shard_stage(
         node_layouts(graph, index, spaces(index), splits, group)
         for index, splits in splits_of.items()
     ]
-    taken = taken_layouts(graph, forms, stage, whole)
+    taken = received_layouts(graph, forms, stage, whole)
     for name in nodes.outputs:
         if name not in taken and graph.producer(name) is None:
             taken[name] = replicated(graph.type_of(name).shape)
-    steps = tuple(with_exchanges(forms, taken, frozenset(nodes.outputs), shares, group))
+    steps = tuple(with_redistributions(forms, taken, frozenset(nodes.outputs), shares, group))
     reduced = {
-        step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial
+        step.value
+        for step in steps
+        if isinstance(step, ValueRedistribution) and step.step.source.is_partial
     }
     held = _LocalValues(graph, taken)
     operations = tuple(
@@ -96,7 +98,7 @@ def shard_stage(
             held,
             exchanged_element_bytes(graph, precision, step.value, is_received=step.value in taken),
         )
-        if isinstance(step, Exchange)
+        if isinstance(step, ValueRedistribution)
         else _compute(
             graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch
         )
@@ -195,7 +197,7 @@ class _LocalValues:
         return found
 
 
-def _collective(exchange: Exchange, held: _LocalValues, itemsize: int) -> Collective:
+def _collective(exchange: ValueRedistribution, held: _LocalValues, itemsize: int) -> Collective:
     step = exchange.step
     is_first = step.source.is_partial and not step.result.is_partial
     result = held.add(exchange.value, step.result, None if is_first else step.kind)
@@ -257,7 +259,7 @@ def parameter_shards(
     """For each rank its blocks of parameters; ranks with the same block of a parameter share its
     gradient.
 
-    No parameter may be torn (see `torn_parameters` of passes/analysis).
+    No parameter may be torn (see `parameters_to_replicate` of passes/analysis).
     """
     indices, _ = _indices(graph)
     holders: dict[tuple[int, TensorSlice], set[int]] = defaultdict(set)

@@ -18,7 +18,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import EVERY
 from autopipe.passes.analysis.gradients import message_types
 from autopipe.passes.analysis.micro_batches import Shared, block_transfers
-from autopipe.passes.analysis.resharding import steps_between
+from autopipe.passes.analysis.resharding import redistribution_steps
 from autopipe.passes.cost.communication import relayout_seconds
 from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import stage_costs
@@ -84,7 +84,8 @@ def _worth_gathering(
             continue
         width = graph.type_of(name).dtype.itemsize
         gather_s = sum(
-            relayout_seconds(cluster, devices, step, width) for step in steps_between(slices, need)
+            relayout_seconds(cluster, devices, step, width)
+            for step in redistribution_steps(slices, need)
         )
         unsliced_s = _message_seconds(work.problem, source, name, devices, need)
         sliced_s = _message_seconds(work.problem, source, name, devices, slices)

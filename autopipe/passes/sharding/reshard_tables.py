@@ -30,7 +30,12 @@ from autopipe.ir.layout import (
     replicated,
     sharded_over_neighbours,
 )
-from autopipe.passes.analysis.resharding import is_chain, is_cut_further, scattered_along, without
+from autopipe.passes.analysis.resharding import (
+    are_nested,
+    is_sharded_further,
+    reduce_scatter_axes,
+    without_axes,
+)
 from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reduction_cost
 from autopipe.passes.sharding.configurations import (
     Integers,
@@ -196,7 +201,7 @@ def _missing_volume(
 
 def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> _Truths:
     """Which of [sources, targets] are made by cutting and then gathering one dimension after the
-    other. As `steps_between` finds them: each dimension is cut further or gathered; all axes begin
+    other. As `redistribution_steps` finds them: each dimension is cut further or gathered; all axes begin
     and end at strides of which each divides the next; and no axis that is left is one that a target
     cuts another dimension by.
     """
@@ -220,7 +225,7 @@ def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group
         wanted_marks |= wants[pair.wanted_of]
     known, places = np.unique(ends, return_inverse=True)
     nests = [
-        is_chain([count for place, count in enumerate(divisors) if mark >> place & 1])
+        are_nested([count for place, count in enumerate(divisors) if mark >> place & 1])
         for mark in known.tolist()
     ]
     apart &= np.array(nests, dtype=bool)[places.reshape(ends.shape)]
@@ -235,8 +240,8 @@ def _cut_further(
     """Which of `wanted` cut each of `held` further, and of which `held` do; nothing may be written
     to either.
     """
-    cut = np.array([[is_cut_further(have, want) for want in wanted] for have in held])
-    gathered = np.array([[is_cut_further(want, have) for want in wanted] for have in held])
+    cut = np.array([[is_sharded_further(have, want) for want in wanted] for have in held])
+    gathered = np.array([[is_sharded_further(want, have) for want in wanted] for have in held])
     return cut, gathered
 
 
@@ -299,7 +304,8 @@ def _scattered(
     for place, (now, over) in enumerate(divmod(case, len(shares)) for case in cases.tolist()):
         if shares[over]:
             found = (
-                scattered_along(pair.held[now][0], axes, shares[over]) for axes, _ in pair.wanted
+                reduce_scatter_axes(pair.held[now][0], axes, shares[over])
+                for axes, _ in pair.wanted
             )
             table[place] = [insides.setdefault(axes, len(insides)) for axes in found]
     return list(insides), table[case_of][:, pair.wanted_of].reshape(-1)
@@ -312,7 +318,7 @@ def _addition(shares: MeshAxes, parts: int, insides: Iterable[MeshAxes]) -> Addi
     steps = []
     for inside in filter(None, insides):
         steps.append(("reduce_scatter", inside, parts))
-        shares = without(shares, inside)
+        shares = without_axes(shares, inside)
         parts *= degree_of(inside)
     if shares:
         steps.append(("all_reduce", merge_axes(shares), parts))
@@ -336,7 +342,7 @@ class ReshardTable:
     ) -> Floats:
         """Seconds from each of `sources`, which hold no shares of sums, to each of `targets`;
         [sources, targets]. The tensor has `size_bytes` in all. Each entry is the sum of
-        `relayout_seconds` over `steps_between`.
+        `relayout_seconds` over `redistribution_steps`.
         """
         windows = tuple(layout.windows for layout in targets)
         shape = targets[0].shape if any(windows) else ()

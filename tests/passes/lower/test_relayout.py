@@ -25,7 +25,7 @@ from autopipe.ir.layout import (
     missing_elements,
     slice_transfers,
 )
-from autopipe.passes.analysis.resharding import reductions, steps_between
+from autopipe.passes.analysis.resharding import redistribution_steps, reduction_steps
 
 GROUPS = st.sampled_from([2, 3, 4, 6, 8, 12])
 Blocks = list[np.ndarray]
@@ -202,7 +202,7 @@ def test_steps_lead_to_the_target_and_move_what_is_lacking(pair: Pair) -> None:
     held = [part(value, pair.source.shard(position)) for position in range(pair.group)]
     received: Counter[int] = Counter()
     form = pair.source
-    for step in steps_between(pair.source, pair.target):
+    for step in redistribution_steps(pair.source, pair.target):
         assert step.source == form
         held = applied(step, held, received)
         form = step.result
@@ -225,7 +225,7 @@ def test_reductions_add_up_the_shares(pair: Pair) -> None:
         share = shares[position] / sum(shares[each] for each in adding) if copies > 1 else 1.0
         held.append(part(value, pair.source.shard(position)) * share)
     form = pair.source
-    for step in reductions(pair.source, pair.target):
+    for step in reduction_steps(pair.source, pair.target):
         assert step.source == form
         held = applied(step, held, Counter())
         form = step.result
@@ -276,17 +276,21 @@ def test_what_a_transposed_cut_takes_is_one_exchange() -> None:
     rows, columns = (
         Layout(shape, cuts) for cuts in (((MeshAxis(4, 1),), ()), ((), (MeshAxis(4, 1),)))
     )
-    assert [step.kind for step in steps_between(rows, columns)] == ["all_to_all"]
-    assert [step.kind for step in steps_between(rows, Layout(shape, ((), ())))] == ["all_gather"]
-    assert [step.kind for step in steps_between(Layout(shape, ((), ())), rows)] == ["slice"]
+    assert [step.kind for step in redistribution_steps(rows, columns)] == ["all_to_all"]
+    assert [step.kind for step in redistribution_steps(rows, Layout(shape, ((), ())))] == [
+        "all_gather"
+    ]
+    assert [step.kind for step in redistribution_steps(Layout(shape, ((), ())), rows)] == ["slice"]
     around = Layout(shape, ((MeshAxis(4, 1),), ()), windows=(WindowedShards(1, -1, 3), None))
-    assert [step.kind for step in steps_between(rows, around)] == ["redistribute"]
+    assert [step.kind for step in redistribution_steps(rows, around)] == ["redistribute"]
     assert list(missing_elements(rows, around, 4)) == [4, 8, 8, 4], (
         "a row of each neighbour there is"
     )
-    assert [step.kind for step in steps_between(Layout(shape, ((), ())), around)] == ["slice"]
+    assert [step.kind for step in redistribution_steps(Layout(shape, ((), ())), around)] == [
+        "slice"
+    ]
     turned = Layout(shape, ((MeshAxis(2, 1), MeshAxis(2, 2)), ()))
-    assert [step.kind for step in steps_between(rows, turned)] == ["redistribute"]
+    assert [step.kind for step in redistribution_steps(rows, turned)] == ["redistribute"]
 
 
 def test_places_of_a_mesh_name_each_device_once() -> None:

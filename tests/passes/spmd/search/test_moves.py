@@ -17,7 +17,7 @@ from autopipe.ir.layout import (
     replicated,
 )
 from autopipe.ir.placement import Split
-from autopipe.passes.analysis.resharding import reductions, steps_between
+from autopipe.passes.analysis.resharding import redistribution_steps, reduction_steps
 from autopipe.passes.cost.communication import moving_seconds, relayout_seconds
 from autopipe.passes.sharding.reshard_tables import ReshardTable
 from tests.passes.cost.graphs import cluster
@@ -47,9 +47,9 @@ def layouts(draw: st.DrawFn, group: int, shape: tuple[int, ...], partial: bool) 
 
 def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
     """What lowering's steps cost, one after the other."""
-    steps = list(reductions(source, target.even())) if source.is_partial else []
+    steps = list(reduction_steps(source, target.even())) if source.is_partial else []
     held = steps[-1].result if steps else source
-    steps += steps_between(held, target)
+    steps += redistribution_steps(held, target)
     everyone = tuple(range(devices.size))
     return sum(relayout_seconds(devices, everyone, step, 4) for step in steps)
 
@@ -80,7 +80,7 @@ def test_one_step_costs_what_devices_lack(data: st.DataObject) -> None:
     everyone = tuple(range(devices.size))
     shape = (devices.size * 4, devices.size * 2)
     source, target = (data.draw(layouts(devices.size, shape, False)) for _ in range(2))
-    if len(steps_between(source, target)) > 1:
+    if len(redistribution_steps(source, target)) > 1:
         return
     found = ReshardTable(devices, everyone).seconds([source], [target], 4 * shape[0] * shape[1])[
         0, 0
