@@ -212,8 +212,7 @@ def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def without_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
-    """Return `axes` minus `removed`, both split at their common strides. Their strides must nest.
-    """
+    """Return `axes` minus `removed`. The strides of all axes must nest."""
     bounds = _nested_bounds([*axes, *removed])
     assert bounds is not None, (axes, removed)
     removed_atoms = set(_split_at(removed, bounds))
