@@ -18,9 +18,13 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
-from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
-from autopipe.passes.frontend.contrib.operators import spelled_out
 from autopipe.passes.frontend.control_flow import Known, Runs, resolved
+from autopipe.passes.frontend.decompositions.registry import (
+    Decomposition,
+    decompose,
+    decomposition_of,
+    node_of,
+)
 from autopipe.passes.frontend.derivations import Step
 from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
 from autopipe.passes.frontend.dimensions import extent_of
@@ -45,6 +49,7 @@ from autopipe.passes.frontend.known_operands import (
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
 from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
+from autopipe.passes.frontend.rewriter import NEWEST, FileRewriter
 from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.signature import (
@@ -343,8 +348,8 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
             error.hint = _with_inputs_to_give(sweep, node, operands, error.hint)
             raise
         return
-    if is_rewritten(node):
-        _rewritten(sweep, node, operands)
+    decomposition = decomposition_of(node)
+    if decomposition is not None and _decomposed(sweep, node, operands, decomposition):
         return
     standard = node.domain in ("", "ai.onnx")
     if standard and node.op_type == "CastLike" and len(operands) == 2:
@@ -469,10 +474,7 @@ def _in_other_words(
         return sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays)
     if sweep.selections.concern(node, operands, sweep.types, sweep.arrays, sweep.declared):
         return sweep.selections.made_static(node, operands, sweep.types, sweep.arrays)
-    if is_rewritten(node):
-        return None
-    spelled = spelled_out(node, operands, sweep.types, sweep.source.opset)
-    return None if spelled is None or spelled == (node,) else spelled
+    return None
 
 
 def _keep_loop(sweep: _Sweep, runs: Runs) -> str:
@@ -499,16 +501,60 @@ def _keep_loop(sweep: _Sweep, runs: Runs) -> str:
     return ""
 
 
-def _rewritten(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
-    """A node in terms of others, which are typed already."""
-    rewriting = rewritten(node, operands, sweep.types, sweep.arrays)
-    for name, array in rewriting.constants.items():
-        sweep.hold(name, array, rewriting.made[name].dtype)
-    sweep.types.update(rewriting.made)
-    for each in rewriting.nodes:
-        sweep.nodes.append(replace(each, name=_unique(sweep, each.name)))
-    for name, value in rewriting.results.items():
+class _FileScope:
+    """A scope whose new nodes are read as if the file contained them."""
+
+    def __init__(self, sweep: _Sweep) -> None:
+        self._sweep = sweep
+
+    @property
+    def opset(self) -> int:
+        return self._sweep.source.opset
+
+    def type_of(self, name: str) -> Value:
+        return self._sweep.types[self._sweep.aliases.get(name, name)]
+
+    def array(self, name: str) -> np.ndarray | None:
+        return self._sweep.arrays.get(self._sweep.aliases.get(name, name))
+
+    def free(self, name: str) -> str:
+        return name
+
+    def hold(self, value: Value, array: np.ndarray) -> None:
+        self._sweep.hold(value.name, array, value.dtype)
+
+    def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        import onnx.helper
+
+        attributes: dict[str, Any] = dict(node.attributes)
+        made = onnx.helper.make_node(
+            node.op, node.inputs, node.outputs, name=node.name, domain=node.domain, **attributes
+        )
+        _visit(self._sweep, made)
+
+
+class _TypedScope(_FileScope):
+    """A scope of nodes of opset `NEWEST`, which become nodes of the graph as they are written."""
+
+    @property
+    def opset(self) -> int:
+        return NEWEST
+
+    def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        self._sweep.types.update((value.name, value) for value in results)
+        self._sweep.nodes.append(replace(node, name=_unique(self._sweep, node.name)))
+
+
+def _decomposed(
+    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], decomposition: Decomposition
+) -> bool:
+    """Read the nodes that replace a node; return False if the node is kept."""
+    scope = _TypedScope(sweep) if decomposition.is_typed else _FileScope(sweep)
+    rewriter = FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
+    is_replaced = decompose(decomposition, rewriter)
+    for name, value in rewriter.aliases.items():
         _alias(sweep, name, value)
+    return is_replaced
 
 
 def _alias(sweep: _Sweep, name: str, operand: str) -> None:

@@ -18,9 +18,8 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import SCORES, Mode, Scores
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
-from autopipe.passes.frontend.contrib.attention import is_rewritten
-from autopipe.passes.frontend.contrib.operators import is_spelled
 from autopipe.passes.frontend.control_flow import nodes_within
+from autopipe.passes.frontend.decompositions.registry import decomposition_of
 from autopipe.passes.frontend.device_annotations import Configuration
 from autopipe.passes.frontend.fusion.rules import FUSED
 from autopipe.passes.frontend.parameters import quoted
@@ -337,7 +336,7 @@ def require_readable(source: Source) -> None:
         flow = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
         known = onnx.defs.has(node.op_type, opsets.get(domain, 1), domain)
         read = name in OPERATORS or name in REMOVED or name in SEQUENCE_OPERATORS
-        read = read or is_spelled(node) or is_rewritten(node)
+        read = read or decomposition_of(node) is not None
         if not read and (flow or domain or not known):
             unreadable.append((name, node.name))
         elif (

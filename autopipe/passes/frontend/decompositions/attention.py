@@ -1,0 +1,638 @@
+"""ONNX Runtime's attention operators (domain com.microsoft), written with ONNX's `Attention`,
+`RotaryEmbedding` and `TensorScatter`.
+
+If the sequences of a batch have different lengths, TensorScatter writes new keys and values behind
+the cached ones, and Attention reads the length of each sequence. Padding becomes a mask that is
+added to the logits: as in ONNX Runtime's kernels, a key that is padding gets `mask_filter_value`
+(default −10,000), not −inf.
+
+Dimensions: B sequences, T new tokens, H query heads, G key-value heads, F features per head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopipe.ir.graph import DType
+from autopipe.ir.words import plural
+from autopipe.passes.frontend.rewriter import MAX_RANGE, FileRewriter, Rewriter
+
+MASK_FILTER = -10000.0
+"""Default of attribute `mask_filter_value`."""
+ROTARY_BASE = 10000.0
+"""Base of the rotation frequencies of `Attention` with `do_rotary`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Operands of an Attention node: queries [B, H, T, F], keys and values [B, G, tokens, F], and
+    what restricts which keys a query attends to. "" if absent.
+    """
+
+    query: str
+    key: str
+    value: str
+    mask: str = ""
+    past: tuple[str, str] = ("", "")
+    """Keys and values of earlier calls, which Attention puts in front."""
+    lengths: str = ""
+    """Number of valid keys per sequence, int64 [B]."""
+    sink: str = ""
+    """One extra logit per head that takes part in the softmax, [H]."""
+    causal: int = 0
+
+
+def group_query_attention(rewriter: FileRewriter) -> None:
+    """Decompose GroupQueryAttention."""
+    node = rewriter.node
+    heads = node.integer("num_heads")
+    groups = node.integer("kv_num_heads")
+    for name in ("sliding_window_cache", "kv_cache_bit_width"):
+        rewriter.require(not node.integer(name), f"{name!r} is not supported")
+    projections = _packed_or_separate(rewriter, heads, groups)
+    query, key, value = (
+        _split_heads(rewriter, each, count)
+        for each, count in zip(projections, (heads, groups, groups), strict=True)
+    )
+    batch, _, tokens, _ = rewriter.shape(query)
+    past = (rewriter.operand(3), rewriter.operand(4))
+    total = rewriter.known(6)
+    past_lengths = "" if total == tokens else _past_lengths(rewriter, tokens, total)
+    if rewriter.operand(14):
+        epsilon = node.number("qk_norm_epsilon", 1e-6)
+        query, key = (
+            rewriter.add(
+                "RMSNormalization",
+                [each, rewriter.required(weight)],
+                rewriter.shape(each),
+                axis=-1,
+                epsilon=epsilon,
+            )
+            for each, weight in ((query, 14), (key, 15))
+        )
+    if node.integer("do_rotary"):
+        positions = _positions(rewriter, past_lengths, batch, tokens)
+        query, key = (_rotate_by_cache(rewriter, each, positions) for each in (query, key))
+    present = (key, value)
+    mask = rewriter.operand(10)
+    lengths = ""
+    if past_lengths:
+        lengths = rewriter.binary("Add", past_lengths, rewriter.integer(tokens))
+    if past[0] and rewriter.shape(past[0])[2]:
+        size = max(total or 0, rewriter.shape(past[0])[2])
+        padded = [rewriter.pad_end(each, 2, size) for each in (past if past_lengths else present)]
+        caches = padded[0], padded[1]
+        present = caches
+        if past_lengths:
+            written = _write_caches(rewriter, caches, (key, value), past_lengths)
+            present = _zero_unfilled(rewriter, written, lengths)
+    if past_lengths:
+        key, value = present
+    else:
+        mask = _prompt_mask(rewriter, mask, key)
+    sink = rewriter.operand(11)
+    if not sink and node.integer("smooth_softmax"):
+        zero = rewriter.number(0.0, rewriter.type_of(query).dtype)
+        sink = rewriter.add("Expand", [zero, rewriter.integers(heads)], (heads,))
+    window = node.integer("local_window_size", -1)
+    causal = node.integer("causal", 1)
+    output, _, _ = _attend(
+        rewriter,
+        Heads(query, key, value, mask, lengths=lengths, sink=sink, causal=causal),
+        3,
+        softcap=node.number("softcap"),
+        qk_matmul_output_mode=(0, 2, 3)[node.integer("qk_output")],
+        **{"left_window_size": window - 1} if window > 0 else {},
+    )
+    for index, each in enumerate((output, *present)):
+        rewriter.give(index, each)
+
+
+def multi_head_attention(rewriter: FileRewriter) -> None:
+    """Decompose MultiHeadAttention."""
+    _multi_head(rewriter, rewriter.operand(3), rewriter.operand(4), rewriter.operand(5), 6)
+
+
+def decoder_masked_attention(rewriter: FileRewriter) -> None:
+    """Decompose DecoderMaskedMultiHeadAttention: MultiHeadAttention of one new token, with another
+    order of operands. Beam search is not supported.
+    """
+    beams = rewriter.known(8) if rewriter.operand(8) else 1
+    rewriter.require(beams == 1 and not rewriter.operand(9), "beams are not supported")
+    _multi_head(rewriter, rewriter.operand(10), rewriter.operand(3), rewriter.operand(4), 5)
+
+
+def attention(rewriter: FileRewriter) -> None:
+    """Decompose Attention, which projects queries, keys and values by one matrix product."""
+    node = rewriter.node
+    heads = node.integer("num_heads")
+    query, key, value = (
+        _split_heads(rewriter, each, heads) for each in _project(rewriter, rewriter.operand(2))
+    )
+    past = rewriter.operand(4)
+    past_length = rewriter.operand(6)
+    caches: tuple[str, str] = "", ""
+    first_position = 0
+    if past and rewriter.shape(past)[3]:
+        keys, values = rewriter.split(past, 0, 1, 1)
+        shape = rewriter.shape(past)[1:]
+        caches = rewriter.reshape(keys, *shape), rewriter.reshape(values, *shape)
+        first_position = rewriter.shape(past)[3]
+    if node.integer("do_rotary"):
+        rewriter.require(
+            not past_length, "rotary positions in a shared key-value buffer are not supported"
+        )
+        query, key = (_rotate_by_position(rewriter, each, first_position) for each in (query, key))
+    total = first_position + (0 if past_length else rewriter.shape(key)[2])
+    operands = Heads(query, key, value)
+    masked = _with_masks(rewriter, operands, rewriter.operand(3), rewriter.operand(5), total)
+    output, *present = _attend_with_past(rewriter, masked, caches, past_length, 2)
+    rewriter.give(0, output)
+    if rewriter.has_result(1):
+        stacked = (rewriter.reshape(each, 1, *rewriter.shape(each)) for each in present)
+        rewriter.give(1, rewriter.concat(0, *stacked))
+
+
+def packed_attention(rewriter: FileRewriter) -> None:
+    """Decompose PackedAttention."""
+    _attend_packed(
+        rewriter,
+        _project(rewriter, rewriter.operand(2)),
+        rewriter.required(3),
+        rewriter.required(4),
+        rewriter.operand(5),
+    )
+
+
+def packed_multi_head_attention(rewriter: FileRewriter) -> None:
+    """Decompose PackedMultiHeadAttention."""
+    query = rewriter.required(0)
+    if rewriter.operand(1):
+        projections = [query, rewriter.operand(1), rewriter.required(2)]
+    else:
+        tokens, heads, _, features = rewriter.shape(query)
+        projections = [
+            rewriter.reshape(each, tokens, heads * features)
+            for each in rewriter.split(query, 2, 1, 1, 1)
+        ]
+    if bias := rewriter.operand(3):
+        biases = rewriter.split(bias, 0, *(rewriter.shape(each)[1] for each in projections))
+        projections = [
+            rewriter.binary("Add", projection, part)
+            for projection, part in zip(projections, biases, strict=True)
+        ]
+    _attend_packed(
+        rewriter, projections, rewriter.required(4), rewriter.required(5), rewriter.operand(6)
+    )
+
+
+def linear_attention(rewriter: FileRewriter) -> None:
+    """Replace LinearAttention by ONNX's operator of that name."""
+    _require_defaults(rewriter, state_window=0)
+    value = rewriter.shape(rewriter.required(2))
+    groups = rewriter.node.integer("kv_num_heads")
+    key_features = rewriter.shape(rewriter.required(1))[2] // groups
+    value_features = value[2] // groups
+    output = (*value[:2], rewriter.node.integer("q_num_heads") * value_features)
+    _as_onnx_operator(rewriter, output, (value[0], groups, key_features, value_features))
+
+
+def causal_convolution(rewriter: FileRewriter) -> None:
+    """Replace CausalConvWithState by ONNX's operator of that name."""
+    _require_defaults(rewriter, state_window=0, channels_last=0, dilation=1, ndim=1)
+    shape = rewriter.shape(rewriter.required(0))
+    weight = rewriter.shape(rewriter.required(1))
+    _as_onnx_operator(rewriter, shape, (*shape[:2], weight[2] - 1))
+
+
+def dequantize(rewriter: FileRewriter) -> None:
+    """Replace DequantizeLinear by ONNX's operator of that name, which may lack the element types in
+    the file's opset.
+    """
+    dtype = rewriter.type_of(rewriter.required(1)).dtype
+    _as_onnx_operator(rewriter, rewriter.shape(rewriter.required(0)), dtype=dtype)
+
+
+def quantize(rewriter: FileRewriter) -> None:
+    """Replace QuantizeLinear by ONNX's operator of that name, which may lack the element types in
+    the file's opset.
+    """
+    zero_point = rewriter.operand(2)
+    dtype = rewriter.type_of(zero_point).dtype if zero_point else DType.UINT8
+    _as_onnx_operator(rewriter, rewriter.shape(rewriter.required(0)), dtype=dtype)
+
+
+def _as_onnx_operator(
+    rewriter: FileRewriter, *shapes: tuple[int, ...], dtype: DType | None = None
+) -> None:
+    """Write ONNX's operator of the node's name, with the node's operands and attributes."""
+    node = rewriter.node
+    rewriter.add(node.op, node.inputs, *shapes, dtype=dtype, **rewriter.attributes())
+    for index, name in enumerate(rewriter.nodes[-1].outputs):
+        rewriter.give(index, name)
+
+
+def _require_defaults(rewriter: FileRewriter, **defaults: int) -> None:
+    for name, default in defaults.items():
+        actual = rewriter.node.integer(name, default)
+        rewriter.require(
+            actual == default, f"{name}={actual} is not supported, only {name}={default}"
+        )
+
+
+def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
+    """Return [B, tokens, heads · F] as [B, heads, tokens, F]."""
+    batch, tokens, hidden = rewriter.shape(name)
+    rewriter.require(
+        heads > 0 and hidden % heads == 0,
+        f"{hidden} {plural(hidden, 'feature')} cannot be divided into {heads} "
+        f"{plural(heads, 'head')}",
+    )
+    split = rewriter.reshape(name, batch, tokens, heads, hidden // heads)
+    return rewriter.transpose(split, 0, 2, 1, 3)
+
+
+def _attend(
+    rewriter: Rewriter, heads: Heads, logits_index: int, **settings: Any
+) -> tuple[str, str, str]:
+    """Write an Attention node. Return its output [B, T, H · F], all keys, and all values.
+
+    `logits_index` is the index of the replaced node's result that has the attention logits, which
+    are the fourth result of Attention.
+    """
+    batch, count, tokens, _ = rewriter.shape(heads.query)
+    groups = rewriter.shape(heads.value)[1]
+    features = rewriter.shape(heads.value)[3]
+    past = rewriter.shape(heads.past[0])[2] if heads.past[0] else 0
+    total = past + rewriter.shape(heads.key)[2]
+    scale = rewriter.node.number("scale")
+    attributes: dict[str, Any] = {"is_causal": heads.causal, **settings}
+    if scale:
+        attributes["scale"] = scale
+    shapes: list[tuple[int, ...]] = [(batch, count, tokens, features)]
+    if heads.past[0] or rewriter.has_result(logits_index):
+        shapes += [
+            (batch, groups, total, rewriter.shape(each)[3]) for each in (heads.key, heads.value)
+        ]
+    if rewriter.has_result(logits_index):
+        shapes.append((batch, count, tokens, total))
+    operands = [
+        heads.query,
+        heads.key,
+        heads.value,
+        heads.mask,
+        *heads.past,
+        heads.lengths,
+        heads.sink,
+    ]
+    dtype = rewriter.type_of(heads.query).dtype
+    output = rewriter.add("Attention", operands, *shapes, dtype=dtype, **attributes)
+    outputs = rewriter.nodes[-1].outputs
+    if rewriter.has_result(logits_index):
+        rewriter.give(logits_index, outputs[3])
+    keys, values = outputs[1:3] if heads.past[0] else (heads.key, heads.value)
+    by_token = rewriter.transpose(output, 0, 2, 1, 3)
+    return rewriter.reshape(by_token, batch, tokens, count * features), keys, values
+
+
+def _attend_with_past(
+    rewriter: Rewriter, heads: Heads, past: tuple[str, str], past_length: str, logits_index: int
+) -> tuple[str, str, str]:
+    """Write Attention with cached keys and values in front of the new ones. Return what `_attend`
+    returns.
+
+    If `past_length` is given, the cache is a longer buffer with that many valid tokens, and the new
+    keys and values are written behind them.
+    """
+    tokens = rewriter.shape(heads.query)[2]
+    if past[0] and past_length:
+        batch = rewriter.shape(heads.query)[0]
+        length = _per_sequence(rewriter, past_length)
+        start = rewriter.add("Expand", [length, rewriter.integers(batch)], (batch,))
+        key, value = _write_caches(rewriter, past, (heads.key, heads.value), start)
+        lengths = rewriter.binary("Add", start, rewriter.integer(tokens))
+        heads = dataclasses.replace(heads, key=key, value=value, lengths=lengths)
+    elif past[0] and rewriter.shape(past[0])[2]:
+        heads = dataclasses.replace(heads, past=past)
+    return _attend(rewriter, heads, logits_index, qk_matmul_output_mode=2)
+
+
+def _packed_or_separate(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
+    """Return the queries, keys and values [B, T, heads · F], which may be concatenated in operand
+    0.
+    """
+    query = rewriter.required(0)
+    if rewriter.operand(1):
+        return [query, rewriter.operand(1), rewriter.required(2)]
+    hidden = rewriter.shape(query)[-1]
+    total = heads + 2 * groups
+    rewriter.require(
+        total > 0 and hidden % total == 0,
+        f"{hidden} {plural(hidden, 'feature')} cannot be divided into {total} "
+        f"{plural(total, 'head')}",
+    )
+    sizes = (hidden // total * each for each in (heads, groups, groups))
+    return rewriter.split(query, 2, *sizes)
+
+
+def _past_lengths(rewriter: Rewriter, tokens: int, total: int | None) -> str:
+    """Return the number of cached tokens per sequence, int64 [B].
+
+    `total` is the maximum number of cached and new tokens over the sequences, None if it is an
+    operand that is not known. If it equals the number of new tokens, nothing is cached.
+    """
+    last_position = _per_sequence(rewriter, rewriter.required(5))
+    cached = rewriter.binary("Add", last_position, rewriter.integer(1 - tokens))
+    if total is not None:
+        return cached
+    longest = _per_sequence(rewriter, rewriter.required(6))
+    is_prompt = rewriter.binary("Equal", longest, rewriter.integer(tokens), DType.BOOL)
+    return rewriter.select(is_prompt, rewriter.integer(0), cached)
+
+
+def _per_sequence(rewriter: Rewriter, name: str) -> str:
+    """Return a tensor with one integer per sequence as an int64 vector."""
+    return rewriter.reshape(rewriter.cast(name, DType.INT64), rewriter.type_of(name).elements)
+
+
+def _prompt_mask(rewriter: Rewriter, added: str, key: str) -> str:
+    """Return the mask of a prompt, in which sequences that are shorter than the longest one end in
+    padding. `added` is the mask of the model, "" if it has none.
+    """
+    batch, _, tokens, _ = rewriter.shape(key)
+    last_position = _per_sequence(rewriter, rewriter.required(5))
+    ends = rewriter.binary("Add", last_position, rewriter.integer(1))
+    visible = _visible_range(rewriter, ends, batch, tokens)
+    if not added:
+        return visible
+    hidden = rewriter.number(-math.inf, rewriter.type_of(added).dtype)
+    return rewriter.select(visible, added, hidden)
+
+
+def _write_caches(
+    rewriter: Rewriter, caches: tuple[str, str], new: tuple[str, str], start: str
+) -> tuple[str, str]:
+    """Return the cached keys and values, overwritten by the new ones from token `start[b]` of
+    sequence b on.
+    """
+    keys, values = (
+        rewriter.add("TensorScatter", [cache, each, start], rewriter.shape(cache), axis=-2)
+        for cache, each in zip(caches, new, strict=True)
+    )
+    return keys, values
+
+
+def _zero_unfilled(rewriter: Rewriter, caches: tuple[str, str], lengths: str) -> tuple[str, str]:
+    """Return the cached keys and values with zeros behind the valid tokens, as ONNX Runtime returns
+    them.
+    """
+    batch, _, tokens, _ = rewriter.shape(caches[0])
+    positions = rewriter.range(0, tokens, -1, 1)
+    ends = rewriter.reshape(lengths, batch, 1, 1, 1)
+    filled = rewriter.binary("Less", positions, ends, DType.BOOL)
+    zero = rewriter.number(0.0, rewriter.type_of(caches[0]).dtype)
+    return rewriter.select(filled, caches[0], zero), rewriter.select(filled, caches[1], zero)
+
+
+def _positions(rewriter: Rewriter, past_lengths: str, batch: int, tokens: int) -> str:
+    """Return the rotary positions [B, T] of the new tokens.
+
+    Operand 9 may give them. In a prompt only its first position per sequence counts, and the
+    following tokens have consecutive positions.
+    """
+    given = rewriter.operand(9)
+    steps = rewriter.range(0, tokens, 1, -1)
+    if given and past_lengths:
+        return given
+    if given:
+        first, *_ = rewriter.split(given, 1, 1, tokens - 1) if tokens > 1 else [given]
+        return rewriter.binary("Add", first, steps)
+    if past_lengths:
+        return rewriter.binary("Add", rewriter.reshape(past_lengths, batch, 1), steps)
+    return rewriter.add("Expand", [steps, rewriter.integers(batch, tokens)], (batch, tokens))
+
+
+def _rotate_by_cache(rewriter: Rewriter, name: str, positions: str) -> str:
+    """Return heads with rotary positions, by the cosines and sines of operands 7 and 8."""
+    cosines = rewriter.required(7)
+    sines = rewriter.required(8)
+    width = 2 * rewriter.shape(cosines)[1]
+    return rewriter.add(
+        "RotaryEmbedding",
+        [name, cosines, sines, positions],
+        rewriter.shape(name),
+        rotary_embedding_dim=width % rewriter.shape(name)[3],
+        interleaved=rewriter.node.integer("rotary_interleaved"),
+    )
+
+
+def _rotate_by_position(rewriter: Rewriter, name: str, first: int) -> str:
+    """Return heads with rotary positions first, first + 1, …, with the angles of GPT-NeoX."""
+    batch, _, tokens, features = rewriter.shape(name)
+    width = rewriter.node.integer("rotary_embedding_dim") or features
+    rewriter.require(
+        0 < width <= features,
+        f"rotary_embedding_dim={width} is not between 1 and the head size {features}",
+    )
+    rewriter.require(
+        tokens * width <= MAX_RANGE,
+        f"{tokens} {plural(tokens, 'token')} of {width} {plural(width, 'angle')} are not "
+        f"supported, at most {MAX_RANGE} angles in all",
+    )
+    frequencies = ROTARY_BASE ** (np.arange(0, width, 2) / width)
+    angles = np.arange(first, first + tokens)[:, None] / frequencies
+    dtype = rewriter.type_of(name).dtype
+    tables = [
+        rewriter.cast(rewriter.constant(function(angles).astype(np.float32)), dtype)
+        for function in (np.cos, np.sin)
+    ]
+    steps = rewriter.range(0, tokens, 1, -1)
+    positions = rewriter.add("Expand", [steps, rewriter.integers(batch, tokens)], (batch, tokens))
+    return rewriter.add(
+        "RotaryEmbedding",
+        [name, *tables, positions],
+        rewriter.shape(name),
+        rotary_embedding_dim=width % features,
+    )
+
+
+def _multi_head(rewriter: Rewriter, bias: str, padding: str, added: str, past: int) -> None:
+    """Decompose a MultiHeadAttention. `past` is the index of the operand with the cached keys;
+    the cached values and the number of valid cached tokens follow it.
+    """
+    heads = rewriter.node.integer("num_heads")
+    query, key, value = _queries_keys_values(rewriter, heads, bias)
+    caches = rewriter.operand(past), rewriter.operand(past + 1)
+    past_length = rewriter.operand(past + 2)
+    total = rewriter.shape(key)[2]
+    if caches[0] and not past_length:
+        total += rewriter.shape(caches[0])[2]
+    masked = _with_masks(rewriter, Heads(query, key, value), padding, added, total)
+    results = _attend_with_past(rewriter, masked, caches, past_length, 3)
+    for index, each in enumerate(results):
+        rewriter.give(index, each)
+
+
+def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]:
+    """Return queries, keys and values [B, heads, tokens, F] of a MultiHeadAttention, with their
+    bias.
+
+    The operands may be three tensors [B, tokens, heads · F], one tensor with all three side by
+    side, a stack [B, T, heads, 3, F], queries and a stack of keys and values, or keys and values
+    that are divided into heads already, as in cross-attention.
+    """
+    query = rewriter.required(0)
+    key = rewriter.operand(1)
+    if not key and len(rewriter.shape(query)) == 3:
+        hidden = rewriter.shape(query)[2]
+        third = hidden // 3
+        projections = rewriter.split(query, 2, third, third, hidden - 2 * third)
+    elif not key:
+        projections = _unstack(rewriter, query, 3)
+    elif len(rewriter.shape(key)) == 5:
+        projections = [query, *_unstack(rewriter, key, 2)]
+    else:
+        projections = [query, key, rewriter.required(2)]
+    undivided = [each if len(rewriter.shape(each)) == 3 else "" for each in projections]
+    if bias:
+        sizes = [rewriter.shape(each)[2] if each else 0 for each in undivided]
+        if not all(sizes):
+            # Keys and values that are divided into heads already have their biases.
+            total = rewriter.type_of(bias).elements
+            sizes = [sizes[0], sizes[0], total - 2 * sizes[0]]
+        biases = rewriter.split(bias, 0, *sizes)
+        undivided = [
+            rewriter.binary("Add", each, part) if each else ""
+            for each, part in zip(undivided, biases, strict=True)
+        ]
+    return [
+        _split_heads(rewriter, each, heads) if each else divided
+        for each, divided in zip(undivided, projections, strict=True)
+    ]
+
+
+def _unstack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
+    """Return the `parts` tensors [B, tokens, heads · F] of [B, tokens, heads, parts, F]."""
+    batch, tokens, heads, _, features = rewriter.shape(name)
+    pieces = rewriter.split(name, 3, *[1] * parts)
+    return [rewriter.reshape(each, batch, tokens, heads * features) for each in pieces]
+
+
+def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, total: int) -> Heads:
+    """Return `heads` with the mask that is added to the logits [B, H, T, total]: the padding mask,
+    and the tensor `added` that the model adds itself.
+    """
+    causal = rewriter.node.integer("unidirectional")
+    visible = _visible_keys(rewriter, padding, heads.query, total) if padding else ""
+    if not visible:
+        return dataclasses.replace(heads, mask=added, causal=causal)
+    dtype = rewriter.type_of(heads.query).dtype
+    tokens = rewriter.shape(heads.query)[2]
+    hidden = rewriter.number(rewriter.node.number("mask_filter_value", MASK_FILTER), dtype)
+    mask = rewriter.select(visible, rewriter.number(0.0, dtype), hidden)
+    if causal and tokens > 1:
+        # A query that only padding precedes attends to this padding, never to later keys: the
+        # filter value hides padding, -inf hides later keys.
+        queries = rewriter.range(total - tokens, total, -1, 1)
+        keys = rewriter.range(0, total, -1)
+        precedes = rewriter.binary("LessOrEqual", keys, queries, DType.BOOL)
+        mask = rewriter.select(precedes, mask, rewriter.number(-math.inf, dtype))
+    if added:
+        mask = rewriter.binary("Add", mask, added)
+    return dataclasses.replace(heads, mask=mask)
+
+
+def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> str:
+    """Return a boolean mask that broadcasts to [B, H, T, total] and is true for keys that are not
+    padding; "" if the operand stands for no mask.
+
+    The operand `padding` has key lengths [B], key lengths and starts [2 · B], or 1 for each key
+    that is not padding: [B, total], [B, T, total] or [B, 1, max, max].
+    """
+    batch, _, tokens, _ = rewriter.shape(query)
+    shape = rewriter.shape(padding)
+    if len(shape) == 1:
+        return _visible_range(rewriter, padding, batch, total)
+    if shape[-1] == 1 and total > 1:
+        return ""  # A mask of one key stands for no mask.
+    visible = rewriter.cast(padding, DType.BOOL)
+    if len(shape) == 4:
+        return rewriter.slice(visible, {2: (total - tokens, total), 3: (0, total)})
+    rows = tokens if len(shape) == 3 else 1
+    return rewriter.reshape(visible, shape[0], 1, rows, shape[-1])
+
+
+def _visible_range(rewriter: Rewriter, bounds: str, batch: int, total: int) -> str:
+    """Return a boolean mask [B, 1, 1, total] of the keys before `bounds[b]`. If `bounds` has 2 · B
+    elements, sequence b starts at key `bounds[B + b]`.
+    """
+    size = rewriter.shape(bounds)[0]
+    bounds = rewriter.cast(bounds, DType.INT64)
+    positions = rewriter.range(0, total, 1, 1, 1, -1)
+    ends = bounds
+    starts = ""
+    if size > batch:
+        ends, starts = rewriter.split(bounds, 0, batch, size - batch)
+    ends = rewriter.reshape(ends, batch, 1, 1, 1)
+    visible = rewriter.binary("Less", positions, ends, DType.BOOL)
+    if size != 2 * batch:
+        return visible
+    starts = rewriter.reshape(starts, batch, 1, 1, 1)
+    started = rewriter.binary("GreaterOrEqual", positions, starts, DType.BOOL)
+    return rewriter.binary("And", visible, started)
+
+
+def _project(rewriter: Rewriter, bias: str) -> list[str]:
+    """Return queries, keys and values: operand 0 multiplied by the concatenated weights of operand
+    1, plus a bias.
+    """
+    inputs = rewriter.required(0)
+    weights = rewriter.required(1)
+    features, hidden = rewriter.shape(weights)
+    rewriter.require(
+        rewriter.shape(inputs)[-1] == features,
+        f"the input has {rewriter.shape(inputs)[-1]} features, the weights expect {features}",
+    )
+    product = rewriter.add("MatMul", [inputs, weights], (*rewriter.shape(inputs)[:-1], hidden))
+    if bias:
+        product = rewriter.binary("Add", product, bias)
+    sizes = rewriter.node.integers("qkv_hidden_sizes") or (hidden // 3,) * 3
+    return rewriter.split(product, len(rewriter.shape(product)) - 1, *sizes)
+
+
+def _attend_packed(
+    rewriter: Rewriter, projections: list[str], offsets: str, bounds: str, added: str
+) -> None:
+    """Write attention within each of B sequences whose tokens are concatenated: [tokens, H · F].
+
+    Tokens are gathered into B sequences of one length (padding repeats a token), and the results
+    gathered back. `bounds` [B + 1] has the index of the first token of each sequence; `offsets`
+    [B, longest] begins with the index of each token among the B · longest padded ones.
+    """
+    (batch, longest) = rewriter.shape(offsets)
+    heads = rewriter.node.integer("num_heads")
+    tokens = rewriter.shape(projections[0])[0]
+    bounds = rewriter.reshape(rewriter.cast(bounds, DType.INT64), batch + 1, 1)
+    starts, _ = rewriter.split(bounds, 0, batch, 1)
+    _, ends = rewriter.split(bounds, 0, 1, batch)
+    lengths = rewriter.reshape(rewriter.binary("Sub", ends, starts), batch)
+    indices = rewriter.binary("Add", starts, rewriter.range(0, longest, 1, -1))
+    indices = rewriter.binary("Min", indices, rewriter.integer(tokens - 1))
+    padded = [
+        rewriter.add("Gather", [each, indices], (batch, longest, rewriter.shape(each)[1]), axis=0)
+        for each in projections
+    ]
+    query, key, value = (_split_heads(rewriter, each, heads) for each in padded)
+    operands = Heads(query, key, value, added, lengths=lengths)
+    output, _, _ = _attend(rewriter, operands, 1)
+    features = rewriter.shape(output)[2]
+    flat = rewriter.reshape(output, batch * longest, features)
+    order = rewriter.reshape(rewriter.cast(offsets, DType.INT64), batch * longest)
+    if tokens < batch * longest:
+        order = rewriter.split(order, 0, tokens, batch * longest - tokens)[0]
+    rewriter.give(0, rewriter.add("Gather", [flat, order], (tokens, features), axis=0))

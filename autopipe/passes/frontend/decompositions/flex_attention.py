@@ -1,0 +1,88 @@
+"""FlexAttention (domain ai.onnx.preview): Q · Kᵀ, softmax and · V, with the node's subgraphs that
+modify the logits and the probabilities in between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from autopipe.ir.graph import DType
+from autopipe.ir.words import plural
+from autopipe.passes.frontend.elements import NUMBERS
+from autopipe.passes.frontend.rewriter import FileRewriter
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def flex_attention(rewriter: FileRewriter) -> None:
+    """Decompose FlexAttention."""
+    query, key, value = (rewriter.type_of(rewriter.required(index)) for index in range(3))
+    batch, heads, tokens, features = query.shape
+    groups, keys = key.shape[1:3]
+    rewriter.require(
+        groups > 0 and heads % groups == 0,
+        f"{heads} {plural(heads, 'query head')} cannot be divided among "
+        f"{groups} {plural(groups, 'key head')}",
+    )
+    precision = DType.FLOAT32 if query.dtype.itemsize < DType.FLOAT32.itemsize else query.dtype
+    precision_number = rewriter.node.integer("softmax_precision", NUMBERS[precision])
+    scale = rewriter.number(rewriter.node.number("scale", 1 / math.sqrt(features)), DType.FLOAT32)
+    # The query heads that share a key head become further rows of one query matrix.
+    grouped = batch, groups, heads // groups * tokens
+    queries = rewriter.reshape(query.name, *grouped, features)
+    logits = rewriter.add("MatMul", [queries, rewriter.transpose(key.name, 0, 1, 3, 2)])
+    logits = rewriter.add("Mul", [logits, rewriter.add("CastLike", [scale, logits])])
+    logits = rewriter.reshape(logits, batch, heads, tokens, keys)
+    logits = rewriter.add("Cast", [logits], to=precision_number)
+    logits = _modified(rewriter, "score_mod", logits)
+    probabilities = rewriter.add("Softmax", [logits], axis=-1)
+    probabilities = _modified(rewriter, "prob_mod", probabilities)
+    values = rewriter.add("Cast", [value.name], to=precision_number)
+    weights = rewriter.reshape(probabilities, *grouped, keys)
+    output = rewriter.add("MatMul", [weights, values])
+    output = rewriter.add("Cast", [output], to=NUMBERS[value.dtype])
+    rewriter.reshape(output, batch, heads, tokens, value.shape[3], result=0)
+
+
+def _modified(rewriter: FileRewriter, attribute: str, operand: str) -> str:
+    """Return what the subgraph in `attribute` computes from a value; the value itself if the node
+    has no such subgraph.
+    """
+    found = (each.g for each in rewriter.proto.attribute if each.name == attribute)
+    graph = next(found, None)
+    if graph is None:
+        return operand
+    rewriter.require(
+        len(graph.input) == 1 and len(graph.output) == 1,
+        f"the subgraph {attribute!r} has {len(graph.input)} inputs and {len(graph.output)} "
+        "outputs, expected one of each",
+    )
+    return _inlined(rewriter, graph, {graph.input[0].name: operand}, attribute)
+
+
+def _inlined(
+    rewriter: FileRewriter, graph: onnx.GraphProto, names: dict[str, str], title: str
+) -> str:
+    """Write the nodes of a subgraph and return the name of its first output.
+
+    Values of the subgraph get new names. `names` maps its inputs to existing values; other names
+    are those of the surrounding graph.
+    """
+    import onnx
+
+    inside = [each.name for each in graph.initializer]
+    inside += [name for node in graph.node for name in node.output if name]
+    names |= {name: f"{rewriter.node.outputs[0]}/{title}/{name}" for name in inside}
+    for tensor in graph.initializer:
+        rewriter.copy(onnx.helper.make_node("Constant", [], [names[tensor.name]], value=tensor))
+    for node in graph.node:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = f"{rewriter.node.name}/{title}/{node.name or node.op_type}"
+        for field in (copy.input, copy.output):
+            field[:] = [names.get(name, name) for name in field]
+        rewriter.copy(copy)
+    output: str = graph.output[0].name
+    return names.get(output, output)

@@ -1,0 +1,246 @@
+"""Fused operators of ONNX Runtime (domains com.microsoft and com.microsoft.nchwc), written as the
+ONNX operators that they fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType
+from autopipe.passes.frontend.decompositions import nchwc
+from autopipe.passes.frontend.decompositions.quantized import channels_first, channels_last
+from autopipe.passes.frontend.rewriter import FileRewriter
+
+DOMAIN = "com.microsoft"
+HARD_SWISH_SINCE = 14
+"""The opset since which ONNX has HardSwish."""
+_ACTIVATION_PARAMETERS = {
+    "Elu": ("alpha",),
+    "HardSigmoid": ("alpha", "beta"),
+    "LeakyRelu": ("alpha",),
+    "Selu": ("alpha", "gamma"),
+    "ThresholdedRelu": ("alpha",),
+}
+"""Attributes of activations, in the order in which fused operators list their values."""
+_PLAIN_ACTIVATIONS = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
+
+
+def _fused_matmul(rewriter: FileRewriter) -> None:
+    """Give FusedMatMul factors whose batch dimensions come first: transBatchA and transBatchB mean
+    that the rows precede them. Keeps a node without such factors.
+    """
+    node = rewriter.node
+    is_moved = [
+        bool(node.integer(flag)) and len(rewriter.shape(rewriter.required(index))) > 2
+        for index, flag in enumerate(("transBatchA", "transBatchB"))
+    ]
+    if not any(is_moved):
+        return
+    factors = list(node.inputs)
+    for index, name in enumerate(factors[:2]):
+        if is_moved[index]:
+            rank = len(rewriter.shape(name))
+            factors[index] = rewriter.transpose(name, *range(1, rank - 1), 0, rank - 1)
+    attributes = rewriter.attributes("transBatchA", "transBatchB")
+    rewriter.add("FusedMatMul", factors, result=0, domain=DOMAIN, **attributes)
+
+
+def _group_norm(rewriter: FileRewriter) -> None:
+    """Decompose GroupNorm. Its channels come last unless channels_last=0; activation=1 is SiLU."""
+    _normalize(rewriter, rewriter.required(0))
+
+
+def _skip_group_norm(rewriter: FileRewriter) -> None:
+    """Decompose SkipGroupNorm: GroupNorm of x + skip + bias. Result 1 is the sum."""
+    x = rewriter.required(0)
+    skip = rewriter.required(3)
+    is_last = rewriter.node.integer("channels_last", 1)
+    window = [1] * (len(rewriter.shape(x)) - 2)
+    given = rewriter.shape(skip)
+    if len(given) == 2:
+        shape = [given[0], *window, given[1]] if is_last else [*given, *window]
+        skip = rewriter.reshape(skip, *shape)
+    total = rewriter.add("Add", [x, skip])
+    if bias := rewriter.operand(4):
+        if not is_last:
+            bias = rewriter.reshape(bias, *rewriter.shape(bias), *window)
+        total = rewriter.add("Add", [total, bias])
+    if rewriter.has_result(1):
+        total = rewriter.add("Identity", [total], result=1)
+    _normalize(rewriter, total)
+
+
+def _normalize(rewriter: FileRewriter, x: str) -> None:
+    """Make the group normalisation of a value result 0, with SiLU if the node states it."""
+    node = rewriter.node
+    is_last = node.integer("channels_last", 1)
+    is_activated = node.integer("activation")
+    x = channels_first(rewriter, x) if is_last else x
+    x = rewriter.add(
+        "GroupNormalization",
+        [x, rewriter.required(1), rewriter.required(2)],
+        result=None if is_last or is_activated else 0,
+        num_groups=node.integer("groups"),
+        epsilon=node.number("epsilon", 1e-5),
+    )
+    if is_activated:
+        x = rewriter.add("QuickGelu", [x], result=None if is_last else 0, domain=DOMAIN, alpha=1.0)
+    if is_last:
+        channels_last(rewriter, x, result=0)
+
+
+def _bias_split_gelu(rewriter: FileRewriter) -> None:
+    """Decompose BiasSplitGelu: the first half of the sums times Gelu of the second half."""
+    total = rewriter.add("Add", [rewriter.required(0), rewriter.required(1)])
+    axis = len(rewriter.shape(total)) - 1
+    half = rewriter.shape(total)[axis] // 2
+    first, second = (rewriter.slice(total, {axis: (start, start + half)}) for start in (0, half))
+    rewriter.add("Mul", [first, rewriter.add("Gelu", [second], domain=DOMAIN)], result=0)
+
+
+def _bias_add(rewriter: FileRewriter) -> None:
+    """Decompose BiasAdd: x + bias + skip."""
+    total = rewriter.add("Add", [rewriter.required(0), rewriter.required(1)])
+    rewriter.add("Add", [total, rewriter.required(2)], result=0)
+
+
+def _max_pool_channels_last(rewriter: FileRewriter) -> None:
+    """Decompose NhwcMaxPool."""
+    x = channels_first(rewriter, rewriter.required(0))
+    pooled = rewriter.add("MaxPool", [x], **rewriter.attributes())
+    channels_last(rewriter, pooled, result=0)
+
+
+def _convolution_channels_last(rewriter: FileRewriter) -> None:
+    """Decompose NhwcConv. The weight is [outputs, …, inputs], as ONNX Runtime's optimizer writes
+    it, or [outputs, inputs, …], as the operator's description says.
+    """
+    x = rewriter.required(0)
+    weight = rewriter.required(1)
+    channels = rewriter.shape(x)[-1]
+    x = channels_first(rewriter, x)
+    if rewriter.shape(weight)[-1] * rewriter.node.integer("group", 1) == channels:
+        weight = channels_first(rewriter, weight)
+    operands = [x, weight, *rewriter.node.inputs[2:]]
+    found = rewriter.add("Conv", operands, **rewriter.attributes())
+    channels_last(rewriter, found, result=0)
+
+
+def _activate(rewriter: FileRewriter, x: str, parameters: Sequence[float]) -> None:
+    """Make the node's result of a value by the activation that the node states, if any."""
+    activation = rewriter.node.text("activation")
+    if activation == "Clip":
+        low, high = parameters
+        rewriter.clip(x, low, high, result=0)
+    elif activation == "HardSwish" and rewriter.opset < HARD_SWISH_SINCE:
+        gate = rewriter.add("HardSigmoid", [x], alpha=1 / 6, beta=0.5)
+        rewriter.add("Mul", [x, gate], result=0)
+    elif activation in ("HardSwish", *_PLAIN_ACTIVATIONS, *_ACTIVATION_PARAMETERS):
+        names = _ACTIVATION_PARAMETERS.get(activation, ())
+        attributes: dict[str, Any] = dict(zip(names, parameters, strict=False))
+        rewriter.add(activation, [x], result=0, **attributes)
+    elif activation:
+        raise ModelError(f"activation {activation!r} is not supported", where=rewriter.where)
+    else:
+        rewriter.add("Identity", [x], result=0)
+
+
+def _convolve(rewriter: FileRewriter, weight: str, x: str, is_channels_last: bool = False) -> None:
+    """Decompose FusedConv: a convolution of `x` by `weight`, plus operand 3, then an activation."""
+    bias = [rewriter.operand(2)] if rewriter.operand(2) else []
+    attributes = rewriter.attributes("activation", "activation_params")
+    x = rewriter.add("Conv", [x, weight, *bias], **attributes)
+    x = channels_last(rewriter, x) if is_channels_last else x
+    if rewriter.operand(3):
+        x = rewriter.add("Add", [x, rewriter.operand(3)])
+    _activate(rewriter, x, rewriter.node.numbers("activation_params"))
+
+
+def _fused_conv(rewriter: FileRewriter) -> None:
+    _convolve(rewriter, rewriter.required(1), rewriter.required(0))
+
+
+def _fused_conv_channels_last(rewriter: FileRewriter) -> None:
+    x = channels_first(rewriter, rewriter.required(0))
+    _convolve(rewriter, rewriter.required(1), x, is_channels_last=True)
+
+
+def _nchwc_conv(rewriter: FileRewriter) -> None:
+    _convolve(rewriter, nchwc.plain_weight(rewriter), rewriter.required(0))
+
+
+def _fused_gemm(rewriter: FileRewriter) -> None:
+    """Decompose FusedGemm: Gemm, then an activation."""
+    node = rewriter.node
+    parameters = ("activation_alpha", "activation_beta", "activation_gamma")
+    operands = [name for name in node.inputs if name]
+    x = rewriter.add("Gemm", operands, **rewriter.attributes("activation", *parameters))
+    _activate(rewriter, x, [node.number(each) for each in parameters if node.has(each)])
+
+
+def _embed_layer_normalization(rewriter: FileRewriter, is_quantized: bool = False) -> None:
+    """Decompose EmbedLayerNormalization and QEmbedLayerNormalization: the layer normalisation of
+    the sum of word, position and segment embeddings.
+
+    Result 1 is the number of tokens per sample that the mask (operand 7) shows, 0 without a mask;
+    result 2 is the sum.
+    """
+    node = rewriter.node
+
+    def dequantized(name: str, table: int) -> str:
+        """Return data of operand `table` in floating point. The scale of operand i is operand
+        i + 6, its zero point operand i + 11.
+        """
+        if not is_quantized:
+            return name
+        settings = [rewriter.operand(table + 6), rewriter.operand(table + 11)]
+        return rewriter.add("DequantizeLinear", [name, *(each for each in settings if each)])
+
+    tokens = rewriter.required(0)
+    samples, length = rewriter.shape(tokens)
+    words = dequantized(rewriter.add("Gather", [rewriter.required(2), tokens]), 2)
+    if rewriter.operand(8) and not is_quantized:
+        positions = rewriter.add("Gather", [rewriter.required(3), rewriter.operand(8)])
+    else:
+        positions = rewriter.slice(rewriter.required(3), {0: (0, length)})
+    total = rewriter.add("Add", [words, dequantized(positions, 3)])
+    if rewriter.operand(1):
+        segments = rewriter.add("Gather", [rewriter.required(4), rewriter.operand(1)])
+        total = rewriter.add("Add", [total, dequantized(segments, 4)])
+    if rewriter.has_result(2):
+        total = rewriter.add("Identity", [total], result=2)
+    scale_and_bias = [dequantized(rewriter.required(index), index) for index in (5, 6)]
+    rewriter.add(
+        "LayerNormalization",
+        [total, *scale_and_bias],
+        result=0,
+        epsilon=node.number("epsilon", 1e-12),
+    )
+    if rewriter.has_result(1) and rewriter.operand(7):
+        axes = rewriter.integers(1)
+        rewriter.add("ReduceSum", [rewriter.operand(7), axes], keepdims=0, result=1)
+    elif rewriter.has_result(1):
+        zeros = rewriter.cast(rewriter.integers(0), DType.INT32)
+        rewriter.add("Expand", [zeros, rewriter.integers(samples)], result=1)
+
+
+FUSED: dict[str, Callable[[FileRewriter], None]] = {
+    "FusedMatMul": _fused_matmul,
+    "GroupNorm": _group_norm,
+    "SkipGroupNorm": _skip_group_norm,
+    "BiasSplitGelu": _bias_split_gelu,
+    "BiasAdd": _bias_add,
+    "NhwcConv": _convolution_channels_last,
+    "NhwcMaxPool": _max_pool_channels_last,
+    "NhwcFusedConv": _fused_conv_channels_last,
+    "FusedConv": _fused_conv,
+    "FusedGemm": _fused_gemm,
+    "EmbedLayerNormalization": _embed_layer_normalization,
+    "QEmbedLayerNormalization": partial(_embed_layer_normalization, is_quantized=True),
+}
+"""Decompositions by operator of com.microsoft."""
+NCHWC: dict[str, Callable[[FileRewriter], None]] = {"Conv": _nchwc_conv, **nchwc.NCHWC}
+"""Decompositions by operator of com.microsoft.nchwc."""

@@ -1,0 +1,110 @@
+"""Operators of ONNX Runtime's domain com.microsoft.nchwc, written with ONNX's.
+
+Their images store channels in blocks: [batch, blocks, …, channels of a block]. We compute on
+images with plain channels, padded to a multiple of the block size, and restore the plain order of
+the weights.
+
+The file does not say how large a block is: ONNX Runtime uses the block size of the machine that
+it runs on, and so do we: 16 channels, or 8 on x86 processors without AVX-512.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from autopipe.ir.graph import DType
+from autopipe.passes.frontend.decompositions.quantized import channels_first, channels_last
+from autopipe.passes.frontend.rewriter import FileRewriter
+
+DOMAIN = "com.microsoft.nchwc"
+
+
+@cache
+def block_size() -> int:
+    """Return the number of channels of a block on this machine."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return 16
+    cpu_info = Path("/proc/cpuinfo")
+    lacks_avx512 = cpu_info.exists() and "avx512f" not in cpu_info.read_text(encoding="utf-8")
+    return 8 if lacks_avx512 else 16
+
+
+def plain_weight(rewriter: FileRewriter) -> str:
+    """Return the weight of a convolution (operand 1) in the layout [output channels, input
+    channels, …].
+
+    The file declares that shape, but stores blocks: [output blocks, input channels, …, output
+    channels of a block], or, if the input channels are in blocks too, [output blocks, input blocks,
+    …, input channels of a block, output channels of a block].
+    """
+    size = block_size()
+    (outputs, inputs, *window) = rewriter.shape(rewriter.required(1))
+    rewriter.require(
+        outputs % size == 0,
+        f"its {outputs} output channels are no multiple of this machine's block of {size} channels",
+    )
+    if inputs % size == 0:
+        blocks = [outputs // size, inputs // size, *window, size, size]
+        order = [0, len(blocks) - 1, 1, len(blocks) - 2]
+    else:
+        blocks = [outputs // size, inputs, *window, size]
+        order = [0, len(blocks) - 1, 1]
+    split = rewriter.reshape(rewriter.required(1), *blocks)
+    ordered = rewriter.transpose(split, *order, *range(2, 2 + len(window)))
+    return rewriter.reshape(ordered, outputs, inputs, *window)
+
+
+def _reorder_input(rewriter: FileRewriter) -> None:
+    """Decompose ReorderInput: pad the channels with zeros to a multiple of the block size."""
+    x = rewriter.required(0)
+    if rewriter.node.integer("channels_last"):
+        x = channels_first(rewriter, x)
+    batch, channels, *window = rewriter.shape(x)
+    missing = -channels % block_size()
+    if not missing:
+        rewriter.add("Identity", [x], result=0)
+        return
+    zeros = rewriter.expand(rewriter.number(0.0, DType.FLOAT32), batch, missing, *window)
+    rewriter.add("Concat", [x, zeros], axis=1, result=0)
+
+
+def _reorder_output(rewriter: FileRewriter) -> None:
+    """Decompose ReorderOutput: remove the padded channels."""
+    bounds = {1: (0, rewriter.node.integer("channels"))}
+    if not rewriter.node.integer("channels_last"):
+        rewriter.slice(rewriter.required(0), bounds, result=0)
+        return
+    plain = rewriter.slice(rewriter.required(0), bounds)
+    channels_last(rewriter, plain, result=0)
+
+
+def _upsample(rewriter: FileRewriter) -> None:
+    node = rewriter.node
+    scales = [float(each) for each in node.integers("scales")]
+    rewriter.add(
+        "Resize",
+        [rewriter.required(0), "", rewriter.floats(*scales)],
+        result=0,
+        mode=node.text("mode", "nearest"),
+        coordinate_transformation_mode=node.text("coordinate_transformation_mode", "asymmetric"),
+        nearest_mode="floor",
+    )
+
+
+def _same_operator(rewriter: FileRewriter) -> None:
+    """Write ONNX's operator of the node's name: blocks do not change its meaning."""
+    rewriter.add(rewriter.node.op, [rewriter.required(0)], result=0, **rewriter.attributes())
+
+
+NCHWC: dict[str, Callable[[FileRewriter], None]] = {
+    "ReorderInput": _reorder_input,
+    "ReorderOutput": _reorder_output,
+    "Upsample": _upsample,
+    **dict.fromkeys(
+        ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"), _same_operator
+    ),
+}
+"""Decompositions by operator of the domain, except Conv (see `fused`)."""

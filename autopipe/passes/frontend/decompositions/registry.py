@@ -1,0 +1,105 @@
+"""All decompositions by operator, and the function that runs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Node
+from autopipe.passes.frontend.decompositions import (
+    attention,
+    classical,
+    fused,
+    nchwc,
+    weight_only,
+)
+from autopipe.passes.frontend.decompositions.flex_attention import flex_attention
+from autopipe.passes.frontend.decompositions.quantized import QUANTIZED
+from autopipe.passes.frontend.elements import attributes_of
+from autopipe.passes.frontend.rewriter import FileRewriter
+
+if TYPE_CHECKING:
+    import onnx
+
+MICROSOFT = "com.microsoft"
+PREVIEW = "ai.onnx.preview"
+
+
+class Decomposition(NamedTuple):
+    """How to replace an operator. A `write` that writes nothing keeps the node as it is."""
+
+    write: Callable[[FileRewriter], None]
+    is_typed: bool = False
+    """True if `write` uses operators of opset `rewriter.NEWEST`, some of which the file's opset may
+    lack, and gives the types of all results.
+    """
+
+
+_TYPED = {
+    "Attention": attention.attention,
+    "CausalConvWithState": attention.causal_convolution,
+    "DecoderMaskedMultiHeadAttention": attention.decoder_masked_attention,
+    "DequantizeLinear": attention.dequantize,
+    "GroupQueryAttention": attention.group_query_attention,
+    "LinearAttention": attention.linear_attention,
+    "MultiHeadAttention": attention.multi_head_attention,
+    "PackedAttention": attention.packed_attention,
+    "PackedMultiHeadAttention": attention.packed_multi_head_attention,
+    "QuantizeLinear": attention.quantize,
+}
+_WEIGHT_ONLY = {
+    "GatherBlockQuantized": weight_only.gather_block_quantized,
+    "MatMulBnb4": weight_only.matmul_bnb4,
+    "MatMulNBits": weight_only.matmul_nbits,
+}
+
+
+def _of_domain(
+    domain: str, table: Mapping[str, Callable[[FileRewriter], None]], is_typed: bool = False
+) -> dict[tuple[str, str], Decomposition]:
+    return {(domain, op): Decomposition(write, is_typed) for op, write in table.items()}
+
+
+DECOMPOSITIONS: dict[tuple[str, str], Decomposition] = {
+    **_of_domain(MICROSOFT, _TYPED, is_typed=True),
+    **_of_domain(MICROSOFT, _WEIGHT_ONLY),
+    **_of_domain(MICROSOFT, fused.FUSED),
+    **_of_domain(MICROSOFT, QUANTIZED),
+    **_of_domain(nchwc.DOMAIN, fused.NCHWC),
+    **_of_domain(classical.DOMAIN, classical.CLASSICAL),
+    (PREVIEW, "FlexAttention"): Decomposition(flex_attention),
+}
+"""By domain and operator."""
+
+
+def decomposition_of(node: onnx.NodeProto) -> Decomposition | None:
+    """Return the decomposition of a node's operator, None if it has none."""
+    return DECOMPOSITIONS.get((node.domain, node.op_type))
+
+
+def node_of(proto: onnx.NodeProto, operands: tuple[str, ...]) -> Node:
+    """Return a node of a file with other operands, without the attributes that are graphs."""
+    plain = type(proto)()
+    plain.CopyFrom(proto)
+    kept = [each for each in proto.attribute if not each.HasField("g")]
+    del plain.attribute[:]
+    plain.attribute.extend(kept)
+    outputs = tuple(proto.output)
+    return Node(proto.name, proto.op_type, operands, outputs, attributes_of(plain), proto.domain)
+
+
+def decompose(decomposition: Decomposition, rewriter: FileRewriter) -> bool:
+    """Write the nodes that replace `rewriter.node`; return False if the node is kept. Raises
+    ModelError if the operands do not fit the operator.
+    """
+    try:
+        decomposition.write(rewriter)
+    except (ArithmeticError, LookupError, ValueError) as error:
+        shapes = ", ".join(
+            str(rewriter.shape(name)) if name else "absent" for name in rewriter.node.inputs
+        )
+        raise ModelError(
+            f"operands of shapes {shapes} do not fit the operator", where=rewriter.where
+        ) from error
+    return not rewriter.is_unchanged

@@ -1,0 +1,93 @@
+"""ONNX Runtime's operators on weights of 4 or 8 bits whose scales are per block (domain
+com.microsoft): MatMulNBits, MatMulBnb4, GatherBlockQuantized.
+
+MatMulNBits and GatherBlockQuantized on bytes have an operator definition and keep their operator;
+MatMulNBits only gets one form of operands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopipe.ir.graph import DType
+from autopipe.passes.frontend.rewriter import FileRewriter
+
+DOMAIN = "com.microsoft"
+
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
+"""Magnitudes of bitsandbytes' type FP4 by the lower three bits; the fourth bit is the sign."""
+_NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
+"""Values of bitsandbytes' type NF4 (Dettmers et al., "QLoRA", 2023) by code."""
+
+
+def matmul_nbits(rewriter: FileRewriter) -> None:
+    """Give MatMulNBits scales and zero points as matrices [rows, blocks], and add its bias by an
+    Add. Keeps a node that has this form.
+    """
+    rows = rewriter.shape(rewriter.required(1))[0]
+    operands = [rewriter.operand(index) for index in range(5)]
+    bias = rewriter.operand(5)
+    is_vector = [bool(name) and len(rewriter.shape(name)) == 1 for name in operands[2:4]]
+    if not bias and not any(is_vector):
+        return
+    for index, reshaped in enumerate(is_vector, 2):
+        if reshaped:
+            blocks = rewriter.shape(operands[index])[0] // max(rows, 1)
+            operands[index] = rewriter.reshape(operands[index], rows, blocks)
+    while not operands[-1]:
+        operands.pop()
+    output = rewriter.node.outputs[0]
+    product = f"{output}/product" if bias else output
+    rewriter.repeat(operands, [product])
+    if bias:
+        rewriter.add("Add", [product, bias], result=0)
+
+
+def matmul_bnb4(rewriter: FileRewriter) -> None:
+    """Decompose MatMulBnb4. Each byte of the weight is looked up in a table of two values, the upper
+    four bits first; each block of the flat weight is multiplied by its scale, its largest magnitude.
+    """
+    node = rewriter.node
+    rewriter.require(bool(node.integer("transB", 1)), "only a transposed weight is supported")
+    codes = _NF4 if node.integer("quant_type", 1) else (*_FP4, *(-each for each in _FP4))
+    values = np.array(codes, np.float32)
+    table = rewriter.constant(np.stack([np.repeat(values, 16), np.tile(values, 16)], axis=1))
+    scales = rewriter.required(2)
+    indices = rewriter.cast(rewriter.required(1), DType.INT32)
+    weight = rewriter.add("Gather", [table, indices])
+    weight = rewriter.cast(weight, rewriter.type_of(scales).dtype)
+    blocks = rewriter.shape(scales)[0]
+    weight = rewriter.reshape(weight, blocks, node.integer("block_size"))
+    weight = rewriter.add("Mul", [weight, rewriter.reshape(scales, blocks, 1)])
+    weight = rewriter.reshape(weight, node.integer("N"), node.integer("K"))
+    weight = rewriter.transpose(weight, 1, 0)
+    rewriter.add("MatMul", [rewriter.required(0), weight], result=0)
+
+
+def gather_block_quantized(rewriter: FileRewriter) -> None:
+    """Decompose GatherBlockQuantized on 4-bit types: gather slices, scales and zero points, then
+    dequantise. A node that gathers rows of a matrix of bytes has its own operator and is kept.
+    """
+    node = rewriter.node
+    data = rewriter.type_of(rewriter.required(0))
+    indices = rewriter.required(1)
+    rank = len(data.shape)
+    gather_axis = node.integer("gather_axis", 0) % max(rank, 1)
+    block_axis = node.integer("quantize_axis", 1) % max(rank, 1)
+    if data.dtype is DType.UINT8:
+        if (gather_axis, block_axis, rank) != (0, 1, 2):
+            raise ValueError("bytes are supported only as rows of a matrix")
+        return
+    parts = []
+    for index in (0, 2, 3):
+        if name := rewriter.operand(index):
+            if index != 2:
+                name = rewriter.cast(name, DType(data.dtype.held))
+            parts.append(rewriter.add("Gather", [name, indices], axis=gather_axis))
+    if block_axis > gather_axis:
+        block_axis += len(rewriter.shape(indices)) - 1
+    block_size = node.integer("block_size", 128)
+    rewriter.add("DequantizeLinear", parts, result=0, axis=block_axis, block_size=block_size)

@@ -1,0 +1,433 @@
+"""The rewriter: it writes the nodes that replace one node, and the type of each value that they
+write.
+
+All passes of the frontend that replace nodes use this module: the decompositions of ONNX Runtime's
+operators, the fusion rules, and the clean-up passes. `Rewriter` writes nodes; a `Scope` supplies
+the types of the values that exist and takes up the new values. There are two kinds of scopes.
+
+**While a file is read** (`interpret.py`) the caller receives a `FileRewriter`. The reader processes
+each new node at once, as if the file contained it: ONNX infers the types of the results, results
+that are known become constants, and operators that have a decomposition are decomposed again. The
+caller need not give shapes, and `shape(name)` works for a new value as soon as it is written::
+
+    def bias_add(rewriter: FileRewriter) -> None:
+        x, bias, skip = (rewriter.required(index) for index in range(3))
+        total = rewriter.add("Add", [x, bias])
+        rewriter.add("Add", [total, skip], result=0)
+
+Nodes have the meaning of `rewriter.opset`, which is the file's. A decomposition that needs newer
+operators runs in a scope of opset `NEWEST`: there it gives all shapes, and nodes are neither
+inferred nor folded.
+
+**On a graph** the scope is a `GraphEdit`. The caller gives all shapes, collects `rewriter.nodes`,
+and builds the new graph with `GraphEdit.build`::
+
+    edit = GraphEdit(graph)
+    rewriter = Rewriter(edit, node)
+    heads = rewriter.reshape(node.inputs[0], 8, 12, 64)
+    rewriter.add("Transpose", [heads], (12, 8, 64), result=0, perm=(1, 0, 2))
+    edit.build([*before, *rewriter.nodes, *after])
+
+`result=0` makes a node write result 0 of the replaced node; `give(0, name)` declares instead that
+the value `name` is that result (only while a file is read). An absent operand is "".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
+from autopipe.passes.frontend.elements import NUMBERS, number_array, renamed, shape_of
+
+if TYPE_CHECKING:
+    import onnx
+
+NEWEST = 25
+"""The opset of nodes that are written with the types of their results, whatever the file's is."""
+MAX_RANGE = 1 << 24
+"""Maximum number of integers in one constant: a file may declare any size."""
+SLICE_OPERANDS_SINCE = 10
+CLIP_OPERANDS_SINCE = 11
+SPLIT_OPERANDS_SINCE = 13
+REDUCE_SUM_OPERANDS_SINCE = 13
+"""From these opsets on the operator reads bounds, sizes or axes as operands, before as attributes.
+"""
+
+
+class Scope(Protocol):
+    """The values that a rewriter may read, and the destination of the values that it writes."""
+
+    @property
+    def opset(self) -> int:
+        """The opset that gives new nodes their meaning."""
+
+    def type_of(self, name: str) -> Value:
+        """Return the type of a value."""
+
+    def array(self, name: str) -> np.ndarray | None:
+        """Return the data of a value, None if they are not known."""
+
+    def free(self, name: str) -> str:
+        """Return `name`, changed if another value has that name."""
+
+    def hold(self, value: Value, array: np.ndarray) -> None:
+        """Add a constant."""
+
+    def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        """Take up a new node. `results` are the types of the values it writes; () if the caller
+        gave no shapes.
+        """
+
+
+class Rewriter:
+    """Writes the nodes that replace `node`, in topological order. Operands and results are names of
+    values.
+    """
+
+    def __init__(self, scope: Scope, node: Node) -> None:
+        self.scope = scope
+        self.node = node
+        self.nodes: list[Node] = []
+        """The nodes written so far."""
+        self.aliases: dict[str, str] = {}
+        """By result of `node`, the value that `give` declared to be that result."""
+        self._constants = 0
+
+    @property
+    def opset(self) -> int:
+        return self.scope.opset
+
+    @property
+    def where(self) -> str:
+        """The replaced node, for error messages."""
+        return f"{self.node.op} {self.node.name!r}"
+
+    def operand(self, index: int) -> str:
+        """Return the name of an operand of the replaced node, "" if it is absent."""
+        return self.node.inputs[index] if index < len(self.node.inputs) else ""
+
+    def required(self, index: int) -> str:
+        """Return the name of an operand of the replaced node. Raises ModelError if it is absent."""
+        self.require(bool(self.operand(index)), f"{self.node.op} lacks operand {index}")
+        return self.node.inputs[index]
+
+    def has_result(self, index: int) -> bool:
+        """True if the replaced node writes result `index`."""
+        return index < len(self.node.outputs) and bool(self.node.outputs[index])
+
+    def require(self, fits: bool, message: str) -> None:
+        """Raise ModelError for the replaced node unless `fits`."""
+        if not fits:
+            raise ModelError(message, where=self.where)
+
+    def type_of(self, name: str) -> Value:
+        return self.scope.type_of(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.scope.type_of(name).shape
+
+    def known(self, index: int) -> int | None:
+        """Return the integer that an operand of one element holds, None if it is not known."""
+        array = self.scope.array(self.operand(index)) if self.operand(index) else None
+        return int(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+    def give(self, index: int, name: str) -> None:
+        """Declare that the value `name` is result `index` of the replaced node."""
+        if self.has_result(index):
+            self.aliases[self.node.outputs[index]] = name
+
+    def attributes(self, *omitted: str) -> dict[str, Any]:
+        """Return the attributes of the replaced node, except `omitted`."""
+        return {key: value for key, value in self.node.attributes if key not in omitted}
+
+    def add(
+        self,
+        op: str,
+        operands: Sequence[str],
+        *shapes: Sequence[int],
+        dtype: DType | None = None,
+        result: int | None = None,
+        results: Sequence[str] = (),
+        name: str = "",
+        domain: str = "",
+        **attributes: Attribute | None,
+    ) -> str:
+        """Write a node and return the name of its first result.
+
+        `shapes` has the shape of each result; none are needed where the scope infers types. `dtype`
+        is the element type of all results; by default that of the first operand. `result` is the
+        index of the replaced node's result that the node writes; otherwise `results` has the names
+        of its results, by default new ones: the second and later ones end in /1, /2, … `name` is
+        the name of the node. Attributes that are None are omitted, and so are absent operands at
+        the end.
+        """
+        names = tuple(results) if result is None else (self.node.outputs[result],)
+        if not names:
+            owner = self.node.outputs[0] or self.node.name
+            first = self.scope.free(f"{owner}/{op.lower()}_{len(self.nodes)}")
+            names = (first, *(f"{first}/{number}" for number in range(1, len(shapes))))
+        if not name:
+            replaces_all = result is not None and not self.nodes
+            name = self.node.name if replaces_all else f"{self.node.name or op}/{op.lower()}"
+        values: tuple[Value, ...] = ()
+        if shapes:
+            dtype = dtype or self.type_of(operands[0]).dtype
+            values = tuple(
+                Value(each, dtype, shape_of(tuple(shape), self.where))
+                for each, shape in zip(names, shapes, strict=True)
+            )
+        present = list(operands)
+        while present and not present[-1]:
+            present.pop()
+        stated = sorted((key, value) for key, value in attributes.items() if value is not None)
+        node = Node(name, op, tuple(present), names, tuple(stated), domain)
+        self.nodes.append(node)
+        self.scope.add(node, values)
+        return names[0]
+
+    def constant(self, array: np.ndarray, dtype: DType | None = None) -> str:
+        """Return the name of a new constant. `dtype` is needed for types that numpy does not have."""
+        owner = self.node.outputs[0] or self.node.name
+        name = self.scope.free(f"{owner}/constant_{self._constants}")
+        self._constants += 1
+        self.scope.hold(Value(name, dtype or DType(array.dtype.name), array.shape), array)
+        return name
+
+    def integers(self, *values: int) -> str:
+        """Return the name of a new constant vector of int64."""
+        return self.constant(np.asarray(values, np.int64))
+
+    def integer(self, value: int) -> str:
+        """Return the name of a new int64 scalar."""
+        return self.constant(np.asarray(value, np.int64))
+
+    def floats(self, *values: float) -> str:
+        """Return the name of a new constant vector of float32."""
+        return self.constant(np.asarray(values, np.float32))
+
+    def range(self, first: int, stop: int, *shape: int) -> str:
+        """Return the name of a new int64 constant of the integers first … stop − 1. One size of
+        `shape` may be −1. Raises ModelError for more than `MAX_RANGE` integers.
+        """
+        self.require(
+            stop - first <= MAX_RANGE,
+            f"{stop - first} positions are not supported, at most {MAX_RANGE}",
+        )
+        return self.constant(np.arange(first, stop).reshape(shape or -1))
+
+    def number(self, value: float, dtype: DType) -> str:
+        """Return the name of a new scalar, clamped to the finite numbers of its type."""
+        return self.constant(number_array(value, dtype), dtype)
+
+    def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
+        """Return a value in another shape of as many elements; itself if it has that shape."""
+        if shape == self.shape(name) and result is None:
+            return name
+        return self.add("Reshape", [name, self.integers(*shape)], shape, result=result)
+
+    def cast(self, name: str, dtype: DType) -> str:
+        """Return a value as another element type; itself if it has that type."""
+        if self.type_of(name).dtype is dtype:
+            return name
+        return self.add("Cast", [name], self.shape(name), dtype=dtype, to=NUMBERS[dtype])
+
+    def transpose(self, name: str, *order: int, result: int | None = None) -> str:
+        """Return a value whose axis i is axis `order[i]` of the operand."""
+        shape = self.shape(name)
+        moved = [shape[axis] for axis in order]
+        return self.add("Transpose", [name], moved, result=result, perm=order)
+
+    def binary(
+        self, op: str, left: str, right: str, dtype: DType | None = None, result: int | None = None
+    ) -> str:
+        """Write an elementwise operator of two operands that are broadcast to each other."""
+        try:
+            shape = np.broadcast_shapes(self.shape(left), self.shape(right))
+        except ValueError as error:
+            message = (
+                f"the operand shapes {self.shape(left)} and {self.shape(right)} of {op} "
+                "cannot be broadcast to each other"
+            )
+            raise ModelError(message, where=self.where) from error
+        return self.add(op, [left, right], shape, dtype=dtype, result=result)
+
+    def select(self, condition: str, chosen: str, other: str) -> str:
+        """Return the elements of `chosen` where `condition` is true, else of `other` (Where)."""
+        shape = np.broadcast_shapes(*map(self.shape, (condition, chosen, other)))
+        return self.add(
+            "Where", [condition, chosen, other], shape, dtype=self.type_of(chosen).dtype
+        )
+
+    def expand(self, name: str, *shape: int) -> str:
+        """Return a value that is broadcast to a shape; itself if it has that shape."""
+        if shape == self.shape(name):
+            return name
+        return self.add("Expand", [name, self.integers(*shape)], shape)
+
+    def split(self, name: str, axis: int, *sizes: int) -> list[str]:
+        """Return the parts of a value along an axis. Raises ModelError unless `sizes` add up."""
+        shape = self.shape(name)
+        self.require(
+            sum(sizes) == shape[axis],
+            f"the parts {sizes} of axis {axis} do not add up to its size {shape[axis]}",
+        )
+        parts = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+        if self.opset < SPLIT_OPERANDS_SINCE:
+            self.add("Split", [name], *parts, axis=axis, split=sizes)
+        else:
+            self.add("Split", [name, self.integers(*sizes)], *parts, axis=axis)
+        return list(self.nodes[-1].outputs)
+
+    def concat(self, axis: int, *names: str) -> str:
+        shape = self.shape(names[0])
+        size = sum(self.shape(name)[axis] for name in names)
+        return self.add("Concat", names, (*shape[:axis], size, *shape[axis + 1 :]), axis=axis)
+
+    def slice(
+        self, name: str, bounds: Mapping[int, tuple[int, int]], result: int | None = None
+    ) -> str:
+        """Return the elements from `bounds[axis][0]` up to but not including `bounds[axis][1]`.
+        Bounds lie within the axis.
+        """
+        shape = list(self.shape(name))
+        for axis, (start, stop) in bounds.items():
+            shape[axis] = stop - start
+        starts, stops = zip(*bounds.values(), strict=True)
+        axes = tuple(bounds)
+        if self.opset < SLICE_OPERANDS_SINCE:
+            return self.add(
+                "Slice", [name], shape, result=result, starts=starts, ends=stops, axes=axes
+            )
+        operands = [name, *(self.integers(*each) for each in (starts, stops, axes))]
+        return self.add("Slice", operands, shape, result=result)
+
+    def clip(self, name: str, low: float, high: float, result: int | None = None) -> str:
+        """Return a float32 value clamped to low … high."""
+        shape = self.shape(name)
+        if self.opset < CLIP_OPERANDS_SINCE:
+            return self.add("Clip", [name], shape, result=result, min=low, max=high)
+        bounds = (self.number(each, DType.FLOAT32) for each in (low, high))
+        return self.add("Clip", [name, *bounds], shape, result=result)
+
+    def sum(self, name: str, *axes: int) -> str:
+        """Return the sum along `axes` (not negative), which stay with size 1."""
+        shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
+        if self.opset < REDUCE_SUM_OPERANDS_SINCE:
+            return self.add("ReduceSum", [name], shape, axes=axes, keepdims=1)
+        return self.add("ReduceSum", [name, self.integers(*axes)], shape, keepdims=1)
+
+    def pad_end(self, name: str, axis: int, size: int) -> str:
+        """Return a value with zeros appended along an axis up to `size`; itself if it has that
+        size.
+        """
+        shape = self.shape(name)
+        if shape[axis] == size:
+            return name
+        pads = [0] * (2 * len(shape))
+        pads[len(shape) + axis] = size - shape[axis]
+        padded = (*shape[:axis], size, *shape[axis + 1 :])
+        return self.add("Pad", [name, self.integers(*pads)], padded)
+
+
+class FileRewriter(Rewriter):
+    """A rewriter of the node `proto` of a file. `read` makes the reader process a node."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        node: Node,
+        proto: onnx.NodeProto,
+        read: Callable[[onnx.NodeProto], None],
+    ) -> None:
+        super().__init__(scope, node)
+        self.proto = proto
+        self._read = read
+        self._copies = 0
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if nothing has been written: the node stays."""
+        return not (self.nodes or self.aliases or self._copies)
+
+    def copy(self, node: onnx.NodeProto) -> None:
+        """Write a node that the caller built as part of a file, such as a node of a subgraph."""
+        self._copies += 1
+        self._read(node)
+
+    def repeat(self, operands: Sequence[str], results: Sequence[str]) -> None:
+        """Write the replaced node itself with other operands and results."""
+        self.copy(renamed(self.proto, operands, results))
+
+
+class GraphEdit:
+    """Values and constants that are added to a graph. New names get "_" appended until they are
+    unique.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values: dict[str, Value] = {}
+        """New values that nodes write, by name."""
+        self.constants: dict[str, Constant] = {}
+        """New constants, by name."""
+        self._names: set[str] = set()
+
+    @property
+    def opset(self) -> int:
+        return self.graph.opset
+
+    def type_of(self, name: str) -> Value:
+        return self.values.get(name) or (
+            self.constants[name].value if name in self.constants else self.graph.type_of(name)
+        )
+
+    def array(self, name: str) -> np.ndarray | None:
+        constant = self.constants.get(name) or self.graph.constant(name)
+        return None if constant is None else constant.array
+
+    def free(self, name: str) -> str:
+        while self.graph.has(name) or name in self._names:
+            name += "_"
+        self._names.add(name)
+        return name
+
+    def value(self, name: str, dtype: DType, shape: Sequence[int]) -> str:
+        """Return the name of a new value that a node is to write."""
+        name = self.free(name)
+        self.values[name] = Value(name, dtype, tuple(shape))
+        return name
+
+    def constant(self, name: str, array: np.ndarray, dtype: DType | None = None) -> str:
+        """Return the name of a new constant. `dtype` is needed for types that numpy does not have."""
+        name = self.free(name)
+        self.hold(Value(name, dtype or DType(array.dtype.name), array.shape), array)
+        return name
+
+    def shape_operand(self, name: str, shape: Sequence[int]) -> str:
+        """Return the name of a new constant for the operand of a Reshape or Expand that writes the
+        value `name`.
+        """
+        return self.constant(f"{name}_shape", np.asarray(shape, np.int64))
+
+    def hold(self, value: Value, array: np.ndarray) -> None:
+        self.constants[value.name] = Constant(value, array)
+
+    def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        assert results, f"{node.op} {node.name!r} is written without the shapes of its results"
+        self._names.update(node.outputs)
+        self.values.update((value.name, value) for value in results)
+
+    def build(self, nodes: Iterable[Node]) -> Graph:
+        """Return the graph with these nodes in place of its own, and with all new constants."""
+        nodes = tuple(nodes)
+        return dataclasses.replace(
+            self.graph,
+            nodes=nodes,
+            constants=(*self.graph.constants, *self.constants.values()),
+            values=tuple(self.type_of(name) for node in nodes for name in node.outputs if name),
+        )
