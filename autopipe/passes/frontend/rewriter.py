@@ -97,6 +97,7 @@ class Rewriter:
         self.aliases: dict[str, str] = {}
         """By result of `node`, the value that `give` declared to be that result."""
         self._constants = 0
+        self._written = 0
 
     @property
     def opset(self) -> int:
@@ -169,10 +170,10 @@ class Rewriter:
         names = tuple(results) if result is None else (self.node.outputs[result],)
         if not names:
             owner = self.node.outputs[0] or self.node.name
-            first = self.scope.free(f"{owner}/{op.lower()}_{len(self.nodes)}")
+            first = self.scope.free(f"{owner}/{op.lower()}_{self._written}")
             names = (first, *(f"{first}/{number}" for number in range(1, len(shapes))))
         if not name:
-            replaces_all = result is not None and not self.nodes
+            replaces_all = result is not None and not self._written
             name = self.node.name if replaces_all else f"{self.node.name or op}/{op.lower()}"
         values: tuple[Value, ...] = ()
         if shapes:
@@ -187,6 +188,7 @@ class Rewriter:
         stated = sorted((key, value) for key, value in attributes.items() if value is not None)
         node = Node(name, op, tuple(present), names, tuple(stated), domain)
         self.nodes.append(node)
+        self._written += 1
         self.scope.add(node, values)
         return names[0]
 
@@ -216,7 +218,7 @@ class Rewriter:
         """
         self.require(
             stop - first <= MAX_RANGE,
-            f"{stop - first} positions are not supported, at most {MAX_RANGE}",
+            f"a range of length {stop - first} is not supported, the maximum is {MAX_RANGE}",
         )
         return self.constant(np.arange(first, stop).reshape(shape or -1))
 
@@ -347,16 +349,15 @@ class FileRewriter(Rewriter):
         super().__init__(scope, node)
         self.proto = proto
         self._read = read
-        self._copies = 0
 
     @property
     def is_unchanged(self) -> bool:
         """True if nothing has been written: the node stays."""
-        return not (self.nodes or self.aliases or self._copies)
+        return not (self._written or self.aliases)
 
     def copy(self, node: onnx.NodeProto) -> None:
         """Write a node that the caller built as part of a file, such as a node of a subgraph."""
-        self._copies += 1
+        self._written += 1
         self._read(node)
 
     def repeat(self, operands: Sequence[str], results: Sequence[str]) -> None:

@@ -596,7 +596,7 @@ def _project(rewriter: Rewriter, bias: str) -> list[str]:
     features, hidden = rewriter.shape(weights)
     rewriter.require(
         rewriter.shape(inputs)[-1] == features,
-        f"the input has {rewriter.shape(inputs)[-1]} features, the weights expect {features}",
+        f"the last dimension of the input is {rewriter.shape(inputs)[-1]}, expected {features}",
     )
     product = rewriter.add("MatMul", [inputs, weights], (*rewriter.shape(inputs)[:-1], hidden))
     if bias:

@@ -56,8 +56,7 @@ def _modified(rewriter: FileRewriter, attribute: str, operand: str) -> str:
         return operand
     rewriter.require(
         len(graph.input) == 1 and len(graph.output) == 1,
-        f"the subgraph {attribute!r} has {len(graph.input)} inputs and {len(graph.output)} "
-        "outputs, expected one of each",
+        f"the subgraph {attribute!r} does not have exactly one input and one output",
     )
     return _inlined(rewriter, graph, {graph.input[0].name: operand}, attribute)
 
