@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Print measures of the structure of the package: `python scripts/structure.py`.
+
+`tests/test_structure.py` compares these measures with limits that may only go down.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx.defs
+
+ROOT = Path(__file__).parents[1]
+OPERATOR_TABLES = (
+    "autopipe.ir.ops",
+    "autopipe.backends.torch.codegen",
+    "autopipe.backends.torch.runtime.operators",
+    "autopipe.passes.frontend.decompositions",
+)
+"""Packages that may name ONNX operators freely."""
+_ALSO_WORDS = {"If", "Max", "Min", "Size", "Shape", "Not", "And", "Or"}
+"""Operator names that also occur as ordinary strings."""
+
+Trees = Mapping[str, ast.Module]
+
+
+def syntax_trees(folder: Path = ROOT / "autopipe") -> Trees:
+    """Return the syntax tree of each module below `folder`, by dotted name."""
+    trees = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+def imports(trees: Trees) -> dict[str, set[str]]:
+    """Return the modules of the package that each module imports, at any depth of its code."""
+    found: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        names: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+                names.update(f"{node.module}.{each.name}" for each in node.names)
+            elif isinstance(node, ast.Import):
+                names.update(each.name for each in node.names)
+        found[module] = (names & trees.keys()) - {module}
+    return found
+
+
+def widest_module(trees: Trees) -> tuple[str, int]:
+    """Return the module that imports the most modules of the package, and their number."""
+    graph = imports(trees)
+    module = max(graph, key=lambda name: len(graph[name]))
+    return module, len(graph[module])
+
+
+def operator_names(trees: Trees) -> Counter[str]:
+    """Return how often each module outside `OPERATOR_TABLES` names an ONNX operator."""
+    operators = {schema.name for schema in onnx.defs.get_all_schemas()} - _ALSO_WORDS
+    counts: Counter[str] = Counter()
+    for module, tree in trees.items():
+        if module.startswith(OPERATOR_TABLES):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                counts[module] += node.value in operators
+    return +counts
+
+
+def parallel_assignments(trees: Trees) -> int:
+    """Return the number of statements such as `a, b = c, d`."""
+    return sum(
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        for tree in trees.values()
+        for node in ast.walk(tree)
+    )
+
+
+def long_lines(folder: Path = ROOT / "autopipe", columns: int = 100) -> list[str]:
+    """Return the positions of lines that are longer than `columns`."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted(folder.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > columns
+    ]
+
+
+def node_writers(trees: Trees) -> list[str]:
+    """Return the classes of the frontend that construct graph nodes."""
+    return [
+        f"{module}.{part.name}"
+        for module, tree in trees.items()
+        if module.startswith("autopipe.passes.frontend")
+        for part in ast.walk(tree)
+        if isinstance(part, ast.ClassDef)
+        and any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in {"Node", "NodeProto"}
+            for node in ast.walk(part)
+        )
+    ]
+
+
+def untested_folders(trees: Trees, tests: Trees) -> list[str]:
+    """Return the packages of which no test imports a module."""
+    imported: set[str] = set()
+    for tree in tests.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module)
+                imported.update(f"{node.module}.{each.name}" for each in node.names)
+    packages = {module.rpartition(".")[0] for module in trees} - {"", "autopipe"}
+    return sorted(
+        package
+        for package in packages
+        if not any(
+            (name in trees and name.rpartition(".")[0] == package) or name == package
+            for name in imported
+        )
+    )
+
+
+_COUNT_MODULES = """
+import json, sys
+
+entered = set()
+
+def note(frame, event, argument):
+    name = frame.f_globals.get("__name__", "")
+    if event == "call" and frame.f_code.co_name != "<module>" and name.startswith("autopipe."):
+        entered.add(name)
+
+from autopipe.cli.main import main
+
+sys.setprofile(note)
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+finally:
+    sys.setprofile(None)
+    print(json.dumps(sorted(entered)), file=sys.stderr)
+"""
+
+
+def modules_entered(command: Sequence[str]) -> list[str]:
+    """Return the modules of the package whose functions a command of autopipe calls.
+
+    The command runs in a process of its own. Calls during imports do not count.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", _COUNT_MODULES, *command],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    names: list[str] = json.loads(result.stderr.splitlines()[-1])
+    return names
+
+
+def main() -> None:
+    """Print the measures that need no command to run."""
+    trees = syntax_trees()
+    functions = [
+        node.end_lineno - node.lineno + 1
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    ]
+    module, count = widest_module(trees)
+    operators = operator_names(trees)
+    print(f"modules: {len(trees)}")
+    median = statistics.median(functions)
+    print(f"functions: {len(functions)}, median {median:.0f} lines, longest {max(functions)}")
+    print(f"most imports: {module} ({count})")
+    print(f"lines over 100 columns: {len(long_lines())}")
+    print(f"parallel assignments: {parallel_assignments(trees)}")
+    print(f"operator names outside of tables: {operators.total()} in {len(operators)} modules")
+    print(f"classes that construct nodes: {', '.join(node_writers(trees))}")
+    untested = untested_folders(trees, syntax_trees(ROOT / "tests"))
+    print(f"folders that no test imports: {', '.join(untested) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
