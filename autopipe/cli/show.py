@@ -398,7 +398,7 @@ def task_graph_form(graph: TaskGraph) -> dict[str, object]:
         facts = {field.name: getattr(node, field.name) for field in fields(node)}
         optional = {name: facts.pop(name) for name in ("messages", "group", "inside", "what")}
         known = {name: value for name, value in optional.items() if value not in ((), "", None)}
-        tasks.append({"id": place, **facts, "memory_bytes": graph.held[place], **known})
+        tasks.append({"id": place, **facts, "memory_bytes": graph.memory_bytes[place], **known})
     return {
         "rank": graph.rank,
         "static_memory_bytes": graph.static_bytes,
@@ -411,7 +411,7 @@ def task_graph_form(graph: TaskGraph) -> dict[str, object]:
                 "tasks": each.end - each.start,
                 "times": each.count,
             }
-            for each in graph.stretches
+            for each in graph.loops
             if each.count > 1
         ],
     }
@@ -474,7 +474,7 @@ def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
             freed.setdefault(node.after[0], []).append(node.what)
     rows: list[_Row] = [_HEADS]
     for (section, _), several in groupby(
-        graph.stretches, key=lambda each: (each.section, each.count > 1 and each.start)
+        graph.loops, key=lambda each: (each.section, each.count > 1 and each.start)
     ):
         stretches = tuple(several)
         found = [row for each in stretches for row in _rows(graph, each, freed)]
@@ -521,7 +521,10 @@ def _rows(
             inside = []
             moved = bytes_text(node.bytes) if node.bytes else ""
             times = dict.fromkeys(
-                (graph.held[place], graph.held[stretch.last + place - stretch.start])
+                (
+                    graph.memory_bytes[place],
+                    graph.memory_bytes[stretch.last + place - stretch.start],
+                )
             )
             memory = " … ".join(map(bytes_text, times))
             after = [graph.nodes[other].name for other in node.after]

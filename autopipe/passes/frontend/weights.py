@@ -249,10 +249,10 @@ class Weights:
             known = held.source.value.name
             role = self.found[name]
             # The layout of what has the module's name is known.
-            is_whole = (
+            is_used_in_place = (
                 role.trained and not role.refused and known in self.roles.signature.parameters
             )
-            self.found[known] = SIGNED if is_whole else role
+            self.found[known] = SIGNED if is_used_in_place else role
             parameter = self._as_chosen(held.source.value.name, held.source, name)
             assert isinstance(parameter, Parameter)
             return replace(held, source=parameter)

@@ -1,5 +1,5 @@
-"""From a plan to a `Program`: local operators, communication, each rank's order, and the proof that
-all ranks end.
+"""Lower a plan to a `Program`: operators on local shards, communication, the instructions of each
+rank in order, and the proof that no rank waits forever.
 
-Imports ir and passes/analysis; nothing of placement or schedule.
+This package imports `ir` and `passes/analysis`, but no placement strategy and no scheduler.
 """

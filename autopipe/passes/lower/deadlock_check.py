@@ -1,13 +1,24 @@
-"""All ranks' instructions run against each other, computing nothing, to show that every rank comes
-to its end.
+"""Check that no rank of a program waits forever, by running the instructions of all ranks without
+computing anything.
 
-Sends never wait, a rank receives in the order in which another one sends to it, tasks wait for
-their messages and for their group: as no choice is left, one run stands for all. What orders
-instructions has no part in it, so that a fault there is found here.
+Objective: prove that every rank reaches the end of its step, whatever the speeds of the ranks.
 
-A validation runs a step's forwards and their messages alone, in the same order. As a forward waits
-for forwards only, who waits for whom is then a part of what is shown here to have no circle, and
-the messages from one rank to another are the same at both ends with the same ones left out.
+Model: each rank executes its instructions in order. A send never blocks. A receive is posted
+without blocking. A task blocks until its messages have been sent, and until every rank of its
+stage's group has reached the task. Messages from one rank to another arrive in the order in which
+they were sent.
+
+One execution is sufficient: in this model an instruction that can run stays able to run, whatever
+other ranks do. All execution orders therefore run the same set of instructions, and either every
+order reaches the end or none does. Each instruction runs once, so time and memory are linear in
+the number of instructions.
+
+This module does not share code with the modules that order instructions, so that a fault in those
+modules cannot hide itself here.
+
+The proof also covers a validation run, which executes only the forwards of a step and their
+messages, in the same order. A forward waits only for forwards. The waits of a validation are
+therefore a subset of the waits of a step, and both ends of a channel omit the same messages.
 """
 
 from __future__ import annotations
@@ -26,50 +37,54 @@ from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 @dataclass(slots=True, eq=False)
 class Communicator:
-    """All that a rank sends another one, which NCCL matches with what that one receives by order
-    alone.
+    """The messages from one rank to another rank. NCCL matches sends with receives of a pair of
+    ranks by their order alone.
     """
 
     sent: list[tuple[ProofChannel, int]] = field(default_factory=list)
     posted: list[tuple[ProofChannel, int]] = field(default_factory=list)
 
     def check_order(self) -> None:
-        """Raise CodegenError where the last place at which both ends are known has another message
-        at either.
+        """Compare the newest position that both ranks have reached.
+
+        Raises CodegenError if the source sends another message there than the target receives.
         """
         last = min(len(self.sent), len(self.posted)) - 1
         if last >= 0 and self.sent[last] != self.posted[last]:
             (sends, sent) = self.sent[last]
-            (asks, asked) = self.posted[last]
+            (receives, received) = self.posted[last]
             raise CodegenError(
                 f"rank {sends.source} sends {sends.task(sent)} on channel {sends.channel} to "
-                f"rank {sends.target} where "
-                f"that asks for {asks.task(asked)} on channel {asks.channel}",
+                f"rank {sends.target}, which receives {receives.task(received)} on "
+                f"channel {receives.channel} at this position",
                 hint="NCCL matches the messages from one rank to another by their order",
             )
 
 
 @dataclass(slots=True, eq=False)
 class ProofChannel:
-    """The messages of one channel in one direction, by number."""
+    """The messages of one channel in one direction. Each message has a number."""
 
     communicator: Communicator
     channel: int
     source: int
     target: int
     sender: str
-    """Task whose result is sent: its stage and phase, such as `2F`."""
+    """Stage and phase of the task whose result is sent, such as `2F`."""
     sends: MicroBatchSlice
-    """The sender's micro-batches that a message is made of."""
+    """Micro-batches of the sender that produce the messages."""
     uses: MicroBatchSlice
-    """The receiver's micro-batches that use one."""
+    """Micro-batches of the receiver that use the messages."""
     sent: list[int] = field(default_factory=list)
+    """Numbers of the messages sent so far, in order."""
     posted: list[int] = field(default_factory=list)
-    place: dict[int, int] = field(default_factory=dict)
-    """Where among the receives that of a message was posted first."""
+    """Numbers of the messages whose receives are posted, in order."""
+    first_posted: dict[int, int] = field(default_factory=dict)
+    """Position in `posted` of the first receive of each message."""
     used: int = 0
+    """Number of messages that tasks of the receiver have used."""
     sleeper: int | None = None
-    """The rank that sleeps until something is sent."""
+    """Rank that waits for the next send, or None."""
 
     def send(self, message: int) -> None:
         self.sent.append(message)
@@ -78,124 +93,142 @@ class ProofChannel:
         self.communicator.check_order()
 
     def post(self, message: int) -> None:
-        self.place.setdefault(message, len(self.posted))
+        self.first_posted.setdefault(message, len(self.posted))
         self.posted.append(message)
         self._check_order()
         self.communicator.posted.append((self, message))
         self.communicator.check_order()
 
     def _check_order(self) -> None:
-        """Raise CodegenError where the last message of which both ends are known is one here,
-        another one there.
+        """Compare the newest position of the channel that both ends have reached.
+
+        Raises CodegenError if the ends have different messages there.
         """
         last = min(len(self.sent), len(self.posted)) - 1
         if last >= 0 and self.sent[last] != self.posted[last]:
             raise CodegenError(
                 f"message {last} of channel {self.channel} is {self.task(self.sent[last])} of "
                 f"rank {self.source}, "
-                f"but rank {self.target} asks for {self.task(self.posted[last])}",
-                hint="messages of a channel arrive in the order in which they are sent",
+                f"but rank {self.target} receives {self.task(self.posted[last])}",
+                hint="a rank receives the messages of a channel in the order of the sends",
             )
 
     def task(self, message: int) -> str:
+        """Return the task that produces a message, such as `2F0`."""
         return f"{self.sender}{self.sends.micro_batch(message)}"
 
 
 @dataclass(slots=True, eq=False)
 class Barrier:
-    """A task that the ranks of a group run together, because they exchange parts of tensors while
-    it runs.
+    """A task that all ranks of a group run at the same time, because its collectives need all of
+    them.
     """
 
     ranks: tuple[int, ...]
-    there: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """By micro-batch, the ranks that have come to it."""
+    arrived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Ranks that have reached the task, by micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why a rank does not go on in `task`: a message of a channel, or a rank of a barrier, is not
-    there yet.
+    """The reason why a rank is blocked in `task`: a message that has not been sent, or a barrier
+    that another rank has not reached.
     """
 
     task: str
     number: int
-    """Of the message; at a barrier the micro-batch."""
-    what: ProofChannel | Barrier
+    """Number of the message, or micro-batch at a barrier."""
+    awaited: ProofChannel | Barrier
 
     @property
     def rank(self) -> int:
-        if isinstance(self.what, ProofChannel):
-            return self.what.source
-        return next(rank for rank in self.what.ranks if rank not in self.what.there[self.number])
+        """Rank that is waited for: the sender, or a rank that has not reached the barrier."""
+        if isinstance(self.awaited, ProofChannel):
+            return self.awaited.source
+        arrived = self.awaited.arrived[self.number]
+        return next(rank for rank in self.awaited.ranks if rank not in arrived)
 
 
-_Each = TypeVar("_Each")
-ByTurn = tuple[tuple[_Each, ...], ...]
-"""Items by micro-batch: the one at its index modulo the length."""
+_Item = TypeVar("_Item")
+Periodic = tuple[tuple[_Item, ...], ...]
+"""Items of each micro-batch: entry `m % len(periodic)` has the items of micro-batch m."""
 
 
-def by_turn(found: Iterable[tuple[MicroBatchSlice, _Each]]) -> ByTurn[_Each]:
-    """Items for each micro-batch, from items that concern every micro-batch of a slice."""
-    each = tuple(found)
-    period = math.lcm(*(turn.of for turn, _ in each))
-    return tuple(tuple(one for turn, one in each if turn.has(index)) for index in range(period))
+def periodic(items: Iterable[tuple[MicroBatchSlice, _Item]]) -> Periodic[_Item]:
+    """Return the items of each micro-batch, given pairs of a slice of micro-batches and an item.
+
+    A slice selects every n-th micro-batch. The result has the least common multiple of all n as
+    its length.
+    """
+    pairs = tuple(items)
+    period = math.lcm(*(micro_batches.of for micro_batches, _ in pairs))
+    return tuple(
+        tuple(item for micro_batches, item in pairs if micro_batches.has(index))
+        for index in range(period)
+    )
 
 
-Handover = tuple[str, MicroBatchSlice, MicroBatchSlice]
-"""A task of the same rank, such as `2F`, whose result is used; its micro-batches, and those that
-use them.
+LocalDependency = tuple[str, MicroBatchSlice, MicroBatchSlice]
+"""A task of the same rank whose result is used, such as `2F`; the micro-batches that produce the
+results; the micro-batches that use them.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Action:
-    """A rank's action on any micro-batch: it posts receives, runs a task when all is there, or
-    sends a result.
+    """An instruction of a rank for any micro-batch: post receives, run a task once its inputs have
+    arrived, or send a result.
     """
 
     name: str = ""
-    """The task that runs, or whose result is sent, such as `2F`."""
-    posts: ByTurn[ProofChannel] = ((),)
-    after: ByTurn[Handover] = ((),)
-    uses: ByTurn[ProofChannel] = ((),)
+    """Stage and phase of the task that runs, or whose result is sent, such as `2F`."""
+    posts: Periodic[ProofChannel] = ((),)
+    """Channels of which a receive is posted."""
+    after: Periodic[LocalDependency] = ((),)
+    """Tasks of the same rank that must have run before."""
+    uses: Periodic[ProofChannel] = ((),)
+    """Channels whose message the task uses."""
     barrier: Barrier | None = None
     completes: tuple[str, ...] = ()
-    """Parts of a stage's step that are done then: its forward (F), either half of its backward (B,
-    W).
+    """Parts of the stage's step that have run afterwards: its forward (F), the half of its backward
+    that computes gradients of inputs (B), the half that computes gradients of weights (W).
     """
-    sends: ByTurn[ProofChannel] | None = None
+    sends: Periodic[ProofChannel] | None = None
+    """Channels on which the result of the task `name` is sent."""
 
     def run(
         self, micro_batch: int, done: Mapping[str, set[int]], rank: int, awake: list[int]
     ) -> Wait | None:
-        """Run, waking those who wait for it; or return what it waits for.
+        """Run the action, or return the reason why it cannot run yet.
 
-        `done` are the micro-batches of each part that the rank has run. Raises CodegenError where
-        it can never run.
+        `done` has the micro-batches of each part that the rank has run. The action appends to
+        `awake` the ranks that may be able to continue. Raises CodegenError if the action can
+        never run.
         """
         for channel in self.posts[micro_batch % len(self.posts)]:
             channel.post(channel.uses.message(micro_batch))
-        for part, gives, takes in self.after[micro_batch % len(self.after)]:
-            if (giver := gives.micro_batch(takes.message(micro_batch))) not in done[part]:
-                self._refuse(micro_batch, rank, f"runs before {part}{giver}, whose results it uses")
+        for part, produced_by, used_by in self.after[micro_batch % len(self.after)]:
+            producer = produced_by.micro_batch(used_by.message(micro_batch))
+            if producer not in done[part]:
+                reason = f"runs before {part}{producer}, whose results it uses"
+                self._reject(micro_batch, rank, reason)
         channels = self.uses[micro_batch % len(self.uses)]
         for channel in channels:
             message = channel.uses.message(micro_batch)
-            if message not in channel.place:
-                sent = f"what {channel.task(message)} of rank {channel.source} sends"
-                self._refuse(micro_batch, rank, f"uses {sent}, which is not asked for before")
-            if channel.place[message] >= len(channel.sent):
+            if message not in channel.first_posted:
+                sent = f"the result of {channel.task(message)} of rank {channel.source}"
+                self._reject(micro_batch, rank, f"uses {sent}, but no receive is posted before")
+            if channel.first_posted[message] >= len(channel.sent):
                 channel.sleeper = rank
                 return Wait(f"{self.name}{micro_batch}", message, channel)
         if self.barrier is not None:
-            self.barrier.there[micro_batch].add(rank)
-            if len(self.barrier.there[micro_batch]) < len(self.barrier.ranks):
+            self.barrier.arrived[micro_batch].add(rank)
+            if len(self.barrier.arrived[micro_batch]) < len(self.barrier.ranks):
                 return Wait(f"{self.name}{micro_batch}", micro_batch, self.barrier)
             awake += self.barrier.ranks
         for part in self.completes:
             if micro_batch in done[part]:
-                self._refuse(micro_batch, rank, "runs twice")
+                self._reject(micro_batch, rank, "runs twice")
             done[part].add(micro_batch)
         for channel in channels:
             channel.used += 1
@@ -212,17 +245,19 @@ class Action:
                     channel.sleeper = None
         return None
 
-    def gives(self, wait: Wait, micro_batch: int) -> bool:
-        """True if it gives another rank what that waits for."""
-        if isinstance(wait.what, Barrier):
-            return wait.what is self.barrier and wait.number == micro_batch
+    def resolves(self, wait: Wait, micro_batch: int) -> bool:
+        """True if this action on `micro_batch` sends the message, or reaches the barrier, that
+        `wait` needs.
+        """
+        if isinstance(wait.awaited, Barrier):
+            return wait.awaited is self.barrier and wait.number == micro_batch
         sends = self.sends or ((),)
         return (
-            wait.what in sends[micro_batch % len(sends)]
-            and wait.what.sends.message(micro_batch) == wait.number
+            wait.awaited in sends[micro_batch % len(sends)]
+            and wait.awaited.sends.message(micro_batch) == wait.number
         )
 
-    def _refuse(self, micro_batch: int, rank: int, reason: str) -> None:
+    def _reject(self, micro_batch: int, rank: int, reason: str) -> None:
         raise CodegenError(f"{self.name}{micro_batch} {reason}", where=f"rank {rank}")
 
 
@@ -235,32 +270,38 @@ _LETTERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """The ends at which all ranks meet."""
+class Connections:
+    """The channels, communicators and barriers that connect the ranks."""
 
     channels: dict[tuple[int, bool], ProofChannel] = field(default_factory=dict)
-    """By number, and whether they carry gradients."""
+    """By channel number, and True if the channel carries gradients."""
     communicators: dict[tuple[int, int], Communicator] = field(default_factory=dict)
-    """By the rank that sends and the one that receives."""
+    """By sending rank and receiving rank."""
     barriers: dict[tuple[int, Verb], Barrier] = field(default_factory=dict)
+    """By stage and phase."""
 
 
 class RankTrace:
-    """One rank: its actions in order, each with its micro-batch, and how far it has come."""
+    """The actions of one rank in order, each with its micro-batch, and the position of the next
+    action to run.
+    """
 
-    def __init__(self, rank: RankCode, program: Program, shared: Shared) -> None:
+    def __init__(self, rank: RankCode, program: Program, connections: Connections) -> None:
         self.rank = rank.rank
         self.done: defaultdict[str, set[int]] = defaultdict(set)
-        """By part of a stage's step, such as `2F`, the micro-batches that it has run on."""
+        """Micro-batches that the rank has run, by part of a stage's step, such as `2F`."""
         self.position = 0
         self._program = program
-        self._shared = shared
+        self._connections = connections
         self._wired = {each.stage: each for each in rank.stages}
-        self._action = functools.cache(self._made)
+        self._action = functools.cache(self._make_action)
         self.steps = list(self._unrolled(rank))
 
     def run(self, awake: list[int]) -> Wait | None:
-        """Run as far as it comes, waking ranks; return what it waits for then, None at its end."""
+        """Run actions until one is blocked; return the reason, or None at the end of the step.
+
+        Appends to `awake` the ranks that may be able to continue.
+        """
         while self.position < len(self.steps):
             action, micro_batch = self.steps[self.position]
             wait = action.run(micro_batch, self.done, self.rank, awake)
@@ -276,11 +317,11 @@ class RankTrace:
             actions = [
                 self._action(each.verb, each.stage, each.source, each.part) for each in loop.body
             ]
-            for turn in range(loop.count):
+            for iteration in range(loop.count):
                 for action, each, stride in zip(actions, loop.body, strides, strict=True):
-                    yield action, each.micro_batch + turn * stride
+                    yield action, each.micro_batch + iteration * stride
 
-    def _made(self, verb: Verb, stage: int, source: int | None, part: int | None) -> Action:
+    def _make_action(self, verb: Verb, stage: int, source: int | None, part: int | None) -> Action:
         receives = self._wired[stage].receives
         sends = self._wired[stage].sends
         forward = f"{stage}F"
@@ -306,14 +347,13 @@ class RankTrace:
                 )
                 return Action(
                     forward,
-                    after=by_turn(before),
+                    after=periodic(before),
                     uses=self._between(receives, False),
                     barrier=self._barrier(stage, verb),
                     completes=(forward,),
                 )
-            case (
-                Verb.WEIGHT_GRADIENT
-            ):  # Sums over ranks are made at the step's end: it joins no group.
+            case Verb.WEIGHT_GRADIENT:
+                # The gradient all-reduce runs at the end of the step, so this task has no barrier.
                 return Action(weights, after=(((backward, EVERY, EVERY),),), completes=(weights,))
             case _:
                 given = [(EVERY, (forward, EVERY, EVERY))]
@@ -327,7 +367,7 @@ class RankTrace:
                 )
                 return Action(
                     f"{stage}{_LETTERS[verb]}",
-                    after=by_turn(given),
+                    after=periodic(given),
                     uses=self._between(sends, True),
                     barrier=self._barrier(stage, verb),
                     completes=(backward, weights) if verb is Verb.BACKWARD else (backward,),
@@ -339,13 +379,14 @@ class RankTrace:
         gradient: bool,
         source: int | None = None,
         part: int | None = None,
-    ) -> ByTurn[ProofChannel]:
-        """The channels, between different ranks, of pieces or of their gradients, by this rank's
-        micro-batches.
+    ) -> Periodic[ProofChannel]:
+        """Return the channels that carry `pieces`, or their gradients, between this rank and other
+        ranks, by micro-batch of this rank.
 
-        With `source` those alone whose other end is that stage, with `part` a slice of that index.
+        `source` restricts the channels to the stage at the other end, `part` to the slice of
+        micro-batches with this index.
         """
-        return by_turn(
+        return periodic(
             (
                 piece.source_slice if piece.source_rank == self.rank else piece.target_slice,
                 self._channel(piece, gradient),
@@ -359,40 +400,47 @@ class RankTrace:
 
     def _channel(self, piece: MessageBlock, gradient: bool) -> ProofChannel:
         key = piece.channel, gradient
-        shared = self._shared
-        if key not in shared.channels:
+        connections = self._connections
+        if key not in connections.channels:
             ends = [
                 (piece.source_rank, piece.source_stage, piece.source_slice),
                 (piece.target_rank, piece.target_stage, piece.target_slice),
             ]
             (source, stage, sends), (target, _, uses) = ends[::-1] if gradient else ends
             task = f"{stage}{'B' if gradient else 'F'}"
-            communicator = shared.communicators.setdefault((source, target), Communicator())
-            shared.channels[key] = ProofChannel(
+            communicator = connections.communicators.setdefault((source, target), Communicator())
+            connections.channels[key] = ProofChannel(
                 communicator, piece.channel, source, target, task, sends, uses
             )
-        return shared.channels[key]
+        return connections.channels[key]
 
     def _barrier(self, stage: int, verb: Verb) -> Barrier | None:
         ranks = self._program.stages[stage].devices
         return (
-            self._shared.barriers.setdefault((stage, verb), Barrier(ranks))
+            self._connections.barriers.setdefault((stage, verb), Barrier(ranks))
             if len(ranks) > 1
             else None
         )
 
 
 def prove(program: Program) -> tuple[RankTrace, ...]:
-    """Every rank's trace. Raises CodegenError, naming the tasks, unless every rank's program runs
-    to its end.
+    """Return the trace of each rank after all ranks have reached the end of the step.
 
-    It does if no ranks wait for one another in a circle, nothing is used before it was asked for or
-    computed, messages are asked for in the order in which they are sent, each is sent and asked for
-    once, each task runs once, and groups come to their exchanges in one order. Time and memory grow
-    with the number of instructions.
+    The check establishes that:
+
+    - no ranks wait for each other in a cycle;
+    - a task uses a message only after its receive was posted, and a result of its own rank only
+      after that result was computed;
+    - each channel is received in the order in which it is sent, and each message is sent and
+      received once;
+    - each task of the step runs once;
+    - the ranks of a group start the gradient all-reduces of their stages in the same order.
+
+    Raises CodegenError, with the names of the tasks, if one of these conditions is violated. Time
+    and memory are linear in the number of instructions.
     """
-    shared = Shared()
-    traces = tuple(RankTrace(rank, program, shared) for rank in program.ranks)
+    connections = Connections()
+    traces = tuple(RankTrace(rank, program, connections) for rank in program.ranks)
     waits: dict[int, Wait] = {}
     awake = [trace.rank for trace in reversed(traces)]
     while awake:
@@ -413,71 +461,77 @@ def prove(program: Program) -> tuple[RankTrace, ...]:
                     raise CodegenError(
                         f"{wired.stage}{letter}{micro_batch} {reason}", where=f"rank {code.rank}"
                     )
-    for channel in shared.channels.values():
+    for channel in connections.channels.values():
         if len(channel.sent) > len(channel.posted):
             task = channel.task(channel.sent[len(channel.posted)])
             raise CodegenError(
-                f"rank {channel.source} sends {task}, which rank {channel.target} never asks for"
+                f"rank {channel.source} sends {task}, which rank {channel.target} never receives"
             )
         if channel.used < len(channel.posted):
             raise CodegenError(
-                f"rank {channel.target} asks for {channel.sender} more often than it uses it"
+                f"rank {channel.target} receives {channel.sender} {len(channel.posted)} times "
+                f"and uses it {channel.used} times"
             )
     _check_reductions(program, traces)
     return traces
 
 
 def _check_waits(waits: dict[int, Wait], traces: Sequence[RankTrace]) -> None:
-    """Raise CodegenError for one who waits for what never comes, or for the circle that waiting
-    ends in.
+    """Raise CodegenError if ranks are blocked at the end of the execution.
+
+    The error names a message or barrier that no later instruction provides, or else a cycle of
+    ranks that wait for each other.
     """
 
-    def told(rank: int) -> str:
+    def description(rank: int) -> str:
         wait = waits[rank]
-        what = f"rank {wait.rank} to join in"
-        if isinstance(wait.what, ProofChannel):
-            what = f"{wait.what.task(wait.number)} of rank {wait.rank}"
-        return f"rank {rank} would wait in {wait.task} for {what}"
+        awaited = f"rank {wait.rank} to reach the same task"
+        if isinstance(wait.awaited, ProofChannel):
+            awaited = f"{wait.awaited.task(wait.number)} of rank {wait.rank}"
+        return f"rank {rank} would wait in {wait.task} for {awaited}"
 
     for rank, wait in sorted(waits.items()):
         other = traces[wait.rank]
         if not any(
-            action.gives(wait, micro_batch) for action, micro_batch in other.steps[other.position :]
+            action.resolves(wait, micro_batch)
+            for action, micro_batch in other.steps[other.position :]
         ):
-            raise CodegenError(f"{told(rank)}, which never comes")
+            raise CodegenError(f"{description(rank)}, which never comes")
     if waits:
         rank = min(waits)
         seen = list[int]()
         while rank not in seen:
             seen.append(rank)
             rank = waits[rank].rank
-        raise CodegenError(f"deadlock: {', '.join(map(told, seen[seen.index(rank) :]))}")
+        cycle = seen[seen.index(rank) :]
+        raise CodegenError(f"deadlock: {', '.join(map(description, cycle))}")
 
 
 def _check_reductions(program: Program, traces: Sequence[RankTrace]) -> None:
-    """Raise CodegenError where ranks would start the sums of gradients over one group in different
+    """Raise CodegenError if ranks of a group would start its gradient all-reduces in different
     orders.
 
-    A stage's sums start with its last backward, if all ranks of the group have it.
+    The all-reduce of a stage's gradients starts after the stage's last backward of the step if
+    that backward runs on all ranks of the group.
     """
     orders: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for rank, trace in zip(program.ranks, traces, strict=True):
-        homes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        stages_of_group: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for shard in rank.shards:
             if shard.home is not None and len(shard.gradient_ranks) > 1:
-                homes[shard.gradient_ranks].add(shard.home)
-        ends = {
-            action.completes[-1]: place
-            for place, (action, _) in enumerate(trace.steps)
+                stages_of_group[shard.gradient_ranks].add(shard.home)
+        last_position = {
+            action.completes[-1]: position
+            for position, (action, _) in enumerate(trace.steps)
             if action.completes
         }
-        last = [int(part[:-1]) for part in sorted(ends, key=ends.__getitem__) if part.endswith("W")]
-        for group, stages in homes.items():
-            found = [stage for stage in last if stage in stages]
-            first, order = orders.setdefault(group, (trace.rank, found))
-            if order != found:
+        parts = sorted(last_position, key=last_position.__getitem__)
+        finished = [int(part[:-1]) for part in parts if part.endswith("W")]
+        for group, stages in stages_of_group.items():
+            order = [stage for stage in finished if stage in stages]
+            first_rank, expected = orders.setdefault(group, (trace.rank, order))
+            if order != expected:
                 raise CodegenError(
-                    f"rank {first} would add up gradients of stages {order}, rank {trace.rank} "
-                    f"of stages {found}, "
-                    "in these orders"
+                    f"rank {first_rank} would reduce the gradients of stages {expected} and "
+                    f"rank {trace.rank} those of stages {order}, in these orders",
                 )

@@ -1,11 +1,22 @@
-"""A program's kernels on GPUs whose streams share hardware queues: none may wait behind one that
-waits for it.
+"""Check that the kernels of a program cannot deadlock on the hardware queues of a GPU.
 
-CUDA puts a device's streams on CUDA_DEVICE_MAX_CONNECTIONS hardware queues, in turn, and starts
-what one queue holds in the order in which the host launched it. A kernel also waits for the one
-before it on its own stream, and for events of others. So a receive that waits for an earlier
-message of its communicator can hold up a collective that another rank needs to send that message.
-Where each stream has a queue of its own, nothing is held up.
+CUDA distributes the streams of a device round-robin over CUDA_DEVICE_MAX_CONNECTIONS hardware
+queues. A queue starts its kernels in the order in which the host launched them. A kernel also waits
+for the kernel before it on its stream, and for events of other streams. A kernel that waits can
+therefore block kernels of other streams in its queue. Example: a receive waits for an earlier
+message of its communicator and blocks a collective behind it; another rank needs this collective
+before it can send the message.
+
+Objective: show that all kernels of all ranks end with a given number of queues per device. The check
+executes the kernels on a model of the queues:
+
+- the first kernel of a queue starts as soon as all kernels that it waits for have ended;
+- a kernel of a communicator ends as soon as the kernels at the same position of the communicator
+  have started on all member ranks; every other kernel ends as soon as it starts.
+
+A kernel that can start stays able to start, so the order of execution does not matter: if one
+execution starts all kernels, every execution does. If each stream has a queue of its own, no
+queue blocks and the check is skipped; `deadlock_check` has then shown that the ranks end.
 """
 
 from __future__ import annotations
@@ -20,35 +31,39 @@ from autopipe.ir.program import HARDWARE_QUEUES, Program, RankCode
 from autopipe.ir.words import plural
 from autopipe.passes.lower.deadlock_check import ProofChannel, RankTrace
 
-_MOST_RECEIVING = 64
-"""Communicators that one rank receives over. A posted receive is a kernel of one block of threads
-at least, which waits on a multiprocessor, of which large GPUs have about a hundred.
+_MAX_RECEIVING_COMMUNICATORS = 64
+"""Maximum number of communicators on which one rank receives. A posted receive is a kernel with at
+least one block of threads, which occupies a multiprocessor while it waits. A large GPU has about
+100 multiprocessors.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """A kernel on a stream of a rank, or the wait of one stream for others."""
+    """A kernel on a stream of a rank, or a wait of one stream for other streams."""
 
     rank: int
     title: str
     stream: Hashable
     after: tuple[_Kernel, ...]
-    """Kernels that must have ended before it starts: the one before it on its stream, and events it
-    waits for.
+    """Kernels that must end before this kernel starts: the previous kernel of the stream, and the
+    kernels whose events it waits for.
     """
     members: tuple[int, ...] = ()
-    """Ranks that must have started theirs for it to end."""
+    """Ranks of the communicator, or () for a kernel that waits for no other rank."""
     started: bool = False
     ended: bool = False
-    meets: list[_Kernel] = field(default_factory=list)
+    counterparts: list[_Kernel] = field(default_factory=list)
+    """The kernel of each member rank, itself included, that takes part in the same operation."""
 
 
 def check_hardware_queues(
     program: Program, traces: Sequence[RankTrace], queues: int = HARDWARE_QUEUES
 ) -> None:
-    """Raise CodegenError, naming a task, unless all kernels end on GPUs with `queues` hardware
-    queues each.
+    """Check that all kernels end if each GPU has `queues` hardware queues.
+
+    `traces` is the result of `deadlock_check.prove`. Raises CodegenError, with the name of a kernel
+    that would wait forever, or if a rank receives on more than 64 communicators.
     """
     for trace, code in zip(traces, program.ranks, strict=True):
         incoming = {
@@ -57,12 +72,13 @@ def check_hardware_queues(
             for turn in action.posts
             for channel in turn
         }
-        if len(incoming) > _MOST_RECEIVING:
+        if len(incoming) > _MAX_RECEIVING_COMMUNICATORS:
             raise CodegenError(
                 f"{len(incoming)} {plural(len(incoming), 'rank sends', 'ranks send')} to "
-                "it: kernels that wait for their messages would fill a GPU",
+                f"it, more than {_MAX_RECEIVING_COMMUNICATORS}: the kernels that wait for their "
+                "messages would occupy the GPU",
                 where=f"rank {code.rank}",
-                hint="place what it reads on fewer ranks",
+                hint="place the stages that send to this rank on fewer ranks",
             )
     meshes = tuple(stage.meshes() for stage in program.stages)
     ranks = [
@@ -72,21 +88,21 @@ def check_hardware_queues(
     if all(_stream_count(trace, code, program, groups) <= queues for trace, code, groups in ranks):
         return
     launched = [list(_kernels(trace, code, program, groups)) for trace, code, groups in ranks]
-    _join(launched)
+    _connect_counterparts(launched)
     _run([_queued(kernels, queues) for kernels in launched])
     for kernels in launched:
         for kernel in kernels:
             if not kernel.ended:
                 raise CodegenError(
-                    f"{kernel.title} would wait for ever, with {queues} hardware queues",
+                    f"{kernel.title} would wait forever, with {queues} hardware queues",
                     where=f"rank {kernel.rank}",
                     hint="use fewer stages or fewer different groups of ranks on a device",
                 )
 
 
 _Groups = Mapping[int, tuple[tuple[int, ...], ...]]
-"""By stage the groups, as ascending ranks, in which a rank exchanges parts of tensors while the
-stage's tasks run.
+"""By stage, the process groups of a rank whose collectives run inside the stage's tasks. A group is
+a tuple of ascending ranks.
 """
 
 
@@ -95,7 +111,7 @@ def _groups(program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: Rank
     for wired in code.stages:
         devices = program.stages[wired.stage].devices
         own = (group_members(axes, devices.index(code.rank)) for axes in meshes[wired.stage])
-        # In the order of their axes, which is one for all ranks.
+        # The groups follow the order of the mesh axes, which is equal on all ranks.
         found[wired.stage] = tuple(
             dict.fromkeys(tuple(sorted(devices[each] for each in places)) for places in own)
         )
@@ -103,6 +119,9 @@ def _groups(program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: Rank
 
 
 def _stream_count(trace: RankTrace, code: RankCode, program: Program, groups: _Groups) -> int:
+    """Return the number of streams of a rank: one for computation, one per communicator and one per
+    process group.
+    """
     found = {shard.gradient_ranks for shard in code.shards}
     found |= {tuple(range(program.world_size))} if program.train else set()
     every = {tuple(sorted(each)) for each in found if len(each) > 1}.union(*groups.values())
@@ -119,7 +138,7 @@ def _stream_count(trace: RankTrace, code: RankCode, program: Program, groups: _G
 def _kernels(
     trace: RankTrace, code: RankCode, program: Program, groups: _Groups
 ) -> Iterator[_Kernel]:
-    """Yield the kernels that a rank's host launches, in order; no launch waits."""
+    """Yield the kernels of a rank in the order in which its host launches them."""
     newest: dict[Hashable, _Kernel] = {}
     received: dict[tuple[ProofChannel, int], _Kernel] = {}
     every = tuple(range(program.world_size))
@@ -131,12 +150,12 @@ def _kernels(
         newest[stream] = kernel = _Kernel(code.rank, title, stream, (*before, *after), members)
         return kernel
 
-    def sums(home: int | None) -> Iterator[_Kernel]:
+    def gradient_reductions(home: int | None) -> Iterator[_Kernel]:
         summing = {shard.gradient_ranks for shard in code.shards if shard.home == home}
         for ranks in sorted(each for each in summing if len(each) > 1):
-            yield launch("the sum of gradients", ("group", *sorted(ranks)), ranks)
+            yield launch("the gradient all-reduce", ("group", *sorted(ranks)), ranks)
 
-    left = Counter(part for action, _ in trace.steps for part in action.completes)
+    remaining = Counter(part for action, _ in trace.steps for part in action.completes)
     for action, micro_batch in trace.steps:
         title = f"{action.name}{micro_batch}"
         for channel in action.posts[micro_batch % len(action.posts)]:
@@ -155,44 +174,47 @@ def _kernels(
                 (),
                 *(received[each, each.uses.message(micro_batch)] for each in uses),
             )
-            # Ranks exchange parts of tensors while the task runs, but for what computes gradients
-            # of weights alone.
+            # Only tasks with a barrier run collectives. The task that computes the gradients of
+            # weights has none.
             for ranks in groups[int(action.name[:-1])] if action.barrier is not None else ():
-                yield (middle := launch(title, ("group", *ranks), ranks))
-                yield launch(title, _COMPUTE, (), middle)
+                collective = launch(title, ("group", *ranks), ranks)
+                yield collective
+                yield launch(title, _COMPUTE, (), collective)
             for part in action.completes:
-                left[part] -= 1
-                if part.endswith("W") and not left[part] and program.train:
-                    yield from sums(int(part[:-1]))
+                remaining[part] -= 1
+                if part.endswith("W") and not remaining[part] and program.train:
+                    yield from gradient_reductions(int(part[:-1]))
         for channel in (action.sends or ((),))[micro_batch % len(action.sends or ((),))]:
             sent = channel.task(channel.sends.message(micro_batch))
             yield launch(
-                f"the sending of {sent}", channel.communicator, (channel.source, channel.target)
+                f"the send of {sent}", channel.communicator, (channel.source, channel.target)
             )
     if program.train:
-        yield from sums(None)
-        if (
-            program.world_size > 1
-        ):  # They may exchange a number before the update: a norm, or if fp16 overflowed.
-            yield launch("what all ranks agree on", ("group", *every), every)
+        yield from gradient_reductions(None)
+        if program.world_size > 1:
+            # Before the update, all ranks may reduce the norm of the gradients or the flag that
+            # reports an overflow in fp16.
+            yield launch("the all-reduce before the update", ("group", *every), every)
 
 
 _COMPUTE = "compute"
 
 
-def _join(launched: Sequence[Sequence[_Kernel]]) -> None:
-    """Tell each kernel of a communicator those of its other members: the ones at the same place."""
-    lines: dict[tuple[Hashable, int], list[_Kernel]] = defaultdict(list)
+def _connect_counterparts(launched: Sequence[Sequence[_Kernel]]) -> None:
+    """Set `counterparts` of each kernel of a communicator: the kernels at the same position of the
+    communicator on its member ranks.
+    """
+    streams: dict[tuple[Hashable, int], list[_Kernel]] = defaultdict(list)
     for kernel in (kernel for kernels in launched for kernel in kernels if kernel.members):
-        lines[kernel.stream, kernel.rank].append(kernel)
-    for (stream, _), line in lines.items():
-        for place, kernel in enumerate(line):
-            others = (lines[stream, rank] for rank in kernel.members)
-            kernel.meets = [other[place] for other in others if place < len(other)]
+        streams[kernel.stream, kernel.rank].append(kernel)
+    for (stream, _), kernels in streams.items():
+        for position, kernel in enumerate(kernels):
+            members = (streams[stream, rank] for rank in kernel.members)
+            kernel.counterparts = [each[position] for each in members if position < len(each)]
 
 
 def _queued(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
-    """A device's kernels by hardware queue, the first last."""
+    """Return the kernels of each hardware queue that has any, in reverse order of launch."""
     numbers: dict[Hashable, int] = {}
     found: list[list[_Kernel]] = [[] for _ in range(queues)]
     for kernel in kernels:
@@ -201,16 +223,17 @@ def _queued(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
 
 
 def _run(devices: Sequence[list[list[_Kernel]]]) -> None:
-    """Start and end all that can."""
-    moved = True
-    while moved:
-        moved = False
+    """Start and end kernels until no queue can make progress."""
+    progress = True
+    while progress:
+        progress = False
         for waiting in (waiting for device in devices for waiting in device):
             while waiting and all(each.ended for each in waiting[-1].after):
                 kernel = waiting.pop()
-                kernel.started = moved = True
-                if len(kernel.meets) == len(kernel.members) and all(
-                    each.started for each in kernel.meets
-                ):
-                    for each in kernel.meets or (kernel,):
+                kernel.started = True
+                progress = True
+                counterparts = kernel.counterparts
+                all_exist = len(counterparts) == len(kernel.members)
+                if all_exist and all(each.started for each in counterparts):
+                    for each in counterparts or (kernel,):
                         each.ended = True

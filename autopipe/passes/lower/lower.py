@@ -1,5 +1,9 @@
-"""A `Program` from a plan: stages on local shards, messages between them, and each rank's
-instructions in its schedule's order with communication placed around them, rolled up into loops.
+"""Lower a plan to a `Program`.
+
+The program has the stages on local shards, the messages between stages, and the instructions of
+each rank: the tasks in the order of the schedule, with receives before and sends after them. Repeated
+instructions are folded into loops, so that the size of a rank's code does not depend on the number
+of micro-batches.
 """
 
 from __future__ import annotations
@@ -71,51 +75,53 @@ from autopipe.passes.lower.shard import ShardedStage, parameter_shards, shard_st
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """All of a program that does not depend on its schedule; `shards` are by rank."""
+    """The parts of a program that do not depend on its schedule."""
 
     graphs: tuple[Graph, ...]
-    """The graph of each stage's own micro-batch."""
+    """For each stage, the graph with the micro-batch size of the stage."""
     stages: tuple[ShardedStage, ...]
     pieces: tuple[MessageBlock, ...]
     shards: tuple[tuple[Shard, ...], ...]
+    """For each rank, its shards of parameters."""
     differentiable: frozenset[str]
-    """The values that gradients flow through: none without training."""
+    """Values that have a gradient; empty for inference."""
 
 
 def parts_of(
     graph: Graph, placement: Placement, devices: int, loss: str | None, precision: str = "fp32"
 ) -> Parts:
-    """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
+    """Return the parts of the program that trains with `loss`, or that computes all outputs of the
+    graph if `loss` is None.
 
-    A parameter that stages would cut differently is held whole by all of them: its gradient is a
-    sum over equal blocks. Raises CodegenError for splits and micro-batches that cannot be executed.
+    A parameter that stages would shard differently is replicated in all of them, so that its
+    gradient is a sum over equal shards. Raises CodegenError for splits and micro-batches that
+    cannot be executed.
     """
     wanted = wanted_values(graph, loss)
     ratios = stage_micro_batches(graph, placement)
     graphs = stage_graphs(graph, placement)
     assigned = assign_nodes(graph, placement, wanted)
-    shares = frozenset(wanted) - graph.consumers().keys()
+    unread = frozenset(wanted) - graph.consumers().keys()
     batch = batch_axes_of(graph)
 
-    def sharded(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
+    def shard_stages(replicated: frozenset[str]) -> tuple[ShardedStage, ...]:
         return tuple(
-            shard_stage(own, number, stage, nodes, whole, shares, batch, precision)
+            shard_stage(own, number, stage, nodes, replicated, unread, batch, precision)
             for number, (own, stage, nodes) in enumerate(
                 zip(graphs, placement.stages, assigned, strict=True)
             )
         )
 
-    stages = sharded(frozenset())
+    stages = shard_stages(frozenset())
     torn = parameters_to_replicate([(stage.code.devices, stage.parameters) for stage in stages])
-    stages = sharded(torn) if torn else stages
+    stages = shard_stages(torn) if torn else stages
     differentiable = differentiable_values(graph) if loss is not None else frozenset()
     numbers = {id(constant): index for index, constant in enumerate(graph.constants)}
     finished = []
     for own, stage, ratio in zip(graphs, stages, ratios, strict=True):
         code = replace(stage.code, ratio=ratio)
-        if (
-            own is not graph
-        ):  # Constants are numbered over all graphs; those of `graph` keep their places in it.
+        if own is not graph:
+            # Constants are numbered over all graphs. The constants of `graph` keep their indices.
             constants = [
                 (numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants
             ]
@@ -131,8 +137,10 @@ def parts_of(
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
-    """Results of a program: its loss, with the number of its labels where that is counted, or all
-    of the graph's outputs.
+    """Return the values that a program computes.
+
+    A training program computes the loss and, if the loss ignores labels, the number of labels that
+    are not ignored. An inference program computes all outputs of the graph.
     """
     if loss is None:
         return tuple(dict.fromkeys(graph.outputs))
@@ -140,7 +148,9 @@ def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
 
 
 def labels_of(graph: Graph) -> int | None:
-    """The labels of one evaluation, counted or not; None where they are not counted."""
+    """Return the number of labels of one micro-batch, ignored labels included; None if the program
+    does not count labels.
+    """
     index = graph.producer(COUNTED_LABELS) if graph.has(COUNTED_LABELS) else None
     return None if index is None else graph.type_of(graph.nodes[index].inputs[0]).elements
 
@@ -155,20 +165,22 @@ def lower(
     precision: str = "fp32",
     loss_division: LossDivision = AVERAGED,
 ) -> Program:
-    """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's
-    outputs. Messages have the types of `precision`.
+    """Return the program that runs `graph` by `placement` and `schedule`.
 
-    With `shard` ranks that hold the same parameters share out the optimizer's state
-    (`Optimizer.shard`). Unless `proven` is false it is shown that all ranks come to their ends,
-    which takes long where they are many.
+    loss: the value to train with; None for inference, which computes all outputs of the graph.
+    shard: shard the optimizer state over the ranks that hold equal parameters (ZeRO stage 1).
+    proven: check that no rank waits forever. The check takes long for many ranks.
+    precision: determines the types of messages.
+    loss_division: how the loss of the step follows from the losses of its micro-batches.
 
-    Raises CodegenError where the placement or the schedule cannot be executed, or the program could
-    not run to its end, InfeasibleError where stages' own micro-batches would change what is
-    computed.
+    Raises CodegenError if the placement or the schedule cannot be executed or a rank would wait
+    forever. Raises InfeasibleError if the micro-batch sizes of stages would change the result.
     """
     if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
         shape = list(graph.type_of(loss).shape)
-        raise CodegenError(f"the loss {loss!r} has shape {shape}", hint="it must be one number")
+        raise CodegenError(
+            f"the loss {loss!r} has shape {shape}, expected a scalar", hint="name a scalar output"
+        )
     if loss is not None and graph.producer(loss) is None:
         raise CodegenError(
             f"the loss {loss!r} is not computed by the model",
@@ -189,7 +201,7 @@ def lower(
     casting = (
         code for code, stage in zip(codes, placement.stages, strict=True) if not stage.holds_copies
     )
-    again = {
+    recast = {
         index
         for code in casting
         if code.recompute and loss is not None
@@ -218,7 +230,7 @@ def lower(
         low_precision=tuple(
             index
             for index, each in enumerate(graph.parameters)
-            if each.value.name in copies and index not in again
+            if each.value.name in copies and index not in recast
         ),
     )
     if proven:
@@ -227,8 +239,8 @@ def lower(
 
 
 def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCalls, ...]:
-    """Return the calls of BatchNormalization that move running statistics which several stages of a
-    pipeline hold.
+    """Return the calls of BatchNormalization that update running statistics held by several stages
+    of one pipeline, by parameter and pipeline.
     """
     indices = {each.value.name: index for index, each in enumerate(graph.parameters)}
     holders: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -259,8 +271,9 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCall
 def _split_backwards(
     graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule
 ) -> tuple[StageCode, ...]:
-    """The same stages; where a task computes half a backward, with the nodes whose parameters'
-    gradients can wait.
+    """Set `deferred` of each stage whose backward the schedule divides into two tasks.
+
+    `deferred` are the nodes whose parameter gradients the second task computes.
     """
     split = {
         task.stage
@@ -284,7 +297,7 @@ def _steps(
 ) -> list[RankStep]:
     orders = SendingOrders(schedule)
 
-    @cache  # The ranks of a group mostly do the same.
+    @cache  # Most ranks of a group have equal tasks and peers.
     def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
         flat = instructions(tasks, peers, orders)
         return RankStep(flat, sections(flat, ratios), HeldMessages(flat))
@@ -296,7 +309,7 @@ def _steps(
 
 
 def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
-    """For each rank its stages, each with what it reads, receives and sends."""
+    """Return the stages of each rank, with their graph inputs, receives and sends."""
     given = {value.name for value in graph.inputs}
     receives: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
     sends: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
@@ -336,7 +349,9 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
     samples = batch.of(name)
     if batch.batch > 1:
         axis = samples.dimension if samples is not None and samples.outer == 1 else None
-    else:  # Of one sample there is no extent to follow: the first axis of what has one of extent 1 is taken.
+    else:
+        # The batch has one sample, so sizes do not identify the batch axis. An output whose first
+        # axis has size 1 is assumed to have its samples there.
         axis = 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
     return Output(graph.type_of(name), axis, tuple(places))
 
@@ -347,14 +362,14 @@ _TASK_VERBS = {
     Phase.INPUT_GRADIENT: (Verb.INPUT_GRADIENT, Verb.SEND_GRADIENT),
     Phase.WEIGHT_GRADIENT: (Verb.WEIGHT_GRADIENT, None),
 }
-"""How a task is computed, and how its results leave; the gradients of parameters stay."""
+"""The instruction that computes a task, and the instruction that sends its results, if any."""
 
 
 def instructions(
     tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
 ) -> tuple[Instruction, ...]:
-    """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and
-    sends behind.
+    """Return the instructions of a rank for one step: its tasks in order, with receives before (see
+    `postings`) and sends after them.
     """
     found: list[Instruction] = []
     for task, received in zip(tasks, postings(tasks, peers, orders), strict=True):
@@ -369,46 +384,52 @@ def instructions(
 def sections(
     flat: Sequence[Instruction], ratios: Sequence[int] = ()
 ) -> tuple[Section, Section, Section]:
-    """Warm-up, repetend and cool-down: the loop that covers most, what stands before it and after,
-    rolled up too.
+    """Return (warm-up, steady state, cool-down) of a sequence of instructions.
 
-    `ratios` are the micro-batches that each stage makes of one of the program's, where that is not
-    one.
+    The steady state is the loop that covers the most instructions, or () if nothing repeats.
+    Repeated instructions before and after it are folded into loops again.
+
+    `ratios` has, for each stage, the number of its micro-batches per micro-batch of the program.
     """
     units = {stage: math.lcm(*ratios) // each for stage, each in enumerate(ratios)}
-    before, loop, after = _parted(flat, units)
-    return (_rolled(before, units), loop, _rolled(after, units)) if loop else (tuple(flat), (), ())
+    before, loop, after = _largest_loop(flat, units)
+    return (_folded(before, units), loop, _folded(after, units)) if loop else (tuple(flat), (), ())
 
 
-def _rolled(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
-    before, loop, after = _parted(flat, units)
-    return (*_rolled(before, units), *loop, *_rolled(after, units)) if loop else tuple(flat)
+def _folded(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
+    before, loop, after = _largest_loop(flat, units)
+    return (*_folded(before, units), *loop, *_folded(after, units)) if loop else tuple(flat)
 
 
-_LONGEST_BODY = 2048
-"""A group of micro-batches of Chimera or of interleaved 1F1B on 32 devices takes some hundred
-instructions.
+_MAX_BODY = 2048
+"""Maximum number of instructions in the body of a loop. One group of micro-batches of Chimera or
+interleaved 1F1B on 32 devices has a few hundred instructions.
 """
 
 
-def _parted(
+def _largest_loop(
     flat: Sequence[Instruction], units: Mapping[int, int]
 ) -> tuple[Sequence[Instruction], tuple[Loop, ...], Sequence[Instruction]]:
-    """The loop that covers most, the shortest body among equals, if there is any; what stands
-    before it and after.
+    """Return (before, loop, after): the loop that covers the most instructions, and the rest.
 
-    `units` are the lengths of stages' micro-batches, so that what moves on together moves by one
-    distance.
+    Among loops that cover equally many instructions, the one with the shortest body is returned.
+    The loop is () if nothing repeats.
+
+    A body of n instructions repeats if each instruction equals the one n positions earlier except
+    for its micro-batch, and all micro-batches advance by one distance. Stages may have micro-batches
+    of different sizes; `units` has the size of each stage's micro-batch relative to the smallest
+    common multiple, so that equal distances in samples are equal numbers. Time O(length of `flat`
+    times `_MAX_BODY`).
     """
     kinds: dict[tuple[int, Verb, int | None, int | None], int] = {}
     keys = ((each.stage, each.verb, each.source, each.part) for each in flat)
     codes = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int32)
     indices = np.array([each.micro_batch * units.get(each.stage, 1) for each in flat], np.int64)
     covered = start = size = distance = 0
-    for length in range(1, min(_LONGEST_BODY, len(flat) // 2) + 1):
+    for length in range(1, min(_MAX_BODY, len(flat) // 2) + 1):
         same = codes[length:] == codes[:-length]
         if np.count_nonzero(same) < max(length, covered + 1 - length):
-            continue  # too few for a loop that covers more
+            continue  # Too few instructions repeat for a loop that covers more.
         first, count, moved = _longest_run(same, indices, length)
         if length * count > covered:
             covered = length * count
@@ -424,11 +445,13 @@ def _parted(
 
 
 def _longest_run(same: np.ndarray, indices: np.ndarray, length: int) -> tuple[int, int, int]:
-    """(start, count, distance) of the longest run of bodies of `length`, the first among equals;
-    count 0 for none.
+    """Return (start, count, distance) of the longest run of repeated bodies of `length` instructions.
 
-    In a run each instruction is the `same` as the one `length` before it but for its index, which
-    is moved on by one same distance.
+    start: position of the first instruction of the run.
+    count: number of bodies, 0 if nothing repeats. Ties: the first run wins.
+    distance: difference of `indices` between a body and the next one.
+
+    `same[i]` is True if instruction i + `length` equals instruction i except for its index.
     """
     distances = np.where(same, np.maximum(indices[length:] - indices[:-length], 0), 0)
     starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
@@ -445,8 +468,10 @@ def one_device_program(
     loss: str | None,
     loss_division: LossDivision = AVERAGED,
 ) -> Program:
-    """Program of `micro_batches` micro-batches in one stage, one after the other: training with
-    `loss`, forwards without. Raises CodegenError as `lower` does.
+    """Return the program that runs `micro_batches` micro-batches one after the other on one device.
+
+    The program trains if `loss` names a value, and only runs forwards if it is None. Raises
+    CodegenError as `lower` does.
     """
     stage = Stage(tuple(range(len(graph.nodes))), (0,), micro_batch_size)
     phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)

@@ -1,10 +1,12 @@
-"""Messages between stages: the blocks that ranks exchange, when receives are posted, and how many
-are held at once.
+"""Messages between stages: the shards that ranks exchange, the position of each receive among the
+tasks of a rank, and the number of buffers that a channel needs.
 
-A rank posts its receives from another rank in the order in which that one sends to it, whatever its
-own order (Lin et al., "Tessel", HPCA 2024, section V): NCCL matches what two ranks send each other
-by order alone. A message is held from its receive's posting to the end of the last task that may
-use it; that many buffers serve all of a step.
+NCCL matches the messages of a pair of ranks by their order alone. A rank therefore posts its
+receives from another rank in the order in which that rank sends (Lin et al., "Tessel", HPCA 2024,
+section V), even if its own tasks use the messages in another order.
+
+A message occupies a buffer from the post of its receive to the end of the last task that may use
+it. A channel has as many buffers as messages occupy at the same time.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ def transfer_pieces(
     differentiable: frozenset[str],
     types: Mapping[str, DType],
 ) -> tuple[MessageBlock, ...]:
-    """All pieces that cross between stages, by target stage, source stage, turns of both, value,
-    and target rank: the order in which a task sends them. `types` are those of messages, by value.
+    """Return the messages between stages in the order in which a task sends them.
 
-    Raises InfeasibleError for values that cannot be shared out among micro-batches of different
-    sizes.
+    The order is by target stage, source stage, slice of micro-batches of the target and of the
+    source, value, and target rank. `types` has the element type of each value in a message.
+
+    Raises CodegenError if a value leaves its stage as partial sums. Raises InfeasibleError if stages
+    have different micro-batch sizes and a value cannot be divided by samples.
     """
     producers = {
         (stage.code.pipeline, name): number
@@ -101,17 +105,19 @@ _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """All that a stage receives from another one for some of its micro-batches: values, or
-    gradients of its own.
+    """The messages that a stage receives from another stage for a slice of its micro-batches.
+
+    They carry values if `verb` is RECEIVE, and gradients of the stage's outputs if it is
+    RECEIVE_GRADIENT.
     """
 
     stage: int
     verb: Verb
     source: int
     own: MicroBatchSlice
-    """The stage's micro-batches that take something of it."""
+    """Micro-batches of `stage` that use the messages."""
     sent: MicroBatchSlice
-    """The source's micro-batches that give it."""
+    """Micro-batches of `source` that produce the messages."""
 
     @staticmethod
     def of(piece: MessageBlock, gradient: bool) -> Incoming:
@@ -123,6 +129,7 @@ class Incoming:
 
     @property
     def part(self) -> int | None:
+        """Index of the slice of the source's micro-batches, None if all of them send."""
         return self.sent.index if self.sent.of > 1 else None
 
     def key(self) -> tuple[int, str, int, int, int]:
@@ -134,46 +141,52 @@ _Receive = tuple[int, Verb, int | None, int | None]
 
 
 class HeldMessages:
-    """How long a rank holds messages, from the place of their receive among its instructions to
-    that of their last use: the first task that uses them where they are put together into a tensor,
-    the last where they are used as they came.
+    """The spans of instructions during which the received messages of a rank occupy buffers.
+
+    A span starts with the receive. It ends with the first task that uses the message if the task
+    copies the message into a larger tensor, and with the last task if the tasks use the buffer
+    itself.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._spans: dict[tuple[_Receive, bool], list[tuple[int, int, int]]] = defaultdict(list)
-        self._overlapping = cache(self._counted)
-        places = {
-            (each.verb, each.stage, each.micro_batch): place
-            for place, each in enumerate(instructions)
+        self._overlapping = cache(self._max_overlap)
+        positions = {
+            (each.verb, each.stage, each.micro_batch): position
+            for position, each in enumerate(instructions)
         }
-        for place, each in enumerate(instructions):
+        for position, each in enumerate(instructions):
             if each.verb in _FIRST_USES:
-                for whole, uses in ((False, _FIRST_USES[each.verb]), (True, _LAST_USES)):
+                for in_place, uses in ((False, _FIRST_USES[each.verb]), (True, _LAST_USES)):
                     end = max(
-                        places.get((use, each.stage, each.micro_batch), place) for use in uses
+                        positions.get((use, each.stage, each.micro_batch), position) for use in uses
                     )
                     receive = each.stage, each.verb, each.source, each.part
-                    self._spans[receive, whole].append((each.micro_batch, place, end))
+                    self._spans[receive, in_place].append((each.micro_batch, position, end))
 
-    def most(self, incoming: Incoming, whole: bool) -> int:
-        """The most held at once of what a stage receives, in whole tensors or blocks."""
+    def buffers(self, incoming: Incoming, in_place: bool) -> int:
+        """Return the maximum number of messages that occupy buffers at the same time.
+
+        `in_place` is True if tasks use the buffers themselves (see `is_used_in_place`).
+        """
         stage = incoming.stage
         verb = incoming.verb
         return max(
-            self._overlapping((stage, verb, source, incoming.part), whole, incoming.own)
+            self._overlapping((stage, verb, source, incoming.part), in_place, incoming.own)
             for source in (incoming.source, None)
         )
 
-    def _counted(self, receive: _Receive, whole: bool, turn: MicroBatchSlice) -> int:
-        spans = [each[1:] for each in self._spans.get((receive, whole), ()) if turn.has(each[0])]
-        # One that begins where another ends does not overlap it.
+    def _max_overlap(self, receive: _Receive, in_place: bool, own: MicroBatchSlice) -> int:
+        spans = [each[1:] for each in self._spans.get((receive, in_place), ()) if own.has(each[0])]
+        # A span that starts at the position where another one ends does not overlap it: at equal
+        # positions, ends sort before starts.
         changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
         return max(accumulate(change for _, change in changes), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A rank's step, and how long it holds messages in it."""
+    """The instructions of a rank for one step, and the buffers that its messages occupy."""
 
     instructions: tuple[Instruction, ...]
     sections: tuple[Section, Section, Section]
@@ -183,8 +196,9 @@ class RankStep:
 def channels_of(
     wired: Sequence[Sequence[StageOnRank]], stages: Sequence[StageCode], steps: Sequence[RankStep]
 ) -> tuple[Channel, ...]:
-    """The channels between different ranks, from what is sent and received by each and what each
-    does in a step.
+    """Return the channels between different ranks, with the number of buffers at each end.
+
+    `wired` and `steps` are by rank.
     """
     found = []
     pieces = {each.channel: each for own in wired for stage in own for each in stage.sends}
@@ -193,21 +207,21 @@ def channels_of(
         target = piece.target_rank
         if source == target:
             continue
-        buffers = steps[target].held.most(
-            Incoming.of(piece, False), is_whole(stages, piece, gradient=False)
+        buffers = steps[target].held.buffers(
+            Incoming.of(piece, False), is_used_in_place(stages, piece, gradient=False)
         )
         gradients = 0
         if piece.needs_gradient:
-            gradients = steps[source].held.most(
-                Incoming.of(piece, True), is_whole(stages, piece, gradient=True)
+            gradients = steps[source].held.buffers(
+                Incoming.of(piece, True), is_used_in_place(stages, piece, gradient=True)
             )
         found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
 
 
-def is_whole(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
-    """True if a message is used as it came, neither put together with others into a tensor of their
-    own nor widened.
+def is_used_in_place(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
+    """True if tasks use the buffer of a message itself: the message is the complete local shard of
+    its value and has the value's element type.
     """
     values = stages[piece.source_stage].outputs if gradient else stages[piece.target_stage].inputs
     value = next(each for each in values if each.name == piece.tensor)
@@ -220,60 +234,66 @@ RECEIVED_BY = {
     Phase.BACKWARD: Verb.RECEIVE_GRADIENT,
     Phase.INPUT_GRADIENT: Verb.RECEIVE_GRADIENT,
 }
-"""How a task's input is received; a task of the same kind on another stage sends it."""
+"""The instruction that receives the input of a task. The sender is a task of equal phase on another
+stage.
+"""
 
 
 class SendingOrders:
-    """The order in which stages send; the devices of a stage run its tasks together, so it has
-    one.
+    """The order in which the stages of a schedule send their results.
+
+    All devices of a stage run its tasks in one order, so a stage has one order of sends.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._places: dict[tuple[int, Verb], dict[int, int]] = defaultdict(dict)
-        """By micro-batch, where the task that sends stands in one order of the tasks of all ranks.
+        self._positions: dict[tuple[int, Verb], dict[int, int]] = defaultdict(dict)
+        """By stage and kind of receive: the position of each micro-batch's task in a joint order of
+        the tasks of all ranks.
         """
         for place, task in enumerate(_joint_order(dict.fromkeys(schedule.tasks))):
             if task.phase in RECEIVED_BY:
-                self._places[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
+                self._positions[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
 
     def reaching(self, incoming: Incoming) -> Iterator[tuple[int, int]]:
-        """(place of the task that sends, micro-batch of the stage that receives) of all that comes.
+        """Yield (position, micro-batch) of each message: the position of the task that sends it in
+        the joint order, and the micro-batch of the receiving stage.
 
-        A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
+        If the step has fewer micro-batches than pipelines, the stages of some pipelines send no
+        message.
         """
-        for micro_batch, place in self._places.get((incoming.source, incoming.verb), {}).items():
+        for micro_batch, place in self._positions.get((incoming.source, incoming.verb), {}).items():
             if incoming.sent.has(micro_batch):
                 yield place, incoming.own.micro_batch(incoming.sent.message(micro_batch))
 
 
 def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
-    """All ranks' tasks in an order that keeps to each rank's own. It ends early where there is
-    none.
+    """Yield the tasks of all ranks in an order that agrees with the order of each rank.
+
+    A task of several ranks is yielded once. The iteration ends early if the orders of the ranks
+    contradict each other.
     """
-    left = Counter(task for tasks in lists for task in tasks)
-    rests = defaultdict[Task, list[Iterator[Task]]](list)
-    """By task, the ranks that come to it next."""
-    awake = [iter(tasks) for tasks in lists]
-    while awake:
-        for rest in awake:
-            if (task := next(rest, None)) is not None:
-                rests[task].append(rest)
-        done = [task for task, waiting in rests.items() if len(waiting) == left[task]]
+    ranks_of_task = Counter(task for tasks in lists for task in tasks)
+    waiting = defaultdict[Task, list[Iterator[Task]]](list)
+    """By task, the remaining tasks of each rank whose next task this is."""
+    runnable = [iter(tasks) for tasks in lists]
+    while runnable:
+        for remaining in runnable:
+            if (task := next(remaining, None)) is not None:
+                waiting[task].append(remaining)
+        done = [task for task, ranks in waiting.items() if len(ranks) == ranks_of_task[task]]
         yield from done
-        awake = [rest for task in done for rest in rests.pop(task)]
+        runnable = [remaining for task in done for remaining in waiting.pop(task)]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPeers:
-    """Messages that a rank exchanges with others; values between its own stages are handed over,
-    not sent.
-    """
+    """The messages that a rank exchanges with other ranks. Stages of one rank need no messages."""
 
     sends: frozenset[tuple[int, Verb]]
-    """(stage, verb) that send anything."""
+    """Pairs (stage, verb) of the instructions that send at least one message."""
     receives: tuple[tuple[Incoming, frozenset[int]], ...]
-    """All that comes from other ranks, in order, and from which. Those ranks are numbered as they
-    appear, so that ranks which do the same are equal.
+    """The received messages in order, each with the numbers of the ranks that send them. Ranks are
+    numbered in order of appearance, so that two ranks with equal roles have equal `RankPeers`.
     """
 
     @staticmethod
@@ -305,12 +325,13 @@ class RankPeers:
 def postings(
     tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
 ) -> list[list[Instruction]]:
-    """For each task the receives that the rank posts before the task computes.
+    """Return, for each task, the receives that the rank posts before the task computes.
 
-    What a task needs is received one task ahead, so that it travels while the previous task
-    computes; earlier where the same rank sends something before it that is received earlier. A
-    stage receives from all its sources at once where they send in one order and nothing else comes
-    from their ranks.
+    The receive of a task's input is posted one task ahead, so that the message arrives while the
+    previous task computes. The receive is posted earlier if the same rank sends a later message
+    whose receive is posted earlier, because receives follow the order of the sends. One instruction
+    receives from all sources of a stage if they send in one order and their ranks send no other
+    messages.
     """
     used = {
         (task.stage, RECEIVED_BY[task.phase], task.micro_batch): position
@@ -318,12 +339,12 @@ def postings(
         if task.phase in RECEIVED_BY
     }
     due = []
-    for incoming, source, ranks in _together(peers, orders):
+    for incoming, source, ranks in _receives(peers, orders):
         for sent, micro_batch in orders.reaching(incoming):
             each = Instruction(incoming.verb, incoming.stage, micro_batch, source, incoming.part)
             due.append((sent, each, ranks))
-    # A task sends to the stages of a rank in the order of their numbers, to each in that of its
-    # micro-batches.
+    # A task sends to the stages of a rank in the order of stage numbers, and to each stage in the
+    # order of its micro-batches.
     due.sort(key=lambda each: (each[0], each[1].stage, each[1].micro_batch))
     found: list[list[Instruction]] = [[] for _ in tasks]
     latest: dict[int, int] = {}
@@ -335,12 +356,15 @@ def postings(
     return [received[::-1] for received in found]
 
 
-def _together(
+def _receives(
     peers: RankPeers, orders: SendingOrders
 ) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
-    """By receive, all that it takes, the stage that it is from and the ranks. It is from all
-    sources of a stage, None, where there is one, or they send in one order and their ranks send
-    nothing else.
+    """Yield (incoming, source, ranks) of each receive instruction.
+
+    source: the stage that sends, or None if the instruction receives from all sources of the
+    stage. This is so if the stage has one source, or if all sources send in one order and their
+    ranks send no other messages.
+    ranks: the numbers of the ranks that send.
     """
     senders = Counter(
         rank
@@ -358,10 +382,10 @@ def _together(
     for several in sources.values():
         first = next(iter(several.values()))
         ranks = frozenset[int]().union(*(own for entries in several.values() for _, own in entries))
-        orderly = len({_sequence(entries, orders) for entries in several.values()}) == 1
+        in_one_order = len({_sequence(entries, orders) for entries in several.values()}) == 1
         if len(several) == 1:
             yield from ((incoming, None, own) for incoming, own in first)
-        elif orderly and all(senders[rank] == 1 for rank in ranks):
+        elif in_one_order and all(senders[rank] == 1 for rank in ranks):
             yield from ((incoming, None, ranks) for incoming, _ in first)
         else:
             yield from (
@@ -374,7 +398,7 @@ def _together(
 def _sequence(
     entries: Iterable[tuple[Incoming, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
-    """Micro-batch and part of all that comes, in the order in which it is sent."""
+    """Return the micro-batch and part of each message, in the order of the sends."""
     every = (
         (place, each, incoming.part)
         for incoming, _ in entries

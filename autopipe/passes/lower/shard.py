@@ -1,9 +1,10 @@
-"""A stage's nodes on local shards, with the exchanges that its splits ask for; and the ranks'
-blocks of parameters.
+"""The local shards of a stage: its operators on one device, the collectives that its splits
+require, and the shards of parameters of each rank.
 
-The ranks of a group together compute one function, and each rank's gradient of a value it holds is
-its own share. Then the backward of every exchange is its transpose, and a parameter's gradient the
-sum over the ranks that hold it.
+The ranks of a group compute one function together. Invariant: the gradient of a replicated value on
+a rank is a partial sum; the sum over the ranks that hold the value is the full gradient. Therefore
+the backward of each collective is its transpose, and the gradient of a parameter is the sum over
+the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from autopipe.passes.analysis.stage_nodes import StageNodes
 
 @dataclass(frozen=True, slots=True)
 class ShardedStage:
-    """A stage's code and how its group holds what it takes and gives."""
+    """The code of a stage, and the layouts of its inputs, parameters and outputs in its group."""
 
     code: StageCode
     inputs: dict[str, Layout]
@@ -58,17 +59,20 @@ def shard_stage(
     number: int,
     stage: Stage,
     nodes: StageNodes,
-    whole: frozenset[str],
-    shares: frozenset[str],
+    replicated_parameters: frozenset[str],
+    unread: frozenset[str],
     batch: BatchAxes,
     precision: str,
 ) -> ShardedStage:
     """Return the local forward of `stage`, which computes `nodes` at `precision`.
 
-    `batch` says which axes of values count the samples of the program's micro-batches. The
-    parameters in `whole` are replicated. A partial result is reduced at once, to a replicated or a
-    sharded value, except the scalars in `shares`: no node reads them, and a partial loss is summed
-    when it is reported. Raises CodegenError for splits that cannot be executed.
+    batch: the batch axis of each value.
+    replicated_parameters: parameters that are replicated even if a split would shard them.
+    unread: outputs that no node reads. Their scalars stay partial sums, because the loss is summed
+    over ranks when it is reported. Every other partial result is reduced immediately, to a
+    replicated or a sharded value.
+
+    Raises CodegenError for splits that cannot be executed.
     """
     group = len(stage.devices)
     splits_of = {
@@ -81,11 +85,11 @@ def shard_stage(
         node_layouts(graph, index, spaces(index), splits, group)
         for index, splits in splits_of.items()
     ]
-    taken = received_layouts(graph, forms, stage, whole)
+    taken = received_layouts(graph, forms, stage, replicated_parameters)
     for name in nodes.outputs:
         if name not in taken and graph.producer(name) is None:
             taken[name] = replicated(graph.type_of(name).shape)
-    steps = tuple(with_redistributions(forms, taken, frozenset(nodes.outputs), shares, group))
+    steps = tuple(with_redistributions(forms, taken, frozenset(nodes.outputs), unread, group))
     reduced = {
         step.value
         for step in steps
@@ -128,8 +132,8 @@ def shard_stage(
 
 
 def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:
-    """Raise CodegenError unless the splits leave every device of the group an equal block of the
-    node's work.
+    """Raise CodegenError unless the splits divide the work of the node equally among the devices of
+    the group, one contiguous shard of each tensor per device.
     """
     wanted = " ".join(map(str, splits))
     where = repr(node.name)
@@ -155,20 +159,24 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
             raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=where)
         if axis.size % split.degree:
             raise CodegenError(
-                f"axis {axis.name!r} of {node.op} has extent {axis.size}: "
-                f"{split.degree} {plural(split.degree, 'device')} cannot share it equally",
+                f"axis {axis.name!r} of {node.op} has size {axis.size}, which "
+                f"{split.degree} {plural(split.degree, 'device')} cannot divide equally",
                 hint=even_degree_hint(axis.size, split.degree),
                 where=where,
             )
     if not are_even_splits(space, splits):
         raise CodegenError(
-            f"a share of {wanted} of {node.op} is not one block of its tensors", where=where
+            f"the split {wanted} of {node.op} gives a device more than one contiguous shard of a "
+            "tensor, which is not supported",
+            where=where,
         )
 
 
 class _LocalValues:
-    """One device's block of each form of a value that the group holds: the form by which it is
-    known, in `layouts`, goes by the value's own name.
+    """The local shards of values on one device.
+
+    A value may exist in several layouts, for example as a partial sum and after its reduction. The
+    layout in `layouts` has the value's name; other layouts have derived names.
     """
 
     def __init__(self, graph: Graph, taken: Mapping[str, Layout]) -> None:
@@ -180,8 +188,10 @@ class _LocalValues:
             self.add(name, layout)
 
     def add(self, name: str, layout: Layout, form: str | None = None) -> Value:
-        """The value in that layout, under its own name; as a `form` of it under one that no value
-        of the model has.
+        """Add a layout of a value and return its local shard.
+
+        Without `form`, the shard has the name of the value. With `form`, such as `partial`, it has
+        a derived name that no value of the model has.
         """
         local = name
         if form is None:
@@ -214,9 +224,12 @@ def _compute(
     reduced: set[str],
     batch: BatchAxes,
 ) -> Compute:
-    """A node on its group's blocks; its results that are `reduced` behind it are partial."""
+    """Return the node as an operation on local shards.
+
+    Results in `reduced` are partial sums, which a collective after the node reduces.
+    """
     node = form.node
-    whole = signature_of(graph, form.node)
+    global_signature = signature_of(graph, form.node)
     row = OPERATORS[qualified_name(node)]
     operands = tuple(
         None if layout is None else held.values[name, layout]
@@ -226,13 +239,13 @@ def _compute(
         None if layout is None else held.add(name, layout, "partial" if name in reduced else None)
         for name, layout in zip(node.outputs, form.results, strict=True)
     )
-    signature = whole.sharded(operands, results)
+    signature = global_signature.sharded(operands, results)
     degrees = {split.axis: split.degree for split in splits}
     joint: list[tuple[str, ...]] = [(axis,) for axis in joint_splits(space, degrees)]
-    # The operator asks its group along each joint axis, and along those that it exchanges
-    # statistics over.
+    # The operator needs a process group for each joint axis, and for the axes over which it reduces
+    # statistics.
     if joint:
-        joint += (each.axes for each in row.statistics(whole, space, degrees))
+        joint += (each.axes for each in row.statistics(global_signature, space, degrees))
     samples = batch.of(next(filter(None, node.outputs))) if row.random else None
     return Compute(
         form.index,
@@ -246,7 +259,7 @@ def _compute(
 
 @remembered(GRAPHS)
 def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
-    """Where each parameter and each constant stands, by name: all stages of a graph ask."""
+    """Return the index of each parameter and of each constant by name."""
     return (
         {parameter.value.name: index for index, parameter in enumerate(graph.parameters)},
         {constant.value.name: index for index, constant in enumerate(graph.constants)},
@@ -256,10 +269,10 @@ def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
 def parameter_shards(
     graph: Graph, devices: int, stages: tuple[ShardedStage, ...]
 ) -> tuple[tuple[Shard, ...], ...]:
-    """For each rank its blocks of parameters; ranks with the same block of a parameter share its
-    gradient.
+    """Return the shards of parameters of each rank.
 
-    No parameter may be torn (see `parameters_to_replicate` of passes/analysis).
+    The ranks that hold a shard reduce its gradient together. All stages must shard a parameter
+    equally (see `parameters_to_replicate` of passes/analysis).
     """
     indices, _ = _indices(graph)
     holders: dict[tuple[int, TensorSlice], set[int]] = defaultdict(set)

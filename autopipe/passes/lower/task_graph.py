@@ -1,9 +1,9 @@
-"""The task graph of a rank, from its program, and the memory along it: what `autopipe show --tasks`
-shows.
+"""The task graph of a rank and its predicted memory, for `autopipe show --tasks`.
 
-It has what the rank does in a step, in its static order, and what each task waits for: loops
-unrolled, and what happens inside the program's lines made tasks of their own: the collectives of a
-stage's group, the adding up of gradients, the update, the freeing of what no later task uses.
+The graph has the tasks of one step in the order in which the rank runs them, and the tasks that
+each task waits for. Loops are unrolled. Work that a line of the program implies has tasks of its
+own: the collectives of a stage's group, the accumulation of gradients, the update, and freeing
+memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.micro_batches import stage_graphs
 from autopipe.passes.analysis.recompute import running_again
-from autopipe.passes.lower.messages import is_whole
+from autopipe.passes.lower.messages import is_used_in_place
 from autopipe.passes.lower.traffic import (
     StageExchange,
     exchanged_gradients,
@@ -40,8 +40,9 @@ from autopipe.passes.lower.traffic import (
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:
-    """One message of a send or receive: the other rank, and its task that receives or sends the
-    same message.
+    """One message of a send or receive task, and the task at its other end.
+
+    `peer` is the rank at the other end, `task` the name of its task.
     """
 
     peer: int
@@ -53,13 +54,17 @@ class MessageEnd:
 
 @dataclass(frozen=True, slots=True)
 class TaskNode:
-    """One task. Tasks of a schedule are named as in the rank's file and the timeline, such as
-    `2F0`; a send of its results is `2SEND_F0`, of gradients `2SEND_B0`, receives alike, `@1` behind
-    one from stage 1 alone.
+    """One task of a rank.
 
-    `bytes` are moved, added, updated or freed; `after` are tasks of this rank, by place, that are
-    really waited for; `group` are the ranks that do a collective, a reduction or a gathering
-    together, `inside` is the task during which.
+    A task of the schedule has the name that it has in the rank's file, such as `2F0`: stage 2,
+    forward, micro-batch 0. The task that sends its result is `2SEND_F0`, the task that sends
+    gradients `2SEND_B0`. Receives are `2RECV_F0` and `2RECV_B0`, followed by `@1` if they receive
+    from stage 1 only.
+
+    bytes: bytes moved, accumulated, updated or freed.
+    after: indices of the tasks of this rank that the task waits for.
+    group: ranks that take part in a collective, a reduction or a gather.
+    inside: index of the task during which a collective runs.
     """
 
     kind: str
@@ -75,43 +80,48 @@ class TaskNode:
     group: tuple[int, ...] = ()
     inside: int | None = None
     what: str = ""
-    """Value freed; or kind and value of a collective; or `shares` for a reduction that gives each
-    rank one.
+    """Description: the memory that is freed, the kind and value of a collective, or `shards` for a
+    reduce-scatter of gradients.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LoopedTasks:
-    """Tasks that stand in a section (`warm-up`, `repetend`, `cool-down` or `end`) of the program
-    once: `count` times as many as those from `start` to `end`, as a loop. `last` is where those of
-    its last time start; the micro-batches of one time are `stride` further than those of the time
-    before, None where stages differ in that.
+    """A loop of the program, or an instruction outside of loops (`count` is 1).
+
+    The tasks of the first iteration have indices `start` to `end`, the tasks of the last iteration
+    start at index `last`.
     """
 
     section: str
+    """`warm-up`, `repetend` (the steady state), `cool-down` or `end`."""
     start: int
     end: int
     count: int = 1
+    """Number of iterations."""
     stride: int | None = 1
+    """Difference of micro-batches between two iterations; None if it differs between stages."""
     last: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """A rank's tasks in the order in which it does them, and by the plan's predictions the bytes in
-    use after each (those of a forward or backward while it runs), of which `static_bytes` are there
-    all through a step.
+    """The tasks of a rank in order, with the predicted memory in use.
+
+    memory_bytes: for each task, the bytes in use after the task, or the peak while a forward or
+    backward runs.
+    static_bytes: bytes in use during the whole step, such as parameters and optimizer state.
     """
 
     rank: int
     nodes: tuple[TaskNode, ...]
-    held: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
     static_bytes: int
-    stretches: tuple[LoopedTasks, ...]
+    loops: tuple[LoopedTasks, ...]
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.held, default=self.static_bytes)
+        return max(self.memory_bytes, default=self.static_bytes)
 
 
 _LETTERS = {
@@ -125,8 +135,8 @@ _OF_GRADIENTS = (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
 
 
 class TaskSource:
-    """Source of the task graphs of all ranks of a lowered plan; `costs` are the predictions of its
-    stages.
+    """Builds the task graph of each rank of a lowered plan. `costs` are the predictions of the
+    plan's stages.
     """
 
     def __init__(
@@ -139,21 +149,23 @@ class TaskSource:
             _by_verb(code, tuple(stage_exchanges(own, code, differentiable)))
             for own, code in zip(stage_graphs(graph, placement), program.stages, strict=True)
         ]
-        """Collectives of the group of each stage for one micro-batch, by verb, in order."""
+        """For each stage, the collectives of its group for one micro-batch, by verb, in order."""
         self.one_source = {
             (rank.rank, each.verb, each.stage, each.source)
             for rank in program.ranks
             for item in (*rank.warm_up, *rank.repetend, *rank.cool_down)
             for each in (item.body if isinstance(item, Loop) else (item,))
         }
-        """Receives, by rank, verb, stage and the one stage that they are from."""
+        """Rank, verb, stage and source of the receives; the source is None for a receive from all
+        sources.
+        """
 
     def graph(self, rank: int) -> TaskGraph:
         return _Builder(self, self.program.ranks[rank]).build()
 
 
 class _Builder:
-    """The tasks of one rank, one after the other, and the bytes in use after each."""
+    """Builds the tasks of one rank in order, with the memory in use after each task."""
 
     def __init__(self, source: TaskSource, code: RankCode) -> None:
         self.source = source
@@ -163,27 +175,29 @@ class _Builder:
         self.static_bytes = self.used_bytes = sum(
             source.costs[each.stage].static_bytes for each in code.stages
         )
-        self.held: list[int] = []
+        self.memory_bytes: list[int] = []
         self.wired = {each.stage: each for each in code.stages}
         self.whole = {
             (piece.channel, gradient)
             for each in code.stages
             for gradient, pieces in ((False, each.receives), (True, each.sends))
             for piece in pieces
-            if is_whole(self.program.stages, piece, gradient)
+            if is_used_in_place(self.program.stages, piece, gradient)
         }
-        """Channels, and whether of gradients, whose messages are used as they came."""
+        """Pairs (channel, is gradient) of the messages that tasks use in place."""
         self.done: dict[tuple[int, str, int], int] = {}
-        """By stage, F, B (the whole or its first half) or W, and micro-batch, where the task is."""
+        """Index of the task by (stage, letter, micro-batch). The letter is F for forward, B for
+        backward or its first half, W for the second half of a backward.
+        """
         self.received: defaultdict[tuple[int, int, bool], list[int]] = defaultdict(list)
-        """By stage, micro-batch, and whether of gradients, where its receives are."""
-        self.added: dict[int, int] = {}
-        """Where a stage's gradients were added up last."""
+        """Indices of the receives by (stage, micro-batch, is gradient)."""
+        self.accumulated: dict[int, int] = {}
+        """Index of the latest accumulation of gradients by stage."""
 
     def build(self) -> TaskGraph:
-        stretches = (*self._sections(), self._end())
+        loops = (*self._sections(), self._end())
         return TaskGraph(
-            self.code.rank, tuple(self.nodes), tuple(self.held), self.static_bytes, stretches
+            self.code.rank, tuple(self.nodes), tuple(self.memory_bytes), self.static_bytes, loops
         )
 
     def _sections(self) -> Iterator[LoopedTasks]:
@@ -208,12 +222,14 @@ class _Builder:
                 )
 
     def _node(self, node: TaskNode, allocated: int = 0, passing: int = 0) -> int:
-        """Put a task at the end, with the bytes that it allocates for good and while it runs; where
-        it is.
+        """Append a task and return its index.
+
+        allocated: bytes that stay in use after the task; negative if the task frees memory.
+        passing: additional bytes in use only while the task runs.
         """
         self.nodes.append(node)
         self.used_bytes += allocated
-        self.held.append(self.used_bytes + passing)
+        self.memory_bytes.append(self.used_bytes + passing)
         return len(self.nodes) - 1
 
     def _add(self, instruction: Instruction) -> None:
@@ -248,7 +264,7 @@ class _Builder:
             )
 
     def _messages(self, instruction: Instruction) -> Iterator[MessageEnd]:
-        """The messages of a send or a receive, each with the rank and the task at its other end."""
+        """Yield the messages of a send or receive instruction."""
         verb = instruction.verb
         stage = instruction.stage
         gradient = verb in _OF_GRADIENTS
@@ -274,10 +290,11 @@ class _Builder:
     def _pieces(
         self, stage: int, micro_batch: int, gradient: bool, receives: bool
     ) -> Iterator[tuple[MessageBlock, int, int]]:
-        """The blocks that a stage receives or sends for a micro-batch, each with the other end's
-        stage and micro-batch.
+        """Yield (block, stage, micro-batch) of each block that a stage receives or sends for a
+        micro-batch, with the stage and micro-batch at the other end.
 
-        Gradients go the other way: a stage receives those of what it sends.
+        Gradients travel in the opposite direction: a stage receives the gradients of the values that
+        it sends.
         """
         wired = self.wired[stage]
         for piece in wired.receives if receives is not gradient else wired.sends:
@@ -330,15 +347,15 @@ class _Builder:
             if verb is not Verb.FORWARD
             else 0
         )
-        # Autograd adds the gradients of parameters to what is there of the micro-batches before.
+        # Autograd adds the gradients of this micro-batch to the gradients of earlier ones.
         if size:
-            after = (place, self.added[stage]) if stage in self.added else (place,)
+            after = (place, self.accumulated[stage]) if stage in self.accumulated else (place,)
             name = f"{stage}ACC{'' if letter == 'B' else f'_{letter}'}{micro_batch}"
-            self.added[stage] = self._node(
+            self.accumulated[stage] = self._node(
                 TaskNode("accumulate", name, stage, micro_batch, size, tuple(sorted(after)))
             )
         if freed:
-            what = f"what {stage}{'I' if letter == 'W' else 'F'}{micro_batch} kept"
+            what = f"tensors saved by {stage}{'I' if letter == 'W' else 'F'}{micro_batch}"
             name = f"FREE {node.name}"
             self._node(
                 TaskNode("free", name, stage, micro_batch, freed, (place,), what=what), -freed
@@ -346,7 +363,7 @@ class _Builder:
         self._free_messages(verb, stage, micro_batch, place)
 
     def _needed(self, verb: Verb, stage: int, micro_batch: int) -> set[int]:
-        """The tasks whose results a task uses."""
+        """Return the indices of the tasks whose results a task uses."""
         if verb is Verb.WEIGHT_GRADIENT:
             return {self.done[stage, "B", micro_batch]}
         backward = verb is not Verb.FORWARD
@@ -359,8 +376,9 @@ class _Builder:
         return found
 
     def _free_messages(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
-        """Buffers that are free again for the messages that come next: see `channels`. They are
-        there all the time.
+        """Append tasks that release the buffers of used messages for later messages.
+
+        The buffers stay allocated during the whole step, so the memory in use does not change.
         """
         is_last = {Verb.FORWARD: not self.program.train, Verb.INPUT_GRADIENT: False}.get(verb, True)
         for gradient in (False, True):
@@ -384,21 +402,21 @@ class _Builder:
                     )
 
     def _end(self) -> LoopedTasks:
-        """Sums of gradients over ranks, each as soon as what it adds up is there, the update, and
-        what the ranks gather where each updates a share.
+        """Append the tasks at the end of the step: gradient reductions, the update and, if the
+        optimizer state is sharded, the all-gathers of the updated parameters.
         """
         start = len(self.nodes)
         if self.program.train and self.code.stages:
-            added = tuple(sorted(self.added.values()))
-            sums: list[int] = []
+            accumulated = tuple(sorted(self.accumulated.values()))
+            reductions: list[int] = []
             exchanged = exchanged_gradients(
                 self.program.parameters, self.code.shards, self.program.shard
             )
-            what = "shares" if self.program.shard else ""
+            what = "shards" if self.program.shard else ""
             for (home, group), size in exchanged.items():
-                after = (self.added[home],) if home in self.added else added
-                name = f"REDUCE{len(sums)}"
-                sums.append(
+                after = (self.accumulated[home],) if home in self.accumulated else accumulated
+                name = f"REDUCE{len(reductions)}"
+                reductions.append(
                     self._node(
                         TaskNode(
                             "reduce", name, home, bytes=size, after=after, group=group, what=what
@@ -415,7 +433,9 @@ class _Builder:
                 held = sum(block.elements for block in bucket.blocks)
                 own = sum(run.stop - run.start for run in bucket.runs(self.code.rank))
                 size -= (held - own) * bucket.blocks[0].itemsize
-            update = self._node(TaskNode("update", "UPDATE", bytes=size, after=(*added, *sums)))
+            update = self._node(
+                TaskNode("update", "UPDATE", bytes=size, after=(*accumulated, *reductions))
+            )
             for number, ((home, group), size) in enumerate(
                 exchanged.items() if self.program.shard else ()
             ):
@@ -430,16 +450,18 @@ class _Builder:
 def _receive_name(
     stage: int, gradient: bool, micro_batch: int, source: int | None, part: int | None
 ) -> str:
-    """A receive's name: `2RECV_F0`, with `@1` behind it where it is of what stage 1 alone sends,
-    and `.0` where it is the first part of the micro-batch that it takes.
+    """Return the name of a receive task, such as `2RECV_F0`.
+
+    `@1` follows if the task receives from stage 1 only, `.0` if it receives the first part of the
+    micro-batch.
     """
-    behind = f"{'' if source is None else f'@{source}'}{'' if part is None else f'.{part}'}"
-    return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{behind}"
+    suffix = f"{'' if source is None else f'@{source}'}{'' if part is None else f'.{part}'}"
+    return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{suffix}"
 
 
 def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, int]:
-    """Bytes that a computation allocates for later tasks, only while it runs, and those that no
-    task uses after it.
+    """Return (allocated, passing, freed) bytes of a computation: bytes that later tasks use, bytes in
+    use only while it runs, and bytes that no later task uses.
     """
     kept = cost.kept_bytes
     waiting = cost.weight_kept_bytes
@@ -459,8 +481,12 @@ def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, i
 def _by_verb(
     code: StageCode, every: tuple[StageExchange, ...]
 ) -> dict[Verb, tuple[StageExchange, ...]]:
-    """A stage's exchanges; a segment that runs again exchanges again before its backward does."""
-    forward, backward = ([each for each in every if each.backward is way] for way in (False, True))
+    """Return the collectives of a stage by verb.
+
+    A recomputed segment repeats the collectives of its forward before those of its backward.
+    """
+    forward = [each for each in every if not each.backward]
+    backward = [each for each in every if each.backward]
     again = running_again(code)
     found: list[StageExchange] = []
     for number in reversed(range(max(1, len(code.segments)))):
@@ -474,15 +500,13 @@ def _by_verb(
 
 
 def _trained(program: Program, parameter: int) -> int:
-    """Bytes of an element of a parameter's gradient; 0 where it has none."""
+    """Return the bytes per element of a parameter's gradient; 0 if it is not trainable."""
     found = program.parameters[parameter]
     return found.value.dtype.itemsize if found.trainable and found.value.dtype.is_floating else 0
 
 
 def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
-    """Bytes of the gradients of a stage's parameters that a backward, or one of its halves,
-    gives.
-    """
+    """Return the bytes of the parameter gradients that a backward, or one of its halves, computes."""
     nodes = set(code.deferred)
     deferred = {
         name

@@ -1,5 +1,7 @@
-"""The bytes that a step's exchanges move, by kind (`ir/program.py`), from the parts its program is
-made of.
+"""The bytes that the communication of a step moves, by kind.
+
+The kinds are the collectives of `ir/program.py`, `send` for messages between stages, `gradient` for
+gradient all-reduces and `parameter` for the all-gathers of sharded optimizers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from autopipe.passes.lower.lower import parts_of
 
 
 def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> Iterator[Block]:
-    """The trained blocks among `shards` that several ranks hold."""
+    """Yield the blocks of trainable floating-point parameters that several ranks hold."""
     for shard in shards:
         value = parameters[shard.parameter].value
         if (
@@ -45,10 +47,11 @@ def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> I
 def exchanged_gradients(
     parameters: Sequence[Parameter], shards: Iterable[Shard], shared: bool
 ) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
-    """Bytes of gradients by the stage whose last backward completes them, if one does, and the
-    ranks that add them up.
+    """Return the bytes of gradients by (home, ranks): `ranks` reduce the gradients, and the last
+    backward of stage `home` completes them; `home` is None if several stages contribute.
 
-    What is `shared` out is filled up to equal shares.
+    With `shared`, each rank keeps one shard of the optimizer state. The bytes then include the
+    padding of each bucket to shards of equal length.
     """
     blocks = tuple(held_together(parameters, shards))
     found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
@@ -70,9 +73,10 @@ def communication_bytes(
     shard: bool = False,
     precision: str = "fp32",
 ) -> dict[str, int]:
-    """Bytes by kind of one step of training with `loss`, or of inference, over all of `devices`.
+    """Return the bytes by kind that all devices move in one step.
 
-    With `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be
+    The step trains if `loss` names a value, and is an inference if it is None. With `shard`, the
+    optimizer state is sharded (ZeRO stage 1). Raises CodegenError for splits that cannot be
     executed.
     """
     parts = parts_of(graph, placement, devices, loss, precision)
@@ -98,36 +102,38 @@ def communication_bytes(
             )
             total["send"] += times * (1 + piece.needs_gradient) * piece.bytes
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
-        first = (each for each in own_shards if each.gradient_ranks[0] == rank)  # Each group once.
+        # The first rank of a group counts the group, so that each group counts once.
+        first = (each for each in own_shards if each.gradient_ranks[0] == rank)
         exchanged = exchanged_gradients(graph.parameters, first, shard)
         size = sum(len(ranks) * count for (_, ranks), count in exchanged.items())
-        # As much is scattered of gradients as is gathered of parameters.
+        # The reduce-scatter of the gradients and the all-gather of the parameters move equal bytes.
         total += Counter(gradient=size, parameter=size * shard)
     return by_kind(total)
 
 
 @dataclass(frozen=True, slots=True)
 class StageExchange:
-    """Exchanges of a stage's group in one micro-batch's forward, or backward."""
+    """A collective of a stage's group in the forward or backward of one micro-batch."""
 
     kind: str
     bytes: int
-    """Of all its devices."""
+    """Bytes of all devices of the group."""
     backward: bool
     value: str
-    """The value whose layout changes, or that an operator which tells the group something gives."""
+    """The value that is redistributed, or the result of the operator that runs the collective."""
     over: MeshAxes
-    """The axes of the group's mesh that it goes over."""
+    """Axes of the group's device mesh that the collective spans."""
     times: int = 1
     segment: int = 0
-    """Of a stage that recomputes the one that it belongs to."""
+    """Recomputation segment of the stage; 0 if the stage does not recompute."""
 
 
 def stage_exchanges(
     graph: Graph, code: StageCode, differentiable: frozenset[str]
 ) -> Iterator[StageExchange]:
-    """Yield the collectives inside a stage's group, in the order of its operations. Slicing a
-    replicated value is not one: no byte is sent.
+    """Yield the collectives inside a stage's group, in the order of its operations.
+
+    Slicing a replicated value sends no bytes and is not a collective.
     """
     if len(code.devices) == 1:
         return
@@ -146,11 +152,11 @@ def _exchanges(
             source = operation.source
             step = operation.relayout
             if step.kind == "redistribute":
-                size = (
-                    int(missing_elements(step.source, step.result, group).sum())
-                    * operation.itemsize
-                )
-            else:  # The shard that each device has before the collective; of an all-gather, the one after it.
+                missing = missing_elements(step.source, step.result, group)
+                size = int(missing.sum()) * operation.itemsize
+            else:
+                # The bytes count the result of an all-gather, and the operand of every other
+                # collective.
                 counted = operation.result if step.kind == "all_gather" else source
                 size = group * counted.elements * operation.itemsize
             exchange = StageExchange(step.kind, size, False, source.name, step.over)
@@ -162,14 +168,19 @@ def _exchanges(
             row = OPERATORS[qualified_name(signature.node)]
             degrees = {split.axis: split.degree for split in operation.splits}
             operands = operation.signature.operands
-            for told in row.statistics(signature, row.space(signature), degrees):
-                # In backward where a gradient that comes back goes to an operand through which the
-                # exchange is made.
-                through = (operands[index] for index in told.through if index < len(operands))
+            for statistic in row.statistics(signature, row.space(signature), degrees):
+                # A collective of the backward runs only if a gradient reaches a result of the
+                # operator and flows on to an operand that the statistic depends on.
+                through = (operands[index] for index in statistic.through if index < len(operands))
                 returns = any(value is not None and value.name in flowing for value in through)
-                if not told.backward or (returns and not flowing.isdisjoint(operation.writes)):
-                    size = group * told.times * told.bytes
-                    over = operation.mesh_of(told.axes)
+                if not statistic.backward or (returns and not flowing.isdisjoint(operation.writes)):
+                    size = group * statistic.times * statistic.bytes
+                    over = operation.mesh_of(statistic.axes)
                     yield StageExchange(
-                        told.kind, size, told.backward, operation.writes[0], over, told.times
+                        statistic.kind,
+                        size,
+                        statistic.backward,
+                        operation.writes[0],
+                        over,
+                        statistic.times,
                     )

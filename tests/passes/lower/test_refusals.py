@@ -48,7 +48,7 @@ def test_uneven_splits() -> None:
     axes = [axis.name for axis in _space(graph, 0).axes]
     with pytest.raises(
         CodegenError,
-        match=f"axis '{axes[0]}' of Tanh has extent 3: 2 devices cannot share it equally",
+        match=f"axis '{axes[0]}' of Tanh has size 3, which 2 devices cannot divide equally",
     ):
         lower(
             graph, *two_devices(graph, (0, (Split(axes[0], 2),)), (1, (Split(axes[0], 2),))), loss

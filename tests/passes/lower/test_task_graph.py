@@ -132,7 +132,7 @@ def test_any_order_that_keeps_the_dependencies_runs(case: Case, random: Random) 
     try:
         prove(reordered(program, graphs, orders))
     except CodegenError as error:
-        assert "would add up gradients" in error.message, (
+        assert "would reduce the gradients" in error.message, (
             "but for the order of sums, which no dependency fixes"
         )
 
@@ -192,7 +192,7 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
         graphs, timeline.static_memory, timeline.peak_memory, strict=True
     ):
         assert (graph.static_bytes, graph.peak_bytes) == (static, peak)
-        assert not graph.nodes or graph.held[-1] == static or case.loss is None
+        assert not graph.nodes or graph.memory_bytes[-1] == static or case.loss is None
         freed = sum(
             node.bytes
             for node in graph.nodes
@@ -210,7 +210,7 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
 def test_loops_stand_for_all_their_times(case: Case) -> None:
     program, graphs = lowered(case)
     for graph, code in zip(graphs, program.ranks, strict=True):
-        assert sum((each.end - each.start) * each.count for each in graph.stretches) == len(
+        assert sum((each.end - each.start) * each.count for each in graph.loops) == len(
             graph.nodes
         )
         assert len(own_order(graph)) == len(unrolled(code))
