@@ -9,7 +9,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.space import Space
+from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.lower.lower import lower
 from tests.distributed.support.builder import Builder, mlp
@@ -62,7 +62,7 @@ def test_whole_axes() -> None:
         builder.node("Conv", builder.input((4, 3, 8)), builder.parameter((4, 3, 3)), **window)
     )
     graph = builder.graph(loss)
-    axis = next(axis.name for axis in _space(graph, 0).axes if axis.kind.value == "whole")
+    axis = next(axis.name for axis in _space(graph, 0).axes if axis.kind is AxisKind.UNSPLITTABLE)
     with pytest.raises(CodegenError, match=f"Conv cannot be split along '{axis}'"):
         lower(graph, *two_devices(graph, (0, (Split(axis, 2),))), loss)
 

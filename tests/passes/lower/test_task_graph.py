@@ -196,7 +196,7 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
         freed = sum(
             node.bytes
             for node in graph.nodes
-            if node.kind == "free" and node.what.startswith("what")
+            if node.kind == "free" and node.what.startswith("tensors saved")
         )
         if case.loss is not None and not any(node.kind == "input_gradient" for node in graph.nodes):
             taken = (
@@ -210,9 +210,7 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
 def test_loops_stand_for_all_their_times(case: Case) -> None:
     program, graphs = lowered(case)
     for graph, code in zip(graphs, program.ranks, strict=True):
-        assert sum((each.end - each.start) * each.count for each in graph.loops) == len(
-            graph.nodes
-        )
+        assert sum((each.end - each.start) * each.count for each in graph.loops) == len(graph.nodes)
         assert len(own_order(graph)) == len(unrolled(code))
         assert all(
             place > before for place, node in enumerate(graph.nodes) for before in node.after
