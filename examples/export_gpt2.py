@@ -1,5 +1,6 @@
-"""Makes a small GPT-2 of `transformers` with its loss, for `autopipe export`; run as a script,
-writes tokens.npz.
+"""Create a small GPT-2 of `transformers` with its loss, for `autopipe export`.
+
+As a script: write random tokens to tokens.npz.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ SEQUENCE = 64
 
 
 class NextTokenLoss(torch.nn.Module):
-    """A language model that also takes the next tokens and returns the mean cross-entropy."""
+    """A language model that also reads the next tokens and returns the mean cross-entropy."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

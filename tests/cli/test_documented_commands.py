@@ -1,9 +1,8 @@
-"""Every command that a page of docs/ or the README shows runs; the tutorial's are typed in
-test_tutorial.py.
+"""Every command that the README or a page of docs/ shows runs. test_tutorial.py runs the commands of
+the tutorial and of the page on manual placement.
 
-Each page is typed from top to bottom in a folder that holds the models and plans it takes for
-granted, small ones, with long runs cut short as `SHORTER` says. `./demo` and `./test` are run by
-`.ci/run`.
+The commands of a page run in order, in a folder with small models and plans that `PREPARED` makes.
+`SHORTER` replaces large sizes and long runs. `.ci/run` runs `./demo` and `./test`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ BLOCK = re.compile(
     r"^```(?P<kind>sh|console|yaml)\n(?P<text>.*?)^```$|(?P<indented>(?:^    .*\n)+)", re.M | re.S
 )
 NAMED = re.compile(r"# (?P<name>\S+\.yaml)\n")
-"""The first line of a YAML file that a page shows."""
+"""First line of a YAML file on a page: its name as a comment."""
 PAGES = {
     path.relative_to(ROOT).as_posix().removeprefix("docs/"): text
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if path.name != "tutorial.md" and COMMAND.search(text := path.read_text(encoding="utf-8"))
+    if path.name not in ("tutorial.md", "manual-placement.md") and COMMAND.search(text := path.read_text(encoding="utf-8"))
 }
 """Text of each page that shows commands, by its path below docs/ (README.md: of the root)."""
 
@@ -57,7 +56,7 @@ DECODER = (
 )
 SAMPLES = 4
 PREPARED: dict[str, tuple[str, ...]] = {
-    "README.md": ("autopipe zoo build gpt -o model.onnx --set loss=true",),
+    "README.md": ("autopipe export classifier.py:factory -o model.onnx",),
     "guides/checkpoints.md": PROGRAM,
     "guides/data.md": PROGRAM,
     "guides/clusters.md": (GPT,),
@@ -80,11 +79,13 @@ PREPARED: dict[str, tuple[str, ...]] = {
     ),
     "methods/schedules.md": (GPT,),
     "guides/multi-node.md": PROGRAM,
+    "guides/monitoring.md": PROGRAM,
+    "guides/cuda-graphs.md": PROGRAM,
     "methods/zero.md": (GPT,),
 }
-"""What is typed before a page's own commands."""
+"""Commands that run before the commands of a page."""
 ELSEWHERE = "autopipe bench tessel"
-"""Ends with the line that says where the benchmarks are."""
+"""A command that ends with an error, since the benchmarks are in the checkout."""
 FILES = {
     "classifier.py": """
 import torch
@@ -101,8 +102,9 @@ devices: 1
 blocks: [{name: F, devices: [0], time: 1}, {name: B, devices: [0], time: 2, after: [F]}]
 """,
 }
-"""Files that pages speak of and do not show."""
+"""Files that pages mention without their contents."""
 SHORTER = {
+    "-o infer.onnx": "-o infer.onnx --set layers=2 --set vocabulary=64 --set sequence=8",
     "size=70b": "layers=2",
     "size=3-70b": "layers=2",
     "sequence=8192": "sequence=16",
@@ -135,7 +137,7 @@ SHORTER = {
     "10.0.0.1:29400": "127.0.0.1:0",
     "/models/gpt.onnx": "gpt.onnx",
 }
-"""Parts of commands and what is typed instead: models, clusters and runs that fit a test."""
+"""Parts of commands, and smaller models, clusters and runs that replace them in the test."""
 
 
 @pytest.mark.distributed
@@ -181,7 +183,7 @@ def test_commands_of_a_page(
 
 
 def typed(command: str, failing: bool, capture: pytest.CaptureFixture[str]) -> None:
-    """Type a command; what it prints goes where a `>` says."""
+    """Run a command, and write its output to the file behind `>` if there is one."""
     line, _, file = command.partition(" > ")
     capture.readouterr()
     code = main(shlex.split(line, comments=True)[1:])

@@ -1,4 +1,6 @@
-"""The tutorial's commands, one after the other, do what it says, and print what it shows."""
+"""The commands of the tutorial and of the page that continues it run in order, and print the output
+that the pages show.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from autopipe.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "export_gpt2.py"
-TUTORIAL = (ROOT / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")
+PAGES = ("start/tutorial.md", "guides/manual-placement.md")
+"""Pages below docs/ whose commands run in one folder, in this order."""
+TUTORIAL = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
 
 BLOCK = re.compile(
     r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL
@@ -68,7 +72,7 @@ class Reader:
 
     def do(self, kind: str, text: str) -> None:
         """Follow one block."""
-        if kind == "python" and text.startswith('"""Makes'):
+        if kind == "python" and text.startswith('"""Create'):
             assert text == SCRIPT.read_text(encoding="utf-8")
             shutil.copy(SCRIPT, self.folder)
             subprocess.run(
