@@ -1,12 +1,14 @@
-"""The pages of docs/ that declarations spell out: `python scripts/reference_pages.py docs` writes
-them.
+"""Generate the reference pages of docs/ from the declarations of commands, keys and operators:
+`python scripts/reference_pages.py docs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
+import pkgutil
 import re
 import sys
 import typing
@@ -24,6 +26,7 @@ from autopipe.configs.configuration import Configuration
 from autopipe.configs.placement_file import PlacementDescription
 from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo import ZooModel
+from autopipe.ir import ops
 from autopipe.ir.codec import (
     Dataclass,
     Key,
@@ -35,6 +38,7 @@ from autopipe.ir.codec import (
     marked_field,
     unwrap,
 )
+from autopipe.ir.ops import Operator
 from autopipe.passes.registry import (
     scheduler_class,
     scheduler_names,
@@ -45,60 +49,79 @@ from autopipe.passes.registry import (
 _COMMANDS_INTRODUCTION = """\
 # Command reference
 
-Every command also takes `--json`, `-q`/`--quiet`, `-v`/`--verbose`, `--debug` and `--help`:
+This page lists every command with its flags. `autopipe COMMAND --help` prints the text of one command.
 
-| flag | does |
+Every command also accepts `--json`, `-q`/`--quiet`, `-v`/`--verbose`, `--debug` and `--help`:
+
+| flag | effect |
 |---|---|
 """
 
 _STREAMS = """
-The result goes to stdout; progress, notes and warnings go to stderr. An error is one line that says where and what, and
-a hint below it; with `--json` it is an object on stdout too.
+Results are printed on stdout; progress, notes and warnings on stderr. An error is one line with its location and message,
+followed by a hint; with `--json` it is also an object on stdout.
 
 | exit code | meaning |
 |---|---|
-| 0 | done |
-| 2 | the configuration or the command line is wrong |
-| 3 | the model cannot be taken |
-| 4 | no plan meets the constraints and limits |
+| 0 | success |
+| 2 | invalid configuration or command line |
+| 3 | unsupported or invalid model |
+| 4 | no plan satisfies the constraints and limits |
 | 5 | a run failed, or ranks and reference differ |
-| 70 | a mistake of autopipe itself |
+| 70 | internal error of autopipe |
 | 130 | interrupted |
 """
 
 _CONFIGURATION_INTRODUCTION = """\
 # Configuration reference
 
-A configuration is one YAML file, given by `--config FILE`; flags and `--set KEY=VALUE` override it. A key within
-another is written with a dot: `--set optimizer.lr=0.1`. Sizes are written as `14GiB` or `512MB`, rates as `900GB/s`,
-`400Gb/s` or `15.7TFLOP/s`, times as `5us` or as a number of seconds. Numbers may have an
-exponent: `1e-4`. Unknown keys, duplicate keys and values of another type are refused with `file:line`.
+This page lists the keys of configuration files, cluster files and placement files. Print the configuration of a
+command, with all defaults, by `autopipe config show`, and check a file by `autopipe config check FILE`.
 
-`autopipe config show` prints the effective configuration, `autopipe config check FILE` checks a file.
+A configuration is one YAML file, read by `--config FILE`. Flags and `--set KEY=VALUE` override it. A dot separates the
+name of a section and a key: `--set optimizer.lr=0.1`. Sizes are written as `14GiB` or `512MB`, rates as `900GB/s`,
+`400Gb/s` or `15.7TFLOP/s`, times as `5us` or as a number of seconds. Numbers may have an exponent: `1e-4`. Unknown keys,
+duplicate keys and values of another type are rejected with `file:line`.
 """
 
 
 _OPTIONS_INTRODUCTION = """\
 # Strategies and schedulers
 
-A strategy decides which devices hold which part of the model, a scheduler in which order each device works. Both are
-chosen by name (`--strategy`, `--schedule`); their options are keys beside the name in a configuration, or
-`--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`. Installed packages may announce more of them under the entry
-points `autopipe.strategies` and `autopipe.schedulers`.
+This page lists all strategies and schedulers with their options; `autopipe config strategies NAME` and
+`autopipe config schedules NAME` print them too.
+
+A strategy assigns the model to stages and devices. A scheduler orders the tasks of each device. Select them by name
+(`--strategy`, `--schedule`). Their options are keys of the sections `strategy` and `schedule` of a configuration, or
+`--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`. Installed packages can add strategies and schedulers through
+the entry points `autopipe.strategies` and `autopipe.schedulers`.
 """
 
 _MODELS_INTRODUCTION = """\
 # Models of the zoo
 
-`autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one as ONNX. `--set size=NAME` takes a published size, whose
-keys other `--set` then change. Every model also takes these keys:
+`autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one of these models as an ONNX file. `--set size=NAME` selects a
+published size, and other `--set` flags override its keys. Every model has these keys:
+"""
+
+_OPERATORS_INTRODUCTION = """\
+# Operators
+
+This page lists the operators of a graph after reading: ONNX operators, some of ONNX Runtime (`com.microsoft`), and fused
+operators of autopipe. Check a model by `autopipe inspect MODEL`, which lists unsupported operators with the first node of
+each. Further operators are replaced while a model is read: ONNX functions, control flow that can be resolved, and the
+operators of ONNX Runtime in `autopipe/passes/frontend/contrib`.
+
+- *Cost class*: the entry of `efficiency` in a [cluster file](configuration.md#a-cluster-file) that applies. A view
+  neither computes nor copies.
+- *Constant operands*: indices of operands whose values must be known when the model is read.
 """
 
 GENERATED = "<!-- Generated: python scripts/reference_pages.py docs -->"
 """First line of each page that this script writes."""
 
 _ENDLESS = re.compile(r" up to \d{9,}")
-"""Limits that only keep what is computed from them in bounds."""
+"""Upper limits in types that only prevent overflows; the pages omit them."""
 
 _NO_OPTIONS = "It has no options.\n"
 
@@ -109,13 +132,14 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands_page(),
         "reference/configuration.md": configuration_page(),
         "reference/models.md": models_page(),
+        "reference/operators.md": operators_page(),
         "reference/strategies.md": options_page(),
     }
     return {path: f"{GENERATED}\n\n{text}" for path, text in texts.items()}
 
 
 def commands_page() -> str:
-    """Every command with its arguments and flags, from the declarations of click."""
+    """Return the page of all commands with their arguments and flags."""
     root = click.Context(autopipe, info_name="autopipe")
     found = list(_commands(autopipe, root))
     shared = _shared_options(found)
@@ -130,25 +154,25 @@ def commands_page() -> str:
 
 
 def configuration_page() -> str:
-    """Every key of the YAML files, from the declarations of their schemas."""
+    """Return the page of all keys of the YAML files."""
     parts = [
         _CONFIGURATION_INTRODUCTION,
         "## A configuration file\n",
         table(Configuration),
         (
-            "## A cluster file\n\nGiven by `--cluster FILE` or `cluster.file`, or under "
+            "## A cluster file\n\nRead by `--cluster FILE` or `cluster.file`, or inlined under "
             "`cluster.inline`.\n"
         ),
         table(ClusterDescription),
-        "## A placement file\n\nBlocks given by hand, for `autopipe schedule FILE`.\n",
+        "## A placement file\n\nBlocks of one micro-batch, for `autopipe schedule FILE`.\n",
         table(PlacementDescription),
     ]
     return "\n".join(parts)
 
 
 def table(schema: type[Dataclass]) -> str:
-    """The table of the keys of `schema`; of a strategy's or a scheduler's class, the table of its
-    options.
+    """Return the Markdown table of the keys of a schema, or of the options of a strategy or scheduler
+    class.
     """
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     lines += [_row(path, key, doc) for path, key, doc in _walk(schema, "", None)]
@@ -156,8 +180,9 @@ def table(schema: type[Dataclass]) -> str:
 
 
 def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tuple[str, Key, str]]:
-    """Every key below `schema`; its default is what `instance`, the default of the key above,
-    holds.
+    """Yield (path, key, docstring) of every key below `schema`.
+
+    `instance` is the default value of the section, None if the section has no default.
     """
     docs = field_docs(schema)
     for key in keys(schema):
@@ -172,8 +197,9 @@ def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tu
 
 
 def _inner(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
-    """The dataclasses that a value of this type is made of, with what their keys' path has
-    between.
+    """Yield (dataclass, path suffix) of the dataclasses inside the type of a key.
+
+    The suffix is `[]` per level of lists.
     """
     base, _ = unwrap(hint)
     origin = typing.get_origin(base)
@@ -192,7 +218,9 @@ def _row(path: str, key: Key, doc: str) -> str:
     kind = default = ""
     if key.name != "…":
         kind = _ENDLESS.sub("", describe(key.hint)).removeprefix("a ")
-        default = "needed" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`"
+        default = (
+            "required" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`"
+        )
         if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):
             default = ""
     cells = (f"`{path}`", kind, default, f"{doc}{flag}")
@@ -200,7 +228,7 @@ def _row(path: str, key: Key, doc: str) -> str:
 
 
 def options_page() -> str:
-    """Every strategy and scheduler with its options, from the declarations of their fields."""
+    """Return the page of all strategies and schedulers with their options."""
     parts = [_OPTIONS_INTRODUCTION]
     for title, names, find in (
         ("Strategies", strategy_names(), strategy_class),
@@ -211,8 +239,28 @@ def options_page() -> str:
     return "\n".join(parts)
 
 
+def operators_page() -> str:
+    """Return the page of all operators, one section per module of `autopipe.ir.ops`."""
+    parts = [_OPERATORS_INTRODUCTION]
+    for _, name, _ in pkgutil.iter_modules(ops.__path__):
+        rows = getattr(importlib.import_module(f"{ops.__name__}.{name}"), "ROWS", ())
+        if rows:
+            parts.append(f"## {name}\n")
+            parts.append(
+                "| operator | cost class | constant operands | notes |\n|---|---|---|---|\n"
+                + "".join(map(_operator_row, sorted(rows, key=lambda row: row.name)))
+            )
+    return "\n".join(parts)
+
+
+def _operator_row(row: Operator) -> str:
+    notes = ["random"] * row.random + ["no gradient"] * (not row.differentiable)
+    constant = ", ".join(map(str, row.static))
+    return f"| `{row.name}` | {row.kind} | {constant} | {', '.join(notes)} |\n"
+
+
 def models_page() -> str:
-    """Every model of the zoo with its sizes, from the declarations of their fields."""
+    """Return the page of all models of the zoo with their sizes."""
     shared = table(cast("type[Dataclass]", ZooModel))
     parts = [_MODELS_INTRODUCTION, shared]
     known = set(shared.splitlines()[2:])
@@ -231,7 +279,7 @@ Declared = tuple[click.Command, click.Context]
 
 
 def _commands(group: click.Group, context: click.Context) -> Iterator[Declared]:
-    """The commands below `group`, those of groups after the group itself."""
+    """Yield every command below `group` that is not a group, depth first."""
     for name in COMMANDS if group is autopipe else group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None, f"{name} is listed but not there"
@@ -243,7 +291,7 @@ def _commands(group: click.Group, context: click.Context) -> Iterator[Declared]:
 
 
 def _shared_options(found: Iterable[Declared]) -> list[click.Option]:
-    """The options that every command has."""
+    """Return the options that every command has."""
     each = [{option.name: option for option in _options(command)} for command, _ in found]
     return [option for name, option in each[0].items() if all(name in options for options in each)]
 
@@ -255,7 +303,7 @@ def _options(command: click.Command) -> list[click.Option]:
 def _command_section(
     command: click.Command, context: click.Context, said: set[tuple[str | None, str | None]]
 ) -> str:
-    """`said` are the shared options, by their name and help."""
+    """Return the section of a command; `said` are (name, help) of options that it omits."""
     usage = " ".join(
         [context.command_path, *(each.make_metavar(context) for each in _arguments(command))]
     )
@@ -286,15 +334,12 @@ def _option_row(option: click.Option, context: click.Context) -> str:
 
 
 def _value(option: click.Option, context: click.Context) -> str:
-    """Metavar of the flag."""
+    """Return the text of the column `value` for an option."""
     kind = option.type
     if option.is_flag:
         return ""
     if isinstance(kind, click.IntRange | click.FloatRange) and option.metavar is None:
-        return (
-            f"{'a whole number' if isinstance(kind, click.IntRange) else 'a number'} from "
-            f"{kind.min}"
-        )
+        return f"{'an integer' if isinstance(kind, click.IntRange) else 'a number'} from {kind.min}"
     if isinstance(kind, click.Choice):
         return " or ".join(f"`{choice}`" for choice in kind.choices)
     return f"`{_cell(option.make_metavar(context))}`"
@@ -315,7 +360,7 @@ def _class_section(name: str, kind: type) -> str:
 
 
 def main(folder: str) -> None:
-    """Write all pages into `folder`."""
+    """Write all pages into `folder`, the folder docs of a checkout."""
     texts = {Path(folder) / name: text for name, text in pages().items()}
     for path in texts:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ NAMED = re.compile(r"# (?P<name>\S+\.yaml)\n")
 PAGES = {
     path.relative_to(ROOT).as_posix().removeprefix("docs/"): text
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if path.name not in ("tutorial.md", "manual-placement.md") and COMMAND.search(text := path.read_text(encoding="utf-8"))
+    if path.name not in ("tutorial.md", "manual-placement.md")
+    and COMMAND.search(text := path.read_text(encoding="utf-8"))
 }
 """Text of each page that shows commands, by its path below docs/ (README.md: of the root)."""
 

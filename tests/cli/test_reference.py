@@ -1,4 +1,4 @@
-"""The pages of docs/ say what the declarations say."""
+"""The generated pages of docs/ equal the declarations of commands, keys, options and operators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan
     assert "| `--device` | `auto` or `cuda` or `cpu` | `auto` |" in text
-    assert "| `--max-restarts` | a whole number from 0 |  |" in text
+    assert "| `--max-restarts` | an integer from 0 |  |" in text
     assert "| `--start-timeout` | a number from 0 | `1800` |" in text
 
 
