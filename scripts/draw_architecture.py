@@ -1,4 +1,4 @@
-"""Draw the package's folders and their imports from the code: docs/contributing/architecture.svg.
+"""Draw the folders of the package and their imports: docs/contributing/architecture.svg.
 
 python scripts/draw_architecture.py
 """
@@ -20,7 +20,7 @@ ROWS = (
     ("configs", "backends.torch", "backends.onnxruntime"),
     ("ir",),
 )
-"""Folders from the top down: arrows lead downwards, or to a neighbour."""
+"""Folders of the picture, row by row from the top; imports lead downwards or to a neighbour."""
 WIDTH = 150
 HEIGHT = 44
 GAP = 14
@@ -28,7 +28,7 @@ STEP = 92
 
 
 def folder_of(module: str) -> str | None:
-    """The drawn folder that holds a module."""
+    """Return the folder of `ROWS` that contains a module, None if there is none."""
     name = module.removeprefix("autopipe.")
     return next(
         (each for row in ROWS for each in row if name == each or name.startswith(f"{each}.")), None
@@ -36,7 +36,7 @@ def folder_of(module: str) -> str | None:
 
 
 def counted() -> tuple[Counter[str], Counter[tuple[str, str]]]:
-    """Lines of each folder, and imports from folder to folder."""
+    """Return (lines, imports): lines of code by folder, imports by pair of folders."""
     lines: Counter[str] = Counter()
     arrows: Counter[tuple[str, str]] = Counter()
     for path in sorted((ROOT / "autopipe").rglob("*.py")):

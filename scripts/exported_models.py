@@ -1,13 +1,13 @@
-"""Takes every exported model from its file to verified ranks, and writes what came of it to
+"""Plan, launch and verify every exported model on four CPU ranks, and write the results to
 docs/reference/exported-models.md.
 
-    python scripts/exported_models.py                 all of them: about an hour on two cores
-    python scripts/exported_models.py --only gpt2     those whose name holds `gpt2`; the table's other rows stay
-    python scripts/exported_models.py --resume        those that the table does not say have passed
-    python scripts/exported_models.py --jobs 3        three at a time
+    python scripts/exported_models.py                 all models: about an hour on two cores
+    python scripts/exported_models.py --only gpt2     models whose name contains `gpt2`; other rows stay
+    python scripts/exported_models.py --resume        models without a row that passes
+    python scripts/exported_models.py --jobs 3        three models at a time
 
-Every row is four commands of autopipe on four ranks of this machine's CPU: plan, codegen, launch,
-verify. A row that fails is a row of the table, with the reason.
+Each row is four commands of autopipe: plan, codegen, launch, verify. A model that fails has a row
+with the reason.
 """
 
 from __future__ import annotations
@@ -49,45 +49,43 @@ HEADER = (
     "model", "exporter", "type", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
     "outputs, ONNX Runtime", "outputs, one device", "loss, one device", "gradients, one device", "result",
 )  # fmt: skip
-TEXT = """# Exported models, from file to verified ranks
+TEXT = """# Exported models
 
-Made by `python scripts/exported_models.py`; rows ran at commits up to {commit} ({day}), with {versions}.
+This page lists exported models that autopipe took from file to verified ranks. Write it with `python scripts/exported_models.py`. Rows ran at
+commits up to {commit} ({day}), with {versions}.
 
-A row is one file through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device cpu` and `verify`.
-Files: the networks that ship with onnx (`light`; trained with random weights and a loss in YAML), small random models
-of `transformers` and torch by either exporter (`@13`: with that opset), what optimizers, quantisers and converters make
-of those, and graphs by `hand`, from `tests/exports`. `loss`: two steps are trained, one step's loss and gradients
-compared; `forward`: one step of inference.
-Where the exporter computed tensors from parameters and `plan` refuses to train those (`FOLDED` in
-`tests/exports/journey.py`), the row names them in `model.trainable`.
+Each row is one file: `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device cpu` and `verify`. The files are networks that ship
+with onnx (`light`; trained with random weights and a loss in YAML), small random models of `transformers` and torch by both exporters (`@13`: with
+that opset), results of optimizers, quantisers and converters, and graphs of `tests/exports` (`hand`). `loss`: two steps of training, one of which
+is compared; `forward`: one step of inference. If the exporter computed tensors from parameters that `plan` does not train (`FOLDED` in
+`tests/exports/journey.py`), the row lists them in `model.trainable`.
 
-Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor: one device's outputs against ONNX Runtime's, then four ranks
-against that. Batch: micro-batches × samples / the file's, where more. Nodes: in the file → planned.
-Devices: of 1+2+1 the middle stage has two replicas.
+Differences are ‖a − b‖₂ / ‖b‖₂ of the tensor with the largest one: outputs of one device against ONNX Runtime, then four ranks against one device.
+Batch: micro-batches × samples / samples of the file, if more. Nodes: in the file → in the plan. Devices: in 1+2+1 the middle stage has two replicas.
 
-**{passed} of {count} rows pass.** {missing} of {total} journeys are not here.
+**{passed} of {count} rows pass.** {missing} of {total} files have no row.
 
 """
 
 
 _POOLS = Pools()
-"""Of one process; what they start ends with it."""
+"""Rank pools of this process; their ranks end with the process."""
 
 
 def main() -> int:
-    """Run the journeys and write the table; 1 where one failed."""
+    """Run the journeys and write the table; return 1 if a journey failed, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name"
+        "--only", default="", metavar="PATTERN", help="run only models whose name contains PATTERN"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="run only what the table does not say has passed"
+        "--resume", action="store_true", help="run only models without a row that passes"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="journeys at a time")
     parser.add_argument(
-        "--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table"
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the page with the table"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="one small model: checks that this script runs"
@@ -117,7 +115,7 @@ def main() -> int:
 
 
 def _travelled(journey: Journey) -> tuple[Outcome, float]:
-    """The outcome, and the seconds it took."""
+    """Return the outcome of a journey and its duration in seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder, ranks_in(_POOLS):
         outcome = travel(journey, Path(folder))
@@ -145,7 +143,7 @@ def _row(outcome: Outcome) -> list[str]:
 
 
 def _write(rows: dict[str, list[str]], table: Path) -> None:
-    """The table, rows in the order of the journeys."""
+    """Return the table, with rows in the order of the journeys."""
     journeys = all_journeys()
     ordered = [rows[journey.name] for journey in journeys if journey.name in rows]
     text = TEXT.format(

@@ -1,13 +1,12 @@
-"""Compares what is trained here with torch's own parameters, and writes
-tests/exports/trained-parameters.md.
+"""Compare the trained parameters of exported files with the parameters of the torch modules, and
+write tests/exports/trained-parameters.md.
 
-    python scripts/trained_parameters.py               every model, exporter and kind of numbers: half an hour
-    python scripts/trained_parameters.py --only mamba  those whose name holds `mamba`; the table's other rows stay
-    python scripts/trained_parameters.py --jobs 2      two at a time
-    python scripts/trained_parameters.py --before      into the columns `before`, run with an older autopipe
+    python scripts/trained_parameters.py               every model and exporter, trained and fresh: half an hour
+    python scripts/trained_parameters.py --only mamba  models whose name contains `mamba`; other rows stay
+    python scripts/trained_parameters.py --jobs 2      two models at a time
+    python scripts/trained_parameters.py --before      fill the column `before`, with an older autopipe
 
-Nothing is planned and no rank is started: a model is exported, read, and its parameters are
-compared.
+A model is exported and read; it is not planned, and no ranks start.
 """
 
 from __future__ import annotations
@@ -31,40 +30,38 @@ PACKAGES = ("torch", "transformers", "onnx", "onnxscript")
 HEADER = ("model", "exporter", "numbers", "torch", "before", "here", "result")
 EQUAL = "equal"
 SMALLEST = "gpt2-torchscript-trained"
-TEXT = """# What is trained, compared with torch
+TEXT = """# Trained parameters, compared with torch
 
-Made by `python scripts/trained_parameters.py` with {versions}; `./test -m sweep tests/exports` asserts it.
+This page compares the parameters that a plan of an exported file trains with the parameters of the torch module. Write it with
+`python scripts/trained_parameters.py` ({versions}); `./test -m sweep tests/exports` asserts it.
 
-Each row is one small model with a loss, of `transformers` or plain torch, through one of torch's exporters
-(`torch.onnx.export` with `dynamo=True` or `dynamo=False`). Elements of all parameters that the loss reaches: those of
-the module's own `named_parameters()`, and those that a plan of the exported file trains, at commit 26e3f3f (`before`)
-and now (`here`). `trained`: every parameter is moved by noise, so that no two are equal; then names and numbers are
-compared tensor by tensor. `fresh`: the module as it is made, most of whose scales are ones and biases zeros.
+Each row is a small model with a loss, of `transformers` or torch, and one of torch's exporters (`torch.onnx.export` with `dynamo=True` or
+`dynamo=False`). The columns count elements of parameters that the loss reaches: of the module's `named_parameters()` (`torch`), and of the
+plan at commit 26e3f3f (`before`) and at present (`here`). `trained`: noise is added to every parameter, so that all differ, and names and
+values are compared per tensor. `fresh`: initial values, in which most scales are ones and biases are zeros.
 
-Much of what differs is lost while exporting: `dynamo=True` computes what depends on parameters alone, folds batch
-normalization and drops biases of zeros. `torch.onnx.export(..., dynamo=True, optimize=False)` leaves all of it: so
-exported, ResNet, Swin v2, Gemma 2, RWKV and weight normalization match torch exactly (models that cut a tensor with
-`split` or `chunk` are then refused, as operators on sequences are not supported). An embedding's `padding_idx` stands
-in no file of `dynamo=False`: torch gives that row no gradient, here it has one wherever the padding's token is not
-masked.
+Most differences arise in the exporter: `dynamo=True` computes values that depend only on parameters, folds batch normalization and drops zero
+biases. With `torch.onnx.export(..., dynamo=True, optimize=False)`, ResNet, Swin v2, Gemma 2, RWKV and weight normalization equal torch
+exactly. Files of `dynamo=False` do not contain the `padding_idx` of an embedding: torch has no gradient for that row, autopipe has one unless
+the token is masked.
 
-**{equal} of {count} rows are equal**, {explained} differ for the reason that stands in the row, {wrong} are wrong.
+**{equal} of {count} rows are equal**, {explained} differ for the reason in the row, {wrong} are wrong.
 
 """
 
 
 def main() -> int:
-    """Compare and write the table; 1 where a difference is not explained."""
+    """Compare and write the table; return 1 if a difference has no known reason, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name"
+        "--only", default="", metavar="PATTERN", help="run only models whose name contains PATTERN"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time")
     parser.add_argument("--before", action="store_true", help="fill the column `before`")
     parser.add_argument(
-        "--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table"
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the page with the table"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="one small model: checks that this script runs"
@@ -95,7 +92,7 @@ def main() -> int:
 
 
 def _found(traced: Traced) -> tuple[str, str, str]:
-    """Elements in torch and here, and what to say of them."""
+    """Return (elements in torch, elements here, result), each as text for the table."""
     logging.disable(logging.WARNING)
     reason = NOT_EXPORTED.get((traced.model, traced.exporter))
     if reason:
@@ -130,7 +127,7 @@ def _key(traced: Traced) -> list[str]:
 
 
 def _former_rows(every: list[Traced], table: Path) -> dict[str, list[str]]:
-    """What the table holds, by name."""
+    """Return the cells of each row of the table, by the name of its model and exporter."""
     if not table.exists():
         return {}
     lines = [

@@ -86,24 +86,24 @@ SETS = {
 SMALLEST = "tests/backends/torch/test_elastic_agent.py"
 HERE = "this one"
 """Name of the environment that runs this script."""
-HEADER = ("environment", "versions", "tests", "run", "failures", "what was done")
+HEADER = ("environment", "versions", "tests", "run", "failures", "notes")
 TEXT = """# Versions
 
-`pyproject.toml` gives the oldest version of each dependency, and `constraints.txt` the versions that the whole test
-suite runs with.
+This page lists the versions of dependencies with which tests passed. `pyproject.toml` has the lower bound of each
+dependency, and `constraints.txt` the versions with which all tests run. Repeat the tests of a row with
+`python scripts/versions.py`; `--list` prints the tests of each set and the versions of each environment.
 
-Autopipe uses private interfaces of torch: its elastic agent, stores, fake tensors and compiler options.
-`autopipe/backends/torch/torch_interfaces.py` is the only module that names them, and
-`tests/backends/torch/test_torch_interfaces.py` checks their names and signatures with the installed torch.
+autopipe uses private interfaces of torch: its elastic agent, stores, fake tensors and compiler options.
+`autopipe/backends/torch/torch_interfaces.py` is the only module that imports them, and
+`tests/backends/torch/test_torch_interfaces.py` checks their names and signatures.
 
-`python scripts/versions.py` runs the tests of a row again and replaces the row; these ran with {python}. `--list`
-prints the tests of each set and the versions that an environment asks for. `lowest` has the lower bounds of
-`pyproject.toml`, `newest` the newest releases, and the others `constraints.txt` with another torch. Skipped tests do
-not count as run. `lowest` has no transformers, which needs click 8.4.2: tests that export its models are skipped there.
+The rows ran with {python}. `lowest` has the lower bounds of `pyproject.toml`, `newest` the newest releases, and each
+other environment `constraints.txt` with another torch. Skipped tests do not count as run. `lowest` has no
+transformers, which needs click 8.4.2; tests that export its models are skipped there.
 
-Not supported: torch 2.6 (the earlier lower bound) cannot launch, because its `TCPStore` does not accept a socket that
-listens already. Torch 2.9 launches, but the losses of a compiled program that draws random numbers differ by 0.02%
-from eager. Versions 2.7, 2.8 and 2.10 have not been tried.
+Not supported: torch 2.6 cannot launch, because its `TCPStore` does not accept a socket that already listens. Torch 2.9
+launches, but the losses of a compiled program with random numbers differ by 0.02% from eager. Torch 2.7, 2.8 and 2.10
+were not tested.
 
 """
 
@@ -146,7 +146,7 @@ def main() -> int:
         "--jobs", type=int, default=1, metavar="N", help="tests at a time (default: %(default)s)"
     )
     parser.add_argument(
-        "--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table"
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the page with the table"
     )
     parser.add_argument(
         "--list", action="store_true", help="only print the requirements and the commands"
