@@ -35,7 +35,7 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
     for link in LINK.finditer(CODE.sub("", PAGES[page])):
         target = (ROOT / page).parent / link["path"] if link["path"] else ROOT / page
         anchor = link["anchor"]
-        if not target.exists() or anchor and anchor not in anchors(target.read_text("utf-8")):
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text("utf-8"))):
             wrong.append(link[0])
     assert not wrong
 
