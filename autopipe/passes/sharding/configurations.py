@@ -1,9 +1,9 @@
-"""The configurations of a node: every executable way to share its iteration space among a group
-(PaSE, section II).
+"""Configurations of a node: the executable ways to shard its iteration space over a group of
+devices (PaSE, section II).
 
-And the layouts in which they read its operands and leave its results, for all configurations at
-once: different things are told apart by small numbers, and arrays say which of them each
-configuration has.
+Also the layouts in which a node needs its operands and produces its results, for all its
+configurations at once. Few distinct layouts occur, so they are stored once, and integer arrays map
+each configuration to its layout.
 """
 
 from __future__ import annotations
@@ -30,51 +30,61 @@ from autopipe.ir.placement import Split
 from autopipe.ir.space import Axis, AxisKind, Dimension, Space, Windowed
 
 Splits = tuple[Split, ...]
-"""One configuration of a node: splits outer to inner over the group's devices; () where all compute
-it whole.
+"""One configuration of a node: its splits, outer to inner over the group's devices; () if all
+devices compute the full node.
 """
 
 
 def configurations(space: Space, group: int, outermost: str | None = None) -> tuple[Splits, ...]:
-    """All splits of `space` that `group` devices can execute, the first of them none. Degrees
-    divide extents, their product divides `group`, and no axis is split that must stay whole. The
-    axis `outermost`, where samples are counted, is split outside of all others, which keep the
-    order of the space: so equal degrees of neighbours fall on the same devices. Of dimensions that
-    several axes make up each device has one block.
+    """Return all configurations of `space` that `group` devices can execute; the first one, (), is
+    unsplit.
+
+    The degree of a split divides the size of its axis, and the product of the degrees divides
+    `group`. Axes of kind UNSPLITTABLE are not split. The axis `outermost` (the sample axis, or
+    None) is the outermost split; the other axes follow in the order of the space, so that equal
+    degrees of neighbouring nodes use the same devices. Splits that would give a device several
+    ranges of a merged dimension are excluded (`ir.layout.is_one_range`). The order is by number of
+    splits.
     """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
-    found = _splits_of(
+    candidates = _splits_of(
         [axis for axis in axes if axis.kind is not AxisKind.UNSPLITTABLE and axis.size > 1], group
     )
-    extents = space.axis_sizes()
-    mixed = merged_dimensions(space)
-    if mixed:
-        degrees = ({split.axis: split.degree for split in splits} for splits in found)
-        blocks = [
-            all(is_one_range(dimension, extents, each) for dimension in mixed) for each in degrees
+    sizes = space.axis_sizes()
+    merged = merged_dimensions(space)
+    if merged:
+        degrees = ({split.axis: split.degree for split in splits} for splits in candidates)
+        are_contiguous = [
+            all(is_one_range(dimension, sizes, each) for dimension in merged) for each in degrees
         ]
-        found = [splits for splits, is_block in zip(found, blocks, strict=True) if is_block]
-    return tuple(sorted(found, key=len))
+        candidates = [
+            splits
+            for splits, is_contiguous in zip(candidates, are_contiguous, strict=True)
+            if is_contiguous
+        ]
+    return tuple(sorted(candidates, key=len))
 
 
 def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
-    """Every way to split `axes`, in order, whose degrees' product divides `group`."""
+    """Return all ways to split `axes`, kept in order, whose product of degrees divides `group`."""
     divisors = [count for count in range(1, group + 1) if group % count == 0]
-    # Of the axes so far, innermost first: the ways to split them for each number of devices left.
-    known: dict[int, list[Splits]] = {left: [()] for left in divisors}
+    # For each number of devices: the ways to split the axes handled so far, innermost first.
+    by_devices: dict[int, list[Splits]] = {devices: [()] for devices in divisors}
     for axis in reversed(axes):
-        own = {degree: (Split(axis.name, degree),) if degree > 1 else () for degree in divisors}
-        degrees = [degree for degree in divisors if axis.size % degree == 0]
-        known = {
-            left: [
-                (*own[degree], *inner)
-                for degree in degrees
-                if left % degree == 0
-                for inner in known[left // degree]
-            ]
-            for left in divisors
+        split_by_degree = {
+            degree: (Split(axis.name, degree),) if degree > 1 else () for degree in divisors
         }
-    return known[group]
+        degrees = [degree for degree in divisors if axis.size % degree == 0]
+        by_devices = {
+            devices: [
+                (*split_by_degree[degree], *inner)
+                for degree in degrees
+                if devices % degree == 0
+                for inner in by_devices[devices // degree]
+            ]
+            for devices in divisors
+        }
+    return by_devices[group]
 
 
 Integers = NDArray[np.int64]
@@ -82,125 +92,151 @@ Integers = NDArray[np.int64]
 _Item = TypeVar("_Item", bound=Hashable)
 
 
-def numbered(items: Iterable[_Item]) -> tuple[list[_Item], Integers]:
-    """The different ones of `items`, in order, and which of them each one is."""
-    known: dict[_Item, int] = {}
-    of = [known.setdefault(item, len(known)) for item in items]
-    return list(known), np.array(of, dtype=np.int64)
+def index_distinct(items: Iterable[_Item]) -> tuple[list[_Item], Integers]:
+    """Return (distinct items in order of first occurrence, index of each item's distinct item)."""
+    index_of_item: dict[_Item, int] = {}
+    indices = [index_of_item.setdefault(item, len(index_of_item)) for item in items]
+    return list(index_of_item), np.array(indices, dtype=np.int64)
 
 
-def distinct(codes: Integers) -> tuple[Integers, Integers]:
-    """The different ones of small numbers, ascending, and which of them each one is."""
+def index_distinct_codes(codes: Integers) -> tuple[Integers, Integers]:
+    """Return (distinct codes in ascending order, index of each code's distinct code). Codes are
+    small non-negative integers.
+    """
     present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
     present[codes] = True
     numbers = np.cumsum(present) - 1
     return np.flatnonzero(present), numbers[codes]
 
 
-def combined(
+def index_distinct_rows(
     columns: Sequence[tuple[Sequence[Any], Integers]], rows: int
 ) -> tuple[list[tuple[Any, ...]], Integers]:
-    """The different rows of columns, in order, and which of them each of the `rows` equals. Of a
-    column its items are given, and the number of each row's item.
+    """Return the distinct rows of a table, in order of first occurrence, and for each of `rows`
+    rows the index of its distinct row.
+
+    Each column is given as (items, indices): row r contains items[indices[r]]. Without columns
+    there is one distinct row, ().
     """
     codes = np.zeros(rows, dtype=np.int64)
     count = 1
-    for items, of in columns:
-        known, codes = distinct(codes * len(items) + of)
-        count = len(known)
+    for items, indices in columns:
+        present, codes = index_distinct_codes(codes * len(items) + indices)
+        count = len(present)
     firsts = np.empty(count, dtype=np.int64)
     firsts[codes[::-1]] = np.arange(rows)[::-1]
     order = np.argsort(firsts)
     renumbered = np.empty(count, dtype=np.int64)
     renumbered[order] = np.arange(count)
-    picked = [[items[number] for number in of[firsts[order]].tolist()] for items, of in columns]
+    picked = [
+        [items[number] for number in indices[firsts[order]].tolist()] for items, indices in columns
+    ]
     return list(zip(*picked, strict=True)) if columns else [()], renumbered[codes]
 
 
 class MeshPositions:
-    """Where axes lie on the mesh of `group` devices, of those that any of the configurations
-    splits, outer to inner (`ir.layout.mesh_axes_of`).
+    """The mesh axis of each split axis, in each configuration, on a group of `group` devices
+    (`ir.layout.mesh_axes_of`).
+
+    Configurations are indexed by their position in the sequence passed to the constructor.
     """
 
     def __init__(self, configurations: Sequence[Splits], group: int) -> None:
         self.configurations = len(configurations)
-        rows: dict[str, list[int]] = defaultdict(list)
-        marks: dict[str, list[int]] = defaultdict(list)
-        for row, splits in enumerate(configurations):
+        configurations_of_axis: dict[str, list[int]] = defaultdict(list)
+        codes: dict[str, list[int]] = defaultdict(list)
+        for configuration, splits in enumerate(configurations):
             stride = group
             for split in splits:
                 stride //= split.degree
-                rows[split.axis].append(row)
-                marks[split.axis].append(split.degree * (group + 1) + stride)
-        self._places: dict[str, tuple[list[MeshAxis | None], Integers]] = {}
-        """Of each axis the different places, the first of them nowhere, and which of them each
-        configuration has.
+                configurations_of_axis[split.axis].append(configuration)
+                codes[split.axis].append(split.degree * (group + 1) + stride)
+        self._mesh_axes: dict[str, tuple[list[MeshAxis | None], Integers]] = {}
+        """By axis name: the distinct mesh axes (the first is None: not split), and the index of
+        each configuration's.
         """
-        for name, where in rows.items():
-            of = np.zeros(len(configurations), dtype=np.int64)
-            known, numbers = distinct(np.array(marks[name], dtype=np.int64))
-            of[where] = numbers + 1
-            self._places[name] = (
-                [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())],
-                of,
+        for name, split_in in configurations_of_axis.items():
+            index = np.zeros(len(configurations), dtype=np.int64)
+            distinct_codes, numbers = index_distinct_codes(np.array(codes[name], dtype=np.int64))
+            index[split_in] = numbers + 1
+            self._mesh_axes[name] = (
+                [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in distinct_codes.tolist())],
+                index,
             )
 
     def degrees(self, axes: Iterable[str]) -> Integers:
-        """Into how many parts `axes` are cut together, [configurations]."""
+        """Return the product of the degrees of `axes` in each configuration, of shape
+        [configurations].
+        """
         found = np.ones(self.configurations, dtype=np.int64)
         for name in axes:
-            if name in self._places:
-                places, of = self._places[name]
-                found *= np.array([1 if each is None else each.degree for each in places])[of]
+            if name in self._mesh_axes:
+                mesh_axes, index = self._mesh_axes[name]
+                found *= np.array([1 if each is None else each.degree for each in mesh_axes])[index]
         return found
 
     @property
     def degree(self) -> Integers:
-        return self.degrees(self._places)
+        """Return the product of all degrees of each configuration, of shape [configurations]."""
+        return self.degrees(self._mesh_axes)
 
     def layouts(self, names: Iterable[str], make: Callable[[dict[str, MeshAxis]], Layout]) -> _Part:
-        """The layouts that `make` gives, which depend on where the axes `names` lie; it takes them
-        outer to inner.
+        """Return the distinct layouts over all configurations, and the index of each
+        configuration's layout.
+
+        `make` returns the layout for the mesh axes of `names`; axes that are not split are absent.
+        It gets them from outer to inner.
         """
-        own = [name for name in dict.fromkeys(names) if name in self._places]
-        rows, of = combined([self._places[name] for name in own], self.configurations)
+        split_names = [name for name in dict.fromkeys(names) if name in self._mesh_axes]
+        rows, row_of = index_distinct_rows(
+            [self._mesh_axes[name] for name in split_names], self.configurations
+        )
         found = []
         for row in rows:
-            split = [(name, axis) for name, axis in zip(own, row, strict=True) if axis is not None]
+            split = [
+                (name, axis)
+                for name, axis in zip(split_names, row, strict=True)
+                if axis is not None
+            ]
             found.append(make(dict(sorted(split, key=lambda pair: -pair[1].stride))))
-        known, number = numbered(found)
-        return known, number[of]
+        layouts, layout_of_row = index_distinct(found)
+        return layouts, layout_of_row[row_of]
 
 
 _Part = tuple[list[Layout], Integers]
-"""The different layouts of one dimension alone, or of no dimension with shares; and which each
-configuration has. How a dimension is cut does not depend on the others, so that a tensor's layouts
-are put together from few parts.
+"""The distinct layouts of one dimension, or the distinct partial sums of a scalar, with the index
+of each configuration's.
+
+The sharding of one dimension does not depend on the other dimensions, so a tensor's layouts are
+combinations of these.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayouts:
-    """One tensor under each configuration of a node: few different layouts, and which of them each
-    one has.
-    """
+    """The layouts of one tensor under all configurations of a node."""
 
     layouts: tuple[Layout, ...]
-    of: Integers
+    layout_of: Integers
+    """The index in `layouts` of each configuration's layout."""
     elements: Integers
-    """Of one device's block of each layout."""
+    """The number of elements of one device's shard, for each of `layouts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
-    """The layouts of nodes' tensors on `group` devices. But for windows how a tensor is cut does
-    not depend on its extents: those cut equally are worked out once. Equal configurations are to be
-    the same object.
+    """Cache of the layouts of nodes' tensors on `group` devices.
+
+    Without windows, the mesh axes that shard a tensor do not depend on its sizes, so tensors that
+    are sharded equally share one computation. Configurations are compared by identity: equal
+    configurations must be the same object.
     """
 
     group: int
     _positions: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
-    """Configurations, held so that their place stays their own, and where axes lie in them."""
+    """By id of the configurations: the configurations, which keeps the id valid, and their mesh
+    positions.
+    """
     _known: dict[Hashable, TensorLayouts] = field(default_factory=dict)
 
     def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
@@ -218,13 +254,13 @@ class LayoutTable:
         shape: tuple[int, ...],
         configurations: tuple[Splits, ...],
     ) -> TensorLayouts:
-        """How a node of `space` reads its operand at `position`."""
+        """Return the layouts in which a node of `space` needs its operand at `position`."""
         dimensions = space.operands[position] or ()
         windows = space.windows_of(position)
-        cut = id(configurations), dimensions, windows, shape if windows else ()
+        sharding = id(configurations), dimensions, windows, shape if windows else ()
         positions = self.mesh_positions_of(configurations)
         return self._layouts(
-            cut, shape, positions, lambda: _parts(positions, dimensions, shape, windows)
+            sharding, shape, positions, lambda: _parts(positions, dimensions, shape, windows)
         )
 
     def result(
@@ -234,43 +270,47 @@ class LayoutTable:
         shape: tuple[int, ...],
         configurations: tuple[Splits, ...],
     ) -> TensorLayouts:
-        """How a node of `space` leaves its result at `position`, shares of sums and means
-        included.
+        """Return the layouts that a node of `space` produces for its result at `position`, partial
+        sums and means included.
         """
         dimensions = space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
         positions = self.mesh_positions_of(configurations)
 
         def parts() -> list[_Part]:
-            present = {name for dimension in dimensions for name in dimension}
-            reduced = [name for name, _ in kinds if name not in present]
-            shares = positions.layouts(reduced, lambda axes: result_layout(space, (), (), axes))
-            return [*_parts(positions, dimensions, shape), shares]
+            result_axes = {name for dimension in dimensions for name in dimension}
+            reduced = [name for name, _ in kinds if name not in result_axes]
+            partial_sums = positions.layouts(
+                reduced, lambda axes: result_layout(space, (), (), axes)
+            )
+            return [*_parts(positions, dimensions, shape), partial_sums]
 
         return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
 
     def _layouts(
         self,
-        cut: Hashable,
+        sharding: Hashable,
         shape: tuple[int, ...],
         positions: MeshPositions,
         parts: Callable[[], list[_Part]],
     ) -> TensorLayouts:
-        """The layouts of a tensor of `shape`; tensors with one `cut` are worked out once."""
-        key = cut, shape
+        """Return the layouts of a tensor of `shape`. Tensors with an equal key `sharding` share one
+        call of `parts`.
+        """
+        key = sharding, shape
         if key not in self._known:
-            if cut not in self._known:
-                self._known[cut] = _together(shape, parts(), positions.configurations)
-            found = self._known[cut]
-            if found.layouts[0].shape != shape:
+            if sharding not in self._known:
+                self._known[sharding] = _combine_parts(shape, parts(), positions.configurations)
+            tensor = self._known[sharding]
+            if tensor.layouts[0].shape != shape:
                 layouts = (
-                    Layout(shape, each.shard_axes, each.sums, each.means) for each in found.layouts
+                    Layout(shape, each.shard_axes, each.sums, each.means) for each in tensor.layouts
                 )
                 elements = (
-                    found.elements * math.prod(shape) // max(1, math.prod(found.layouts[0].shape))
+                    tensor.elements * math.prod(shape) // max(1, math.prod(tensor.layouts[0].shape))
                 )
-                found = TensorLayouts(tuple(layouts), found.of, elements)
-            self._known[key] = found
+                tensor = TensorLayouts(tuple(layouts), tensor.layout_of, elements)
+            self._known[key] = tensor
         return self._known[key]
 
 
@@ -280,35 +320,44 @@ def _parts(
     shape: Sequence[int],
     windows: Sequence[Windowed] = (),
 ) -> list[_Part]:
+    """Return the distinct layouts of each dimension."""
     found = []
-    for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
-        own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
-        names = [*dimension, *(each.axis for each in own)]
+    for position, (dimension, size) in enumerate(zip(dimensions, shape, strict=True)):
+        own_windows = tuple(
+            replace(each, dimension=0) for each in windows if each.dimension == position
+        )
+        names = [*dimension, *(each.axis for each in own_windows)]
         found.append(
-            positions.layouts(names, partial(operand_layout, (dimension,), (extent,), windows=own))
+            positions.layouts(
+                names, partial(operand_layout, (dimension,), (size,), windows=own_windows)
+            )
         )
     return found
 
 
-def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> TensorLayouts:
-    """The layouts of a tensor whose dimensions, and then whose shares if it has any, are
-    `parts`.
+def _combine_parts(
+    shape: tuple[int, ...], parts: Sequence[_Part], configurations: int
+) -> TensorLayouts:
+    """Return the layouts of a tensor; `parts` contains its dimensions, then its partial sums if it
+    can be partial.
     """
-    rows, of = combined(parts, configurations)
-    local = {id(each): each.local_elements for known, _ in parts for each in known}
+    rows, layout_of = index_distinct_rows(parts, configurations)
+    local = {id(each): each.local_elements for part_layouts, _ in parts for each in part_layouts}
     elements = np.array(
         [math.prod(local[id(each)] for each in row) for row in rows], dtype=np.int64
     )
     layouts = []
     for row in rows:
-        cut = row[: len(shape)]
-        shares = row[len(shape) :]
-        cuts = tuple(each.shard_axes[0] for each in cut)
-        windows = tuple(each.windows[0] if each.windows else None for each in cut)
+        dimensions = row[: len(shape)]
+        partial_sums = row[len(shape) :]
+        shard_axes = tuple(each.shard_axes[0] for each in dimensions)
+        windows = tuple(each.windows[0] if each.windows else None for each in dimensions)
         if any(windows):
-            fill = next((each.fill for each in cut if each.fill), 0.0)
-            layouts.append(Layout(shape, cuts, windows=windows, fill=fill))
+            fill = next((each.fill for each in dimensions if each.fill), 0.0)
+            layouts.append(Layout(shape, shard_axes, windows=windows, fill=fill))
         else:
-            sums, means = (shares[0].sums, shares[0].means) if shares else ((), ())
-            layouts.append(Layout(shape, cuts, sums, means))
-    return TensorLayouts(tuple(layouts), of, elements)
+            sums, means = (
+                (partial_sums[0].sums, partial_sums[0].means) if partial_sums else ((), ())
+            )
+            layouts.append(Layout(shape, shard_axes, sums, means))
+    return TensorLayouts(tuple(layouts), layout_of, elements)

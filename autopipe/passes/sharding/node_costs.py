@@ -1,8 +1,8 @@
-"""Cost of each configuration of a node by itself: computing, exchanging statistics, holding its own
-parameters.
+"""Cost of each configuration of a single node: compute, statistics exchanged over joint axes, and
+its own parameters.
 
-This is PaSE's t_l. Nodes that cost the same are one class: models of equal layers have few, each
-worked out once.
+This is t_l of PaSE (Wang et al., IPDPS 2021, section III). Nodes with equal costs form one class,
+and the costs of a class are computed once: models of equal layers have few classes.
 """
 
 from __future__ import annotations
@@ -42,31 +42,35 @@ from autopipe.passes.sharding.configurations import (
     Splits,
     TensorLayouts,
     configurations,
-    distinct,
+    index_distinct_codes,
 )
 from autopipe.passes.sharding.reshard_tables import Floats, ReshardTable
 
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
+    """Restrictions and settings for the costs of one stage. Nodes and values are those of the full
+    graph.
+    """
+
     allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
-    """The configurations of nodes that may not have all."""
+    """The permitted configurations of each node that may not use all of its configurations."""
     given: frozenset[str] = frozenset()
-    """Values that others want of the stage."""
+    """The names of the values that the stage outputs."""
     whole: frozenset[str] = frozenset()
-    """Parameters that every device has to hold whole."""
+    """The names of the parameters that must be replicated on all devices of the stage."""
     in_flight: int = 1
-    """Micro-batches between forward and backward."""
+    """The number of micro-batches whose forward has run and whose backward has not."""
     recompute: bool = False
-    """True if forward is run again for backward."""
+    """True if backward runs the forward again (activation recomputation)."""
 
 
 NO_OPTIONS = StageOptions()
 
 
 class StageContext:
-    """A stage's nodes on its devices, with all that their costs depend on; by node of the whole
-    graph.
+    """A stage's nodes on its devices, with the data on which their costs depend. Nodes are numbered
+    as in the full graph.
     """
 
     def __init__(
@@ -90,26 +94,30 @@ class StageContext:
         self.widths = element_bytes(graph, problem.precision)
         self.layouts = LayoutTable(len(devices))
         self.reshard = ReshardTable(problem.cluster, devices)
-        # Whose activations are held at once: what recomputation brings back is one micro-batch at a
-        # time.
+        # The number of micro-batches whose saved tensors of this node exist at a time. With
+        # recomputation, saved tensors exist for one micro-batch only.
         self.kept_micro_batches = 1 if options.recompute else options.in_flight
         self.readers: dict[str, list[tuple[int, int]]] = {}
-        """Nodes of the stage that read a value, and an operand's position for each way in which
-        they want it.
+        """For each value: (node, operand position) pairs, one per node and distinct dimensions in
+        which the node reads it.
         """
-        ways: set[tuple[str, int, tuple[Dimension, ...]]] = set()
+        known_reads: set[tuple[str, int, tuple[Dimension, ...]]] = set()
         for node in nodes:
             operands = self.samples.uses[node].space.operands
-            for position, (name, words) in enumerate(
+            for position, (name, dimensions) in enumerate(
                 zip(graph.nodes[node].inputs, operands, strict=True)
             ):
-                if name and (name, node, words or ()) not in ways:
-                    ways.add((name, node, words or ()))
+                if name and (name, node, dimensions or ()) not in known_reads:
+                    known_reads.add((name, node, dimensions or ()))
                     self.readers.setdefault(name, []).append((node, position))
         self.kept: dict[int, tuple[SavedTensor, ...]] = {}
-        """Tensors that each node makes backward keep, each at the first node that does."""
+        """For each node: the tensors that are saved for backward because of it; each tensor is
+        listed at its first node.
+        """
         self.kept_again: list[tuple[int, SavedTensor, int, SavedTensor]] = []
-        """The first node that makes backward keep a value, and another that does so, too."""
+        """(first node, its saved tensor, node, its saved tensor) for each further node that saves
+        an equal tensor.
+        """
         saved = (
             kept_values(graph, problem.precision, capability_of(problem.cluster))
             if problem.train
@@ -123,19 +131,24 @@ class StageContext:
             ]
             seen.update((each.key, (node, each)) for each in self.kept[node])
         self._shares: dict[int, Floats] = {}
-        """By degree the seconds of each node's equal share on the slowest device, [forward or
-        backward, nodes].
+        """By degree: the seconds of a 1/degree part of each node on the slowest device type, of
+        shape [forward or backward, nodes].
         """
         self._statistics: dict[tuple[int, int], Floats] = {}
-        """By use and configurations, which `layouts` holds, so that their places stay their own."""
+        """By the ids of an operator instance and of configurations. `layouts` keeps the
+        configurations alive, so ids stay valid.
+        """
         self._rates: dict[frozenset[MeshAxis], float] = {}
 
     def is_shared_parameter(self, name: str) -> bool:
+        """True if several reads share the parameter `name`, or it must be replicated; it then has a
+        variable of its own.
+        """
         return len(self.readers[name]) > 1 or name in self.options.whole
 
     def own_parameters(self, node: int) -> dict[int, Parameter]:
-        """The parameters, by operand's position, that no other node reads: their layout is the
-        node's choice alone.
+        """Return the parameters, by operand position, that only this node reads, so that their
+        layout depends on its configuration only.
         """
         found: dict[str, tuple[int, Parameter]] = {}
         for position, name in enumerate(self.graph.nodes[node].inputs):
@@ -145,60 +158,73 @@ class StageContext:
         return dict(found.values())
 
     def is_reduced_alone(self, name: str) -> bool:
-        """True if shares of a value are added up though no node of the stage reads it."""
+        """True if the partial sums of value `name` are reduced although no node of the stage reads
+        it.
+
+        This holds for outputs of the stage except a scalar loss: its partial sums are added when
+        the loss is reported.
+        """
         if not name or name in self.readers:
             return False
         is_loss = name not in self.graph.consumers() and not self.graph.type_of(name).shape
         return not (is_loss and name in self.options.given)
 
     def times_run(self, value: str) -> int:
-        """Changes of layout of a value in a micro-batch: forward, again for backward, and the
-        transpose.
+        """Return the number of layout changes of a value per micro-batch: in forward, in
+        recomputation, and for its gradient.
         """
         return 1 + self.options.recompute + (value in self.gradient)
 
     def seconds(self, node: int, splits: tuple[Splits, ...]) -> Floats:
-        """One micro-batch's forward and backward of a node in each configuration, statistics
-        included; [splits, 2].
+        """Return the seconds of a node's forward and backward for one micro-batch, of shape
+        [configurations, 2].
+
+        The time of the slowest device type counts. The exchange of statistics is included.
         """
         use = self.samples.uses[node]
-        degrees, of = distinct(self.layouts.mesh_positions_of(splits).degree)
+        degrees, degree_index = index_distinct_codes(self.layouts.mesh_positions_of(splits).degree)
         for degree in degrees.tolist():
             if degree not in self._shares:
                 work = self.problem.work
                 precision = self.problem.precision
-                each = [
+                by_device = [
                     np.stack(node_seconds(work, device, precision, 1.0 / degree))
                     for device in self.kinds
                 ]
-                self._shares[degree] = np.maximum.reduce(each)
-        found = np.array([self._shares[degree][:, node] for degree in degrees.tolist()])[of]
+                self._shares[degree] = np.maximum.reduce(by_device)
+        found = np.array([self._shares[degree][:, node] for degree in degrees.tolist()])[
+            degree_index
+        ]
         if use.row.statistics is not no_statistics:
             found += self._exchanged(node, use, splits)
         return found
 
     def _exchanged(self, node: int, use: OpInstance, splits: tuple[Splits, ...]) -> Floats:
-        """Seconds of exchanging statistics along joint axes, forward and backward, in each
-        configuration.
+        """Return the seconds to exchange statistics over joint axes in forward and backward, of
+        shape [configurations, 2].
         """
         key = id(use), id(splits)
         if key not in self._statistics:
             joint = {axis.name for axis in use.space.axes if axis.kind.is_joint}
             signature = signature_of(self.graph, self.graph.nodes[node])
             found = self._statistics[key] = np.zeros((len(splits), 2))
-            for row, own in enumerate(splits):
-                if any(split.axis in joint for split in own):
-                    degrees = {split.axis: split.degree for split in own}
+            for row, configuration in enumerate(splits):
+                if any(split.axis in joint for split in configuration):
+                    degrees = {split.axis: split.degree for split in configuration}
                     found[row] = statistics_seconds(
                         self.problem.cluster, self.devices, use, signature, degrees
                     )
         return self._statistics[key]
 
     def holding(self, name: str, layouts: Sequence[Layout]) -> tuple[Floats, Floats, Integers]:
-        """Cost of a parameter in each of `layouts`: seconds to exchange gradients among the devices
-        with the same block, and to add up micro-batches' gradients and update; bytes on a device of
-        all that training keeps. Gradients go at the bandwidth of their group: many parameters share
-        one exchange, and its latency is no one's.
+        """Return (gradient seconds, update seconds, bytes) of a parameter for each of `layouts`.
+
+        - gradient seconds: to all-reduce its gradients over the devices that hold equal shards,
+          once per step. Only bandwidth counts: many parameters share one all-reduce, so latency is
+          attributed to none of them.
+        - update seconds: to accumulate gradients over micro-batches, cast, and run the optimizer,
+          per step.
+        - bytes: of parameter, gradient and optimizer state on one device.
         """
         parts = [layout.shard_count for layout in layouts]
         devices = len(self.devices)
@@ -211,19 +237,21 @@ class StageContext:
         updated = np.array([state.updated_bytes for state in states], dtype=float)
         kinds = self.kinds
         added = max(map(accumulate_per_byte, kinds)) * (self.problem.micro_batches - 1)
-        rates = []  # Seconds a byte of gradients over the devices that hold the first one's block.
+        # Seconds per gradient byte, over the devices that hold the shard of position 0.
+        rates = []
         for layout in layouts:
-            cutting = frozenset(axis for axes in layout.shard_axes for axis in axes)
-            if cutting not in self._rates:
+            mesh_axes = frozenset(axis for axes in layout.shard_axes for axis in axes)
+            if mesh_axes not in self._rates:
                 group = [
-                    self.devices[place]
-                    for place in holders_by_shard(layout, len(self.devices))[0][1]
+                    self.devices[position]
+                    for position in holders_by_shard(layout, len(self.devices))[0][1]
                 ]
-                self._rates[cutting] = min(
-                    way.per_byte_s for way in exchange_of_gradients(self.problem, group).ways
+                self._rates[mesh_axes] = min(
+                    algorithm.per_byte_s
+                    for algorithm in exchange_of_gradients(self.problem, group).ways
                 )
-            rates.append(self._rates[cutting])
-        # The update's one launch is not counted.
+            rates.append(self._rates[mesh_axes])
+        # The launch overhead of the optimizer is not counted.
         update = max(
             update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds
         )
@@ -240,29 +268,34 @@ class StageContext:
 
 
 def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
-    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node
-    that keeps them. `SavedTensor.local_bytes` for all of them at once.
+    """Return the bytes on one device that one micro-batch saves for backward, of shape
+    [configurations].
+
+    `kept` are tensors saved by one node, and `positions` its configurations. This is
+    `SavedTensor.local_bytes` for all configurations at once.
     """
     found = np.zeros(positions.configurations, dtype=np.int64)
-    for each in kept:
-        size = each.bytes // positions.degrees(
-            axis for dimension in each.dimensions for axis in dimension
+    for saved in kept:
+        size = saved.bytes // positions.degrees(
+            axis for dimension in saved.dimensions for axis in dimension
         )
-        for window, extent in each.windows:
+        for window, full_size in saved.windows:
             degree = positions.degrees([window.axis])
             spans = np.array(
                 [window.span(window.count // parts) for parts in degree.tolist()], dtype=np.int64
             )
-            size = np.where(degree > 1, size * spans // extent, size)
+            size = np.where(degree > 1, size * spans // full_size, size)
         found += size
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """Cost of each configuration of a variable: seconds of a step, and bytes on a device. Of the
-    seconds `gradients` are to exchange gradients once a step, `backward` is one micro-batch's
-    backward.
+    """Costs of each configuration of a variable, each of shape [configurations].
+
+    `seconds`: per step, all included. `gradients`: the part of `seconds` that all-reduces gradients
+    once per step. `backward`: seconds of the backward of one micro-batch. `memory`: bytes on one
+    device.
     """
 
     seconds: Floats
@@ -273,7 +306,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeClass:
-    """Nodes equal in all that their costs depend on; `node` is the first of them."""
+    """Nodes with equal costs; `node` is the first of them."""
 
     stage: StageContext
     node: int
@@ -284,19 +317,23 @@ class NodeClass:
         return self.stage.layouts.mesh_positions_of(self.configurations)
 
     def reads(self, position: int) -> TensorLayouts:
+        """Return the layouts in which the node needs its operand at `position`."""
         graph = self.stage.graph
         space = self.stage.samples.uses[self.node].space
         shape = graph.type_of(graph.nodes[self.node].inputs[position]).shape
         return self.stage.layouts.operand(space, position, shape, self.configurations)
 
     def leaves(self, position: int) -> TensorLayouts:
-        """How the node leaves its result at `position`, shares of sums and means included."""
+        """Return the layouts that the node produces for its result at `position`, partial sums and
+        means included.
+        """
         graph = self.stage.graph
         space = self.stage.samples.uses[self.node].space
         shape = graph.type_of(graph.nodes[self.node].outputs[position]).shape
         return self.stage.layouts.result(space, position, shape, self.configurations)
 
     def costs(self) -> Costs:
+        """Return the costs of each configuration per step."""
         stage = self.stage
         problem = self.stage.problem
         forward, backward = stage.seconds(self.node, self.configurations).T
@@ -308,16 +345,16 @@ class NodeClass:
                 left = self.leaves(position)
                 size = stage.graph.type_of(name).elements * stage.widths[name]
                 added = stage.reshard.to_copies(left.layouts, size)
-                seconds = seconds + added[left.of] * stage.times_run(name)
+                seconds = seconds + added[left.layout_of] * stage.times_run(name)
         seconds = seconds * problem.micro_batches
         gradients = np.zeros_like(seconds)
         memory = np.zeros(len(seconds), dtype=np.int64)
         for position, parameter in stage.own_parameters(self.node).items():
             wanted = self.reads(position)
             gradient_s, update_s, held = stage.holding(parameter.value.name, wanted.layouts)
-            gradients += gradient_s[wanted.of]
-            seconds = seconds + update_s[wanted.of]
-            memory += held[wanted.of]
+            gradients += gradient_s[wanted.layout_of]
+            seconds = seconds + update_s[wanted.layout_of]
+            memory += held[wanted.layout_of]
         if problem.train:
             memory += stage.kept_micro_batches * kept_bytes(
                 stage.kept[self.node], self.mesh_positions
@@ -325,7 +362,10 @@ class NodeClass:
         return Costs(seconds + gradients, gradients, backward, memory)
 
     def passing_bytes(self) -> Integers:
-        """For each configuration the gradients of what a node reads and writes
+        """Return the bytes of temporary memory while the node runs its backward, of shape
+        [configurations].
+
+        These are the gradients of the values that it reads and writes, and its workspace
         (`memory.gradient_workspace`).
         """
         stage = self.stage
@@ -334,13 +374,15 @@ class NodeClass:
         if not stage.problem.train or stage.samples.uses[self.node].row.kind == "view":
             return found
         read = {
-            name: self.reads(place)
-            for place, name in enumerate(node.inputs)
+            name: self.reads(position)
+            for position, name in enumerate(node.inputs)
             if stage.graph.producer(name) is not None
         }
-        written = {name: self.leaves(place) for place, name in enumerate(node.outputs) if name}
+        written = {
+            name: self.leaves(position) for position, name in enumerate(node.outputs) if name
+        }
         for name, each in (*read.items(), *written.items()):
-            found += (each.elements * stage.widths[name])[each.of]
+            found += (each.elements * stage.widths[name])[each.layout_of]
         return found + self._scratch()
 
     def _scratch(self) -> Integers:
@@ -353,11 +395,12 @@ class NodeClass:
 
 
 def node_classes(stage: StageContext) -> dict[int, NodeClass]:
+    """Return the class of each node of the stage, by node."""
     known: dict[Hashable, NodeClass] = {}
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     found = {}
     for node in stage.nodes:
-        key = (  # All that a node's costs depend on.
+        key = (  # Everything on which the costs of a node depend.
             id(stage.samples.uses[node]),
             stage.problem.work[node],
             stage.samples.axes[node],
@@ -385,14 +428,18 @@ def _configurations(
     space = stage.samples.uses[node].space
     outermost = stage.samples.axes[node]
     group = len(stage.devices)
-    # Extents matter by the degrees that divide them; where several axes make up a dimension, also
-    # by what is left.
+    # Configurations depend on axis sizes only through the degrees that divide them, except if a
+    # dimension merges several axes: there the local sizes matter too.
     axes = tuple((axis.name, axis.kind, math.gcd(axis.size, group)) for axis in space.axes)
     tensors = (*space.operands, *space.results)
-    mixed = tuple(
+    merged_tensors = tuple(
         tensor for tensor in tensors if tensor and any(len(dimension) > 1 for dimension in tensor)
     )
-    key = axes, outermost, (mixed, tuple(axis.size for axis in space.axes)) if mixed else ()
+    key = (
+        axes,
+        outermost,
+        (merged_tensors, tuple(axis.size for axis in space.axes)) if merged_tensors else (),
+    )
     if key not in known:
         known[key] = configurations(space, group, outermost)
     return known[key]

@@ -1,10 +1,12 @@
-"""Cost of every change between two sets of layouts, as tables: PaSE's t_x, `analysis/resharding`
-for all pairs at once.
+"""Costs of all layout changes between two sets of layouts, as tables: t_x of PaSE (Wang et al.,
+IPDPS 2021, section III).
 
-The part of a tensor that a device lacks depends on how both layouts cut it, not on its extents (but
-for windows): a change costs seconds at once and seconds a byte, and tensors cut alike share one
-table. Each dimension is cut in one of few ways: pairs of layouts are told apart by numbers, and
-what they have in common is worked out once.
+The costs agree with the steps of `analysis/resharding`, but all pairs are computed at once.
+
+Without windows, the fraction of a tensor that a device lacks depends on the mesh axes of both
+layouts and not on the tensor's sizes. So a change costs fixed seconds plus seconds per byte, and
+tensors that are sharded equally share one table. Few distinct shardings of each dimension occur:
+they are numbered, and properties of a pair are computed once per pair of numbers.
 """
 
 from __future__ import annotations
@@ -40,41 +42,45 @@ from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reducti
 from autopipe.passes.sharding.configurations import (
     Integers,
     TensorLayouts,
-    combined,
-    distinct,
-    numbered,
+    index_distinct,
+    index_distinct_codes,
+    index_distinct_rows,
 )
 
 Floats = NDArray[np.float64]
 _Truths = NDArray[np.bool_]
 
-Way = tuple[MeshAxes, WindowedShards | None]
-"""How a dimension is cut, and through which windows its blocks are read, if through any."""
+DimensionSharding = tuple[MeshAxes, WindowedShards | None]
+"""The mesh axes that shard a dimension, and its windowed shards, or None if the shards are even."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DimensionPair:
-    """One dimension of `extent` cells: the few ways in which sources hold and targets want it cut,
-    and which of them each layout has.
+    """One dimension of `extent` elements: its distinct shardings in the sources and in the targets.
+
+    `held_of` contains, for each source layout, the index in `held` of its sharding. `wanted_of`
+    does so for each target.
     """
 
     dimension: int
     extent: int
-    held: tuple[Way, ...]
+    held: tuple[DimensionSharding, ...]
     held_of: Integers
-    wanted: tuple[Way, ...]
+    wanted: tuple[DimensionSharding, ...]
     wanted_of: Integers
 
     def by_neighbours(self, size: int) -> DimensionPair:
-        """The same with each `size` neighbouring devices counted as one (`ir/layout.py`)."""
+        """Return the pair over groups of `size` neighbouring devices, each counted as one device
+        (`ir.layout.of_neighbours`).
+        """
         held, wanted = (
-            tuple(sharded_over_neighbours(*way, size) for way in ways)
-            for ways in (self.held, self.wanted)
+            tuple(sharded_over_neighbours(*sharding, size) for sharding in shardings)
+            for shardings in (self.held, self.wanted)
         )
         return replace(self, held=held, wanted=wanted)
 
     def spread(self, table: NDArray[Any]) -> NDArray[Any]:
-        """A table of ways, [of sources, of targets], as one of layouts."""
+        """Return the table [sources, targets] for a table of shardings [held, wanted]."""
         found: NDArray[Any] = table[self.held_of][:, self.wanted_of]
         return found
 
@@ -82,63 +88,73 @@ class DimensionPair:
 def _pairs_by_dimension(
     sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> list[DimensionPair]:
-    """Dimensions that some layout cuts."""
+    """Return a `DimensionPair` for each dimension that at least one layout shards."""
     found = []
-    for place, extent in enumerate(targets[0].shape):
+    for dimension, size in enumerate(targets[0].shape):
         (held, held_of), (wanted, wanted_of) = (
-            numbered(
-                (each.shard_axes[place], each.windows[place] if each.windows else None)
+            index_distinct(
+                (each.shard_axes[dimension], each.windows[dimension] if each.windows else None)
                 for each in layouts
             )
             for layouts in (sources, targets)
         )
         if any(axes for axes, _ in (*held, *wanted)):
             found.append(
-                DimensionPair(place, extent, tuple(held), held_of, tuple(wanted), wanted_of)
+                DimensionPair(dimension, size, tuple(held), held_of, tuple(wanted), wanted_of)
             )
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Overlap:
-    """Along one dimension of `extent` cells what each position needs and has of it, for each pair
-    of ways to cut it. `least` is the fewest cells that a position has, `lacks` true where one lacks
-    any, `regular` where all need as much and have all or nothing of some part; of all three [ways
-    of sources, ways of targets].
+    """Elements of one dimension that each position needs and has, for each pair of shardings.
+
+    The dimension is divided into `extent` cells. `minimum` is the minimum number of cells in
+    `common` over the positions. `lacks` is true if some position lacks a cell. `regular` is true if
+    all positions need equally many cells, and each has either none of them or one common number of
+    them. These three have shape [held shardings, wanted shardings].
     """
 
     extent: int
     need: Floats
-    """[ways of targets, positions] cells."""
+    """Cells that each position needs, of shape [wanted shardings, positions]."""
     common: Floats
-    """[ways of sources, ways of targets, positions] cells."""
-    least: Floats
+    """Cells that each position needs and has, of shape [held shardings, wanted shardings,
+    positions].
+    """
+    minimum: Floats
     lacks: _Truths
     regular: _Truths
 
 
 @lru_cache(maxsize=1024)
 def _overlap_between(
-    held: tuple[Way, ...], wanted: tuple[Way, ...], extent: int, group: int
+    held: tuple[DimensionSharding, ...],
+    wanted: tuple[DimensionSharding, ...],
+    extent: int,
+    group: int,
 ) -> _Overlap:
-    """For `group` positions, of which nothing may be written to: many tensors are cut alike along
-    some dimension. Windows count in the `extent` elements of the dimension, even blocks (extent 0)
-    in the fewest cells that do.
+    """Return the overlap of each pair of shardings of one dimension, for `group` positions. The
+    arrays are read-only.
+
+    If there are windows, `extent` is the size of the dimension and cells are elements. Otherwise
+    `extent` is 0, and the dimension is divided into the smallest number of cells that all even
+    shardings divide.
     """
     cells = extent or math.lcm(*(degree_of(axes) for axes, _ in (*held, *wanted)))
     positions = np.arange(group)
 
-    def ranges(ways: tuple[Way, ...]) -> tuple[Floats, Floats]:
-        """Where the block of each position begins and ends within the dimension, [ways,
-        positions].
+    def ranges(shardings: tuple[DimensionSharding, ...]) -> tuple[Floats, Floats]:
+        """Return (first cells, end cells) of each position's shard, clipped to the dimension; both
+        of shape [shardings, positions].
         """
-        starts = np.zeros((len(ways), group))
-        stops = np.zeros((len(ways), group))
-        for number, (axes, window) in enumerate(ways):
+        starts = np.zeros((len(shardings), group))
+        stops = np.zeros((len(shardings), group))
+        for number, (axes, window) in enumerate(shardings):
             even = cells // degree_of(axes)
-            block = window or WindowedShards(even, 0, even)
-            starts[number] = coordinate_along(axes, positions) * block.step + block.offset
-            stops[number] = starts[number] + block.length
+            shards = window or WindowedShards(even, 0, even)
+            starts[number] = coordinate_along(axes, positions) * shards.step + shards.offset
+            stops[number] = starts[number] + shards.length
         return np.maximum(starts, 0), np.minimum(stops, cells)
 
     have_from, have_to = ranges(held)
@@ -146,30 +162,38 @@ def _overlap_between(
     need = np.maximum(need_to - need_from, 0.0)
     ends = np.minimum(have_to[:, None], need_to[None])
     common = np.maximum(ends - np.maximum(have_from[:, None], need_from[None]), 0.0)
-    most = common.max(axis=2, keepdims=True)
-    regular = np.all((common == 0) | (common == most), axis=2) & np.all(need == need[:, :1], axis=1)
+    maximum = common.max(axis=2, keepdims=True)
+    regular = np.all((common == 0) | (common == maximum), axis=2) & np.all(
+        need == need[:, :1], axis=1
+    )
     return _Overlap(cells, need, common, common.min(axis=2), np.any(need > common, axis=2), regular)
 
 
-_AT_ONCE = 2048
-"""Changes of layout whose positions are all looked at together: few enough to stay in a processor's
-cache.
+_CHUNK = 2048
+"""Maximum number of layout pairs whose positions are compared in one step, so that the arrays stay
+in the CPU cache.
 """
 
 
 def _missing_volume(
     pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int
 ) -> tuple[Floats, Integers]:
-    """Volume that `group` positions need under the target and do not have under the source,
-    [sources, targets].
+    """Return (fraction, dimensions) of the data that devices lack, both of shape [sources,
+    targets].
 
-    That is PaSE's t_x(u, v), the largest |A(v, d)| - |A(v, d) ∩ A(u, d)| of any device d, as a
-    share of the whole tensor; and the number of dimensions along which a device lacks something.
-    Along one dimension blocks mostly either contain one another or do not meet. Where that is so
-    for all dimensions, the position that has least has the product of what the dimensions' worst
-    positions have; elsewhere all are looked at.
+    For source layout u and target layout v on devices d, the fraction is t_x(u, v) of PaSE divided
+    by the tensor's elements:
+
+        fraction = max over d of (|A(v, d)| - |A(v, d) ∩ A(u, d)|) / elements
+
+    A(u, d) is the slice that device d holds under layout u. `dimensions` is the number of
+    dimensions along which some device lacks data.
+
+    In most cases the shards of each dimension are either nested or disjoint (`_Overlap.regular`).
+    Then the minimum intersection is the product of the dimensions' minima. For all other pairs, the
+    intersection is computed for each position.
     """
-    least = np.ones(shape)
+    minimum = np.ones(shape)
     regular = np.ones(shape, dtype=bool)
     need = np.ones(shape[1])
     dimensions = np.zeros(shape, dtype=np.int64)
@@ -178,157 +202,183 @@ def _missing_volume(
         windows = any(window for _, window in pair.wanted)
         overlap = _overlap_between(pair.held, pair.wanted, pair.extent if windows else 0, group)
         overlaps.append(overlap)
-        least *= pair.spread(overlap.least)
+        minimum *= pair.spread(overlap.minimum)
         if not overlap.regular.all():
             regular &= pair.spread(overlap.regular)
         need *= overlap.need.max(axis=1)[pair.wanted_of]
         dimensions += pair.spread(overlap.lacks)
     cells = math.prod(overlap.extent for overlap in overlaps)
-    share = (need - least) / cells
+    fraction = (need - minimum) / cells
     rows, columns = np.nonzero(~regular)
-    needed = np.ones((shape[1], group))
+    needed_cells = np.ones((shape[1], group))
     for pair, overlap in zip(pairs, overlaps, strict=True):
-        needed *= overlap.need[pair.wanted_of]
-    for start in range(0, len(rows), _AT_ONCE):
-        row = rows[start : start + _AT_ONCE]
-        column = columns[start : start + _AT_ONCE]
-        had = np.ones((len(row), group))
+        needed_cells *= overlap.need[pair.wanted_of]
+    for start in range(0, len(rows), _CHUNK):
+        row = rows[start : start + _CHUNK]
+        column = columns[start : start + _CHUNK]
+        common_cells = np.ones((len(row), group))
         for pair, overlap in zip(pairs, overlaps, strict=True):
-            had *= overlap.common[pair.held_of[row], pair.wanted_of[column]]
-        share[row, column] = (needed[column] - had).max(axis=1) / cells
-    return share, dimensions
+            common_cells *= overlap.common[pair.held_of[row], pair.wanted_of[column]]
+        fraction[row, column] = (needed_cells[column] - common_cells).max(axis=1) / cells
+    return fraction, dimensions
 
 
-def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> _Truths:
-    """Which of [sources, targets] are made by cutting and then gathering one dimension after the
-    other. As `redistribution_steps` finds them: each dimension is cut further or gathered; all axes begin
-    and end at strides of which each divides the next; and no axis that is left is one that a target
-    cuts another dimension by.
+def _is_slice_then_gather(
+    pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int
+) -> _Truths:
+    """Return which changes, of shape [sources, targets], consist of slices and then all-gathers of
+    single dimensions.
+
+    These are the changes of rule 3 of `redistribution_steps`: each dimension is sharded further or
+    gathered, all strides nest, and no gathered mesh axis shards another dimension of the target.
     """
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
-    apart = np.ones(shape, dtype=bool)
-    ends = np.zeros(shape, dtype=np.int64)
-    leaving = np.zeros(shape, dtype=np.int64)
-    wanted_marks = np.zeros(shape[1], dtype=np.int64)
+    is_separable = np.ones(shape, dtype=bool)
+    bound_bits = np.zeros(shape, dtype=np.int64)
+    gathered_bits = np.zeros(shape, dtype=np.int64)
+    target_bits = np.zeros(shape[1], dtype=np.int64)
     for pair in pairs:
-        held, wanted = (tuple(axes for axes, _ in ways) for ways in (pair.held, pair.wanted))
-        cut, gathered = _cut_further(held, wanted)
-        has, wants = (
-            np.array([_marks(axes, divisors) for axes in ways]) for ways in (held, wanted)
+        held, wanted = (
+            tuple(axes for axes, _ in shardings) for shardings in (pair.held, pair.wanted)
         )
-        from_, to = (
-            np.array([_bounds(axes, divisors) for axes in ways]) for ways in (held, wanted)
+        sharded_further, gathered = _sharded_further(held, wanted)
+        held_bits, wanted_bits = (
+            np.array([_axis_bits(axes, divisors) for axes in shardings])
+            for shardings in (held, wanted)
         )
-        ends |= pair.spread(from_[:, None] | to[None])
-        apart &= pair.spread(cut | gathered)
-        leaving |= pair.spread(np.where(gathered, has[:, None] & ~wants[None], 0))
-        wanted_marks |= wants[pair.wanted_of]
-    known, places = np.unique(ends, return_inverse=True)
+        held_bounds, wanted_bounds = (
+            np.array([_bound_bits(axes, divisors) for axes in shardings])
+            for shardings in (held, wanted)
+        )
+        bound_bits |= pair.spread(held_bounds[:, None] | wanted_bounds[None])
+        is_separable &= pair.spread(sharded_further | gathered)
+        gathered_bits |= pair.spread(np.where(gathered, held_bits[:, None] & ~wanted_bits[None], 0))
+        target_bits |= wanted_bits[pair.wanted_of]
+    distinct_bounds, index = np.unique(bound_bits, return_inverse=True)
     nests = [
-        are_nested([count for place, count in enumerate(divisors) if mark >> place & 1])
-        for mark in known.tolist()
+        are_nested([count for bit, count in enumerate(divisors) if bits >> bit & 1])
+        for bits in distinct_bounds.tolist()
     ]
-    apart &= np.array(nests, dtype=bool)[places.reshape(ends.shape)]
-    found: _Truths = np.logical_and(apart, leaving & wanted_marks == 0)
+    is_separable &= np.array(nests, dtype=bool)[index.reshape(bound_bits.shape)]
+    found: _Truths = np.logical_and(is_separable, gathered_bits & target_bits == 0)
     return found
 
 
 @lru_cache(maxsize=1024)
-def _cut_further(
+def _sharded_further(
     held: tuple[MeshAxes, ...], wanted: tuple[MeshAxes, ...]
 ) -> tuple[_Truths, _Truths]:
-    """Which of `wanted` cut each of `held` further, and of which `held` do; nothing may be written
-    to either.
+    """Return two tables [held, wanted]: true if `wanted` shards `held` further, and true for the
+    reverse. The arrays are read-only.
     """
-    cut = np.array([[is_sharded_further(have, want) for want in wanted] for have in held])
-    gathered = np.array([[is_sharded_further(want, have) for want in wanted] for have in held])
-    return cut, gathered
+    sharded = np.array(
+        [[is_sharded_further(present, target) for target in wanted] for present in held]
+    )
+    gathered = np.array(
+        [[is_sharded_further(target, present) for target in wanted] for present in held]
+    )
+    return sharded, gathered
 
 
 @lru_cache(maxsize=1 << 16)
-def _marks(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
-    """A bit for each divisor d of the group with stride ≤ d < stride · degree: axes that nest and
-    meet share one.
+def _axis_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
+    """Return the bits of the divisors d of the group with stride <= d < stride · degree for one of
+    `axes`.
+
+    If strides nest, two axes overlap if and only if they share a bit.
     """
     return sum(
-        1 << place
-        for place, count in enumerate(divisors)
-        if any(axis.stride <= count < axis.stride * axis.degree for axis in axes)
+        1 << bit
+        for bit, divisor in enumerate(divisors)
+        if any(axis.stride <= divisor < axis.stride * axis.degree for axis in axes)
     )
 
 
 @lru_cache(maxsize=1 << 16)
-def _bounds(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
-    """A bit for each divisor of the group at which an axis begins or ends."""
-    ends = {end for axis in axes for end in (axis.stride, axis.stride * axis.degree)}
-    return sum(1 << divisors.index(end) for end in ends)
+def _bound_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
+    """Return the bits of the divisors of the group at which one of `axes` begins (stride) or ends
+    (stride · degree).
+    """
+    bounds = {bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)}
+    return sum(1 << divisors.index(bound) for bound in bounds)
 
 
 Addition = tuple[tuple[str, MeshAxes, int], ...]
-"""The collectives that add up shares: kind, over which axes, and into how many parts the tensor is
-cut before.
+"""The collectives that reduce partial sums: (kind, mesh axes, number of shards of the tensor before
+it).
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumReduction:
-    """Cost of several reductions, collectives one after the other. `steps` are the different
-    collectives, the first of them none, with the parts into which the tensor is cut before; `of`
-    says which of them each reduction has, [steps, reductions].
+    """Costs of several reductions, each a sequence of collectives.
+
+    `steps` are the distinct collectives with the number of shards of the tensor before each one;
+    the first entry is free. `of` has shape [steps, reductions] and contains indices into `steps`.
     """
 
     steps: list[tuple[Cost, int]]
     of: Integers
 
     def seconds(self, size_bytes: float) -> Floats:
+        """Return the seconds of each reduction for a tensor of `size_bytes` in all."""
         each = np.array([cost.seconds(size_bytes / parts) for cost, parts in self.steps])
         found: Floats = each[self.of].sum(axis=0)
         return found
 
 
 _Paths = tuple[list[Layout], Integers, SumReduction, Integers]
-"""Layouts that are held once shares are added up, what that costs; and which of each go from source
-to target.
+"""(distinct layouts after the reduction, index of each pair's layout, reductions, index of each
+pair's reduction); a pair is (source, target).
 """
 
 
-def _scattered(
-    pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers
+def _scatter_axes(
+    pair: DimensionPair, partial_axes: Sequence[MeshAxes], partial_of: Integers
 ) -> tuple[list[MeshAxes], Integers]:
-    """The different axes along which shares are scattered along one dimension, the first of them
-    none; and which of them are for each source and target, [sources · targets].
+    """Return (axes, index): the distinct mesh axes to reduce-scatter one dimension over, and the
+    index for each layout pair.
+
+    The first entry of `axes` is (), no reduce-scatter. `index` has one entry per pair, in row-major
+    order over [sources, targets].
     """
-    insides: dict[MeshAxes, int] = {(): 0}
-    cases, case_of = distinct(pair.held_of * len(shares) + shares_of)
+    index_of_axes: dict[MeshAxes, int] = {(): 0}
+    cases, case_of = index_distinct_codes(pair.held_of * len(partial_axes) + partial_of)
     table = np.zeros((len(cases), len(pair.wanted)), dtype=np.int64)
-    for place, (now, over) in enumerate(divmod(case, len(shares)) for case in cases.tolist()):
-        if shares[over]:
+    for row, (held, partial) in enumerate(
+        divmod(case, len(partial_axes)) for case in cases.tolist()
+    ):
+        if partial_axes[partial]:
             found = (
-                reduce_scatter_axes(pair.held[now][0], axes, shares[over])
+                reduce_scatter_axes(pair.held[held][0], axes, partial_axes[partial])
                 for axes, _ in pair.wanted
             )
-            table[place] = [insides.setdefault(axes, len(insides)) for axes in found]
-    return list(insides), table[case_of][:, pair.wanted_of].reshape(-1)
+            table[row] = [index_of_axes.setdefault(axes, len(index_of_axes)) for axes in found]
+    return list(index_of_axes), table[case_of][:, pair.wanted_of].reshape(-1)
 
 
-def _addition(shares: MeshAxes, parts: int, insides: Iterable[MeshAxes]) -> Addition:
-    """Collectives that add up `shares` of a tensor in `parts` blocks, scattered along `insides` of
-    a dimension each.
+def _addition(
+    partial_axes: MeshAxes, shards: int, axes_by_dimension: Iterable[MeshAxes]
+) -> Addition:
+    """Return the collectives that reduce the partial sums over `partial_axes` of a tensor.
+
+    `shards` is the number of shards of the tensor. `axes_by_dimension` are the mesh axes to
+    reduce-scatter each dimension over. The remaining partial axes are all-reduced.
     """
     steps = []
-    for inside in filter(None, insides):
-        steps.append(("reduce_scatter", inside, parts))
-        shares = without_axes(shares, inside)
-        parts *= degree_of(inside)
-    if shares:
-        steps.append(("all_reduce", merge_axes(shares), parts))
+    for scatter_axes in filter(None, axes_by_dimension):
+        steps.append(("reduce_scatter", scatter_axes, shards))
+        partial_axes = without_axes(partial_axes, scatter_axes)
+        shards *= degree_of(scatter_axes)
+    if partial_axes:
+        steps.append(("all_reduce", merge_axes(partial_axes), shards))
     return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardTable:
-    """Seconds of changes of layout on a group of `devices`; tables are made once for all tensors
-    cut alike.
+    """Seconds of layout changes on a group of `devices`. Tensors that are sharded equally share
+    cached tables.
     """
 
     cluster: Cluster
@@ -340,8 +390,10 @@ class ReshardTable:
     def seconds(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
     ) -> Floats:
-        """Seconds from each of `sources`, which hold no shares of sums, to each of `targets`;
-        [sources, targets]. The tensor has `size_bytes` in all. Each entry is the sum of
+        """Return the seconds from each of `sources` to each of `targets`, of shape [sources,
+        targets].
+
+        `sources` have no partial sums. The tensor has `size_bytes` in all. Each entry is the sum of
         `relayout_seconds` over `redistribution_steps`.
         """
         windows = tuple(layout.windows for layout in targets)
@@ -360,26 +412,30 @@ class ReshardTable:
     def _affine(
         self, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> tuple[Floats, Floats]:
-        """Seconds at once and a byte of the tensor, for each pair."""
+        """Return (fixed seconds, seconds per byte of the full tensor) of each pair, both of shape
+        [sources, targets].
+        """
         shape = len(sources), len(targets)
         pairs = _pairs_by_dimension(sources, targets)
         fixed = np.zeros(shape)
         per_byte = np.zeros(shape)
-        apart = _gathers_apart(pairs, shape, len(self.devices))
-        apart &= np.array([not layout.windows for layout in targets])
+        is_separable = _is_slice_then_gather(pairs, shape, len(self.devices))
+        is_separable &= np.array([not layout.windows for layout in targets])
         for size, line in moving_lines(self.cluster, self.devices):
             by_size = [pair.by_neighbours(size) for pair in pairs]
-            share, dimensions = _missing_volume(by_size, shape, len(self.devices) // size)
-            fixed += np.where(apart, dimensions, share > 0) * line.fixed_s
-            per_byte += share * line.per_byte_s
+            fraction, dimensions = _missing_volume(by_size, shape, len(self.devices) // size)
+            fixed += np.where(is_separable, dimensions, fraction > 0) * line.fixed_s
+            per_byte += fraction * line.per_byte_s
         return fixed, per_byte
 
     def to_reader(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
     ) -> Floats:
-        """From each of `sources`, shares of sums among them, to each of `targets`, which nobody but
-        it wants. Shares are scattered where the target cuts further, as lowering does it. Of a
-        tensor of `size_bytes`; [sources, targets].
+        """Return the seconds from each of `sources` to each of `targets`, if the target is the only
+        reader; [sources, targets].
+
+        `sources` may have partial sums. Lowering reduce-scatters them if the target shards a
+        dimension further, and so does this cost. The tensor has `size_bytes` in all.
         """
         if not any(source.is_partial for source in sources):
             return self.seconds(sources, targets, size_bytes)
@@ -395,49 +451,61 @@ class ReshardTable:
         return adding.seconds(size_bytes)[addition_of] + np.take_along_axis(moving, held_of, axis=0)
 
     def _reduction_paths(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
-        """How the shares of each of `sources` are added up on the way to `targets`, which are even
-        and hold none. A target's axes cut one dimension each, so what is scattered along one does
-        not depend on the others. Each layout that is held after that and each addition is made
-        once.
+        """Return how the partial sums of each of `sources` are reduced on the way to each of
+        `targets`.
+
+        `targets` have even shards and no partial sums. A mesh axis shards at most one dimension of
+        a target, so the reduce-scatter of one dimension does not depend on the others. Each layout
+        after the reduction and each reduction is created once.
         """
         rows = np.repeat(np.arange(len(sources)), len(targets))
-        shares, shares_of = numbered(source.partial_over for source in sources)
-        parts, parts_of = numbered(source.shard_count for source in sources)
+        partial_axes, partial_of = index_distinct(source.partial_over for source in sources)
+        shards, shards_of = index_distinct(source.shard_count for source in sources)
         pairs = _pairs_by_dimension(sources, targets)
         cuts = []
         scattered = []
         for pair in pairs:
-            insides, inside_of = _scattered(pair, shares, shares_of)
-            ways, way_of = distinct(pair.held_of[rows] * len(insides) + inside_of)
-            now_and_inside = (divmod(way, len(insides)) for way in ways.tolist())
-            after, after_of = numbered(
-                merge_axes(pair.held[now][0] + insides[number]) for now, number in now_and_inside
+            axes_list, inside_of = _scatter_axes(pair, partial_axes, partial_of)
+            distinct_ways, way_of = index_distinct_codes(
+                pair.held_of[rows] * len(axes_list) + inside_of
+            )
+            now_and_inside = (divmod(way, len(axes_list)) for way in distinct_ways.tolist())
+            after, after_of = index_distinct(
+                merge_axes(pair.held[now][0] + axes_list[number]) for now, number in now_and_inside
             )
             cuts.append((after, after_of[way_of]))
-            scattered.append((insides, inside_of))
-        cut_rows, held_of = combined(cuts, len(rows))
+            scattered.append((axes_list, inside_of))
+        cut_rows, held_of = index_distinct_rows(cuts, len(rows))
         held = []
         for row in cut_rows:
-            own: list[MeshAxes] = [()] * len(targets[0].shape)
+            shard_axes: list[MeshAxes] = [()] * len(targets[0].shape)
             for pair, axes in zip(pairs, row, strict=True):
-                own[pair.dimension] = axes
-            held.append(Layout(targets[0].shape, tuple(own)))
-        added, addition_of = combined(
-            [(shares, shares_of[rows]), (parts, parts_of[rows]), *scattered], len(rows)
+                shard_axes[pair.dimension] = axes
+            held.append(Layout(targets[0].shape, tuple(shard_axes)))
+        added, addition_of = index_distinct_rows(
+            [(partial_axes, partial_of[rows]), (shards, shards_of[rows]), *scattered], len(rows)
         )
-        adding = self._adding([_addition(over, count, insides) for over, count, *insides in added])
+        adding = self._adding(
+            [_addition(over, count, axes_list) for over, count, *axes_list in added]
+        )
         shape = len(sources), len(targets)
         return held, held_of.reshape(shape), adding, addition_of.reshape(shape)
 
     def to_all(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
     ) -> Floats:
-        """The same where others want the value, too: shares are added up to copies first."""
+        """Return the seconds from each of `sources` to each of `targets`, of shape [sources,
+        targets], if the value has other readers.
+
+        Partial sums are all-reduced first.
+        """
         moving = self.seconds([each.reduced() for each in sources], targets, size_bytes)
         return self.to_copies(sources, size_bytes)[:, None] + moving
 
     def to_copies(self, sources: Sequence[Layout], size_bytes: float) -> Floats:
-        """Cost of adding up the partial sums of each of `sources`, cut as they are."""
+        """Return the seconds to all-reduce the partial sums of each of `sources`; the
+        shards stay.
+        """
         additions: list[Addition] = [
             (("all_reduce", each.partial_over, each.shard_count),) if each.is_partial else ()
             for each in sources
@@ -445,7 +513,7 @@ class ReshardTable:
         return self._adding(additions).seconds(size_bytes)
 
     def _adding(self, additions: Sequence[Addition]) -> SumReduction:
-        """Cost of each of `additions`, for tensors of any size."""
+        """Return the costs of the reductions `additions`, for tensors of any size."""
         numbers = {
             step: number
             for number, step in enumerate(dict.fromkeys(itertools.chain(*additions)), 1)
@@ -465,19 +533,21 @@ class ReshardTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedValue:
-    """A variable for a value that several nodes read: the layout in which they find it, and what
-    layouts cost. So a change of layout that several readers share is paid once: a value goes from
-    the layout in which its node leaves it to the variable's, and from there to each reader's.
+    """A variable of the optimisation model for a value that several nodes read: a choice of one of
+    `layouts`.
+
+    The value changes from the layout that its node produces to the variable's layout, and from
+    there to each reader's. So a change of layout that several readers share is counted once.
     """
 
     layouts: tuple[Layout, ...]
     from_source: Floats
-    """[configurations of the source, layouts] seconds; of a parameter there is no source: [0,
-    layouts].
+    """Seconds of shape [configurations of the source, layouts]; [0, layouts] for a parameter, which
+    has no source.
     """
     to_readers: tuple[Floats, ...]
-    """For each reader [layouts, its configurations]; inf where they do not go together. Equal
-    readers share them.
+    """For each reader: seconds of shape [layouts, configurations of the reader]; inf for
+    incompatible pairs. Equal readers share one array.
     """
 
 
@@ -489,10 +559,12 @@ def shared_value(
     given: bool,
     times: int,
 ) -> SharedValue:
-    """The variable of a computed value of `size_bytes` that changes layout `times` a step. `given`
-    says whether others want it besides `readers`. Lowering scatters shares of sums only to what all
-    readers want alike: hence a second set of the layouts wanted by all, which cost less to come to
-    and cannot be left.
+    """Return the variable of a computed value of `size_bytes` that changes layout `times` per step.
+
+    `given` is true if the stage outputs the value. Lowering reduce-scatters partial sums only if
+    all readers need one layout. So layouts that all readers can need occur a second time in the
+    variable (`bound`): they are reached by reduce-scatter, which is cheaper, and from them only
+    readers of the equal layout are allowed.
     """
     held = [layout.reduced() for layout in source.layouts]
     free = list(
@@ -502,49 +574,54 @@ def shared_value(
     if not given and any(layout.is_partial for layout in source.layouts):
         evens = [{layout.even() for layout in reader.layouts} for reader in readers]
         bound = [layout for layout in free if all(layout in even for even in evens)]
-    into = [table.to_all(source.layouts, free, size_bytes)]
+    from_source = [table.to_all(source.layouts, free, size_bytes)]
     if bound:
-        into.append(table.to_reader(source.layouts, bound, size_bytes))
-    out: dict[int, Floats] = {}
+        from_source.append(table.to_reader(source.layouts, bound, size_bytes))
+    to_reader: dict[int, Floats] = {}
     for reader in readers:
-        if id(reader) in out:
+        if id(reader) in to_reader:
             continue
         moving = [table.seconds(free, reader.layouts, size_bytes)]
         if bound:
-            of_equal = table.seconds(bound, reader.layouts, size_bytes)
+            seconds_to_equal = table.seconds(bound, reader.layouts, size_bytes)
             moving.append(
-                of_equal + _only_equal(bound, [layout.even() for layout in reader.layouts])
+                seconds_to_equal + _only_equal(bound, [layout.even() for layout in reader.layouts])
             )
-        out[id(reader)] = np.concatenate(moving)[:, reader.of] * times
-    to_readers = tuple(out[id(reader)] for reader in readers)
-    return SharedValue((*free, *bound), np.concatenate(into, axis=1)[source.of] * times, to_readers)
+        to_reader[id(reader)] = np.concatenate(moving)[:, reader.layout_of] * times
+    to_readers = tuple(to_reader[id(reader)] for reader in readers)
+    return SharedValue(
+        (*free, *bound), np.concatenate(from_source, axis=1)[source.layout_of] * times, to_readers
+    )
 
 
 def shared_parameter(
     readers: Sequence[TensorLayouts], shape: tuple[int, ...], only_whole: bool
 ) -> SharedValue:
-    """The variable of a parameter: held in the one layout that all its readers want, or whole and
-    cut for free.
+    """Return the variable of a parameter that several nodes read.
+
+    Its layouts are: replicated, from which each reader slices at no cost, and each layout that all
+    readers can need. With `only_whole`, only the replicated layout is allowed.
     """
-    whole = replicated(shape)
+    full = replicated(shape)
     wanted = dict.fromkeys(layout for reader in readers for layout in reader.layouts)
     common = [
         each
         for each in wanted
-        if each != whole and all(each in reader.layouts for reader in readers)
+        if each != full and all(each in reader.layouts for reader in readers)
     ]
     if only_whole:
         common = []
-    out = tuple(
+    to_readers = tuple(
         np.concatenate([np.zeros((1, len(reader.layouts))), _only_equal(common, reader.layouts)])[
-            :, reader.of
+            :, reader.layout_of
         ]
         for reader in readers
     )
-    return SharedValue((whole, *common), np.zeros((0, 1 + len(common))), out)
+    return SharedValue((full, *common), np.zeros((0, 1 + len(common))), to_readers)
 
 
 def _only_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:
+    """Return a table [layouts, wanted] with 0 for equal layouts and inf for all other pairs."""
     rows = {layout: row for row, layout in enumerate(layouts)}
     found = np.full((len(layouts), len(wanted)), np.inf)
     for column, layout in enumerate(wanted):

@@ -125,7 +125,9 @@ def make_tables(
         left = source[0].leaves(source[1])
         wanted = reader[0].reads(reader[1])
         change = stage.reshard.to_all if given else stage.reshard.to_reader
-        return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
+        return (
+            change(left.layouts, wanted.layouts, size)[left.layout_of][:, wanted.layout_of] * times
+        )
 
     @cache
     def shared(
