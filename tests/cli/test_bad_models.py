@@ -233,7 +233,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = 
             {"x": [2, 3]},
             "y",
         ),
-        ("cannot be told", "nonzero"),
+        ("cannot be inferred", "nonzero"),
     ),
     "other learning": (
         _learnt_before,

@@ -28,6 +28,7 @@ from autopipe.passes.frontend.decompositions.registry import (
 from autopipe.passes.frontend.derivations import Step
 from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
 from autopipe.passes.frontend.dimensions import extent_of
+from autopipe.passes.frontend.dynamic_shapes.interpretation import DynamicShapes
 from autopipe.passes.frontend.elements import (
     NUMBERS,
     array_of,
@@ -50,7 +51,6 @@ from autopipe.passes.frontend.load import MOST_NODES, topological_positions
 from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.rewriter import NEWEST, FileRewriter
-from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.signature import (
     STATISTIC_SLOTS,
@@ -97,7 +97,7 @@ class _Sweep:
     weights: Weights
     inference: Inference
     sequences: Sequences
-    selections: Selections
+    dynamic_shapes: DynamicShapes
     stated: dict[str, list[onnx.ValueInfoProto]]
     """Types that the file states of values, by name; of several, the last that is static counts."""
     types: dict[str, Value] = field(default_factory=dict)
@@ -226,8 +226,12 @@ def interpret(
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
     inference = Inference(source.opsets)
-    selections = Selections(source.nodes, inference, source.opset, weights.roles.uses, bounds)
-    sweep = _Sweep(source, inputs, weights, inference, Sequences(source.opset), selections, stated)
+    dynamic_shapes = DynamicShapes(
+        source.nodes, inference, source.opset, weights.roles.uses, bounds
+    )
+    sweep = _Sweep(
+        source, inputs, weights, inference, Sequences(source.opset), dynamic_shapes, stated
+    )
     sweep.results = dict.fromkeys(info.name for info in source.graph.output)
     sweep.types.update((value.name, value) for value in inputs.values)
     for name, array in fixed.items():
@@ -250,8 +254,8 @@ def interpret(
         else:
             _padded_lookup(sweep, read, row)
     for name in sweep.results:
-        if name in selections:
-            for node in selections.given(name):
+        if name in dynamic_shapes:
+            for node in dynamic_shapes.output_nodes(name):
                 _visit(sweep, node)
     for name, most in bounds.items():
         if name in sweep.types:
@@ -333,7 +337,7 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     for name in operands:
         if name and not any(
-            name in each for each in (sweep.types, sweep.sequences, sweep.selections)
+            name in each for each in (sweep.types, sweep.sequences, sweep.dynamic_shapes)
         ):
             missing = MissingWeightTypes(
                 sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results)
@@ -472,8 +476,8 @@ def _in_other_words(
         return resolved(node, operands, sweep.known())
     if sweep.sequences.concern(node):
         return sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays)
-    if sweep.selections.concern(node, operands, sweep.types, sweep.arrays, sweep.declared):
-        return sweep.selections.made_static(node, operands, sweep.types, sweep.arrays)
+    if sweep.dynamic_shapes.concerns(node, operands, sweep.types, sweep.arrays, sweep.declared):
+        return sweep.dynamic_shapes.make_static(node, operands, sweep.types, sweep.arrays)
     return None
 
 

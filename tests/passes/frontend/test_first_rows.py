@@ -268,7 +268,7 @@ def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
     path = saved(proto_of(CASES["the rows"][0]), tmp_path)
     with pytest.raises(ModelError, match=r"range_range.*'range'") as refused:
         read_model(path)
-    assert refused.value.hint == "add --dim range:0=EXTENT with the most that there may be"
+    assert refused.value.hint == "add --dim range:0=EXTENT with the maximum size"
     known = model(
         [node("Range", "zero two one", "y")],
         {"x": [2]},
@@ -288,7 +288,7 @@ def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_what_reads_behind_the_last_row_is_refused(last: onnx.NodeProto, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="takes together rows"):
+    with pytest.raises(ModelError, match="combines rows that Range"):
         read_model(
             saved(proto_of([last]), tmp_path),
             dims={"range:0": MOST},

@@ -355,11 +355,11 @@ def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("nodes", "outputs", "message"),
     [
-        ([KEPT, node("Hardmax", "kept", "y", axis=0)], "y", "takes together rows that Compress"),
+        ([KEPT, node("Hardmax", "kept", "y", axis=0)], "y", "combines rows that Compress"),
         (
             [KEPT, node("Compress", "x other", "b", axis=0), node("Add", "kept b", "y")],
             "y",
-            "takes together",
+            "combines rows",
         ),
     ],
 )

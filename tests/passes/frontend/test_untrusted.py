@@ -247,7 +247,7 @@ def test_shapes_that_depend_on_data(tmp_path: Path) -> None:
     ]
     assert (
         "nonzero_n"
-        in refused(saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path), "cannot be told").message
+        in refused(saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path), "cannot be inferred").message
     )
 
 

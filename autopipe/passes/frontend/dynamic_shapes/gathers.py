@@ -1,0 +1,259 @@
+"""Gather, GatherND, Slice and Split of selected rows, and gathers at selected indices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    WITNESS,
+    Counted,
+    Indices,
+    SelectedRows,
+    Selection,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import (
+    are_own_ranks,
+    as_selected_rows,
+    read_at_indices,
+    read_own_elements,
+)
+from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
+from autopipe.passes.frontend.dynamic_shapes.prefixes import at_most, slice_prefix
+from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
+from autopipe.passes.frontend.dynamic_shapes.sizes import Number, SizeArray
+
+
+def gather_own_elements(context: NodeContext) -> bool:
+    """Compute a GatherND that reads elements of each row at constant positions: the first index is
+    the rank of the row. Returns False for another GatherND.
+    """
+    data = context.fact(0)
+    indices = context.fact(1)
+    if not isinstance(data, SelectedRows) or not isinstance(indices, Indices):
+        return False
+    if context.integer("batch_dims"):
+        return False
+    if data.axis or not are_own_ranks(indices):
+        return False
+    data = context.write.weighted(data)
+    value = read_own_elements(context.write, data, indices)
+    shape = indices.constants.shape
+    row_type = replace(data.row_type, shape=(*shape[:-1], *data.row_type.shape[shape[-1] :]))
+    context.results[context.node.output[0]] = replace(data, row_type=row_type, value=value)
+    return True
+
+
+def gather_by_rank(context: NodeContext) -> bool:
+    """Compute a Gather or GatherND of rows at their ranks among the selected rows. Returns False if
+    it reads along another dimension.
+    """
+    write = context.write
+    is_nd = context.node.op_type == "GatherND"
+    result = context.node.output[0]
+    data = context.fact(0)
+    positions = context.fact(1)
+    if not isinstance(data, Indices | SelectedRows) or isinstance(positions, Counted):
+        return False
+    depth = _depth(context, data, positions)
+    if depth is None or (data.axis >= depth if is_nd else data.axis != depth):
+        return False
+    rows = as_selected_rows(write, data)
+    packed = write.packed(rows)
+    index_type = context.types[context.operands[1]] if positions is None else positions.row_type
+    name = context.operands[1]
+    indices = None
+    if positions is not None:
+        indices = as_selected_rows(write, positions)
+        indices = write.filled(indices, 0, indices.selection.axes)
+        name = indices.value
+    column = data.axis if is_nd else None
+    name = nonnegative_ranks(context, name, rows.selection, index_type, column)
+    if indices is None:
+        write.origin_with([packed.name, name], [result])
+        return True
+    value = f"{result}/rows"
+    write.origin_with([packed.name, name], [value])
+    outer = () if is_nd else packed.shape[:depth]
+    inner = packed.shape[depth if is_nd else depth + 1 :]
+    found = index_type.shape[:-1] if is_nd else index_type.shape
+    row_type = Value("", packed.dtype, (*outer, *found, *inner))
+    context.results[result] = SelectedRows(
+        indices.selection, row_type, len(outer) + indices.axis, indices.over, value
+    )
+    return True
+
+
+def _depth(
+    context: NodeContext, data: Indices | SelectedRows, positions: Indices | SelectedRows | None
+) -> int | None:
+    """Return the axis along which a Gather reads, or the number of indices per position of a
+    GatherND; None if it is not supported.
+    """
+    if context.node.op_type == "Gather":
+        return positive(context.integer("axis"), len(data.row_type.shape))
+    if context.integer("batch_dims"):
+        return None
+    if positions is None:
+        shape = context.types[context.operands[1]].shape
+        return shape[-1] if shape else None
+    rank = len(positions.row_type.shape)
+    return None if positions.axis == rank - 1 else positions.row_type.shape[-1]
+
+
+def nonnegative_ranks(
+    context: NodeContext, name: str, selection: Selection, index_type: Value, column: int | None
+) -> str:
+    """Write ranks of rows with n added to negative ones, which count from the last row. If a
+    position has several indices, `column` is the one that counts rows.
+    """
+    write = context.write
+    known = context.arrays.get(name)
+    if known is not None and (known >= 0).all():
+        return name
+    count = write.cast(write.count_selected(selection), index_type.dtype)
+    if column is not None:
+        flags = [int(each == column) for each in range(index_type.shape[-1])]
+        count = write.node("Mul", [count, write.cast(write.vector(flags), index_type.dtype)])
+    is_negative = write.node("Less", [name, write.scalar(0, index_type.dtype)])
+    return write.node("Where", [is_negative, write.node("Add", [name, count]), name])
+
+
+def gather_static(context: NodeContext) -> bool:
+    """Compute a Gather or GatherND that reads a static value at selected indices. Returns False if
+    the result is not the value with reordered dimensions.
+    """
+    indices = context.fact(1)
+    if not isinstance(indices, Indices) or context.fact(0) is not None:
+        return False
+    is_nd = context.node.op_type == "GatherND"
+    data = context.types[context.operands[0]]
+    shape = indices.constants.shape
+    outer = shape[:-1] if is_nd else shape
+    columns = None if context.integer("batch_dims") else indices.index_columns(is_nd)
+    first = 0 if is_nd else positive(context.integer("axis"), len(data.shape))
+    if columns is None or math.prod(outer) != 1:
+        return False
+    found = read_at_indices(context.write, indices.selection, columns, data, first)
+    if found is None:
+        return False
+    name, over = found
+    row_shape = (*data.shape[:first], *outer, *data.shape[first + len(columns) :])
+    rows = SelectedRows(
+        indices.selection, Value("", data.dtype, row_shape), first + indices.axis, over, name
+    )
+    if len(outer) > 1:
+        rows = replace(rows, value=context.write.reshape(name, rows.shape))
+    context.results[context.node.output[0]] = rows
+    return True
+
+
+def slice_rows(context: NodeContext) -> bool:
+    """Compute a Slice along the dimension that counts rows, with constant bounds or to the last
+    row. Returns False for another Slice, and for one that keeps all rows.
+    """
+    fact = context.fact(0)
+    write = context.write
+    if not isinstance(fact, Indices | SelectedRows):
+        return False
+    starts, ends, axes, steps = (context.number(slot) for slot in (1, 2, 3, 4))
+    if starts is None or ends is None or starts.shape != (1,):
+        return False
+    if isinstance(axes, SizeArray) or isinstance(steps, SizeArray):
+        raise context.unsupported()
+    step = 1 if steps is None else int(steps.reshape(-1)[0])
+    is_prefix = fact.selection.first_rows is not None
+    if step < 1 or (step > 1 and not is_prefix):
+        return False
+    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(fact.row_type.shape))
+    if axis != fact.axis:
+        return False
+    if isinstance(starts, SizeArray):
+        raise context.unsupported()
+    start = int(starts[0])
+    end = _end(context, ends, fact.selection.capacity)
+    if start == 0 and end is None and step == 1:
+        return False
+    rows = as_selected_rows(write, fact)
+    if slice_prefix(context, rows, start, end, step):
+        return True
+    if step > 1:
+        raise context.unsupported()
+    selection = rows.selection
+    result = context.node.output[0]
+    if start == 0 and end is not None and 0 < end < selection.capacity:
+        packed = write.packed(rows)
+        first = at_most(context, selection, end)
+        value = write.slice(packed.name, axis, 0, end)
+        context.results[result] = SelectedRows(first, rows.row_type, axis, first.axes, value)
+        return True
+    ranks = write.ranks(selection)
+    mask = write.flat_mask(selection)
+    count = write.count_selected(selection)
+    if start:
+        is_before = write.node("Less", [ranks, _from_last(write, start, count)])
+        mask = write.node("And", [mask, write.node("Not", [is_before])])
+    if end is not None:
+        is_behind = write.node("GreaterOrEqual", [ranks, _from_last(write, end, count)])
+        mask = write.node("And", [mask, write.node("Not", [is_behind])])
+    root = f"{selection.key} {start} {end}"
+    context.results[result] = _restricted(context, rows, mask, root)
+    return True
+
+
+def _end(context: NodeContext, ends: Number, capacity: int) -> int | None:
+    """Return the end of a Slice of n <= `capacity` rows: a constant, which counts from the last row
+    if it is negative, or None for n and beyond.
+    """
+    if isinstance(ends, np.ndarray):
+        end = int(ends.reshape(-1)[0])
+        return None if end >= max(WITNESS, capacity) else end
+    assert isinstance(ends, SizeArray)
+    offset, *factors = ends.elements()[0]
+    if factors != [1]:
+        raise context.unsupported()
+    return None if offset >= 0 else int(offset)
+
+
+def _from_last(write: RowWriter, bound: int, count: str) -> str:
+    """Write a bound of a Slice; a negative one counts from the last row."""
+    number = write.scalar(bound, DType.INT64)
+    return write.node("Add", [count, number]) if bound < 0 else number
+
+
+def split_rows(context: NodeContext) -> bool:
+    """Compute a Split of rows into ranges of ranks, whose lengths can be computed while running.
+    Returns False for a Split along another dimension.
+    """
+    fact = context.fact(0)
+    write = context.write
+    if not isinstance(fact, Indices | SelectedRows) or len(context.operands) < 2:
+        return False
+    axis = positive(context.integer("axis"), len(fact.row_type.shape))
+    if fact.axis != axis or context.fact(1) is not None:
+        return False
+    rows = as_selected_rows(write, fact)
+    selection = rows.selection
+    ranks = write.ranks(selection)
+    ends = write.node("CumSum", [context.operands[1], write.scalar(0, DType.INT64)])
+    rest = write.flat_mask(selection)
+    for place, name in enumerate(context.node.output):
+        is_before_end = write.node("Less", [ranks, write.slice(ends, 0, place, place + 1)])
+        mask = write.node("And", [rest, is_before_end])
+        rest = write.node("And", [rest, write.node("Not", [is_before_end])])
+        root = f"{selection.key} {context.operands[1]} {place}"
+        context.results[name] = _restricted(context, rows, mask, root)
+    return True
+
+
+def _restricted(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
+    """Return the rows whose flag in the vector `mask` is true, which are some of those selected."""
+    write = context.write
+    shape = rows.selection.shape
+    selection = Selection(write.reshape(mask, shape), shape, shape, context.title, root)
+    full = write.spread(write.weighted(rows), rows.selection.axes)
+    return replace(full, selection=selection)

@@ -1,0 +1,230 @@
+"""Interprets the nodes of a file in the abstract domain, in topological order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Value
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    Counted,
+    Fact,
+    Indices,
+    SelectedRows,
+    Selection,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
+from autopipe.passes.frontend.dynamic_shapes.laws import apply_laws
+from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
+from autopipe.passes.frontend.dynamic_shapes.node_context import (
+    SHAPE_OPERANDS,
+    NodeContext,
+    RowAxes,
+)
+from autopipe.passes.frontend.dynamic_shapes.producers import select, select_first
+from autopipe.passes.frontend.dynamic_shapes.regrouping import in_joined_selection
+from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
+from autopipe.passes.frontend.dynamic_shapes.size_operators import (
+    compute_sizes,
+    count_mask,
+    measure,
+    run_time_numbers,
+)
+from autopipe.passes.frontend.dynamic_shapes.sizes import MINIMA, SIZE_OPERATORS, SizeArray
+
+if TYPE_CHECKING:
+    import onnx
+
+    from autopipe.passes.frontend.inference import Inference
+    from autopipe.passes.frontend.uses import Uses
+
+_SELECTING_OPERAND = {
+    "Compress": 1,
+    "NonMaxSuppression": 1,
+    "NonZero": 0,
+    "Range": 1,
+    "Unique": 0,
+}
+"""By operator that selects, the operand whose elements decide what is selected."""
+_SELECTING = _SELECTING_OPERAND.keys() - {"Range"}
+_FAILURES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""Exceptions of numpy and of the evaluator for nodes whose operands do not fit."""
+
+
+class DynamicShapes(dict[str, Fact]):
+    """The facts of the values that have a row per selected element or depend on their number, by
+    name. Values without a fact are static.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[onnx.NodeProto],
+        inference: Inference,
+        opset: int,
+        uses: Uses,
+        bounds: Mapping[str, int],
+    ) -> None:
+        """`bounds` has the maximum sizes of results of Range, by name."""
+        super().__init__()
+        self._inference = inference
+        self._opset = opset
+        self._uses = uses
+        self._bounds = bounds
+        self._roots = MaskRoots(nodes)
+        self._static_counts: dict[str, Counted] = {}
+        """Facts of static values of the graph that are known to be polynomials in n."""
+        self._derived_selections: dict[object, Selection] = {}
+        self._row_axes_cache: dict[object, RowAxes] = {}
+
+    def concerns(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+        declared: Callable[[str], Value | None],
+    ) -> bool:
+        """True if the node selects by data, or reads a value whose shape depends on a selection.
+
+        `declared` returns the static type that the file states for a value, None if there is none.
+        """
+        if any(name in self for name in operands):
+            return True
+        if node.domain not in ("", "ai.onnx"):
+            return False
+        reads_count = any(name in self._static_counts for name in operands)
+        if node.op_type == "ReduceSum" or reads_count:
+            return self._is_shaped_by_count(node, operands, types, arrays)
+        if node.op_type not in _SELECTING_OPERAND or declared(node.output[0]) is not None:
+            return False
+        slot = _SELECTING_OPERAND[node.op_type]
+        return len(operands) > slot and operands[slot] not in arrays
+
+    def _is_shaped_by_count(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+    ) -> bool:
+        """True if a count of selected elements is a size or position operand of the node. Otherwise
+        the node stays in the graph, and counts that it computes are recorded.
+        """
+        slots = [slot for slot in SHAPE_OPERANDS.get(node.op_type, ()) if slot < len(operands)]
+        if any(operands[slot] in self._static_counts for slot in slots):
+            return node.op_type != "Slice" or operands[0] not in self._static_counts
+        context = self._context(node, operands, types, arrays)
+        with contextlib.suppress(ModelError, *_FAILURES):
+            if node.op_type == "ReduceSum":
+                count_mask(context, self._roots)
+            elif node.op_type in SIZE_OPERATORS - MINIMA:
+                compute_sizes(context)
+            counts = {
+                name: each for name, each in context.results.items() if isinstance(each, Counted)
+            }
+            self._static_counts.update(counts)
+        return False
+
+    def make_static(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+    ) -> list[onnx.NodeProto]:
+        """Return the nodes of static shapes that replace a node, and record its results. Raises
+        ModelError if there are none.
+        """
+        context = self._context(node, operands, types, arrays)
+        try:
+            self._interpret(context)
+        except _FAILURES as error:
+            raise context.unsupported() from error
+        self.update(context.results)
+        operand = context.fact(0)
+        result = node.output[0]
+        if node.op_type == "Cast" and isinstance(operand, Counted) and result not in self:
+            coefficients = [each.astype(np.float64) for each in operand.numbers.coefficients]
+            self._static_counts[result] = Counted(operand.selection, SizeArray.of(coefficients))
+        return context.write.nodes
+
+    def _interpret(self, context: NodeContext) -> None:
+        """Record the facts of the node's results."""
+        operator = context.node.op_type
+        if operator in _SELECTING:
+            select(context, self._uses, self._roots)
+        elif operator == "Range" and not any(context.facts):
+            limit = select_first(context, self._roots, self._bounds)
+            self._static_counts[context.operands[1]] = limit
+        elif operator == "Identity" or (operator == "Concat" and len(context.operands) == 1):
+            facts = (each for each in context.facts if each is not None)
+            context.results.update((context.node.output[0], each) for each in facts)
+        elif operator in ("Shape", "Size"):
+            measure(context)
+        else:
+            apply_laws(context)
+
+    def _context(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+    ) -> NodeContext:
+        """Return the node with the facts of its operands. Counts among static values are used for
+        size operands, and for all operands of a shape computation.
+        """
+        facts = [self.get(name) for name in operands]
+        slots = [*SHAPE_OPERANDS.get(node.op_type, ())]
+        has_rows = any(isinstance(each, Indices | SelectedRows) for each in facts)
+        if not has_rows and node.op_type in SIZE_OPERATORS:
+            slots += range(len(facts))
+        for slot in slots:
+            if slot < len(facts) and facts[slot] is None:
+                facts[slot] = self._static_counts.get(operands[slot])
+        context = NodeContext(
+            node,
+            operands,
+            tuple(facts),
+            types,
+            arrays,
+            self._inference,
+            self._opset,
+            RowWriter(node, self._opset),
+            self._row_axes_cache,
+            self._derived_selections,
+        )
+        expressed = [
+            in_joined_selection(context, each)
+            if slot in slots and isinstance(each, Counted)
+            else each
+            for slot, each in enumerate(facts)
+        ]
+        return replace(context, facts=tuple(expressed))
+
+    def output_nodes(self, name: str) -> list[onnx.NodeProto]:
+        """Return the nodes of an output of the model that has a fact, which is removed. The output
+        has its selected rows first, followed by zeros up to the capacity of the selection.
+        """
+        import onnx.helper
+
+        identity = onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name)
+        context = self._context(identity, (name,), {}, {})
+        fact = self.pop(name)
+        write = context.write
+        if isinstance(fact, Counted):
+            write.node("Identity", [run_time_numbers(context, name, fact)], name)
+            return write.nodes
+        rows = as_selected_rows(write, fact)
+        rows = write.filled(rows, 0, rows.selection.axes)
+        if rows.pair_axis is not None:
+            if rows.selection.first_rows is None:
+                raise context.unsupported()
+            rows = write.filled_pairs(rows, 0)
+        write.node("Identity", [write.packed(rows).name], name)
+        return write.nodes

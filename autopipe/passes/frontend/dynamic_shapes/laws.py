@@ -1,0 +1,143 @@
+"""The laws of the abstract domain: one sequence of laws per operator class.
+
+A law returns False, without a fact for a result, if it does not apply to the node. The laws of a
+class are tried in order: special cases that keep more precise facts come first. An operator of no
+listed class computes rows one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    Counted,
+    Fact,
+    Indices,
+    SelectedRows,
+    Selection,
+)
+from autopipe.passes.frontend.dynamic_shapes.gathers import (
+    gather_by_rank,
+    gather_own_elements,
+    gather_static,
+    slice_rows,
+    split_rows,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import as_rows
+from autopipe.passes.frontend.dynamic_shapes.masked_reductions import reduce_rows, sort_rows
+from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
+from autopipe.passes.frontend.dynamic_shapes.regrouping import join_rows, regroup_rows
+from autopipe.passes.frontend.dynamic_shapes.row_wise import compute_rows, move_indices
+from autopipe.passes.frontend.dynamic_shapes.scatters import scatter
+from autopipe.passes.frontend.dynamic_shapes.size_operators import (
+    compute_sizes,
+    cut_to_count,
+)
+from autopipe.passes.frontend.dynamic_shapes.windows import compute_windows
+
+Law = Callable[[NodeContext], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorClass:
+    """Operators with equal laws."""
+
+    name: str
+    operators: frozenset[str]
+    before_alignment: tuple[Law, ...] = ()
+    """Laws for operands whose rows different selections may select."""
+    laws: tuple[Law, ...] = ()
+    """Laws for operands whose rows are all selected by one selection. `compute_rows` and
+    `reduce_rows` are tried after them.
+    """
+    combines_selections: bool = False
+    """The updates of a scatter may be selected by another selection than its target."""
+
+
+ROW_WISE = OperatorClass("row-wise", frozenset())
+
+
+def _class(name: str, operators: str, *laws: Law, before: tuple[Law, ...] = ()) -> OperatorClass:
+    return OperatorClass(name, frozenset(operators.split()), before, laws)
+
+
+OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
+    _class("reshape", "Flatten Reshape", move_indices, before=(regroup_rows,)),
+    _class("concatenation", "Concat", move_indices, before=(join_rows,)),
+    _class("sort", "TopK", before=(sort_rows,)),
+    _class("slice", "Slice", move_indices, before=(cut_to_count, slice_rows)),
+    _class("split", "Split", move_indices, before=(split_rows,)),
+    _class("gather", "Gather", gather_static, move_indices, before=(gather_by_rank,)),
+    _class("gather by position", "GatherND", gather_static,
+           before=(gather_own_elements, gather_by_rank)),
+    OperatorClass("scatter", frozenset({"Scatter", "ScatterElements", "ScatterND"}),
+                  laws=(scatter,), combines_selections=True),
+    _class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", move_indices),
+    _class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
+)  # fmt: skip
+"""The operator classes with laws of their own."""
+CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.operators}
+
+
+def apply_laws(context: NodeContext) -> None:
+    """Record the facts of a node's results and write the nodes that compute them. Raises ModelError
+    if no law applies.
+    """
+    operator_class = CLASS_OF.get(context.node.op_type, ROW_WISE)
+    has_pairs = any(
+        isinstance(each, SelectedRows) and each.pair_axis is not None for each in context.facts
+    )
+    if has_pairs:
+        _apply_first((compute_rows, reduce_rows), aligned(context))
+        return
+    if any(law(context) for law in operator_class.before_alignment):
+        return
+    if operator_class.combines_selections and _applies_across_selections(context, operator_class):
+        return
+    context = aligned(context)
+    if not any(isinstance(each, Indices | SelectedRows) for each in context.facts):
+        compute_sizes(context)
+        return
+    _apply_first((*operator_class.laws, compute_rows, reduce_rows), context)
+
+
+def _apply_first(laws: tuple[Law, ...], context: NodeContext) -> None:
+    if not any(law(context) for law in laws):
+        raise context.unsupported()
+
+
+def _applies_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
+    """Apply the laws of a scatter whose target another selection selects than its other operands."""
+    target, *others = context.facts
+    if not isinstance(target, Indices | SelectedRows):
+        return False
+    if not any(isinstance(each, Indices | SelectedRows) for each in others):
+        return False
+    if all(each is None or each.selection.key == target.selection.key for each in others):
+        return False
+    others_aligned = aligned(replace(context, facts=(None, *others)))
+    context = replace(context, facts=(target, *others_aligned.facts[1:]))
+    return any(law(context) for law in operator_class.laws)
+
+
+def aligned(context: NodeContext) -> NodeContext:
+    """Return the context with all facts in terms of one selection. Raises ModelError if the operands
+    have rows of different selections.
+    """
+    facts = [each for each in context.facts if each is not None]
+    if len({each.selection.key for each in facts}) > 1:
+        raise context.unsupported()
+    kinds = (Indices, SelectedRows, Counted)
+    selection = next(each.selection for kind in kinds for each in facts if isinstance(each, kind))
+    return replace(
+        context, facts=tuple(_aligned_fact(context, each, selection) for each in context.facts)
+    )
+
+
+def _aligned_fact(context: NodeContext, fact: Fact | None, selection: Selection) -> Fact | None:
+    if isinstance(fact, Indices) and fact.selection.shape != selection.shape:
+        fact = as_rows(context.write, fact)
+    if isinstance(fact, SelectedRows):
+        return context.write.reexpressed(fact, selection)
+    return None if fact is None else replace(fact, selection=selection)

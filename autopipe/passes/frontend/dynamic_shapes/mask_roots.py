@@ -1,0 +1,149 @@
+"""Finds masks of a file that have equal elements: exporters write a comparison, or the elements of
+one mask in other dimensions, several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.inference import content_of, form_of
+
+if TYPE_CHECKING:
+    import onnx
+
+_VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that keep the elements and their row-major order."""
+_MASK_OPERATORS = frozenset(
+    {
+        "And",
+        "Equal",
+        "Gather",
+        "Greater",
+        "GreaterOrEqual",
+        "IsNaN",
+        "Less",
+        "LessOrEqual",
+        "Not",
+        "Or",
+        "ReduceMax",
+        "ReduceSum",
+        "Slice",
+        "Xor",
+    }
+)
+"""Operators of which masks are computed. Equal operands give equal results."""
+_ROUNDING = frozenset({"Ceil", "Floor", "Round"})
+_MAX_DEPTH = 8
+"""Maximum number of operators in a chain that is compared."""
+
+
+class MaskRoots:
+    """The producers of masks and of the integers that bound ranges."""
+
+    def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        operators = _VIEWS | _MASK_OPERATORS | _ROUNDING | {"Cast", "Expand", "Mul"}
+        self._producers = {
+            node.output[0]: node
+            for node in nodes
+            if node.op_type in operators and len(node.output) == 1
+        }
+        self._roots: dict[str, str] = {}
+        self._first_equal: dict[object, str] = {}
+
+    def expanded_from(self, name: str) -> str:
+        """Return the operand of the Expand that produces a value; "" if another operator does."""
+        node = self._producers.get(name)
+        return node.input[0] if node is not None and node.op_type == "Expand" else ""
+
+    def root(
+        self,
+        name: str,
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+        depth: int = _MAX_DEPTH,
+    ) -> str:
+        """Return the first value of the file found to have the elements of `name` in the same
+        row-major order. Up to `depth` producers are followed.
+        """
+        if name not in self._roots:
+            self._roots[name] = self._find_root(name, types, arrays, depth)
+        return self._roots[name]
+
+    def integer_root(
+        self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    ) -> str:
+        """Return the first value of the file found to be the integer that `name` is, possibly of
+        another integer type.
+        """
+        node = self._producers.get(name)
+        while node is not None and (node.op_type == "Cast" or _is_single_element(node, types)):
+            source = types.get(node.input[0])
+            if source is None or not source.dtype.is_integer:
+                break
+            name = node.input[0]
+            node = self._producers.get(name)
+        return self.root(name, types, arrays)
+
+    def factor(
+        self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    ) -> int:
+        """Return a positive integer that divides the scalar `name`, since the file multiplies an
+        integer with it; 1 if no such product is found.
+        """
+        node = self._producer_of_scalar(name, types)
+        if node is None or node.op_type != "Mul":
+            return 1
+        known = [arrays[each] for each in node.input if each in arrays]
+        producers = [
+            self._producer_of_scalar(each, types) for each in node.input if each not in arrays
+        ]
+        has_integer_type = any(
+            each in types and types[each].dtype.is_integer for each in node.input
+        )
+        if len(known) != 1 or known[0].size != 1:
+            return 1
+        if not has_integer_type and not (producers[0] and producers[0].op_type in _ROUNDING):
+            return 1
+        factor = float(known[0].reshape(()))
+        return int(factor) if factor.is_integer() and factor >= 1 else 1
+
+    def _producer_of_scalar(self, name: str, types: Mapping[str, Value]) -> onnx.NodeProto | None:
+        """Return the node that computes a scalar, before casts and views."""
+        node = self._producers.get(name)
+        while node is not None and (node.op_type == "Cast" or _is_single_element(node, types)):
+            node = self._producers.get(node.input[0])
+        return node
+
+    def _find_root(
+        self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int
+    ) -> str:
+        node = self._producers.get(name)
+        if node is None or not depth:
+            return name
+        source = types.get(node.input[0])
+        keeps_elements = node.op_type in _VIEWS or (
+            node.op_type == "Cast" and source is not None and source.dtype is DType.BOOL
+        )
+        if keeps_elements and source is not None:
+            return self.root(node.input[0], types, arrays, depth - 1)
+        if node.op_type not in _MASK_OPERATORS:
+            return name
+        operands = []
+        for each in node.input:
+            known = arrays.get(each)
+            content = (
+                self.root(each, types, arrays, depth - 1) if known is None else content_of(known)
+            )
+            operands.append((types[each].shape if each in types else None, content))
+        return self._first_equal.setdefault((*form_of(node), *operands), name)
+
+
+def _is_single_element(node: onnx.NodeProto, types: Mapping[str, Value]) -> bool:
+    """True if the node returns the only element of its operand, or a view of its operand."""
+    source = types.get(node.input[0])
+    is_only_element = node.op_type == "Gather" and source is not None and source.elements == 1
+    return node.op_type in _VIEWS or is_only_element

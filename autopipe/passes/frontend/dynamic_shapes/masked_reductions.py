@@ -1,0 +1,209 @@
+"""Operators that combine selected rows: reductions, softmax, matmuls, losses, and sorting.
+
+Rows that are not selected are filled with the operator's neutral element, so that the result is the
+one of the selected rows. The order of the selected rows is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    Counted,
+    Indices,
+    SelectedRows,
+    depends_on_size,
+    row_type_of,
+    with_extent,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows, representable
+from autopipe.passes.frontend.dynamic_shapes.node_context import SHAPE_OPERANDS, NodeContext
+from autopipe.passes.frontend.dynamic_shapes.prefixes import at_most_root
+from autopipe.passes.frontend.dynamic_shapes.size_operators import run_time_numbers
+from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
+
+NEUTRAL_ELEMENTS = {
+    "ArgMax": -math.inf,
+    "ArgMin": math.inf,
+    "CumSum": 0.0,
+    "Einsum": 0.0,
+    "Gemm": 0.0,
+    "LogSoftmax": -math.inf,
+    "MatMul": 0.0,
+    "ReduceL1": 0.0,
+    "ReduceL2": 0.0,
+    "ReduceLogSum": 0.0,
+    "ReduceLogSumExp": -math.inf,
+    "ReduceMax": -math.inf,
+    "ReduceMean": 0.0,
+    "ReduceMin": math.inf,
+    "ReduceProd": 1.0,
+    "ReduceSum": 0.0,
+    "ReduceSumSquare": 0.0,
+    "Softmax": -math.inf,
+}
+"""By operator, the element in rows that are not selected with which these rows change nothing."""
+LOSSES = frozenset({"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"})
+_RETURN_ROWS = frozenset({"CumSum", "LogSoftmax", "Softmax"})
+"""Operators whose result has a row per row."""
+_RETURN_POSITIONS = frozenset({"ArgMax", "ArgMin"})
+_IGNORED_LABEL = -100
+"""Label of the rows that are not selected, for a loss that states no `ignore_index`."""
+
+
+def reduce_rows(context: NodeContext) -> bool:
+    """Write the node for all elements of the mask, with neutral elements in rows that are not
+    selected. Raises ModelError for an operator without neutral element.
+    """
+    operator = context.node.op_type
+    write = context.write
+    types = context.row_axes().types
+    rows = {
+        slot: as_selected_rows(write, each)
+        for slot, each in enumerate(context.facts)
+        if isinstance(each, Indices | SelectedRows)
+    }
+    if any(each.pair_axis is not None for each in rows.values()):
+        raise context.unsupported()
+    if operator not in NEUTRAL_ELEMENTS.keys() | LOSSES:
+        raise context.unsupported()
+    if operator not in _RETURN_ROWS and depends_on_size(types):
+        raise context.unsupported()
+    first = next(iter(rows.values()))
+    result = context.node.output[0]
+    selection = first.selection
+    names = list(context.operands)
+    for slot, each in rows.items():
+        full = write.spread(write.weighted(each), selection.axes)
+        if operator in NEUTRAL_ELEMENTS:
+            full = write.filled(full, _neutral_element(operator, each.row_type.dtype))
+        elif slot == 1:
+            full = write.filled(full, context.integer("ignore_index", _IGNORED_LABEL))
+        names[slot] = full.value
+    fix_sizes(context, names, selection.capacity)
+    if operator in _RETURN_ROWS:
+        context.results[result] = SelectedRows(
+            selection, first.row_type, first.axis, selection.axes, f"{result}/rows"
+        )
+    is_intermediate = operator in _RETURN_ROWS | _RETURN_POSITIONS or operator == "ReduceMean"
+    write.origin_with(names, [f"{result}/rows"] if is_intermediate else context.node.output)
+    if operator in LOSSES and not context.has_attribute("ignore_index"):
+        write.set_attribute("ignore_index", _IGNORED_LABEL)
+    if operator in _RETURN_POSITIONS:
+        write.node("Gather", [write.ranks(selection), f"{result}/rows"], result, axis=0)
+    if operator == "ReduceMean":
+        _correct_mean(context, first, f"{result}/rows", result)
+    return True
+
+
+def _correct_mean(context: NodeContext, rows: SelectedRows, mean: str, result: str) -> None:
+    """Write the mean of the selected rows from the mean over all elements of the mask: times
+    capacity / n. Without selected rows the mean is 0, as in ONNX Runtime.
+    """
+    write = context.write
+    dtype = rows.row_type.dtype
+    count = write.node("Max", [write.count_selected(rows.selection), write.scalar(1, DType.INT64)])
+    selected = write.cast(count, dtype)
+    ratio = write.node("Div", [write.scalar(rows.selection.capacity, dtype), selected])
+    write.node("Mul", [mean, ratio], result)
+
+
+def fill_pairs(
+    context: NodeContext, rows: Mapping[int, SelectedRows], reduced_axes: tuple[int | None, ...]
+) -> dict[int, SelectedRows]:
+    """Return the operands of a node that combines rows along the axes `reduced_axes` of values with
+    two axes of rows, with neutral elements in rows that are not selected.
+    """
+    operator = context.node.op_type
+    write = context.write
+    found = dict(rows)
+    has_position = operator in _RETURN_POSITIONS or operator == "ReduceMean"
+    if operator not in NEUTRAL_ELEMENTS or has_position:
+        raise context.unsupported()
+    for slot, each in rows.items():
+        number = _neutral_element(operator, each.row_type.dtype)
+        if reduced_axes[slot] == each.axis:
+            found[slot] = write.filled(each, number, each.selection.axes)
+        elif reduced_axes[slot] is not None:
+            found[slot] = write.filled_pairs(each, number)
+    return found
+
+
+def _neutral_element(operator: str, dtype: DType) -> float:
+    """Return the neutral element. That of a softmax is finite, so that a softmax of no selected row
+    is not NaN.
+    """
+    if operator in ("LogSoftmax", "Softmax"):
+        return -1e4 if dtype is DType.FLOAT16 else -1e30
+    return representable(NEUTRAL_ELEMENTS[operator], dtype)
+
+
+def sort_rows(context: NodeContext) -> bool:
+    """Compute a TopK along the rows. Its k is a known number, n, or min(n, a known number). Returns
+    False for a TopK along another dimension.
+    """
+    fact = context.fact(0)
+    limit = context.fact(1)
+    if not isinstance(fact, Indices | SelectedRows):
+        return False
+    if fact.axis != positive(context.integer("axis", -1), len(fact.row_type.shape)):
+        return False
+    write = context.write
+    k = context.number(1)
+    rows = as_selected_rows(write, fact)
+    capacity = rows.selection.capacity
+    kept = None
+    if isinstance(limit, Counted):
+        if limit.numbers.elements() != [(0, 1)]:
+            raise context.unsupported()
+        kept = limit.selection
+        returns_all = kept.key == rows.selection.key
+        if not returns_all and kept.root != at_most_root(rows.selection, kept.shape[0]):
+            raise context.unsupported()
+        count = capacity if returns_all else kept.shape[0]
+    elif k is None or isinstance(k, SizeArray) or k.size != 1:
+        raise context.unsupported()
+    else:
+        returns_all = False
+        count = int(k.reshape(-1)[0])
+    if count > capacity:
+        raise context.unsupported()
+    fill = -math.inf if context.integer("largest", 1) else math.inf
+    neutral = representable(fill, rows.row_type.dtype)
+    packed = write.packed(write.filled(rows, neutral, rows.selection.axes))
+    results = (*context.node.output, "")[:2]
+    if kept is None:
+        write.origin_with([packed.name, write.vector([count])], results)
+        return True
+    names = [f"{name}/rows" if name else "" for name in results]
+    write.origin_with([packed.name, write.vector([count])], names)
+    for result, name, dtype in zip(results, names, (packed.dtype, DType.INT64), strict=True):
+        if not result:
+            continue
+        value = Value(name, dtype, with_extent(packed.shape, rows.axis, count))
+        if returns_all:
+            context.results[result] = write.unpacked(rows.selection, value, rows.axis)
+        else:
+            context.results[result] = SelectedRows(
+                kept, row_type_of(value, rows.axis), rows.axis, kept.axes, name
+            )
+    return True
+
+
+def fix_sizes(context: NodeContext, names: list[str], count: int) -> None:
+    """Replace operands that are polynomials in n: sizes by their number for n = `count`, the rows
+    that are stored, and other operands by numbers that are computed while running.
+    """
+    sizes = SHAPE_OPERANDS.get(context.node.op_type, ())
+    for slot, fact in enumerate(context.facts):
+        if not isinstance(fact, Counted):
+            continue
+        if slot in sizes:
+            numbers = fact.numbers.at(count)
+            flat = context.write.vector(numbers.reshape(-1).tolist())
+            names[slot] = context.write.reshape(flat, numbers.shape)
+        else:
+            names[slot] = run_time_numbers(context, names[slot], fact)

@@ -1,0 +1,163 @@
+"""Selections of the first rows of a vector, as many as a number that is computed while running.
+
+The number of rows of such a selection can be `scale * count + offset`, and convolutions and slices
+derive selections from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.dynamic_shapes.domain import Counted, Prefix, SelectedRows, Selection
+from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
+from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
+
+
+def bounded_prefix(
+    context: NodeContext, limit: str, root: str, maximum: int, factor: int
+) -> Selection:
+    """Return the selection of the first `limit` rows, where the scalar `limit` is a multiple of
+    `factor`. The program stops if there are more than `maximum` rows.
+    """
+    write = context.write
+    result = context.node.output[0]
+    dtype = context.types[limit].dtype
+    scalar = write.reshape(limit, ())
+    checked = write.node("Bounded", [scalar], domain="autopipe", most=maximum, title=f"{result}:0")
+    rounded = write.node("Ceil", [checked]) if dtype.is_floating else checked
+    count = write.cast(rounded, DType.INT64)
+    if factor == 1 or maximum < factor:
+        return _new_prefix(context, root, Prefix(count, root), maximum)
+    quotient = write.node("Div", [count, write.scalar(factor, DType.INT64)])
+    prefix = Prefix(quotient, f"{root} / {factor}", factor)
+    context.derived_selections[root] = _prefix_selection(
+        context, prefix, maximum // factor * factor
+    )
+    return context.derived_selections[root]
+
+
+def counted_limit(context: NodeContext, selection: Selection, limit: Value) -> Counted:
+    """Return the fact of the number that bounds a selection of first rows."""
+    dtype = np.float64 if limit.dtype.is_floating else np.int64
+    base, scale, offset = in_base_selection(context, selection)
+    return Counted(base, SizeArray.affine(limit.shape, scale, offset, dtype))
+
+
+def in_base_selection(context: NodeContext, selection: Selection) -> tuple[Selection, int, int]:
+    """Return a selection and integers (scale, offset): the given one has `scale * n + offset` rows,
+    where n is the number of rows of the returned one.
+
+    First rows whose number is a multiple of a count are expressed by the count, so that quotients
+    are exact.
+    """
+    prefix = selection.first_rows
+    if prefix is None or (prefix.scale, prefix.offset) == (1, 0):
+        return selection, 1, 0
+    capacity = (selection.shape[0] - prefix.offset) // prefix.scale
+    base = _prefix_selection(context, replace(prefix, scale=1, offset=0), capacity)
+    context.derived_selections.setdefault((base.key, prefix.scale, prefix.offset), selection)
+    return base, prefix.scale, prefix.offset
+
+
+def scaled_prefix(context: NodeContext, selection: Selection, scale: int, offset: int) -> Selection:
+    """Return the first `scale * n + offset` rows, where the given selection is the first n rows."""
+    prefix = selection.first_rows
+    assert prefix is not None
+    scaled = replace(prefix, scale=prefix.scale * scale, offset=prefix.offset * scale + offset)
+    found = _prefix_selection(context, scaled, selection.shape[0] * scale + offset)
+    context.derived_selections.setdefault((selection.key, scale, offset), found)
+    return found
+
+
+def strided_prefix(
+    context: NodeContext, selection: Selection, stride: int, offset: int
+) -> Selection:
+    """Return the selection that has one row per `stride` rows of the first n + offset, starting
+    with the first row: (n + offset - 1) // stride + 1 rows.
+    """
+    if stride == 1:
+        return scaled_prefix(context, selection, 1, offset)
+    write = context.write
+    prefix = selection.first_rows
+    root = f"{selection.root!r} by {stride} from {offset}"
+    assert prefix is not None
+    capacity = (selection.shape[0] + offset - 1) // stride + 1
+    if prefix.scale % stride == 0:
+        scaled = replace(
+            prefix,
+            scale=prefix.scale // stride,
+            offset=(prefix.offset + offset - 1) // stride + 1,
+        )
+        return _prefix_selection(context, scaled, capacity)
+    if root in context.derived_selections:
+        return context.derived_selections[root]
+    numbers = (prefix.scale, prefix.offset + offset - 1 + stride, stride)
+    scale, added, step = (write.scalar(each, DType.INT64) for each in numbers)
+    total = write.node("Add", [write.node("Mul", [prefix.count, scale]), added])
+    count = write.node("Div", [total, step])
+    return _new_prefix(context, root, Prefix(count, root), capacity)
+
+
+def at_most(context: NodeContext, selection: Selection, maximum: int) -> Selection:
+    """Return the first min(n, maximum) rows, where n is the number of selected elements."""
+    root = at_most_root(selection, maximum)
+    if root in context.derived_selections:
+        return context.derived_selections[root]
+    count = context.write.count_selected(selection)
+    return _new_prefix(context, root, Prefix(count, root), maximum)
+
+
+def at_most_root(selection: Selection, maximum: int) -> str:
+    """Return the root of the selection that `at_most` returns."""
+    return f"{selection.key}, at most {maximum}"
+
+
+def slice_prefix(
+    context: NodeContext, rows: SelectedRows, start: int, end: int | None, step: int
+) -> bool:
+    """Take every `step`-th of the first rows, from row `start` to the last (`end` None), or to a
+    negative `end`. Returns False, with nothing done, for other rows and bounds.
+    """
+    if rows.selection.first_rows is None or start < 0 or (end is not None and end >= 0):
+        return False
+    removed = end or 0
+    selection = strided_prefix(context, rows.selection, step, removed - start)
+    write = context.write
+    rows = write.spread(write.weighted(rows), rows.selection.axes)
+    capacity = rows.shape[rows.axis]
+    value = write.slice(rows.value, rows.axis, start, capacity + removed)
+    if step > 1:
+        bounds = [write.vector([each]) for each in (0, capacity, rows.axis, step)]
+        value = write.node("Slice", [value, *bounds])
+    context.results[context.node.output[0]] = replace(rows, selection=selection, value=value)
+    return True
+
+
+def _prefix_selection(context: NodeContext, prefix: Prefix, capacity: int) -> Selection:
+    root = prefix.root
+    if (prefix.scale, prefix.offset) != (1, 0):
+        root = f"{prefix.scale} x {prefix.root!r} + {prefix.offset}"
+    if root in context.derived_selections:
+        return context.derived_selections[root]
+    return _new_prefix(context, root, prefix, capacity)
+
+
+def _new_prefix(context: NodeContext, root: str, prefix: Prefix, capacity: int) -> Selection:
+    """Write the mask of first rows and record the selection under its root."""
+    write = context.write
+    count = prefix.count
+    if capacity < 1:
+        raise ModelError(
+            f"its result has at most {capacity} rows, expected at least 1", where=context.title
+        )
+    if (prefix.scale, prefix.offset) != (1, 0):
+        scaled = write.node("Mul", [count, write.scalar(prefix.scale, DType.INT64)])
+        count = write.node("Add", [scaled, write.scalar(prefix.offset, DType.INT64)])
+    mask = write.node("Less", [write.arange(capacity), count])
+    selection = Selection(mask, (capacity,), (capacity,), context.title, root, prefix)
+    context.derived_selections[root] = selection
+    return selection

@@ -1,0 +1,210 @@
+"""Reshaping rows into rows of another size, and joining rows.
+
+Rows of four elements that are flattened are selected by the same mask with one more axis of size 4,
+along which the mask is broadcast. `NonZero` of such a broadcast mask selects the same elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    Counted,
+    Indices,
+    SelectedRows,
+    Selection,
+    row_type_of,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
+from autopipe.passes.frontend.dynamic_shapes.node_context import SHAPE_OPERANDS, NodeContext
+from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
+from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
+
+
+def regroup_rows(context: NodeContext) -> bool:
+    """Compute a Reshape or Flatten of rows along axis 0 into rows of another size. Returns False
+    for a reshape that keeps the size of a row, and for an unsupported one.
+    """
+    fact = context.fact(0)
+    if not isinstance(fact, Indices | SelectedRows) or fact.axis:
+        return False
+    row_shape = fact.row_type.shape[1:]
+    target = _target_row_shape(context, row_shape)
+    if target is None:
+        return False
+    size = math.prod(target)
+    if min(target, default=1) < 1 or size == math.prod(row_shape):
+        return False
+    rows = as_selected_rows(context.write, fact)
+    found = _divided(context.write, _flattened(context.write, rows), target)
+    if found is not None:
+        context.results[context.node.output[0]] = found
+    return found is not None
+
+
+def _target_row_shape(context: NodeContext, row_shape: tuple[int, ...]) -> list[int] | None:
+    """Return the shape of a row of the result; None if it is not known, or if the first dimension
+    of the result does not count rows.
+    """
+    if context.node.op_type == "Flatten":
+        axis = context.integer("axis", 1)
+        return [math.prod((1, *row_shape)[axis:])]
+    target = context.number(1)
+    if target is None or len(target.shape) != 1 or not target.shape[0]:
+        return None
+    if isinstance(target, SizeArray):
+        first, *others = target.elements()
+        if not any(first[1:]) or first[0] or any(any(each[1:]) for each in others):
+            return None
+        sizes = [int(each[0]) for each in others]
+    else:
+        if target[0] > 0:
+            return None
+        sizes = target[1:].tolist()
+    shape = [*row_shape, *[0] * len(sizes)]
+    return [size or shape[place] for place, size in enumerate(sizes)]
+
+
+def _flattened(write: RowWriter, rows: SelectedRows) -> SelectedRows:
+    """Return every element of the rows as a row by itself."""
+    selection = rows.selection
+    row_shape = rows.row_type.shape[1:]
+    if not row_shape:
+        return rows
+    rows = write.weighted(rows)
+    mask_shape = (*selection.mask_shape, *[1] * len(row_shape))
+    shape = (*selection.shape, *row_shape)
+    wide = replace(
+        selection,
+        mask=write.reshape(selection.mask, mask_shape),
+        mask_shape=mask_shape,
+        shape=shape,
+        root=selection.key[0],
+    )
+    over = (*rows.over, *range(len(selection.shape), len(shape)))
+    value = write.reshape(rows.value, (wide.extent(over),))
+    return SelectedRows(wide, replace(rows.row_type, shape=(1,)), 0, over, value)
+
+
+def _divided(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> SelectedRows | None:
+    """Return flat rows regrouped into rows of a shape; None if the mask does not select as many
+    elements at a time.
+    """
+    size = math.prod(row_shape)
+    selection = rows.selection
+    if not row_shape:
+        return rows
+    axis = len(selection.shape)
+    block = 1
+    while axis > 1 and selection.mask_shape[axis - 1] == 1 and block % size:
+        axis -= 1
+        block *= selection.shape[axis]
+    if block % size:
+        return None
+    rows = write.spread(write.weighted(rows), tuple(range(axis, len(selection.shape))))
+    mask_shape = selection.mask_shape[:axis]
+    shape = selection.shape[:axis]
+    over = [each for each in rows.over if each < axis]
+    if block > size:
+        mask_shape = (*mask_shape, 1)
+        shape = (*shape, block // size)
+        over = [*over, axis]
+    regrouped = replace(
+        selection,
+        mask=write.reshape(selection.mask, mask_shape),
+        mask_shape=mask_shape,
+        shape=shape,
+        root=selection.key[0],
+    )
+    value = write.reshape(rows.value, (regrouped.extent(over), *row_shape))
+    row_type = replace(rows.row_type, shape=(1, *row_shape))
+    return SelectedRows(regrouped, row_type, 0, tuple(over), value)
+
+
+def join_rows(context: NodeContext) -> bool:
+    """Compute a Concat along the dimension that counts rows, of selected rows and static values."""
+    write = context.write
+    result = context.node.output[0]
+    facts = [each for each in context.facts if not isinstance(each, Counted)]
+    if len(facts) < len(context.facts):
+        return False
+    types = [
+        context.types[name] if each is None else each.row_type
+        for name, each in zip(context.operands, facts, strict=True)
+    ]
+    axis = positive(context.integer("axis"), len(types[0].shape))
+    if any(each is not None and each.axis != axis for each in facts):
+        return False
+    parts: list[Value | SelectedRows] = []
+    for value, fact in zip(types, facts, strict=True):
+        if fact is None:
+            parts.append(value)
+            continue
+        rows = as_selected_rows(write, fact)
+        parts.append(write.spread(write.weighted(rows), rows.selection.axes))
+    selection = _joined_selection(context, parts, axis)
+    names = [part.name if isinstance(part, Value) else part.value for part in parts]
+    joined = write.node("Concat", names, f"{result}/rows", axis=axis)
+    context.results[result] = SelectedRows(
+        selection, row_type_of(types[0], axis), axis, (0,), joined
+    )
+    return True
+
+
+def _joined_selection(
+    context: NodeContext, parts: Sequence[Value | SelectedRows], axis: int
+) -> Selection:
+    """Return the selection of the concatenated masks of all parts. Every row of a static part is
+    selected.
+    """
+    write = context.write
+    extents = [part.shape[axis] for part in parts]
+    keys = [None if isinstance(part, Value) else part.selection.key for part in parts]
+    pairs = tuple(zip(keys, extents, strict=True))
+    if pairs not in context.derived_selections:
+        masks = []
+        for part, extent in zip(parts, extents, strict=True):
+            if isinstance(part, Value):
+                true = write.cast(write.vector([1]), DType.BOOL)
+                masks.append(write.expand(true, (1,), (extent,)))
+            else:
+                masks.append(write.flat_mask(part.selection))
+        mask = write.node("Concat", masks, axis=0)
+        total = (sum(extents),)
+        root = f"{context.title} {len(context.derived_selections)}"
+        context.derived_selections[pairs] = Selection(mask, total, total, context.title, root)
+    joined = context.derived_selections[pairs]
+    selected = [key for key in keys if key is not None]
+    if len(set(selected)) == 1:
+        fixed = sum(extent for key, extent in pairs if key is None)
+        context.derived_selections.setdefault((selected[0], len(selected), fixed), joined)
+    return joined
+
+
+def in_joined_selection(context: NodeContext, counted: Counted) -> Counted:
+    """Return the numbers as polynomials in the number of rows of a selection that was derived from
+    theirs: if all elements that depend on n are the same `scale * n + offset` and a selection with
+    as many rows is recorded, they are its number of rows.
+    """
+    numbers = counted.numbers
+    if numbers.dtype.kind != "i" or numbers.degree != 1:
+        return counted
+    scales = numbers.coefficient(1)
+    depends = scales != 0
+    pairs = {*zip(scales[depends].tolist(), numbers.offset[depends].tolist(), strict=True)}
+    if len(pairs) != 1 or pairs == {(1, 0)}:
+        return counted
+    ((scale, offset),) = pairs
+    selection = context.derived_selections.get((counted.selection.key, scale, offset))
+    if selection is None:
+        return counted
+    if selection.first_rows is not None and context.node.op_type not in SHAPE_OPERANDS:
+        return counted
+    offsets = np.where(depends, 0, numbers.offset)
+    return Counted(selection, SizeArray.of([offsets, depends.astype(numbers.dtype)]))

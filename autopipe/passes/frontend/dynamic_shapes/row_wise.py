@@ -1,0 +1,209 @@
+"""Operators that compute each selected row by itself, and operators that move or add indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autopipe.ir.graph import Value
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    Counted,
+    Indices,
+    SelectedRows,
+    row_type_of,
+    with_extent,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
+from autopipe.passes.frontend.dynamic_shapes.masked_reductions import fill_pairs, fix_sizes
+from autopipe.passes.frontend.dynamic_shapes.node_context import SHAPE_OPERANDS, NodeContext
+from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
+from autopipe.passes.frontend.inference import RANDOM
+
+_SUMS = frozenset({"Add", "Concat", "Sub"})
+"""Operators on indices whose constant operands are added to the indices or joined with them."""
+_INTEGER_TYPES = (6, 7)
+"""ONNX's numbers of int32 and int64, the types of indices."""
+_SAFE_ELEMENTS = {
+    ("Acos", 0): 0,
+    ("Acosh", 0): 2,
+    ("Asin", 0): 0,
+    ("Atanh", 0): 0,
+    ("Cosh", 0): 0,
+    ("Div", 1): 1,
+    ("Exp", 0): 0,
+    ("Gather", 1): 0,
+    ("GatherElements", 1): 0,
+    ("GatherND", 1): 0,
+    ("Log", 0): 1,
+    ("LogSoftmax", 0): 0,
+    ("Mod", 1): 1,
+    ("NegativeLogLikelihoodLoss", 1): 0,
+    ("Pow", 0): 1,
+    ("Pow", 1): 1,
+    ("Reciprocal", 0): 1,
+    ("ReduceLogSum", 0): 1,
+    ("Sinh", 0): 0,
+    ("Softmax", 0): 0,
+    ("SoftmaxCrossEntropyLoss", 1): 0,
+    ("Sqrt", 0): 1,
+    ("Tan", 0): 0,
+}
+"""By (operator, operand slot), an element of which result and gradient are finite. It replaces the
+elements of rows that are not selected, which can be outside of the operator's domain: their
+gradient, zero times infinity, would be NaN.
+"""
+_KEEP_WEIGHTS = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that commute with the multiplication of rows with their weights."""
+
+
+def move_indices(context: NodeContext) -> bool:
+    """Apply an operator that is linear in the indices to each of their terms. Returns False if the
+    result is not affine in the coordinates of the selected elements.
+    """
+    operator = context.node.op_type
+    numbers = context.numbers_for(1)
+    indices = [each for each in context.facts if isinstance(each, Indices)]
+    unknown = [
+        name for name, each in zip(context.operands, numbers, strict=True) if name and each is None
+    ]
+    if len(unknown) > len(indices) or (operator == "Mul" and len(indices) > 1):
+        return False
+    if operator == "Cast" and context.integer("to") not in _INTEGER_TYPES:
+        return False
+    sizes = SHAPE_OPERANDS.get(operator, ())
+    if any(
+        isinstance(each, Counted) and slot not in sizes for slot, each in enumerate(context.facts)
+    ):
+        return False
+    types, axes, pair_axes, _ = context.row_axes()
+    if axes is None or pair_axes:
+        return False
+    results = []
+    for term in range(len(indices[0].terms)):
+        arrays: list[np.ndarray | None] = []
+        for array, each in zip(numbers, context.facts, strict=True):
+            if isinstance(each, Indices):
+                arrays.append(each.terms[term])
+            elif array is not None and operator in _SUMS and term > 0:
+                arrays.append(np.zeros_like(array))
+            else:
+                arrays.append(array)
+        found = context.evaluated(arrays, types)
+        if found is None:
+            return False
+        results.append(found)
+    columns = zip(context.node.output, types, axes, *results, strict=True)
+    for name, type_, axis, *terms in columns:
+        context.results[name] = Indices(indices[0].selection, type_.dtype, axis, tuple(terms))
+    return True
+
+
+def compute_rows(context: NodeContext) -> bool:
+    """Compute each row by itself, for all elements of the mask. Returns False if a result combines
+    several rows.
+    """
+    write = context.write
+    operator = context.node.op_type
+    types, axes, pair_axes, reduced_axes = context.row_axes()
+    if axes is None:
+        return False
+    rows = {
+        slot: as_selected_rows(write, each)
+        for slot, each in enumerate(context.facts)
+        if isinstance(each, Indices | SelectedRows)
+    }
+    if operator == "Mul" and not pair_axes and _weigh(context, types[0], axes[0], rows):
+        return True
+    keeps_weights = operator in _KEEP_WEIGHTS and len(rows) == 1
+    over = _common_axes(rows, keeps_weights)
+    if operator in RANDOM or pair_axes:
+        over = next(iter(rows.values())).selection.axes
+    for slot, each in rows.items():
+        rows[slot] = each if keeps_weights else write.spread(write.weighted(each), over)
+        needs_safe = (operator, slot) in _SAFE_ELEMENTS and not _is_integer_power(context)
+        if needs_safe and not isinstance(context.facts[slot], Indices):
+            rows[slot] = _made_safe(write, rows[slot], _SAFE_ELEMENTS[operator, slot])
+    if reduced_axes:
+        rows.update(fill_pairs(context, rows, reduced_axes))
+    names = [
+        rows[slot].value if slot in rows else name for slot, name in enumerate(context.operands)
+    ]
+    first = next(iter(rows.values()))
+    selection = first.selection
+    fix_sizes(context, names, selection.extent(first.over))
+    write.origin_with(names, [f"{name}/rows" if name else "" for name in context.node.output])
+    weight = first.weight if keeps_weights else ""
+    if weight and operator == "Cast":
+        weight = write.cast(weight, types[0].dtype)
+    pairs = pair_axes or (None,) * len(types)
+    present = filter(None, context.node.output)
+    for name, type_, axis, pair_axis in zip(present, types, axes, pairs, strict=True):
+        row_type = row_type_of(type_, axis)
+        if pair_axis is not None:
+            shape = with_extent(row_type.shape, pair_axis, selection.capacity)
+            row_type = replace(row_type, shape=shape)
+        context.results[name] = SelectedRows(
+            selection,
+            row_type,
+            axis,
+            first.over,
+            f"{name}/rows",
+            weight,
+            first.weight_over if weight else (),
+            pair_axis,
+        )
+    return True
+
+
+def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple[int, ...]:
+    """Return the axes of the mask along which any of the rows or their weights differ."""
+    axes: set[int] = set()
+    for each in rows.values():
+        axes.update(each.over)
+        if not keeps_weights:
+            axes.update(each.weight_over)
+    return tuple(sorted(axes))
+
+
+def _made_safe(write: RowWriter, rows: SelectedRows, number: float) -> SelectedRows:
+    """Return the rows with `number` in the elements that are not selected."""
+    filled = write.filled(rows, number)
+    return filled if rows.pair_axis is None else write.filled_pairs(filled, number)
+
+
+def _is_integer_power(context: NodeContext) -> bool:
+    """True for a Pow whose exponents are positive integers, which is finite for every base."""
+    exponent = context.number(1) if context.node.op_type == "Pow" else None
+    if not isinstance(exponent, np.ndarray):
+        return False
+    return bool(((exponent >= 1) & (exponent == np.floor(exponent))).all())
+
+
+def _weigh(
+    context: NodeContext, result_type: Value, axis: int, rows: Mapping[int, SelectedRows]
+) -> bool:
+    """Record a product of rows with one number per row as weighted rows, if the numbers differ along
+    more axes of the mask. Weights are multiplied in where rows are summed, which leaves fewer rows.
+    Returns False for another product.
+    """
+    if len(rows) < 2:
+        return False
+    for data, factor in ((rows[0], rows[1]), (rows[1], rows[0])):
+        is_scalar = math.prod(factor.row_type.shape) == 1
+        has_result_shape = data.row_type.shape == with_extent(result_type.shape, axis, 1)
+        adds_axes = not set(factor.over) <= set(data.over)
+        if is_scalar and has_result_shape and adds_axes and not factor.weight and not data.weight:
+            count = factor.selection.extent(factor.over)
+            weight = context.write.reshape(factor.value, (count,))
+            context.results[context.node.output[0]] = replace(
+                data,
+                row_type=row_type_of(result_type, axis),
+                axis=axis,
+                weight=weight,
+                weight_over=factor.over,
+            )
+            return True
+    return False

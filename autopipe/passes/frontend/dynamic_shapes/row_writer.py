@@ -1,0 +1,294 @@
+"""Writes the nodes of static shapes that replace one node of the file.
+
+Besides single operators, a `RowWriter` converts between the representations of selected rows: one
+row per element of the mask, selected rows first, and rows of unselected elements filled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    SelectedRows,
+    Selection,
+    row_type_of,
+    with_extent,
+)
+from autopipe.passes.frontend.elements import NUMBERS, made_node, renamed
+
+if TYPE_CHECKING:
+    import onnx
+
+
+class RowWriter:
+    """Collects the nodes that replace `origin`, which give the nodes their names."""
+
+    def __init__(self, origin: onnx.NodeProto, opset: int) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self._origin = origin
+        self._opset = opset
+        self._count = 0
+
+    def node(
+        self, operator: str, operands: Sequence[str], result: str = "", **attributes: Any
+    ) -> str:
+        """Write a node with one result, by default with a new name. Return the result's name."""
+        name = result or self._new_name()
+        if result:
+            self._count += 1
+        self.nodes.append(made_node(self._origin, operator, operands, [name], **attributes))
+        return name
+
+    def _new_name(self) -> str:
+        self._count += 1
+        return f"{next(filter(None, self._origin.output))}/rows/{self._count}"
+
+    def origin_with(self, operands: Sequence[str], results: Sequence[str]) -> None:
+        """Write the file's node with other operands and results."""
+        self.nodes.append(renamed(self._origin, operands, results))
+
+    def set_attribute(self, name: str, number: int) -> None:
+        """Add an attribute to the node that was written last."""
+        import onnx.helper
+
+        self.nodes[-1].attribute.append(onnx.helper.make_attribute(name, number))
+
+    def vector(self, values: Sequence[int]) -> str:
+        """Write an int64 constant with one dimension."""
+        import onnx.helper
+
+        tensor = onnx.helper.make_tensor(
+            "value", onnx.TensorProto.INT64, [len(values)], [int(each) for each in values]
+        )
+        return self.node("Constant", [], value=tensor)
+
+    def scalar(self, value: float, dtype: DType) -> str:
+        """Write a constant without dimensions."""
+        is_whole = abs(value) < 1 << 62 and value == int(value)
+        attributes = {"value_int": int(value)} if is_whole else {"value_float": value}
+        return self.cast(self.node("Constant", [], **attributes), dtype)
+
+    def arange(self, count: int) -> str:
+        """Write the integers from 0 to count - 1."""
+        return self.node("Range", [self.scalar(each, DType.INT64) for each in (0, count, 1)])
+
+    def cast(self, name: str, dtype: DType, result: str = "") -> str:
+        """Write a conversion to another element type."""
+        return self.node("Cast", [name], result, to=NUMBERS[dtype])
+
+    def reshape(self, name: str, shape: Sequence[int], result: str = "") -> str:
+        """Write a Reshape to a known shape."""
+        return self.node("Reshape", [name, self.vector(shape)], result)
+
+    def expand(self, name: str, shape: Sequence[int], target: Sequence[int]) -> str:
+        """Write an Expand from `shape` to `target`, unless they are equal."""
+        if tuple(shape) == tuple(target):
+            return name
+        return self.node("Expand", [name, self.vector(target)])
+
+    def transpose(self, name: str, order: Sequence[int]) -> str:
+        """Write a Transpose, unless the order is the present one."""
+        if list(order) == sorted(order):
+            return name
+        return self.node("Transpose", [name], perm=list(order))
+
+    def sum_over(self, name: str, axes: Sequence[int]) -> str:
+        """Write the sum along `axes`, which stay as axes of extent 1."""
+        if self._opset < 13:
+            return self.node("ReduceSum", [name], axes=list(axes), keepdims=1)
+        return self.node("ReduceSum", [name, self.vector(axes)], keepdims=1)
+
+    def slice(self, name: str, axis: int, start: int, end: int, result: str = "") -> str:
+        """Write the elements from `start` to before `end` along one axis."""
+        if self._opset < 10:
+            return self.node("Slice", [name], result, axes=[axis], starts=[start], ends=[end])
+        bounds = [self.vector([each]) for each in (start, end, axis)]
+        return self.node("Slice", [name, *bounds], result)
+
+    def sort(self, name: str, count: int) -> tuple[str, str]:
+        """Write the ascending sort of a vector of `count` elements. Return the names of the sorted
+        values and of their positions in the vector.
+        """
+        values = self._new_name()
+        operands = [name, self.vector([count])]
+        results = [values, f"{values}/places"]
+        self.nodes.append(made_node(self._origin, "TopK", operands, results, axis=0, largest=0))
+        return values, results[1]
+
+    def selected_first(self, mask: str, count: int) -> str:
+        """Write the positions of a boolean vector of `count` elements: first those of true
+        elements, then those of false elements, both ascending.
+        """
+        is_last = self.cast(self.node("Not", [mask]), DType.INT64)
+        steps = self.arange(count)
+        behind = self.node("Mul", [is_last, self.scalar(count, DType.INT64)])
+        return self.sort(self.node("Add", [behind, steps]), count)[1]
+
+    def any_selected(
+        self, selection: Selection, over: Sequence[int]
+    ) -> tuple[str, tuple[int, ...]]:
+        """Write whether any element is selected along the axes of the mask that `over` lacks.
+        Return the result's name and its shape, which has extent 1 along these axes and along
+        broadcast axes.
+        """
+        others = [
+            axis for axis in selection.axes if axis not in over and selection.mask_shape[axis] > 1
+        ]
+        if not others:
+            return selection.mask, selection.mask_shape
+        count = self.sum_over(self.cast(selection.mask, DType.INT32), others)
+        shape = tuple(
+            1 if axis in others else extent for axis, extent in enumerate(selection.mask_shape)
+        )
+        return self.cast(count, DType.BOOL), shape
+
+    def reexpressed(self, rows: SelectedRows, selection: Selection) -> SelectedRows:
+        """Return the rows in terms of a selection of equal key, whose mask can have other
+        dimensions.
+        """
+        former = rows.selection
+        if (former.mask_shape, former.shape) == (selection.mask_shape, selection.shape):
+            return replace(rows, selection=selection)
+        full = self.spread(self.weighted(rows), former.axes)
+        return replace(full, selection=selection, over=selection.axes)
+
+    def flat_mask(self, selection: Selection) -> str:
+        """Write the mask as a vector of its `capacity` elements."""
+        wide = self.expand(selection.mask, selection.mask_shape, selection.shape)
+        return self.reshape(wide, (selection.capacity,))
+
+    def ranks(self, selection: Selection) -> str:
+        """Write, for each element of the mask, the number of selected elements before it."""
+        flags = self.cast(self.flat_mask(selection), DType.INT64)
+        return self.node("CumSum", [flags, self.scalar(0, DType.INT64)], exclusive=1)
+
+    def count_selected(self, selection: Selection) -> str:
+        """Write n, the number of selected elements, as an int64 scalar."""
+        flags = self.cast(selection.mask, DType.INT64)
+        total = self.reshape(self.sum_over(flags, selection.axes), ())
+        repeats = selection.capacity // math.prod(selection.mask_shape)
+        if repeats == 1:
+            return total
+        return self.node("Mul", [total, self.scalar(repeats, DType.INT64)])
+
+    def packed(self, rows: SelectedRows) -> Value:
+        """Write the rows with the selected ones first, in their order, and the others behind."""
+        rows = self.spread(self.weighted(rows), rows.selection.axes)
+        if rows.selection.first_rows is not None:
+            return Value(rows.value, rows.row_type.dtype, rows.shape)
+        mask, blocks, inner = self.mask_blocks(rows.selection)
+        before = rows.shape[: rows.axis]
+        after = rows.shape[rows.axis + 1 :]
+        divided = self.reshape(rows.value, (*before, blocks, inner, *after))
+        order = self.selected_first(mask, blocks)
+        found = self.node("Gather", [divided, order], axis=rows.axis)
+        return Value(self.reshape(found, rows.shape), rows.row_type.dtype, rows.shape)
+
+    def mask_blocks(self, selection: Selection) -> tuple[str, int, int]:
+        """Write the mask without its trailing broadcast axes, as a vector. Return its name, its
+        number of elements, and the number of mask elements that each of them selects at a time.
+        """
+        stored = list(selection.mask_shape)
+        wide = list(selection.shape)
+        inner = 1
+        while len(stored) > 1 and stored[-1] == 1:
+            inner *= wide.pop()
+            stored.pop()
+        mask = self.expand(self.reshape(selection.mask, stored), stored, wide)
+        return self.reshape(mask, (math.prod(wide),)), math.prod(wide), inner
+
+    def unpacked(self, selection: Selection, value: Value, axis: int) -> SelectedRows:
+        """Return rows for a selection from a static value: the row of rank r along `axis` becomes
+        the row of the selected element of rank r.
+        """
+        name = self.gathered_by_rank(selection, value.name, value.shape, axis)
+        return SelectedRows(selection, row_type_of(value, axis), axis, selection.axes, name)
+
+    def spread(self, rows: SelectedRows, over: tuple[int, ...]) -> SelectedRows:
+        """Return the rows stored with a row per element along `over` and their present axes."""
+        over = tuple(sorted({*rows.over, *over}))
+        if over == rows.over:
+            return rows
+        before = rows.row_type.shape[: rows.axis]
+        after = rows.row_type.shape[rows.axis + 1 :]
+        selection = rows.selection
+        present = tuple(selection.shape[axis] if axis in rows.over else 1 for axis in over)
+        target = tuple(selection.shape[axis] for axis in over)
+        expanded = self.expand(
+            self.reshape(rows.value, (*before, *present, *after)),
+            (*before, *present, *after),
+            (*before, *target, *after),
+        )
+        value = self.reshape(expanded, (*before, math.prod(target), *after))
+        return replace(rows, over=over, value=value)
+
+    def weighted(self, rows: SelectedRows) -> SelectedRows:
+        """Return the rows multiplied with their weights."""
+        if not rows.weight:
+            return rows
+        full = self.spread(replace(rows, weight="", weight_over=()), rows.weight_over)
+        weight_type = Value("", rows.row_type.dtype, (1,))
+        weight = self.spread(
+            SelectedRows(rows.selection, weight_type, 0, rows.weight_over, rows.weight), full.over
+        )
+        ones = [1] * (len(full.shape) - full.axis - 1)
+        aligned = self.reshape(weight.value, (*weight.shape, *ones))
+        return replace(full, value=self.node("Mul", [full.value, aligned]))
+
+    def filled(
+        self, rows: SelectedRows, number: float, over: tuple[int, ...] | None = None
+    ) -> SelectedRows:
+        """Return the rows with `number` in the rows that are not selected. They are stored with a
+        row per element along `over`, or along their present axes if `over` is None.
+        """
+        rows = self.spread(self.weighted(rows), rows.over if over is None else over)
+        mask, shape = self.any_selected(rows.selection, rows.over)
+        wide = rows.selection.masked_shape(rows.over)
+        ones = [1] * (len(rows.shape) - rows.axis - 1)
+        flat = self.reshape(self.expand(mask, shape, wide), (math.prod(wide), *ones))
+        fill = self.scalar(number, rows.row_type.dtype)
+        return replace(rows, value=self.node("Where", [flat, rows.value, fill]))
+
+    def filled_pairs(self, rows: SelectedRows, number: float) -> SelectedRows:
+        """Return the rows with `number` in the elements whose position along `pair_axis` is not
+        selected.
+        """
+        assert rows.pair_axis is not None
+        ones = [1] * (len(rows.shape) - rows.pair_axis - 1)
+        flat = self.flat_mask(rows.selection)
+        mask = self.reshape(flat, (rows.shape[rows.pair_axis], *ones))
+        fill = self.scalar(number, rows.row_type.dtype)
+        return replace(rows, value=self.node("Where", [mask, rows.value, fill]))
+
+    def gathered_by_rank(
+        self, selection: Selection, source: str, shape: tuple[int, ...], axis: int
+    ) -> str:
+        """Write, for each element of the mask, the row of `source` along `axis` whose number is the
+        rank of the element among the selected ones, clamped to the rows that `source` has.
+
+        The mask can be broadcast along its last axes. Elements along these axes are selected
+        together, so blocks of rows are gathered.
+        """
+        inner = 1
+        stored = list(selection.mask_shape)
+        wide = list(selection.shape)
+        while stored and stored[-1] == 1 and shape[axis] % (inner * wide[-1]) == 0:
+            inner *= wide.pop()
+            stored.pop()
+        blocks = math.prod(wide)
+        mask = self.expand(self.reshape(selection.mask, stored), stored, wide)
+        flags = self.reshape(self.cast(mask, DType.INT64), (blocks,))
+        order = self.node("CumSum", [flags, self.scalar(0, DType.INT64)])
+        one = self.scalar(1, DType.INT64)
+        rank = self.node("Max", [self.node("Sub", [order, one]), self.scalar(0, DType.INT64)])
+        last = self.scalar(shape[axis] // inner - 1, DType.INT64)
+        clamped = self.node("Min", [rank, last])
+        divided = self.reshape(
+            source, (*shape[:axis], shape[axis] // inner, inner, *shape[axis + 1 :])
+        )
+        found = self.node("Gather", [divided, clamped], axis=axis)
+        return self.reshape(found, with_extent(shape, axis, blocks * inner))

@@ -1,0 +1,326 @@
+"""Operators on numbers that are polynomials in n, the number of selected rows: shape computations,
+and tensors that are expanded or cut to n rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    WITNESS,
+    Counted,
+    Indices,
+    SelectedRows,
+    Selection,
+    row_axes_of,
+    with_extent,
+)
+from autopipe.passes.frontend.dynamic_shapes.indices import as_rows
+from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
+from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext, selection_of
+from autopipe.passes.frontend.dynamic_shapes.prefixes import (
+    at_most,
+    in_base_selection,
+    scaled_prefix,
+)
+from autopipe.passes.frontend.dynamic_shapes.sizes import (
+    MINIMA,
+    SIZE_OPERATORS,
+    Evaluate,
+    Number,
+    SizeArray,
+    evaluate_with_sizes,
+    product_of_elements,
+)
+
+_INTEGER_TYPES = (6, 7)
+"""ONNX's numbers of int32 and int64, the types of shapes."""
+_MAX_EXPANDED = 1 << 16
+"""Maximum number of elements of a known array whose expansion is recorded as `Indices`."""
+_N = (0, 1)
+"""Coefficients of n."""
+
+
+def measure(context: NodeContext) -> bool:
+    """Compute a Shape or Size."""
+    (fact,) = context.facts
+    assert fact is not None
+    shape = fact.numbers.shape if isinstance(fact, Counted) else fact.row_type.shape
+    start = context.integer("start")
+    end = context.integer("end", len(shape))
+    selection, scale, offset = in_base_selection(context, fact.selection)
+    offsets = np.array(shape, np.int64)
+    scales = np.zeros_like(offsets)
+    for axis in row_axes_of(fact):
+        scales[axis] = scale
+        offsets[axis] = offset
+    sizes = SizeArray.of([offsets, scales])
+    if context.node.op_type == "Shape":
+        kept = [each[start:end] for each in sizes.coefficients]
+        _record(context, context.node.output[0], selection, SizeArray.of(kept))
+        return True
+    total = product_of_elements(sizes)
+    _record(context, context.node.output[0], selection, total)
+    return True
+
+
+def _record(context: NodeContext, name: str, selection: Selection, numbers: SizeArray) -> None:
+    """Record a result that depends on n; write one that does not as a constant."""
+    if numbers.degree:
+        context.results[name] = Counted(selection, numbers)
+        return
+    write = context.write
+    flat = write.vector(numbers.offset.reshape(-1).astype(np.int64).tolist())
+    write.cast(write.reshape(flat, numbers.shape), DType(numbers.dtype.name), name)
+
+
+def compute_sizes(context: NodeContext) -> bool:
+    """Compute a node whose operands depend on the data only through n.
+
+    A result that is not a polynomial in n is computed while running.
+    """
+    numbers = context.numbers()
+    operator = context.node.op_type
+    selection = next(each.selection for each in context.facts if each is not None)
+    is_complete = all(
+        each is not None for name, each in zip(context.operands, numbers, strict=True) if name
+    )
+    if operator in ("Expand", "ConstantOfShape"):
+        _expand_to_rows(context, numbers[-1], selection)
+        return True
+    if operator == "Reshape" and numbers[0] is None and isinstance(numbers[1], SizeArray):
+        _reshape_to_rows(context, numbers[1])
+        return True
+    if is_complete and operator == "Range" and _count_rows(context, selection):
+        return True
+    if is_complete and operator in MINIMA and _clamp_count(context, selection):
+        return True
+    if is_complete and operator in SIZE_OPERATORS and _has_integer_result(context):
+        found = evaluate_with_sizes(context.node, numbers, _evaluator(context))
+        if found is not None:
+            for name, each in zip(context.node.output, found, strict=True):
+                _record(context, name, selection, each)
+            return True
+    names = [
+        run_time_numbers(context, name, each) if isinstance(each, Counted) else name
+        for name, each in zip(context.operands, context.facts, strict=True)
+    ]
+    context.write.origin_with(names, context.node.output)
+    return True
+
+
+def _has_integer_result(context: NodeContext) -> bool:
+    return context.node.op_type != "Cast" or context.integer("to") in _INTEGER_TYPES
+
+
+def _evaluator(context: NodeContext) -> Evaluate:
+    return lambda arrays: context.inference.evaluate(context.node, tuple(arrays), ())
+
+
+def _clamp_count(context: NodeContext, selection: Selection) -> bool:
+    """Compute min(n, constants ...), which is the number of rows of the first selected rows. Returns
+    False for a minimum of other numbers.
+    """
+    is_reduction = context.node.op_type == "ReduceMin"
+    numbers = context.numbers()[: 1 if is_reduction else None]
+    elements: set[tuple[int | float, ...]] = set()
+    for each in numbers:
+        if isinstance(each, SizeArray):
+            elements.update(each.elements())
+        elif each is not None:
+            elements.update((int(number),) for number in each.flat)
+    constants = [int(each[0]) for each in elements if not any(each[1:])]
+    others = {each for each in elements if any(each[1:])}
+    results = context.evaluated(context.numbers_for(WITNESS), ())
+    if results is None or results[0].size != 1 or others != {_N}:
+        return False
+    maximum = min(constants, default=selection.capacity)
+    if maximum < 1:
+        return False
+    if maximum < selection.capacity:
+        selection = at_most(context, selection, maximum)
+    context.results[context.node.output[0]] = Counted(
+        selection, SizeArray.affine(results[0].shape, 1, 0)
+    )
+    return True
+
+
+def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
+    """Reshape a static value into n rows, of which there must be as many as its elements fill."""
+    elements = target.elements()
+    sizes = [int(each[0]) for each in elements if each != _N]
+    if len(sizes) != len(elements) - 1 or any(any(each[1:]) for each in elements if each != _N):
+        raise context.unsupported()
+    others = math.prod(sizes)
+    if others < 1 or context.types[context.operands[0]].elements % others:
+        raise context.unsupported()
+    count = context.types[context.operands[0]].elements // others
+    shape = context.write.vector([count if each == _N else int(each[0]) for each in elements])
+    context.write.origin_with([context.operands[0], shape], context.node.output)
+
+
+def run_time_numbers(context: NodeContext, name: str, counted: Counted) -> str:
+    """Write numbers that are affine in n, computed from the mask while running."""
+    numbers = counted.numbers
+    if numbers.dtype.kind == "f":
+        return name  # A float count is computed in the graph.
+    if numbers.dtype.kind != "i" or numbers.degree > 1:
+        raise context.unsupported()
+    write = context.write
+    scale, offset = (
+        write.reshape(write.vector(each.reshape(-1).tolist()), each.shape)
+        for each in (numbers.coefficient(1), numbers.offset)
+    )
+    product = write.node("Mul", [write.count_selected(counted.selection), scale])
+    return write.cast(write.node("Add", [product, offset]), DType(numbers.dtype.name))
+
+
+def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) -> None:
+    """Compute an Expand or ConstantOfShape to a shape with n rows: equal rows."""
+    write = context.write
+    result = context.node.output[0]
+    operand = context.operands[0] if context.node.op_type == "Expand" else ""
+    if not isinstance(target, SizeArray) or (operand and operand not in context.types):
+        raise context.unsupported()
+    if any(any(each[1:]) and each != _N for each in target.elements()):
+        raise context.unsupported()
+    shape = tuple(target.at(WITNESS).reshape(-1).tolist())
+    if operand:
+        shape = tuple(np.broadcast_shapes(shape, context.types[operand].shape))
+    if shape.count(WITNESS) != 1 or max(shape) > WITNESS:
+        raise context.unsupported()
+    axis = shape.index(WITNESS)
+    row_shape = with_extent(shape, axis, 1)
+    array = context.arrays.get(operand)
+    is_known_index = array is not None and array.dtype.kind == "i"
+    if array is not None and is_known_index and math.prod(row_shape) <= _MAX_EXPANDED:
+        zeros = np.zeros(row_shape, array.dtype)
+        terms = (np.broadcast_to(array, row_shape), *[zeros] * (len(selection.shape) + 1))
+        context.results[result] = Indices(selection, context.types[operand].dtype, axis, terms)
+        return
+    value = f"{result}/rows"
+    write.origin_with([*([operand] if operand else []), write.vector(row_shape)], [value])
+    dtype = context.types[operand].dtype if operand else _constant_type(context)
+    context.results[result] = SelectedRows(selection, Value("", dtype, row_shape), axis, (), value)
+
+
+def _constant_type(context: NodeContext) -> DType:
+    """Return the element type of a ConstantOfShape."""
+    shape = Value("", DType.INT64, (1,))
+    (result,) = context.inference.types(context.node, ((shape, np.ones(1, np.int64)),))
+    if result is None:
+        raise context.unsupported()
+    return result.dtype
+
+
+def _count_rows(context: NodeContext, selection: Selection) -> bool:
+    """Compute a Range from 0 in steps of 1 up to n, or up to `scale * n + offset` for first rows.
+    Returns False for another Range.
+    """
+    start, end, step = context.numbers()
+    if not isinstance(start, np.ndarray) or not isinstance(step, np.ndarray):
+        return False
+    if not isinstance(end, SizeArray) or (start.item(), step.item()) != (0, 1):
+        return False
+    (limit,) = end.elements()
+    if limit != _N:
+        if selection.first_rows is None or end.degree != 1 or limit[1] < 1:
+            return False
+        if limit[0] != int(limit[0]) or limit[1] != int(limit[1]):
+            return False
+        selection = scaled_prefix(context, selection, int(limit[1]), int(limit[0]))
+    number_rows(context, selection)
+    return True
+
+
+def number_rows(context: NodeContext, selection: Selection) -> None:
+    """Record that the result of a Range numbers the rows of a selection from 0 on."""
+    rank = len(selection.shape)
+    # Of first rows, a row's rank is its coordinate.
+    numbered = 1 if selection.first_rows is not None else rank + 1
+    terms = tuple(np.array([int(term == numbered)]) for term in range(rank + 2))
+    indices = Indices(selection, DType.INT64, 0, terms)
+    known = next(each for each in context.numbers() if each is not None)
+    result = context.node.output[0]
+    if known.dtype == np.int64:
+        context.results[result] = indices
+        return
+    rows = as_rows(context.write, indices)
+    dtype = DType(known.dtype.name)
+    context.results[result] = SelectedRows(
+        selection,
+        Value("", dtype, rows.row_type.shape),
+        rows.axis,
+        rows.over,
+        context.write.cast(rows.value, dtype),
+    )
+
+
+def is_cut_to_count(context: NodeContext) -> bool:
+    """True for a Slice that ends at n, the number of rows of a selection that did not select the
+    rows of its operand.
+    """
+    end = context.fact(2)
+    if context.node.op_type != "Slice" or not isinstance(end, Counted):
+        return False
+    data = context.fact(0)
+    is_other = isinstance(data, SelectedRows) and data.selection.key != end.selection.key
+    return data is None or is_other
+
+
+def cut_to_count(context: NodeContext) -> bool:
+    """Compute the first n rows of a value: the selected element of rank r gets row r."""
+    if not is_cut_to_count(context):
+        return False
+    write = context.write
+    data = context.fact(0)
+    end = context.fact(2)
+    if isinstance(data, SelectedRows):
+        source = write.packed(data)
+    else:
+        source = context.types[context.operands[0]]
+    starts, axes, steps = (context.number(slot) for slot in (1, 3, 4))
+    if isinstance(axes, SizeArray) or isinstance(steps, SizeArray):
+        raise context.unsupported()
+    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(source.shape))
+    starts_at_zero = isinstance(starts, np.ndarray) and not starts.any()
+    ends_at_n = isinstance(end, Counted) and end.numbers.elements() == [_N]
+    has_steps = steps is not None and bool((steps != 1).any())
+    if not starts_at_zero or not ends_at_n or has_steps:
+        raise context.unsupported()
+    if isinstance(data, SelectedRows) and data.axis != axis:
+        raise context.unsupported()
+    assert isinstance(end, Counted)
+    context.results[context.node.output[0]] = write.unpacked(end.selection, source, axis)
+    return True
+
+
+def count_mask(context: NodeContext, roots: MaskRoots) -> None:
+    """Record a ReduceSum of all elements of a mask, cast to integers, as its number of true
+    elements. Records nothing for another ReduceSum.
+    """
+    data = context.types.get(context.operands[0])
+    root = roots.root(context.operands[0], context.types, context.arrays)
+    mask = context.types.get(root)
+    axes_array = context.arrays.get(context.operands[1]) if len(context.operands) > 1 else None
+    axes = [
+        int(each) for node in context.node.attribute if node.name == "axes" for each in node.ints
+    ]
+    if axes_array is not None:
+        axes = axes_array.reshape(-1).tolist()
+    if data is None or not data.dtype.is_integer:
+        return
+    if mask is None or mask.dtype is not DType.BOOL or not mask.shape:
+        return
+    has_unknown_axes = len(context.operands) > 1 and context.operands[1] and axes_array is None
+    if has_unknown_axes or (axes and len(axes) < len(data.shape)):
+        return
+    if not axes and context.integer("noop_with_empty_axes"):
+        return
+    shape = (1,) * len(data.shape) if context.integer("keepdims", 1) else ()
+    selection = selection_of(context, mask.name, mask.shape, mask.shape, root)
+    context.results[context.node.output[0]] = Counted(selection, SizeArray.affine(shape, 1, 0))

@@ -1,0 +1,322 @@
+"""Arrays of numbers that are polynomials in one symbol: n, the number of selected rows.
+
+A file computes shapes from n with a few operators. `evaluate_with_sizes` applies them to the
+coefficients, so that n stays a symbol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.ops.operator import positive
+
+if TYPE_CHECKING:
+    import onnx
+
+LINEAR_OPERANDS: dict[str, tuple[int, ...] | None] = {
+    "Add": (0, 1),
+    "Cast": (0,),
+    "Concat": None,
+    "Gather": (0,),
+    "Identity": (0,),
+    "ReduceSum": (0,),
+    "Reshape": (0,),
+    "ScatterElements": (0, 2),
+    "Slice": (0,),
+    "Split": (0,),
+    "Squeeze": (0,),
+    "Sub": (0, 1),
+    "Transpose": (0,),
+    "Unsqueeze": (0,),
+    "Where": (1, 2),
+}
+"""By operator, the operands in which the result is linear if the other operands are constants; None
+for all operands.
+"""
+COMPARISONS = frozenset({"Equal", "Greater", "Less"})
+MINIMA = frozenset({"Min", "ReduceMin"})
+ORDER_OPERATORS = COMPARISONS | MINIMA | {"Max", "ReduceMax"}
+"""Operators whose result depends only on the order of the elements that they read."""
+SIZE_OPERATORS = ORDER_OPERATORS | LINEAR_OPERANDS.keys() | {"Div", "Mul", "Not", "ReduceProd"}
+"""Operators with which exporters compute shapes."""
+
+Evaluate = Callable[[Sequence[np.ndarray | None]], tuple[np.ndarray, ...] | None]
+"""Evaluates one node on constant operands; returns None if the evaluator cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeArray:
+    """An array of polynomials in n: element i is the sum of `coefficients[k][i] * n**k` over k."""
+
+    coefficients: tuple[np.ndarray, ...]
+    """Arrays of equal shape and type, the constant terms first; the last has a nonzero element
+    unless it is the only one.
+    """
+
+    @staticmethod
+    def of(coefficients: Sequence[np.ndarray]) -> SizeArray:
+        """Return the array with trailing coefficients that are all zero removed."""
+        count = len(coefficients)
+        while count > 1 and not coefficients[count - 1].any():
+            count -= 1
+        return SizeArray(tuple(coefficients[:count]))
+
+    @staticmethod
+    def affine(
+        shape: tuple[int, ...], scale: int, offset: int, dtype: type = np.int64
+    ) -> SizeArray:
+        """Return an array of this shape whose elements are all `scale * n + offset`."""
+        return SizeArray.of([np.full(shape, each, dtype) for each in (offset, scale)])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.coefficients[0].shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.coefficients[0].dtype
+
+    @property
+    def degree(self) -> int:
+        return len(self.coefficients) - 1
+
+    @property
+    def offset(self) -> np.ndarray:
+        """Constant terms."""
+        return self.coefficients[0]
+
+    def coefficient(self, power: int) -> np.ndarray:
+        """Return the coefficients of `n**power`, zeros beyond the degree."""
+        if power <= self.degree:
+            return self.coefficients[power]
+        return np.zeros_like(self.offset)
+
+    def at(self, number: int) -> np.ndarray:
+        """Return the array for n = `number`."""
+        total = np.zeros_like(self.offset)
+        for coefficient in reversed(self.coefficients):
+            total = total * number + coefficient
+        return total
+
+    def elements(self) -> list[tuple[int | float, ...]]:
+        """Return the coefficients of each element, in row-major order."""
+        return list(zip(*(each.reshape(-1).tolist() for each in self.coefficients), strict=True))
+
+
+Number = np.ndarray | SizeArray | None
+"""An operand of a shape computation; None if it is absent or not known before running."""
+Polynomial = tuple[int | float, ...]
+"""Coefficients of one element, the constant term first."""
+
+
+def evaluate_with_sizes(
+    node: onnx.NodeProto, operands: Sequence[Number], evaluate: Evaluate
+) -> list[SizeArray] | None:
+    """Return the results of a node some of whose operands are SizeArrays and the others constants.
+
+    Returns None if a result is not known to be a polynomial in n. Linear operators and products are
+    exact for every n. A quotient is exact for every n at which the dividend is at least 0.
+    Comparisons, minima and maxima hold for every sufficiently large n.
+    """
+    operator = node.op_type
+    present = [each for each in operands if each is not None]
+    if operator in ORDER_OPERATORS:
+        slots = 1 if operator.startswith("Reduce") else len(operands)
+        return _by_rank(operator, operands, slots, evaluate)
+    if operator in ("Mul", "Div") and len(present) == 2:
+        multiply = _product if operator == "Mul" else _quotient
+        return _elementwise(present[0], present[1], multiply)
+    if operator == "ReduceProd":
+        return _reduced_product(node, operands)
+    if operator in LINEAR_OPERANDS:
+        slots_of = LINEAR_OPERANDS[operator]
+        linear = range(len(operands)) if slots_of is None else slots_of
+        return _by_coefficient(operator, operands, linear, evaluate)
+    return None
+
+
+def _by_coefficient(
+    operator: str, operands: Sequence[Number], linear: Sequence[int], evaluate: Evaluate
+) -> list[SizeArray] | None:
+    """Apply a linear operator to each coefficient: f(sum a_k n^k) = sum f(a_k) n^k."""
+    if any(
+        isinstance(each, SizeArray) and slot not in linear for slot, each in enumerate(operands)
+    ):
+        return None
+    degree = max(each.degree for each in operands if isinstance(each, SizeArray))
+    results: list[tuple[np.ndarray, ...]] = []
+    for power in range(degree + 1):
+        arrays: list[np.ndarray | None] = []
+        for slot, each in enumerate(operands):
+            if isinstance(each, SizeArray):
+                arrays.append(each.coefficient(power))
+            elif each is not None and slot in linear and power:
+                arrays.append(np.zeros_like(each))
+            else:
+                arrays.append(each)
+        found = evaluate(arrays)
+        if found is None:
+            return None
+        read = next(each for each in arrays if each is not None)
+        if operator == "Cast" and found[0].dtype.kind == "i" and (found[0] != read).any():
+            return None
+        results.append(found)
+    return [SizeArray.of(each) for each in zip(*results, strict=True)]
+
+
+def _by_rank(
+    operator: str, operands: Sequence[Number], slots: int, evaluate: Evaluate
+) -> list[SizeArray] | None:
+    """Apply an operator that depends on order only to the ranks of the elements of its first
+    `slots` operands, ordered as for large n.
+    """
+    arrays = [_as_sizes(each) for each in operands[:slots] if each is not None]
+    if len(arrays) < slots or any(isinstance(each, SizeArray) for each in operands[slots:]):
+        return None
+    elements = {_trimmed(each) for array in arrays for each in array.elements()}
+    ordered = sorted(elements, key=_order)
+    rank_of = {each: rank for rank, each in enumerate(ordered)}
+    dtype = arrays[0].dtype
+    ranks: list[np.ndarray | None] = [
+        np.array([rank_of[_trimmed(each)] for each in array.elements()], dtype).reshape(array.shape)
+        for array in arrays
+    ]
+    rest = [each for each in operands[slots:] if not isinstance(each, SizeArray)]
+    found = evaluate([*ranks, *rest])
+    if found is None:
+        return None
+    if operator in COMPARISONS:
+        return [SizeArray.of([found[0]])]
+    chosen = [ordered[int(rank)] for rank in found[0].reshape(-1)]
+    return [_assembled(chosen, found[0].shape, dtype)]
+
+
+def _order(element: Polynomial) -> tuple[int, Polynomial]:
+    """Return a key that orders polynomials as their values for large n are ordered.
+
+    Polynomials of one sign of the leading coefficient are ordered by degree and then by their
+    coefficients from the highest power on.
+    """
+    leading = element[-1]
+    degree = len(element) - 1
+    signed_degree = degree if leading >= 0 else -degree
+    return signed_degree, tuple(reversed(element))
+
+
+def _trimmed(element: Polynomial) -> Polynomial:
+    count = len(element)
+    while count > 1 and not element[count - 1]:
+        count -= 1
+    return element[:count]
+
+
+def _as_sizes(number: np.ndarray | SizeArray) -> SizeArray:
+    return number if isinstance(number, SizeArray) else SizeArray((number,))
+
+
+def _assembled(
+    elements: Sequence[Polynomial], shape: tuple[int, ...], dtype: np.dtype
+) -> SizeArray:
+    """Return the array of these elements."""
+    columns = list(zip_longest(*elements, fillvalue=0)) or [()]
+    return SizeArray.of([np.array(each, dtype).reshape(shape) for each in columns])
+
+
+def _elementwise(
+    left: np.ndarray | SizeArray,
+    right: np.ndarray | SizeArray,
+    combine: Callable[[Polynomial, Polynomial, bool], Polynomial | None],
+) -> list[SizeArray] | None:
+    """Combine two arrays element by element, with broadcasting."""
+    first = _as_sizes(left)
+    second = _as_sizes(right)
+    shape = np.broadcast_shapes(first.shape, second.shape)
+    operands = []
+    for each in (first, second):
+        wide = [np.broadcast_to(coefficient, shape) for coefficient in each.coefficients]
+        operands.append(SizeArray(tuple(wide)).elements())
+    is_integer = first.dtype.kind == "i"
+    found = []
+    for pair in zip(*operands, strict=True):
+        element = combine(_trimmed(pair[0]), _trimmed(pair[1]), is_integer)
+        if element is None:
+            return None
+        found.append(element)
+    return [_assembled(found, shape, first.dtype)]
+
+
+def _product(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial:
+    total: list[int | float] = [0] * (len(left) + len(right) - 1)
+    for power, first in enumerate(left):
+        for other, second in enumerate(right):
+            total[power + other] += first * second
+    return _trimmed(tuple(total))
+
+
+def _quotient(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial | None:
+    """Return left / right, of integers rounded down; None if it is not a polynomial.
+
+    A constant integer divisor d > 0 must divide every coefficient except the constant term b, since
+    floor((d * p(n) + b) / d) = p(n) + floor(b / d). Another divisor must leave no remainder.
+    """
+    if not any(right):
+        return None
+    if len(right) == 1 and not is_integer:
+        return tuple(each / right[0] for each in left)
+    if len(right) == 1 and right[0] > 0:
+        divisor = right[0]
+        if any(each % divisor for each in left[1:]):
+            return None
+        return tuple(each // divisor for each in left)
+    rest = list(left)
+    quotient: list[int | float] = [0] * max(len(left) - len(right) + 1, 1)
+    for power in reversed(range(len(left) - len(right) + 1)):
+        factor = rest[power + len(right) - 1] / right[-1]
+        if is_integer and factor != int(factor):
+            return None
+        quotient[power] = int(factor) if is_integer else factor
+        for other, each in enumerate(right):
+            rest[power + other] -= quotient[power] * each
+    return None if any(rest) else _trimmed(tuple(quotient))
+
+
+def product_of_elements(sizes: SizeArray) -> SizeArray:
+    """Return the product of all elements, without dimensions."""
+    total: Polynomial = (1,)
+    for element in sizes.elements():
+        total = _product(total, element, True)
+    return _assembled([total], (), sizes.dtype)
+
+
+def _reduced_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[SizeArray] | None:
+    """Return the products of elements along the axes of a ReduceProd."""
+    data = operands[0]
+    named = {each.name: each for each in node.attribute}
+    listed = operands[1] if len(operands) > 1 else None
+    if not isinstance(data, SizeArray) or isinstance(listed, SizeArray):
+        return None
+    rank = len(data.shape)
+    axes = [*named["axes"].ints] if "axes" in named else []
+    if listed is not None:
+        axes = listed.reshape(-1).tolist()
+    if not axes and "noop_with_empty_axes" in named and named["noop_with_empty_axes"].i:
+        return [data]
+    reduced = sorted({positive(int(each), rank) for each in axes} or set(range(rank)))
+    kept = [axis for axis in range(rank) if axis not in reduced]
+    rows = math.prod(data.shape[axis] for axis in kept)
+    flat = [each.transpose([*kept, *reduced]).reshape(rows, -1) for each in data.coefficients]
+    products = [
+        product_of_elements(SizeArray(tuple(each[row] for each in flat))) for row in range(rows)
+    ]
+    keeps_axes = named["keepdims"].i if "keepdims" in named else 1
+    shape = [1 if axis in reduced else extent for axis, extent in enumerate(data.shape)]
+    if not keeps_axes:
+        shape = [data.shape[axis] for axis in kept]
+    elements = [each.elements()[0] for each in products]
+    return [_assembled(elements, tuple(shape), data.dtype)]
