@@ -156,6 +156,7 @@ def test_every_script_has_a_smallest_run() -> None:
     assert {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()} == {
         "environment.sh",
         "draw_architecture.py",
+        "draw_dynamic_shapes.py",
         "reference_pages.py",
         "versions.py",
         *(f"{name}.py" for name in TABLES),
@@ -319,6 +320,11 @@ def test_the_picture_of_the_architecture() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "draw_architecture.py"))
     words = {text.strip() for text in ElementTree.fromstring(script["drawing"]()).itertext()}
     assert {folder for row in script["ROWS"] for folder in row} <= words
+
+
+def test_the_figure_of_dynamic_shapes() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_dynamic_shapes.py"))
+    assert script["TARGET"].read_text(encoding="utf-8") == script["drawing"]()
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))

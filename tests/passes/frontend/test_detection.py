@@ -151,7 +151,9 @@ def test_a_file_that_keeps_no_box_is_refused(tmp_path: Path) -> None:
         model([node("NonMaxSuppression", "boxes scores", "y")], dict([*INPUTS.items()][:2]), "y"),
         tmp_path,
     )
-    with pytest.raises(ModelError, match="its third operand, the maximum number of boxes per class, is absent"):
+    with pytest.raises(
+        ModelError, match="its third operand, the maximum number of boxes per class, is absent"
+    ):
         read_model(path)
 
 

@@ -251,7 +251,7 @@ def split_rows(context: NodeContext) -> bool:
 
 
 def _restricted(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
-    """Return the rows whose flag in the vector `mask` is true, which are some of those selected."""
+    """Return the rows at which the vector `mask` is true. It is true only at selected rows."""
     write = context.write
     shape = rows.selection.shape
     selection = Selection(write.reshape(mask, shape), shape, shape, context.title, root)

@@ -61,7 +61,7 @@ class RowAxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
-    """A node, its operands with aliases resolved, and what is known of them."""
+    """A node and its operands, which are names with aliases resolved, with their facts and types."""
 
     node: onnx.NodeProto
     operands: tuple[str, ...]
@@ -112,14 +112,14 @@ class NodeContext:
         )
 
     def numbers(self) -> list[Number]:
-        """Return what is known of each operand's elements: an array, polynomials in n, or None."""
+        """Return the known elements of each operand: an array, polynomials in n, or None."""
         return [
             each.numbers if isinstance(each, Counted) else self.arrays.get(name) if name else None
             for name, each in zip(self.operands, self.facts, strict=True)
         ]
 
     def number(self, slot: int) -> Number:
-        """Return what is known of the elements of one operand, None if there is no such operand."""
+        """Return the known elements of one operand: an array, polynomials in n, or None."""
         return self.numbers()[slot] if slot < len(self.operands) else None
 
     def numbers_for(self, count: int) -> list[np.ndarray | None]:

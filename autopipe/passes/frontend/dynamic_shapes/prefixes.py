@@ -152,7 +152,8 @@ def _new_prefix(context: NodeContext, root: str, prefix: Prefix, capacity: int) 
     count = prefix.count
     if capacity < 1:
         raise ModelError(
-            f"its result has at most {capacity} rows, expected at least 1", where=context.title
+            f"the maximum number of rows of its result is {capacity}, expected at least 1",
+            where=context.title,
         )
     if (prefix.scale, prefix.offset) != (1, 0):
         scaled = write.node("Mul", [count, write.scalar(prefix.scale, DType.INT64)])

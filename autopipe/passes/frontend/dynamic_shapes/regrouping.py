@@ -1,4 +1,4 @@
-"""Reshaping rows into rows of another size, and joining rows.
+"""Laws that reshape rows into rows of another size, and that join rows.
 
 Rows of four elements that are flattened are selected by the same mask with one more axis of size 4,
 along which the mask is broadcast. `NonZero` of such a broadcast mask selects the same elements.

@@ -150,7 +150,7 @@ def _clamp_count(context: NodeContext, selection: Selection) -> bool:
 
 
 def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
-    """Reshape a static value into n rows, of which there must be as many as its elements fill."""
+    """Reshape a static value into n rows. The file is valid only for the n whose rows it fills."""
     elements = target.elements()
     sizes = [int(each[0]) for each in elements if each != _N]
     if len(sizes) != len(elements) - 1 or any(any(each[1:]) for each in elements if each != _N):
@@ -240,7 +240,7 @@ def _count_rows(context: NodeContext, selection: Selection) -> bool:
 def number_rows(context: NodeContext, selection: Selection) -> None:
     """Record that the result of a Range numbers the rows of a selection from 0 on."""
     rank = len(selection.shape)
-    # Of first rows, a row's rank is its coordinate.
+    # In a selection of first rows, the rank of a row is its coordinate.
     numbered = 1 if selection.first_rows is not None else rank + 1
     terms = tuple(np.array([int(term == numbered)]) for term in range(rank + 2))
     indices = Indices(selection, DType.INT64, 0, terms)
