@@ -110,7 +110,7 @@ _OPERATORS_INTRODUCTION = """\
 This page lists the operators of a graph after reading: ONNX operators, some of ONNX Runtime (`com.microsoft`), and fused
 operators of autopipe. Check a model by `autopipe inspect MODEL`, which lists unsupported operators with the first node of
 each. Further operators are replaced while a model is read: ONNX functions, control flow that can be resolved, and the
-operators of ONNX Runtime in `autopipe/passes/frontend/contrib`.
+operators of ONNX Runtime in `autopipe/passes/frontend/decompositions`.
 
 - *Cost class*: the entry of `efficiency` in a [cluster file](configuration.md#a-cluster-file) that applies. A view
   neither computes nor copies.

@@ -27,7 +27,7 @@ TUTORIAL = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page
 BLOCK = re.compile(
     r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL
 )
-"""A block of code, or a command inside a sentence."""
+"""A code block, or a command inside a sentence."""
 WITHOUT = """
 import sys
 
@@ -40,38 +40,37 @@ sys.meta_path.insert(0, Finder())
 from autopipe.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
-"""Program that runs a command of autopipe as if the modules of its first word were not installed.
+"""Program that runs a command of autopipe without the modules of its first argument, a list
+separated by commas.
 """
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"
 ]
-"""Requirements of autopipe's extras."""
+"""Requirements of each extra of autopipe, by its name."""
 EXPORTER = "onnxscript"
 """Package that torch's exporter imports and that neither torch nor transformers requires."""
 EDIT = "cp -r four.plan edited.plan && $EDITOR edited.plan/placement.yaml"
 FIRST_STAGE = "    - [node_layer_norm_2, node_add_351]\n"
 MOVED = "    # model.transformer.h.1\n    - [node_layer_norm_3, node_add_418]\n"
-"""The end of the first stage and the beginning of the second one, in four.plan/placement.yaml."""
+"""Last line of the first stage in four.plan/placement.yaml, and the line that moves there."""
 
 
 @dataclass
 class Reader:
-    """Somebody who types what the tutorial says, in one folder, and compares what comes with what
-    is shown.
-    """
+    """A run of the pages in one folder, which compares the output of commands with the pages."""
 
     folder: Path
     capture: pytest.CaptureFixture[str]
     problems: list[str] = field(default_factory=list)
-    """Where the tutorial shows what does not come."""
+    """Differences between the pages and the output of commands."""
     missing: set[str] = field(default_factory=set)
-    """Modules that the tutorial does not install."""
+    """Modules of the exporter that the commands `pip install` of the pages do not install."""
     configurations: Iterator[str] = field(
         default_factory=lambda: iter(("four", "by-hand", "chimera", "placement"))
     )
 
     def do(self, kind: str, text: str) -> None:
-        """Follow one block."""
+        """Run the commands of a block, or write or compare its file."""
         if kind == "python" and text.startswith('"""Create'):
             assert text == SCRIPT.read_text(encoding="utf-8")
             shutil.copy(SCRIPT, self.folder)
@@ -94,7 +93,7 @@ class Reader:
                 self._type(*command.split("\n", 1))
 
     def _find_in_programs(self, text: str) -> None:
-        """Every line stands in a file that has been generated."""
+        """Report lines of `text` that no generated file contains."""
         lines = {
             line.rstrip()
             for path in self.folder.glob("*.plan/program/*.py")
@@ -106,10 +105,10 @@ class Reader:
             if line.strip() not in ("", "...") and line not in lines
         ]
         if missing:
-            self.problems.append("\n".join(["no program holds", *missing]))
+            self.problems.append("\n".join(["no program contains", *missing]))
 
     def _write(self, name: str, text: str) -> None:
-        """A configuration; those after the first one differ from it in their last lines."""
+        """Write a configuration: the file `four`, with its last lines replaced by `text`."""
         if name == "placement":
             head = (self.folder / "four.plan" / "placement.yaml").read_text(encoding="utf-8")
             if text not in head:
@@ -148,7 +147,7 @@ class Reader:
             self.problems.append(f"{command} printed no {sorted(missing)} but\n{said}")
 
     def _edit(self, *, first: bool) -> None:
-        """Move nodes to the first stage; or only take them away from the second one."""
+        """Move nodes to the first stage if `first`; otherwise delete them from the second one."""
         text = (self.folder / "four.plan" / "placement.yaml").read_text(encoding="utf-8")
         assert FIRST_STAGE in text and MOVED in text
         text = text.replace(MOVED, "")
@@ -158,8 +157,8 @@ class Reader:
 
 
 def installed(words: Iterable[str]) -> set[str]:
-    """Return the names of the packages that `pip install` installs for these words, autopipe's
-    extras included.
+    """Return the names of the packages that `pip install WORDS` installs, also those of autopipe's
+    extras.
     """
     found: set[str] = set()
     for word in words:
@@ -171,7 +170,9 @@ def installed(words: Iterable[str]) -> set[str]:
 
 
 def label(line: str) -> str:
-    """How a line begins, up to its first figure, column or path; empty where that is no word."""
+    """Return the words at the start of a line, up to its first digit, column or path; "" if there are
+    none.
+    """
     start = re.split(r"\d|\s{2,}|/", line.strip(" │┃"))[0].strip()
     return start if len(start) >= 3 and start[0].isalpha() else ""
 
