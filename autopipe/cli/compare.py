@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -19,10 +19,8 @@ from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.drawing.timeline_figure import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, devices_text, plain_table, seconds_text, write_texts
-from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
+from autopipe.cli.plan_folder import graph_of_plan, open_prediction
 from autopipe.cli.plan_report import degrees_text, gap_text, number_text
-from autopipe.cli.request import request_of
-from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
@@ -32,7 +30,6 @@ from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.pipeline import read_planned
 from autopipe.passes.placement.explicit import (
     NodeEntry,
     NodeNames,
@@ -304,7 +301,7 @@ class PlanDiff:
 
 
 def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
-    """How each plan differs from the first; each model is read once."""
+    """Return how each plan differs from the first."""
     graphs: dict[tuple[str, str], Graph | None] = {}
     diffs: list[PlanDiff] = []
     first = plans[0].plan
@@ -315,11 +312,7 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
             graphs[key] = None  # Its model may be gone, or have changed.
             with suppress(AutopipeError, OSError):
                 if len(plans) > 1:
-                    configuration = replace(
-                        load_configuration(each.folder / CONFIGURATION_FILE), costs="roofline"
-                    )
-                    request = request_of(configuration, Path(plan.model))
-                    graph = read_planned(request, plan).graph
+                    graph = graph_of_plan(each.folder, plan)
                     graphs[key] = graph if graph.digest() == plan.graph_digest else None
         before = graphs[first.model, first.graph_digest]
         after = graphs[key]

@@ -557,6 +557,12 @@ def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
 
 def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[WhatIf]:
     again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
+    if again and not planned.request.model.is_file():
+        output.warn(
+            f"nothing is planned again: the model of the plan is not at {planned.plan.model}",
+            "name the file with --model FILE",
+        )
+        again = False
     changes = list(what_ifs(planned))
     helps = []
     configuration = load_configuration(folder / CONFIGURATION_FILE)

@@ -1,7 +1,7 @@
-"""The plan folder: its four files are written and opened again; its placement is YAML that a person
+"""The plan folder: its five files are written and opened again; its placement is YAML that a person
 can edit.
 
-`plan.json` holds the digests of all four (`ir/output_files.py`). No other file of the folder is
+`plan.json` holds the digests of all five (`ir/output_files.py`). No other file of the folder is
 ever touched.
 """
 
@@ -26,7 +26,8 @@ from autopipe.configs.configuration import Configuration, dump_configuration, lo
 from autopipe.configs.yaml_source import Dumper
 from autopipe.ir.codec import encode, keys
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import FileSlice, Graph
+from autopipe.ir.graph_file import GRAPH_FILE, PlannedGraph, read_graph, write_graph
 from autopipe.ir.movable_paths import movable_path, relative_path
 from autopipe.ir.output_files import (
     Seal,
@@ -42,8 +43,10 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.training import with_path
+from autopipe.passes.frontend.elements import external_file
+from autopipe.passes.frontend.load import file_digest
 from autopipe.passes.frontend.scopes import layers_of
-from autopipe.passes.pipeline import PlanResult, reopen
+from autopipe.passes.pipeline import PlanResult, planned_graph, read_planned, reopen
 from autopipe.passes.placement.explicit import Given, NodeNames, written
 from autopipe.passes.schedule.simulate import simulate
 
@@ -138,7 +141,7 @@ _Dumper.add_representer(
 
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
-_OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, SCHEDULE_FILE, PLAN_FILE)
+_OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, GRAPH_FILE, SCHEDULE_FILE, PLAN_FILE)
 _LAST_KEYS: Final = {
     CONFIGURATION_FILE: keys(Configuration)[-1].path[0],
     PLACEMENT_FILE: "strategy.name",
@@ -160,25 +163,66 @@ ones' places.
 
 def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     """Return the plan in `folder` and its problem, built from the effective configuration and the
-    model's file.
+    graph in `graph.json`.
 
-    The file is `model`, or the one that was planned if `model` is None. Raises ConfigurationError
-    if the folder has no plan, or if the model is missing or is not the one that was planned;
-    ModelError if the model cannot be read.
+    The ONNX file is `model`, or the one that was planned if `model` is None. It is read only if
+    `graph.json` is missing, as in a folder of an earlier version of autopipe, if the configuration
+    was edited, or if the ONNX file has changed. Raises ConfigurationError if the folder has no
+    plan, if the ONNX file is required and missing, or if it is not the one that was planned;
+    ModelError if it cannot be read.
     """
     plan = _read_whole(folder)
     if model is not None:
         plan = replace(plan, model=str(model.absolute()))
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     _check_ending(folder)
-    model = Path(plan.model)
-    if not model.is_file():
+    file = Path(plan.model)
+    stored = stored_graph(folder, plan)
+    if not file.is_file() and (stored is None or model is not None):
         hint = "name the file with --model FILE, put it back, or plan again"
         raise ConfigurationError(f"the model of the plan is not at {plan.model}", hint, str(folder))
     if not Path(configuration.costs).is_file():
         # What they predicted is in the plan, which can be run without them.
         configuration = replace(configuration, costs="roofline")
-    return reopen(request_of(configuration, model), plan)
+    return reopen(request_of(configuration, file), plan, stored)
+
+
+def stored_graph(folder: Path, plan: Plan) -> PlannedGraph | None:
+    """Return the graph in `graph.json` of the plan folder `folder`; None if the ONNX file of `plan`
+    has to be read instead: there is no `graph.json`, it holds another graph than the plan's, the
+    configuration or `plan.json` was edited, or the ONNX file has changed.
+
+    Raises ConfigurationError if `graph.json` was edited, and ModelError if the ONNX file cannot be
+    read.
+    """
+    path = folder / GRAPH_FILE
+    own = read_seal(folder / PLAN_FILE)
+    if not path.is_file() or own is None or GRAPH_FILE not in own.digests:
+        return None
+    if not own.holds(path):
+        raise _mixed(path, "was edited, or is of another plan than")
+    if not own.holds(folder / CONFIGURATION_FILE):
+        return None
+    stored = read_graph(path)
+    if stored.graph.digest() != plan.graph_digest:
+        return None
+    file = Path(plan.model)
+    storages = (each.storage for each in stored.graph.parameters)
+    for name in {each.file for each in storages if isinstance(each, FileSlice) and each.file}:
+        external_file(name, file, str(path))
+    is_planned = not file.is_file() or file_digest(file) == stored.model_digest
+    return stored if is_planned else None
+
+
+def graph_of_plan(folder: Path, plan: Plan) -> Graph:
+    """Return the graph of `plan`, the plan in `folder`: that in `graph.json`, else the graph of the
+    ONNX file, which may be another one. Raises as `open_plan`.
+    """
+    stored = stored_graph(folder, plan)
+    if stored is not None:
+        return stored.graph
+    configuration = replace(load_configuration(folder / CONFIGURATION_FILE), costs="roofline")
+    return read_planned(request_of(configuration, Path(plan.model)), plan).graph
 
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
@@ -382,6 +426,8 @@ def write_plan_folder(
             for name, text in texts.items():
                 with naming(target / name):
                     (made / name).write_text(text, encoding="utf-8")
+            with naming(target / GRAPH_FILE):
+                write_graph(made, planned_graph(planned))
             with naming(target / PLAN_FILE):
                 write_plan(made, planned.plan, planned.timeline, home=target)
                 seal(made, PLAN_FILE)

@@ -682,9 +682,10 @@ def check_static(program: Path, model: Path | None, output: Output) -> None:
     manifest = read_manifest(program.absolute())
     folder = program.parent
     with output.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
-        planned = open_plan(
-            folder, model or manifest.model
-        )  # Its schedule is checked when it is read.
+        if model is None and manifest.model.is_file():
+            # The program may have been generated with another file than the plan's.
+            model = manifest.model
+        planned = open_plan(folder, model)  # Its schedule is checked when it is read.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
             raise other_plan(program, folder)

@@ -227,7 +227,8 @@ class _Table:
         memory.
         """
         own = self._planned.problem.optimizer.shard
-        scores = self._planned.model.scores if self._planned.model.other is not None else None
+        settled = self._planned.plan.summary.scores
+        scores = None if settled is None else settled.choice
         shards = (own,) if own or not self._planned.problem.train else (False, True)
         forms: tuple[Scores | None, ...] = ("keep", "recompute") if scores == "keep" else (scores,)
         yield from ((shard, form) for form, shard in itertools.product(forms, shards))

@@ -24,6 +24,7 @@ from autopipe.ir.errors import (
     OutOfMemoryError,
 )
 from autopipe.ir.graph import DType, Graph
+from autopipe.ir.graph_file import PlannedGraph
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import LossScores, Plan, plan_digest
@@ -59,6 +60,7 @@ from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.cost.memory_check import size_text, with_copies, without_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
+from autopipe.passes.frontend.dimensions import fixes_samples
 from autopipe.passes.frontend.model import require_trainable
 from autopipe.passes.registry import Scheduler, Strategy
 from autopipe.passes.schedule.boundary_gathers import choose_gathers
@@ -673,13 +675,26 @@ def _loss_division(
     if model.loss not in runner.loss_forms:
         first = read(request, runner)
         runner.loss_forms[model.loss] = form_of(
-            first, lambda size: read_for(request, size, first.source, opened=True)
+            first, lambda size: _read_opened(request, runner, first, size)
         )
     form = runner.loss_forms[model.loss]
     divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
     if form is not None and form.kind is not divisible:
         batching = replace(batching, sizes=())
     return divided_loss(form, model, request.normalize, batching), batching
+
+
+def _read_opened(request: Request, runner: Runner, first: Model, size: int) -> Model:
+    """Return the model on `size` samples, even if its file fixes the batch to one sample. `first`
+    is the model on the samples that the file fixes, or on one.
+    """
+    offered = () if first.source is None else first.source.graph.input
+    if fixes_samples(offered, first.graph.batch_axes):
+        return read_for(request, size, first.source, opened=True)
+    if size not in runner.models:
+        runner.models[size] = read_for(request, size, first.source)
+    model = runner.models[size]
+    return model.with_scores(request.scores or model.scores)
 
 
 def _in_totals(
@@ -702,7 +717,13 @@ def _problem(
     batching: Batching,
     work: tuple[Work, ...],
     division: LossDivision,
+    annotated: tuple[Constraint, ...] | None = None,
 ) -> Problem:
+    """Return the problem of a model on micro-batches. `annotated` are the constraints that follow
+    from the annotations of the model's file; None to derive them from the model.
+    """
+    if annotated is None:
+        annotated = annotated_constraints(model, request.cluster.size)
     return Problem(
         graph=model.graph,
         work=work,
@@ -718,7 +739,7 @@ def _problem(
         compiled=request.compiled,
         recompute=request.recompute or "none",
         memory_limit=request.memory_limit,
-        constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
+        constraints=(*request.constraints, *annotated),
         time_limit=request.time_limit,
         solver=request.solver,
         seed=request.seed,
@@ -953,14 +974,54 @@ def read_planned(request: Request, plan: Plan) -> Model:
     return in_totals(model, form, Batching(plan.batch_size, plan.summary.micro_batches))
 
 
-def reopen(request: Request, plan: Plan) -> PlanResult:
-    """The plan again, with its problem made anew from the model's file and its step simulated from
-    its predictions. `request` must fix what the plan was made with: mode, batch and micro-batches.
-    Raises ConfigurationError where the plan does not belong to the model.
+def planned_graph(planned: PlanResult) -> PlannedGraph:
+    """Return the graph of a plan with the facts from which `reopen` makes its problem again."""
+    own = len(planned.request.constraints)
+    return PlannedGraph(
+        graph=planned.problem.graph,
+        model_digest=planned.model.digest,
+        loss=planned.model.loss,
+        scores=planned.model.scores,
+        constraints=planned.problem.constraints[own:],
+    )
+
+
+def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:
+    """Return the model of a graph that a plan folder holds, without what only the ONNX file says:
+    its parsed nodes, its warnings, and the other form of its losses.
+    """
+    graph = stored.graph
+    return Model(
+        graph=graph,
+        path=request.model,
+        digest=stored.model_digest,
+        batch=plan.summary.micro_batch_size if graph.batch_axes else None,
+        loss=stored.loss,
+        mode=Mode(plan.mode) if request.mode is None else request.mode,
+        nodes_before=len(graph.nodes),
+        configurations=(),
+        unsupported=(),
+        warnings=(),
+        scores=stored.scores,
+    )
+
+
+def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> PlanResult:
+    """Return the plan with its problem and with its step simulated from its predictions.
+
+    The problem is made from the graph `stored` in the plan folder, or from the model's file if that
+    is None. `request` must have the mode, the batch and the micro-batches of the plan. Raises
+    ConfigurationError if the plan does not belong to the graph or to the request.
     """
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
-    model = read_planned(request, plan)
-    problem = _problem(request, model, batching, _work(request, model), plan.loss_division)
+    if stored is None:
+        model = read_planned(request, plan)
+        annotated = None
+    else:
+        model = _stored_model(request, plan, stored)
+        annotated = stored.constraints
+    work = _work(request, model)
+    problem = _problem(request, model, batching, work, plan.loss_division, annotated)
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(
             (

@@ -10,6 +10,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.kv_cache import TOKENS
 from autopipe.ir.placement import Placement, Stage, recomputed_nodes
+from autopipe.passes.frontend.load import load
 from autopipe.passes.pipeline import PlanResult, read_for
 
 
@@ -19,9 +20,9 @@ def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
     the graph is another one in those shapes.
     """
     graph = planned.problem.graph
-    source = planned.model.source
-    if source is None or graph.type_of(TOKENS).shape[1] >= length:
+    if graph.type_of(TOKENS).shape[1] >= length:
         return None
+    source = planned.model.source or load(planned.request.model)
     symbol = next(
         info.type.tensor_type.shape.dim[1].dim_param
         for info in source.graph.input

@@ -179,6 +179,7 @@ def test_a_model_that_changed_or_moved(here: CommandLine) -> None:
     Path(MODEL).write_bytes(b"no model")
     here.refuses(3, ("codegen", PLAN), MODEL, "not an ONNX")
     Path(MODEL).rename("elsewhere.onnx")
+    (PLAN / "graph.json").unlink()
     here.refuses(2, ("codegen", PLAN), "the model of the plan is not at", "put it back")
 
 

@@ -286,7 +286,9 @@ def planned(folder: Path, *words: str, name: str = "plan") -> str:
         ]
     ):
         return f"exit {code}"
-    plan = digest(sorted((folder / name).glob("*.*")))
+    # `graph.json` holds the graph of the model, which `graph_digest` in `plan.json` names.
+    files = sorted((folder / name).glob("*.*"))
+    plan = digest(path for path in files if path.name != "graph.json")
     if code := main(["codegen", name, "-o", "program", "-q"]):
         return f"plan {plan} exit {code}"
     return f"plan {plan} program {digest(sorted((folder / 'program').rglob('*.*')))}"

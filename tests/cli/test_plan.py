@@ -50,6 +50,7 @@ def test_a_plan_folder_and_one_screen(gpt, capsys):
     assert code == 0
     assert sorted(os.listdir(f"{gpt}.plan")) == [
         "config.yaml",
+        "graph.json",
         "placement.yaml",
         "plan.json",
         "schedule.json",
@@ -346,6 +347,7 @@ def test_a_plan_that_does_not_belong_to_the_model_is_refused(gpt, capsys, tmp_pa
     with pytest.raises(ConfigurationError, match="does not belong to this model"):
         open_plan(tmp_path / "p")
     gpt.unlink()
+    (tmp_path / "p" / "graph.json").unlink()
     with pytest.raises(ConfigurationError, match="the model of the plan is not at"):
         open_plan(tmp_path / "p")
 

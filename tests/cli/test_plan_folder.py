@@ -23,7 +23,7 @@ from tests.cli.test_bad_requests import MODEL, perceptron
 from tests.passes.frontend.building import saved
 
 PLAN = Path(f"{MODEL}.plan")
-OWNED = ("config.yaml", "placement.yaml", "plan.json", "schedule.json")
+OWNED = ("config.yaml", "graph.json", "placement.yaml", "plan.json", "schedule.json")
 USERS: Mapping[str, str] = {
     "saved/step_00000002/rank_00000.safetensors": "weeks of training",
     "logs/metrics.jsonl": '{"step": 1}\n',
@@ -262,7 +262,7 @@ def test_a_kill_while_a_plan_is_written_leaves_the_old_plan_the_new_one_or_a_mix
         assert without_owned(contents(Path("plan"))) == users
         if done.returncode == 0:
             break
-    assert named == ["", "plan/config.yaml", "plan/config.yaml", "plan/config.yaml", ""]
+    assert named == ["", *["plan/config.yaml"] * 4, ""]
 
 
 def test_a_schedule_of_another_plan_is_named(here: CommandLine) -> None:
@@ -278,3 +278,60 @@ def test_every_file_that_plan_writes_has_its_digest(here: CommandLine) -> None:
     found = read_seal(PLAN / "plan.json")
     assert found is not None and sorted(found.digests) == sorted(OWNED)
     assert edited_files([PLAN / name for name in OWNED], [found]) == []
+
+
+WITHOUT_MODEL = (
+    ("codegen", PLAN),
+    ("show", PLAN),
+    ("show", PLAN, "--tasks"),
+    ("show", PLAN, "--html", "page.html"),
+    ("explain", PLAN),
+    ("explain", PLAN, "--stage", "1"),
+    ("verify", PLAN / "program", "--static"),
+)
+"""Commands that read a plan folder without the ONNX file."""
+
+
+def test_the_onnx_file_is_needed_for_weights_only(here: CommandLine) -> None:
+    with_model = {words: here.done(*words, "--json").out for words in WITHOUT_MODEL[1:4]}
+    Path(MODEL).rename("elsewhere.onnx")
+    for words in WITHOUT_MODEL:
+        shown = here.done(*words, "--json")
+        assert shown.out == with_model.get(words, shown.out)
+    here.done("compare", PLAN, PLAN)
+
+
+def test_the_graph_is_not_read_from_the_onnx_file(
+    here: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the ONNX file was read")
+
+    monkeypatch.setattr("autopipe.passes.pipeline.read_model", fail)
+    for words in (("codegen", PLAN), ("show", PLAN, "--tasks"), ("explain", PLAN, "--stage", "1")):
+        here.done(*words)
+
+
+def test_a_folder_without_a_graph_is_read_from_the_onnx_file(here: CommandLine) -> None:
+    """As an earlier version wrote it: `plan.json` has no digest of `graph.json`."""
+    before = open_plan(PLAN)
+    (PLAN / "graph.json").unlink()
+    text = (PLAN / "plan.json").read_text()
+    assert open_plan(PLAN).digest == before.digest
+    (PLAN / "plan.json").write_text(text.partition(',\n "sha256"')[0] + "}\n")
+    found = open_plan(PLAN)
+    assert found.digest == before.digest
+    assert found.problem == before.problem
+
+
+def test_a_graph_that_was_edited_is_rejected(here: CommandLine) -> None:
+    path = PLAN / "graph.json"
+    path.write_text(path.read_text().replace('"loss": "', '"loss": "other '))
+    for words in (("codegen", PLAN), ("explain", PLAN), ("show", PLAN, "--tasks")):
+        here.refuses(2, words, "graph.json was edited", "plan again")
+
+
+def test_an_edited_configuration_is_not_ignored(here: CommandLine) -> None:
+    path = PLAN / "config.yaml"
+    path.write_text(path.read_text().replace("mode: train", "mode: infer"))
+    here.refuses(2, ("codegen", PLAN), "the plan is to train, its configuration to infer")

@@ -98,8 +98,11 @@ def test_the_page_compares_every_schedule_that_takes_the_placement(folder, capsy
         assert f"<td>{name}</td>" in text or f"<td>{name} (chosen)</td>" in text
 
 
-def test_a_page_without_the_model_says_that_nothing_is_compared(lone_folder, capsys, tmp_path):
+def test_a_page_without_graph_and_model_says_that_nothing_is_compared(
+    lone_folder, capsys, tmp_path
+):
     page = tmp_path / "page.html"
+    (lone_folder / "graph.json").unlink()
     assert main(["show", str(lone_folder), "--html", str(page)]) == 0
     assert capsys.readouterr().err.startswith(
         "warning: no other schedules on the page: the model of the plan is not"

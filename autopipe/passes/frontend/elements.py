@@ -194,17 +194,14 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
     )
 
 
-def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
-    """Where an external tensor of the file `model` lies; None where its file is not there.
+def external_file(location: str, model: Path, where: str) -> Path:
+    """Return the path of a file with tensors at `location`, which is relative to the folder of the
+    ONNX file `model`. `where` begins the messages of errors.
 
-    Raises ModelError for a path that leaves the model's folder (absolute, `..`), for a link to
-    anywhere but there or beside the file that `model` is a link to (as in the cache of
-    huggingface_hub), for one that is no file, for a file too short for the tensor, and for a name
-    that the file system rejects.
+    Raises ModelError for a path that leaves the folder (absolute, or with `..`), for a link to
+    anywhere but that folder and the folder of the file that `model` is a link to (as in the cache of
+    huggingface_hub), and for a name that the file system rejects. The file may be missing.
     """
-    where = f"tensor {tensor.name!r}"
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
     path = PurePosixPath(location)
     if (
         not location
@@ -235,6 +232,18 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
         raise ModelError(
             f"its data file {location!r} is a link that leaves the model's folder", where=where
         )
+    return file
+
+
+def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
+    """Where an external tensor of the file `model` lies; None where its file is not there.
+
+    Raises ModelError as `external_file`, and for a file that is too short for the tensor.
+    """
+    where = f"tensor {tensor.name!r}"
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    file = external_file(location, model, where)
     size = stored_bytes(dtype_of(tensor.data_type, where), tensor.dims)
     offset = _number(entries, "offset", 0, where)
     length = _number(entries, "length", size, where)

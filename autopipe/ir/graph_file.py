@@ -1,0 +1,327 @@
+"""`graph.json` of a plan folder: the graph that was planned, so that the ONNX file does not have to
+be read again.
+
+The file holds no weights. A parameter is stored as the place of its numbers in the model's files.
+Constants are stored with their numbers, compressed by zlib and written in base64. The file is
+untrusted: everything that is read is checked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Final
+
+import numpy as np
+
+from autopipe.ir.codec import Count, Row, decode, encode, encode_as
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.files import JsonRecord, read_record
+from autopipe.ir.graph import (
+    Attribute,
+    Constant,
+    DType,
+    FileSlice,
+    Fill,
+    Graph,
+    Node,
+    Parameter,
+    Value,
+)
+from autopipe.ir.ops import OPERATORS, qualified_name, spaces_of
+from autopipe.ir.problem import Constraint, Scores
+
+GRAPH_FILE: Final = "graph.json"
+FORMAT: Final = "autopipe.graph/1"
+_HINT: Final = "plan again"
+_MOST_CONSTANT_BYTES: Final = 1 << 30
+"""Maximum bytes of all constants of a file together, as in the reader of ONNX files."""
+_MOST_NESTED: Final = 64
+"""Maximum depth of loops that contain loops."""
+_INTEGERS: Final = range(-(2**63), 2**64)
+"""Integers that an attribute may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGraph:
+    """The graph of a plan, and the facts about the model's file that a plan needs besides."""
+
+    graph: Graph
+    """The graph on the micro-batches of the step, in the form of the losses that was planned."""
+    model_digest: str
+    """SHA-256 of the ONNX file without weights and annotations (`Source.digest`)."""
+    loss: str
+    """Name of the output of the model that is the loss; "" if there is none."""
+    scores: Scores = "keep"
+    """Form of the losses: they keep their logits for backward or recompute them."""
+    constraints: tuple[Constraint, ...] = ()
+    """Constraints that follow from the multi-device annotations of the ONNX file."""
+
+
+def write_graph(folder: Path, planned: PlannedGraph) -> None:
+    """Write `graph.json` into `folder`."""
+    (folder / GRAPH_FILE).write_text(graph_text(planned), encoding="utf-8")
+
+
+def graph_text(planned: PlannedGraph) -> str:
+    """Return the text of `graph.json`: a JSON object with each node, value, parameter and constant
+    on a line of its own.
+    """
+    form = {
+        "format": FORMAT,
+        "model_digest": planned.model_digest,
+        "loss": planned.loss,
+        "scores": planned.scores,
+        "constraints": encode_as(planned.constraints, tuple[Constraint, ...]),
+        **_graph_form(planned.graph),
+    }
+    lines = [f"{json.dumps(key)}: {_member_text(value)}" for key, value in form.items()]
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def _member_text(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value, allow_nan=False)
+    return "[\n " + ",\n ".join(json.dumps(each, allow_nan=False) for each in value) + "]"
+
+
+def _graph_form(graph: Graph) -> dict[str, Any]:
+    return {
+        "name": graph.name,
+        "opset": graph.opset,
+        "inputs": [_value_form(each) for each in graph.inputs],
+        "batch_axes": dict(graph.batch_axes),
+        "outputs": list(graph.outputs),
+        "parameters": [_parameter_form(each) for each in graph.parameters],
+        "constants": [_constant_form(each) for each in graph.constants],
+        "nodes": [_node_form(each) for each in graph.nodes],
+        "values": [_value_form(each) for each in graph.values],
+    }
+
+
+def _value_form(value: Value) -> list[object]:
+    return [value.name, value.dtype.value, list(value.shape)]
+
+
+def _parameter_form(parameter: Parameter) -> dict[str, Any]:
+    form = encode(parameter)
+    if isinstance(parameter.storage, Fill) and not math.isfinite(parameter.storage.value):
+        form["storage"]["value"] = str(parameter.storage.value)
+    return form
+
+
+def _constant_form(constant: Constant) -> dict[str, object]:
+    form: dict[str, object] = {"value": _value_form(constant.value)}
+    dtype = constant.value.dtype
+    if constant.array.dtype.newbyteorder("<") != dtype.stored:
+        # A type of the package ml_dtypes, such as bfloat16.
+        form["type"] = constant.array.dtype.name
+    form["data"] = base64.b64encode(zlib.compress(constant.array.tobytes())).decode()
+    return form
+
+
+def _node_form(node: Node) -> dict[str, object]:
+    form: dict[str, object] = {"op": node.op, "name": node.name}
+    if node.domain:
+        form["domain"] = node.domain
+    form["inputs"] = list(node.inputs)
+    form["outputs"] = list(node.outputs)
+    if node.attributes:
+        form["attributes"] = {name: _attribute_form(value) for name, value in node.attributes}
+    if node.body is not None:
+        form["body"] = _graph_form(node.body)
+    return form
+
+
+def _attribute_form(value: Attribute) -> object:
+    if isinstance(value, tuple):
+        return [_attribute_form(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value
+
+
+def read_graph(path: Path) -> PlannedGraph:
+    """Return the graph in the file `path`. Raises ConfigurationError, with the file and the key, if
+    it cannot be read or is not a graph whose operators autopipe supports.
+    """
+    record = read_record(path, FORMAT)
+    try:
+        graph = _read_graph(record, 0)
+        planned = PlannedGraph(
+            graph=graph,
+            model_digest=record.get("model_digest", str),
+            loss=record.get("loss", str),
+            scores=record.get("scores", Scores),
+            constraints=record.get("constraints", tuple[Constraint, ...]),
+        )
+        _check(graph)
+    except ModelError as error:
+        what = f"{error.where}: {error.message}" if error.where else error.message
+        raise ConfigurationError(f"not a sound graph: {what}", _HINT, str(path)) from error
+    if planned.loss and not graph.has(planned.loss):
+        record.at("loss").refuse("the name of a value of the graph")
+    return planned
+
+
+def _read_graph(record: JsonRecord, depth: int) -> Graph:
+    if depth > _MOST_NESTED:
+        record.refuse(f"loops within loops, at most {_MOST_NESTED} deep")
+    inputs = tuple(map(_read_value, record.at("inputs").items()))
+    ranks = {value.name: len(value.shape) for value in inputs}
+    axes = record.at("batch_axes")
+    batch_axes = []
+    for name, each in axes.members():
+        axis = each.value
+        if type(axis) is not int or not 0 <= axis < ranks.get(name, 0):
+            each.refuse("an axis of an input of this name")
+        batch_axes.append((name, axis))
+    left = [_MOST_CONSTANT_BYTES]
+    return Graph(
+        name=record.get("name", str),
+        opset=record.get("opset", Count),
+        inputs=inputs,
+        parameters=tuple(map(_read_parameter, record.at("parameters").items())),
+        constants=tuple(_read_constant(each, left) for each in record.at("constants").items()),
+        nodes=tuple(_read_node(each, depth) for each in record.at("nodes").items()),
+        outputs=_texts(record.at("outputs")),
+        values=tuple(map(_read_value, record.at("values").items())),
+        batch_axes=tuple(batch_axes),
+    )
+
+
+_DTYPES: Final[Mapping[str, DType]] = {each.value: each for each in DType}
+
+
+def _read_value(record: JsonRecord) -> Value:
+    row = record.value
+    if type(row) is list and len(row) == 3:
+        name, dtype, shape = row
+        is_shape = type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
+        if type(name) is str and type(dtype) is str and dtype in _DTYPES and is_shape:
+            return Value(name, _DTYPES[dtype], tuple(shape))
+    value: Value = decode(record, Annotated[Value, Row()])  # Raises an error that names the key.
+    return value
+
+
+def _read_parameter(record: JsonRecord) -> Parameter:
+    try:
+        parameter: Parameter = decode(record, Parameter)
+    except (TypeError, ValueError):
+        record.at("storage").refuse("a place in a file, or how to initialise the parameter")
+    storage = parameter.storage
+    if isinstance(storage, FileSlice) and storage.file and not _is_inside(storage.file):
+        record.at("storage").at("file").refuse("a path inside the folder of the model")
+    return parameter
+
+
+def _is_inside(file: str) -> bool:
+    """Return True if a relative path names a file in a folder or below it."""
+    path = PurePosixPath(file)
+    has_odd_text = "\0" in file or "\\" in file or bool(Path(file).drive)
+    return not has_odd_text and not path.is_absolute() and ".." not in path.parts
+
+
+def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
+    """Return a constant and subtract its bytes from the only item of `left`, the bytes that the
+    constants of the file may still have.
+    """
+    value = _read_value(record.at("value"))
+    dtype = value.dtype.stored
+    if record.has("type"):
+        dtype = _numpy_type(record.at("type"), value.dtype)
+    size = value.elements * dtype.itemsize
+    left[0] -= size
+    if left[0] < 0:
+        record.at("value").refuse(f"constants of at most {_MOST_CONSTANT_BYTES} bytes together")
+    content = record.at("data")
+    text = decode(content, str)
+    try:
+        # One byte more than expected, so that data which are too long are recognised.
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
+    except (ValueError, binascii.Error, zlib.error):
+        content.refuse("data compressed by zlib, in base64")
+    if len(data) != size:
+        content.refuse(f"{size} bytes, compressed by zlib")
+    return Constant(value, np.ndarray(value.shape, dtype, buffer=data))
+
+
+def _numpy_type(record: JsonRecord, dtype: DType) -> np.dtype[Any]:
+    """Return numpy's type for elements of `dtype` that only the package ml_dtypes defines."""
+    import ml_dtypes
+
+    if record.value != dtype.value or not hasattr(ml_dtypes, dtype.value):
+        record.refuse(f"{dtype.value}, the type of the constant")
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.value))
+    return found
+
+
+def _read_node(record: JsonRecord, depth: int) -> Node:
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+    if record.has("attributes"):
+        members = record.at("attributes").members()
+        attributes = tuple((name, _read_attribute(each)) for name, each in members)
+    return Node(
+        name=record.get("name", str),
+        op=record.get("op", str),
+        inputs=_texts(record.at("inputs")),
+        outputs=_texts(record.at("outputs")),
+        attributes=attributes,
+        domain=record.get("domain", str) if record.has("domain") else "",
+        body=_read_graph(record.at("body"), depth + 1) if record.has("body") else None,
+    )
+
+
+def _texts(record: JsonRecord) -> tuple[str, ...]:
+    if type(record.value) is not list or not all(type(each) is str for each in record.value):
+        record.refuse("a list of texts")
+    return tuple(record.value)
+
+
+def _read_attribute(record: JsonRecord) -> Attribute:
+    if type(record.value) is not list:
+        return _read_scalar(record)
+    values = tuple(map(_read_scalar, record.items()))
+    if len(set(map(type, values))) > 1:
+        record.refuse("values of one type")
+    found: Any = values
+    return found  # type: ignore[no-any-return]
+
+
+def _read_scalar(record: JsonRecord) -> int | float | str:
+    value = record.value
+    if type(value) is str:
+        return value
+    if type(value) is int and value in _INTEGERS:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    if record.has("float") and record.value["float"] in ("inf", "-inf", "nan"):
+        return float(record.value["float"])
+    raise record.refusal("a number or text")
+
+
+def _check(graph: Graph) -> None:
+    """Raise ModelError if a node of the graph, or of the body of a loop in it, has an unknown
+    operator or tensors that do not fit its operator.
+    """
+    graph.verify()
+    space = spaces_of(graph)
+    for index, node in enumerate(graph.nodes):
+        if node.body is not None:
+            _check(node.body)
+        if qualified_name(node) not in OPERATORS:
+            raise ModelError(f"operator {node.op!r} is unknown", where=repr(node.name))
+        try:
+            space(index)
+        except ModelError:
+            raise
+        except (ValueError, LookupError, TypeError, AssertionError) as error:
+            message = f"the tensors of {node.op} do not fit the operator: {error}"
+            raise ModelError(message, where=repr(node.name)) from error
