@@ -1,15 +1,16 @@
-"""Costs of collectives and of changes of layout on a cluster.
+"""Costs of collectives and of redistributions on a cluster.
 
-A collective takes the time of the cheapest algorithm known for it, each an affine function of its
-size: rings (Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 69(2), 2009), trees, recursive halving and doubling (Thakur, Rabenseifner,
-Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, sections
-3 and 4); over several nodes flat over the slowest link, or one level after the other. The link of
-an outer level joins two nodes, so what the devices of one node send out together shares it.
+The time of a collective is the minimum over several algorithms. Each algorithm takes a + b * bytes
+seconds. The algorithms are rings (Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", JPDC 69(2), 2009), trees, and recursive halving and doubling (Thakur,
+Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
+2005, sections 3 and 4). A collective over several nodes runs either over the slowest link at once,
+or one level of the cluster after the other. The devices of a node share the node's link to other
+nodes.
 
-Changes of layout (`passes/analysis/resharding.py`) that add nothing up cost by the bytes that
-devices lack: each link carries once what is lacking behind it. Ring all-gathers, all-to-alls and
-messages move exactly that.
+A redistribution (`passes/analysis/resharding.py`) without a reduction costs time by the bytes that
+devices lack: each link carries the bytes that the devices behind it lack, once. Ring all-gathers,
+all-to-alls and messages move exactly these bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from autopipe.ir.measured_costs import Affine
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cheapest of several ways, for any size."""
+    """The minimum of several affine functions from bytes to seconds, one per algorithm."""
 
     ways: tuple[Affine, ...]
 
     def seconds(self, size_bytes: float) -> float:
-        """Seconds for `size_bytes`; nothing takes no time."""
+        """Return the seconds for `size_bytes`; 0 for 0 bytes."""
         if size_bytes <= 0:
             return 0.0
         return min(way.seconds(size_bytes) for way in self.ways)
@@ -53,29 +54,34 @@ class Cost:
 
 
 FREE = Cost((Affine(0.0, 0.0),))
-"""Cost in a group of one device."""
+"""The cost of a collective in a group of one device: 0 seconds."""
 
 
 def collective(
-    kind: str, cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()
+    kind: str, cluster: Cluster, group: Sequence[int], concurrent: Sequence[int] = ()
 ) -> Cost:
-    """An `all_reduce`, `all_gather` or `reduce_scatter` of `group`, by `bytes`.
+    """Return the cost of an `all_reduce`, `all_gather` or `reduce_scatter` of the devices `group`,
+    as a function of bytes.
 
-    These are, of a sum, those of the tensor on each device; of an all-gather, those of all shards
-    together. All of `beside`, where that is given, do the same at the same time, in groups like
-    this one.
+    The bytes of an all-reduce or reduce-scatter are those of the tensor on each device. The bytes of
+    an all-gather are those of its result.
+
+    concurrent: devices, `group` included, that run equal collectives at the same time in groups of
+    equal shape, and share links with `group`.
     """
     members = tuple(sorted(set(group)))
     if len(members) < 2:
         return FREE
     measured = _measured(cluster, kind, members)
-    if measured is None and kind == "reduce_scatter":  # An all-gather run backwards.
+    if measured is None and kind == "reduce_scatter":
+        # A reduce-scatter moves the bytes of an all-gather in the opposite direction.
         measured = _measured(cluster, "all_gather", members)
     if measured is not None:
         return Cost((measured,))
     first, _ = cluster.part(members[0])
-    is_apart = bool(cluster.groups) and cluster.part(members[-1])[0] != first
-    slowest, levels = (_levels_among_groups if is_apart else _levels)(cluster, members, beside)
+    spans_groups = bool(cluster.groups) and cluster.part(members[-1])[0] != first
+    levels_of = _levels_among_groups if spans_groups else _levels
+    slowest, levels = levels_of(cluster, members, concurrent)
     ways = _ways(kind, [(len(members), slowest)])
     return Cost((*ways, *(_ways(kind, levels) if len(levels) > 1 else ())))
 
@@ -86,8 +92,10 @@ all_reduce, all_gather, reduce_scatter = (
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | None:
-    """Measured line of a collective of a group in one node, or one between those of fewer and of
-    more ranks.
+    """Return the measured time of a collective, or None if it was not measured.
+
+    The group must be in one node and have devices of one type. The time is interpolated between
+    the measured numbers of ranks.
     """
     known = cluster.devices[group[0]].collectives
     ranks = len(set(group))
@@ -105,11 +113,11 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | Non
 
 
 def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
-    """The ways of a collective; `levels` are the members and the link of each level, innermost
-    first.
+    """Return the time of each algorithm of a collective.
 
-    An all-reduce is a reduce-scatter at each inner level, an all-reduce of the shards over the
-    outer ones, and an all-gather back.
+    `levels` has (number of members, link) of each level, innermost first. Over several levels, an
+    all-reduce is a reduce-scatter at each inner level, an all-reduce of the shards over the outer
+    levels, and an all-gather at each inner level.
     """
     (size, link), *outer = levels
     rounds = (size - 1).bit_length()
@@ -130,16 +138,17 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
 
 
 def _levels(
-    cluster: Cluster, members: Sequence[int], beside: Sequence[int]
+    cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """The slowest link between members, and how many of them join at each level, over which link,
-    innermost first.
+    """Return (slowest, levels): the slowest link between members, and for each level of the cluster,
+    innermost first, the number of members that meet there and their link.
 
-    Each link is as one of several groups of `beside` gets it that share it. No levels are told
-    where groups of one level differ in number.
+    The bandwidth of a link is divided among the groups of `concurrent` that share it. `levels` is
+    empty if the members are distributed unevenly over the nodes of a level.
     """
     first, hierarchy = cluster.part(members[0])
-    own, others = ([device - first for device in each] for each in (members, set(beside)))
+    own = [device - first for device in members]
+    others = [device - first for device in set(concurrent)]
     groups = own
     span = 1
     crossed = []
@@ -163,16 +172,18 @@ def _levels(
 
 
 def _levels_among_groups(
-    cluster: Cluster, members: Sequence[int], beside: Sequence[int]
+    cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """The same for members in several groups of a cluster: inside each group, whatever its levels,
-    and between.
+    """Return the result of `_levels` for members in several groups of the cluster.
+
+    There are two levels: inside each group, with the slowest link of its members, and between the
+    groups.
     """
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for member in members:
         parts[cluster.part(member)[0]].append(member)
     first, own = next(iter(parts.items()))
-    sharing = sum(cluster.part(device)[0] == first for device in set(beside)) / len(own)
+    sharing = sum(cluster.part(device)[0] == first for device in set(concurrent)) / len(own)
     outer = _shared(cluster.levels[0].link, sharing)
     inner = [cluster.slowest_link(part) for part in parts.values() if len(part) > 1]
     if not inner or len({len(part) for part in parts.values()}) > 1:
@@ -181,28 +192,30 @@ def _levels_among_groups(
 
 
 def _shared(link: Link, sharing: float) -> Link:
-    """The link as one of `sharing` exchanges gets it that use it at once."""
+    """Return the link with its bandwidth divided among `sharing` concurrent collectives."""
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1.0, sharing))
 
 
 def relayout_seconds(
     cluster: Cluster, devices: tuple[int, ...], step: Redistribution, width: float
 ) -> float:
-    """Seconds of one step on a group of `devices`, for a tensor of `width` bytes an element;
-    backward takes as long.
+    """Return the seconds of one redistribution on the group `devices`.
+
+    `width` is the number of bytes per element. The backward of the redistribution takes equally
+    long.
     """
     if step.kind == "slice":
         return 0.0
     if step.source.is_partial:
-        share = math.prod(step.source.local_shape()) * width
-        return reduction_cost(cluster, devices, step.kind, step.over).seconds(share)
+        local_bytes = math.prod(step.source.local_shape()) * width
+        return reduction_cost(cluster, devices, step.kind, step.over).seconds(local_bytes)
     return moving_seconds(cluster, devices, step.source, step.result, width)
 
 
 @lru_cache(maxsize=4096)
 def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: MeshAxes) -> Cost:
-    """An `all_reduce` or `reduce_scatter` along axes of the mesh of `devices`, all of them doing so
-    at once.
+    """Return the cost of an `all_reduce` or `reduce_scatter` over the axes `over` of the mesh of
+    `devices`. All groups of the mesh run it at the same time.
     """
     group = tuple(devices[position] for position in group_members(over, 0))
     return collective(kind, cluster, group, devices)
@@ -211,8 +224,9 @@ def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: 
 def moving_seconds(
     cluster: Cluster, devices: Sequence[int], source: Layout, target: Layout, width: float
 ) -> float:
-    """Seconds until all of `devices` have their blocks under `target` of a tensor they hold as
-    `source` says.
+    """Return the seconds to redistribute a tensor from layout `source` to layout `target`.
+
+    `width` is the number of bytes per element.
     """
     group = len(devices)
     total = 0.0
@@ -229,13 +243,15 @@ def moving_seconds(
 
 @lru_cache(maxsize=4096)
 def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Affine], ...]:
-    """Lines of the time to bring a device, its node and so on the bytes lacking there, each with
-    how many neighbours in `devices` share the link. Measured exchanges count where there are any in
-    a node of as many devices, else the links.
+    """Return (neighbours, time) per level of the cluster, innermost first.
 
-    Where nodes have different shares of `devices`, or these are in several groups of the cluster,
-    all is taken to go over the slowest link between any two. Of all-gathers and all-to-alls a
-    device lacks all but its own part; both take about as long.
+    neighbours: number of consecutive devices that share a link of this level.
+    time: seconds as a function of the bytes that these devices lack together.
+
+    The time follows from the measured all-to-all of the devices if there is one, and from the links
+    of the cluster otherwise. If the nodes have different numbers of `devices`, or if the devices
+    belong to several groups of the cluster, there is one level with the slowest link between any
+    two devices.
     """
     measured = _measured(cluster, "all_to_all", devices)
     if measured is not None:

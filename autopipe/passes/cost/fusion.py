@@ -1,10 +1,12 @@
-"""Costs of compiled operators: elementwise ones and the reductions next to them are one pass over
-memory and one launch (Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python
-Bytecode Transformation and Graph Compilation", ASPLOS 2024, section 4.2).
+"""Costs of operators under `torch.compile`: elementwise operators and adjacent reductions are fused
+into one kernel, which is one pass over memory and one launch (Ansel et al., "PyTorch 2: Faster
+Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation", ASPLOS 2024,
+section 4.2).
 
-A group reads what comes from outside of it once and writes what others read; its backward reads the
-same again, and computes what lies between anew. A stage's border or an exchange inside a group
-parts it, which is not counted.
+A fused group reads each value from outside of the group once, and writes only the values that
+operators outside of it read. Its backward reads these inputs again and recomputes the values in
+between. A stage boundary or a collective inside a group divides it into two kernels; the model
+ignores this.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ _KINDS = frozenset({"elementwise", "reduction", "normalization"})
 
 @remembered(GRAPHS)
 def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """The nodes of each kernel that computes several of them, ascending, views between them left
-    out.
+    """Return the nodes of each fused kernel, in ascending order and without views.
 
-    A node joins the first kernel that it reads from and that runs over as many elements, or over
-    the rows of them that a reduction leaves, unless it also reads what depends on that kernel in
-    another way.
+    A node joins the first kernel that computes one of its operands and iterates over an equal number
+    of elements, or over the rows that a reduction of the kernel leaves. The node does not join if
+    another of its operands depends on that kernel, because the kernel would then need its own
+    result.
     """
     kernels: list[list[int]] = []
     sizes: list[set[int]] = []
-    """Elements that a kernel runs over, and that its reductions leave."""
+    """For each kernel, the numbers of elements that it iterates over and that its reductions leave."""
     kernel_of: dict[int, int] = {}
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
         if use.row.kind == "view":
@@ -62,7 +64,7 @@ def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def _producers(graph: Graph, index: int) -> Iterator[int]:
-    """The nodes whose results a node reads, whole or through views."""
+    """Yield the nodes whose results a node reads, directly or through views."""
     for name in graph.nodes[index].inputs:
         producer = graph.producer(viewed(graph, name)) if name else None
         if producer is not None:
@@ -76,7 +78,10 @@ def _depend(
     kernels: Sequence[Sequence[int]],
     of: Mapping[int, int],
 ) -> bool:
-    """True if another one of `sources` depends on `kernel`."""
+    """True if a kernel of `sources` other than `kernel` depends on `kernel`.
+
+    `kernels` has the nodes of each kernel, `of` the kernel of each node.
+    """
     found = {kernel}
     left = [each for each in sources if each != kernel]
     while left:
@@ -94,11 +99,11 @@ def _depend(
 
 
 def fused(graph: Graph, precision: str, work: Sequence[Work]) -> tuple[Work, ...]:
-    """Return the work of every node, of any number of the graph's samples, as a part of its
-    kernel's work.
+    """Return the work of each node under `torch.compile`, given its work without it.
 
-    A node moves its part of the kernel's bytes and starts an equal part of the kernel. A compiled
-    kernel is one operator of the host, and compiled views are none.
+    `work` may be that of any number of samples. A node of a fused kernel gets a fraction of the
+    kernel's bytes, and 1 / n of its launch if the kernel has n nodes. The host starts one operator
+    per compiled kernel, and none for a view.
     """
     found = [_started(each, 0.0 if each.kind == "view" else each.operators) for each in work]
     for group, (forward, backward) in zip(
@@ -115,8 +120,8 @@ def fused(graph: Graph, precision: str, work: Sequence[Work]) -> tuple[Work, ...
 
 
 def _started(work: Work, operators: float) -> Work:
-    """Return the work with `operators` operators that the host starts forward, and as many in
-    proportion backward.
+    """Return the work with `operators` operators that the host starts in forward, and the number for
+    backward scaled by the same factor.
     """
     backward = work.backward_operators / work.operators * operators if work.operators else 0.0
     return replace(work, operators=operators, backward_operators=backward)
@@ -124,8 +129,8 @@ def _started(work: Work, operators: float) -> Work:
 
 @remembered(GRAPHS)
 def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
-    """For each group the parts of its nodes' own bytes, of forward and of backward, that it moves
-    as one kernel.
+    """Return (forward, backward) of each fused group: the bytes that its kernel moves, divided by the
+    bytes that its nodes would move separately.
     """
     work = annotate(graph, precision)
     gradient = differentiable_values(graph)

@@ -1,8 +1,7 @@
-"""Seconds in which the host starts a stage's operators one by one: an eager program cannot run
-faster than that.
+"""The seconds that the host needs to start the operators of a stage one by one.
 
-The device waits if the host starts kernels more slowly than the device computes them. So a task
-takes the longer of the host's time and the device's.
+In an eager program the device waits if the host starts kernels more slowly than the device computes
+them. The time of a task is therefore the maximum of the host's and the device's time.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from autopipe.ir.problem import Work
 
 
 def host_seconds(work: Sequence[Work], launch_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the host's seconds of forward and of backward of each node: its operators times
-    `launch_s`.
+    """Return the host's seconds for the forward and for the backward of each node: the number of its
+    operators times `launch_s`.
 
-    An operator is a statement of the generated forward. A view counts, since Python calls it too. A
-    bias that its product's statement adds does not. Splitting a node changes nothing: each device's
-    host starts the whole operator.
+    An operator is a statement of the generated forward. A view counts, because Python calls it. The
+    addition of a bias does not count if the statement of its matmul includes it. Splits do not
+    change the result: the host of each device starts all operators.
     """
     forward = np.array([each.operators for each in work], dtype=float)
     backward = np.array([each.backward_operators for each in work], dtype=float)

@@ -1,9 +1,9 @@
-"""Comparison of the two forms of a model's losses: scores (logits) kept for backward, or recomputed
-there.
+"""Compare the two variants of a model's losses: logits saved for backward, or recomputed in backward.
 
-Both forms are graphs of one model (`Model.with_scores`). Which of them is faster is local: only the
-nodes from the product to the loss differ. Memory couples the choice with all others of a plan, so
-the pipeline plans both forms if memory may be short.
+Both variants are graphs of one model (`Model.with_scores`). They differ only in the nodes from the
+matmul of the last layer to the loss, so these nodes determine which variant is faster. Memory
+couples this choice with all other choices of a plan. The pipeline therefore plans both variants if
+memory may not suffice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 
 _MARGIN = 2
-"""Factor on the bytes that one device needs for everything: with more devices, buffers of messages
-and of collectives are needed besides.
+"""Factor on the bytes that one device needs for the whole model. It covers the additional buffers for
+messages and collectives of several devices.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Seconds of the nodes that only one form has, forward and backward, and bytes that all nodes
-    save for backward.
+    """The cost of one variant.
+
+    seconds: forward and backward of the nodes that only this variant has.
+    saved_bytes: bytes that all nodes save for backward.
     """
 
     seconds: float
@@ -37,10 +39,10 @@ class _Form:
 
 
 def compare_scores(problem: Problem, other: Graph, choice: Scores) -> LossScores:
-    """Return what both forms of the losses take for one micro-batch, whole, on the mean of the
-    cluster's devices.
+    """Return the seconds and saved bytes of both variants for one micro-batch on one device, averaged
+    over the device types of the cluster.
 
-    The problem's graph has the form `choice`, `other` is the same graph with the other form.
+    The problem's graph is the variant `choice`; `other` is the other variant of this graph.
     """
     work = costed_work(other, problem.precision, problem.cluster, problem.costs, problem.compiled)
     own = _form(problem, problem.graph, problem.work, other)
@@ -65,10 +67,10 @@ def _form(problem: Problem, graph: Graph, work: Sequence[Work], other: Graph) ->
 
 
 def may_be_short(problem: Problem) -> bool:
-    """True if there may be a placement that does not fit the memory of a device.
+    """True if a placement might exceed the memory of a device.
 
-    There is none if each device has memory for the whole model and everything that a step saves of
-    its batch, with a margin.
+    False if each device has memory for the whole model and for the tensors that all micro-batches
+    of a step save, times `_MARGIN`.
     """
     placement = Placement(
         (Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size),)

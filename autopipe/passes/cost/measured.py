@@ -1,9 +1,10 @@
-"""Costs from measurements: each node takes what its operation took, at every share that was
-measured of it.
+"""Costs from measurements: the time of a node is the measured time of its operation, on full tensors
+and under each split that was measured.
 
-What was not measured takes the roofline's seconds times the ratio of measured to roofline of the
-same operator; of the same class where there are none of the operator; of all where there are none
-of the class.
+The time of an operation that was not measured is extrapolated: the roofline's time multiplied by the
+ratio of measured to roofline time of the same operator. If the operator was not measured, the ratio
+is that of its class of operators; if the class was not measured, the ratio is that of all
+measurements.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Splits = tuple[Split, ...]
 
 
 class Operations:
-    """The operations of a graph's nodes at a precision, whole and under splits."""
+    """The measurable operations of a graph's nodes at a precision, on full tensors and under splits."""
 
     def __init__(self, graph: Graph, precision: str) -> None:
         self.graph = graph
@@ -55,21 +56,21 @@ class Operations:
         self.uses = uses_of(graph)
         self._gradients = differentiable_values(graph)
         self.additions = bias_additions(graph)
-        """Products that code generation computes together with the addition of a bias, and those
-        additions.
+        """By node of a matmul or convolution: the addition of its bias, which generated code computes
+        in the same call.
         """
         self.absorbed = frozenset(self.additions.values())
-        """Nodes that are computed as a part of others."""
+        """Nodes that generated code computes in the call of another node."""
 
     def key(self, index: int) -> Hashable:
-        """Equal for nodes that are the same operation."""
+        """Return a key that is equal for nodes with equal operations."""
         addition = self.additions.get(index)
         more = None if addition is None else (id(self.uses[addition]), self._flowing(addition))
         return id(self.uses[index]), self._flowing(index), more
 
     def cuts(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
-        """The splits of a node along one axis that leave every device a share which it computes by
-        itself.
+        """Yield the splits of a node along one axis, with a degree of `degrees`, under which each
+        device computes its shard without communication.
         """
         space = self.uses[index].space
         windowed = {each.axis for each in space.windows}
@@ -88,6 +89,7 @@ class Operations:
                     yield (Split(axis.name, degree),)
 
     def operation(self, index: int, splits: Splits = ()) -> Operation:
+        """Return the operation that one device computes for a node under `splits`."""
         own = self._local(index, splits)
         operation = operation_of(own, self._flowing(index), self.precision)
         bias = self._bias(index, splits, own)
@@ -103,7 +105,7 @@ class Operations:
         )
 
     def sample(self, index: int, work: Work, splits: Splits = ()) -> Sample:
-        """A node to be measured, whose whole is `work`."""
+        """Return a node to measure under `splits`. `work` is the work of the full node."""
         share = 1.0 / splits[0].degree if splits else 1.0
         own = self._local(index, splits)
         bias = self._bias(index, splits, own)
@@ -132,7 +134,7 @@ class Operations:
         )
 
     def _flowing(self, index: int) -> tuple[int, ...]:
-        """Places of the operands to which a node's backward gives gradients."""
+        """Return the indices of the operands whose gradients the node's backward computes."""
         node = self.graph.nodes[index]
         if self._gradients.isdisjoint(node.outputs):
             return ()
@@ -158,8 +160,8 @@ class Operations:
         return signature.sharded(operands, results)
 
     def _bias(self, index: int, splits: Splits, product: Signature) -> tuple[Signature, int] | None:
-        """The addition that is computed together with a product on one device, and the place of its
-        bias.
+        """Return (addition, index of the bias among its operands) for a node whose bias is added in the
+        same call; None if there is none, or if a split of a summed axis requires a reduction first.
         """
         addition = self.additions.get(index)
         if addition is None or any(
@@ -175,9 +177,9 @@ class Operations:
         return replace(whole, operands=operands, results=results, constants=(None, None)), place
 
 
-_MOST_WAYS = 64
-"""Shares are looked up for splits of up to this many ways; smaller ones follow the roofline from
-there.
+_MAX_MEASURED_DEGREE = 64
+"""Maximum degree of splits whose measurements are used. Times of larger degrees are extrapolated by
+the roofline.
 """
 
 
@@ -185,10 +187,12 @@ there.
 def costed_work(
     graph: Graph, precision: str, cluster: Cluster, costs: Costs | None, compiled: bool = False
 ) -> tuple[Work, ...]:
-    """The work of every node, in order, with what was measured of it, uncompiled, on the devices of
-    `cluster`.
+    """Return the work of each node, with its measured times on the device types of `cluster`.
 
-    Raises ConfigurationError where a device of the cluster is not among those of `costs`.
+    Measurements were made without `torch.compile`. `compiled` fuses the work of operators only if
+    there are no measurements (`costs` is None).
+
+    Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
     work = annotate(graph, precision, capability_of(cluster))
     if costs is None:
@@ -196,7 +200,7 @@ def costed_work(
     lookups = [
         _Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds
     ]
-    degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
+    degrees = range(2, min(cluster.size, _MAX_MEASURED_DEGREE) + 1)
     operations = Operations(graph, precision)
     products = {addition: product for product, addition in operations.additions.items()}
     known: dict[Hashable, tuple[Measured, ...]] = {}
@@ -212,7 +216,7 @@ def costed_work(
                 for cut in cuts
             ]
             own = (lookup.measured(each, shares) for lookup in lookups)
-            # An addition that its product's call does takes nothing more, whatever the share.
+            # An addition that runs in the call of another node takes no time of its own.
             known[key] = tuple(
                 own if product is None else (replace(one, points=((1.0, 0.0, 0.0),)) for one in own)
             )
@@ -221,10 +225,10 @@ def costed_work(
 
 
 def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
-    """The cluster with what was measured of tasks, the host, and messages and collectives within a
-    node.
+    """Return the cluster with the measured times of tasks, of the host, and of messages and collectives
+    inside a node.
 
-    Raises ConfigurationError where a device of the cluster is not among those of `costs`.
+    Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
     own = {device: _found(costs, cluster, device) for device in cluster.kinds}
     kinds = {}
@@ -243,7 +247,7 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
     devices = tuple(kinds[device] for device in cluster.devices)
 
     def measured(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
-        """The levels with what messages within a node were measured to take."""
+        """Return the levels with the measured latency and bandwidth of messages inside a node."""
         sent = next(
             (each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0),
             None,
@@ -266,7 +270,9 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
 
 def coverage(problem: Problem) -> CostCoverage | None:
-    """How many nodes take what was measured of them; None where nothing was."""
+    """Return the numbers of nodes with measured and with extrapolated times; None without
+    measurements.
+    """
     if problem.costs is None:
         return None
     known = sum(all(each.known for each in work.measured) for work in problem.work)
@@ -275,19 +281,20 @@ def coverage(problem: Problem) -> CostCoverage | None:
 
 def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
     found = costs.of(device.name)
-    # One device's costs may have any name, but not where they would be those of several kinds.
+    # Measurements of one device serve a device type of any name. In a cluster with several types,
+    # the names must be equal.
     if found is None or (found.device != device.name and len(cluster.kinds) > 1):
         have = ", ".join(repr(each.device) for each in costs.devices)
         raise ConfigurationError(
-            f"nothing was measured on device {device.name!r}",
-            hint=f"there are costs of {have}",
+            f"the measured costs lack device {device.name!r}",
+            hint=f"they have costs of {have}",
             where="costs",
         )
     return found
 
 
 class _Lookup:
-    """Measured times on one kind of device, by operation, and the ratio of its roofline to them."""
+    """Measured times on one device type, by operation, and their ratios to the roofline."""
 
     def __init__(self, device: Device, costs: DeviceCosts, precision: str) -> None:
         entries = [
@@ -298,7 +305,7 @@ class _Lookup:
         self.forward = {
             replace(each.operation, gradients=()): each.forward.seconds for each in costs.operations
         }
-        """Seconds by operation, whatever gradients it gives."""
+        """Seconds of forward by operation, independent of which gradients backward computes."""
         self.backward = {
             each.operation: each.backward.seconds for each in costs.operations if each.backward
         }
@@ -307,11 +314,14 @@ class _Lookup:
         forward = [each.forward.seconds for each in views]
         backward = [each.backward.seconds for each in views if each.backward]
         self.view = float(np.mean(forward or [0.0])), float(np.mean(backward or [0.0]))
-        """Seconds of views, for which a roofline has nothing."""
+        """Mean measured seconds of a view in forward and in backward. The roofline's time is 0."""
 
     def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
-        """Time of a node on the device at the shares that were measured; the first is the whole
-        node.
+        """Return the measured times of a node on the device.
+
+        `shares` are pairs (fraction of the node, operation); the first pair is the full node. If
+        the full node was not measured, the result has a factor on the roofline's time instead of
+        times.
         """
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:
@@ -330,22 +340,23 @@ class _Lookup:
         points = sorted(
             (share, *np.mean(each, axis=0).tolist()) for share, each in by_share.items()
         )
-        # A point at a much smaller share than any that was measured, as the roofline goes on from
-        # there.
+        # Add a point at a much smaller fraction than the smallest measured one, extrapolated by the
+        # roofline.
         least, forward, backward = points[0]
-        shares_below = np.array([least / _MOST_WAYS, least])
+        shares_below = np.array([least / _MAX_MEASURED_DEGREE, least])
         ratios = [
             float(each[0] / each[1]) if each[1] else 1.0
             for each in node_seconds([work, work], self.device, self.precision, shares_below)
         ]
-        below = least / _MOST_WAYS, forward * ratios[0], backward * ratios[1]
+        below = least / _MAX_MEASURED_DEGREE, forward * ratios[0], backward * ratios[1]
         return Measured(name, True, (below, *map(tuple, points)))
 
     def _seconds(
         self, work: Work, share: float, operation: Operation
     ) -> tuple[float, float] | None:
-        """Of forward and backward; where only forward was measured, backward is judged by the
-        roofline.
+        """Return the seconds of forward and backward, or None if forward was not measured.
+
+        If only forward was measured, backward is extrapolated from the roofline.
         """
         forward = self.forward.get(replace(operation, gradients=()))
         if forward is None:
@@ -357,7 +368,7 @@ class _Lookup:
         return forward, backward
 
     def scale(self, operator: str, kind: str) -> tuple[float, float]:
-        """How much longer than the roofline says forward and backward take."""
+        """Return the ratios of measured to roofline time for forward and for backward."""
         return (
             self.scales.get(operator)
             or self.scales.get(f"class {kind}")
@@ -368,8 +379,10 @@ class _Lookup:
 def _scales(
     entries: Sequence[OperationCost], device: Device, precision: str
 ) -> dict[str, tuple[float, float]]:
-    """Measured over roofline, by operator, class ("class …") and for all (""): sums, so that long
-    ones count most.
+    """Return the ratios (forward, backward) of measured to roofline time.
+
+    The keys are an operator, a class of operators as `class matmul`, and "" for all measurements. A
+    ratio is a quotient of sums, so that long operations have a large weight.
     """
     sums: dict[str, np.ndarray] = {}
     for each in entries:
@@ -393,11 +406,10 @@ def _scales(
 
 @remembered(GRAPHS)
 def resized(problem: Problem, size: int) -> Problem:
-    """The problem with the graph and work of `size` samples, of which a step has as many
-    micro-batches as it takes.
+    """Return the problem with micro-batches of `size` samples and an unchanged batch.
 
-    Nodes keep their indices. Raises ConfigurationError where `size` does not divide the
-    micro-batch, ModelError where the graph's samples are not alike: see `rebatched`.
+    Nodes keep their indices. Raises ConfigurationError if `size` does not divide the micro-batch,
+    and ModelError if the graph cannot be divided by samples (see `rebatched`).
     """
     if size == problem.micro_batch_size:
         return problem

@@ -1,6 +1,6 @@
-"""Memory on a device of a stage: state, saved activations, the working memory of one task; and how
-many samples a stage keeps under kFkB schedules (Jeon et al., "GraphPipe", 2024, section 6 and
-appendix A.1).
+"""Memory of a stage on one of its devices: parameters and optimizer state, saved activations, and the
+workspace of one task. Also the number of samples in flight at a stage under kFkB schedules (Jeon et
+al., "GraphPipe", 2024, section 6 and appendix A.1).
 """
 
 from __future__ import annotations
@@ -30,29 +30,33 @@ from autopipe.passes.analysis.training import matrices
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
 
 OPTIMIZER_STATE_BYTES = 4
-"""Optimizers keep fp32 numbers."""
+"""Bytes per element of optimizer state, which is stored in fp32."""
 _ALONE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes on one device that a step neither makes nor frees."""
+    """Bytes on one device that stay allocated during all steps: parameters, gradients, optimizer
+    state.
+    """
 
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     tensors: int = 0
+    """Number of gradient tensors."""
     updated_bytes: int = 0
-    """Bytes of the gradients by which the device updates parameters: a share of them where shares
-    are kept.
+    """Bytes of the gradients that the device's update reads. With a sharded optimizer this is the
+    device's shard of the gradients.
     """
     updates: int = 0
-    """Number of the tensors that the optimizer updates: parameters, and shares of buckets of them.
+    """Number of tensors that the optimizer updates. With a sharded optimizer, the shard of each
+    bucket counts as one.
     """
     low_precision_bytes: int = 0
-    """Bytes of the parameters' copies in 16 bits."""
+    """Bytes of the 16-bit copies of parameters that stay allocated."""
     cast_bytes: int = 0
-    """Bytes of such copies that every forward makes for itself instead."""
+    """Bytes of the 16-bit copies that each forward creates again."""
 
     @property
     def total(self) -> int:
@@ -70,12 +74,13 @@ def state_of(
     copies: Mapping[str, int] = _ALONE,
     read_again: Container[str] | None = None,
 ) -> State:
-    """The state of parameters, given as (name, in how many parts a group holds it).
+    """Return the state of parameters on one device.
 
-    `copies` says by name how many devices hold the same part, 1 where it says nothing: what the
-    optimizer keeps of it may be shared out among them (`Optimizer.shard`). `read_again` are the
-    parameters of stages that recompute, which hold none in 16 bits; all where every stage does,
-    where it is not given.
+    parts: pairs (name, number of shards into which a group divides the parameter).
+    copies: number of devices that hold an equal shard, by name; 1 for other names. A sharded
+    optimizer divides the optimizer state among these devices.
+    read_again: parameters whose 16-bit copies each forward creates again, because their stages
+    recompute. Without it, these are all parameters if all stages recompute, and none otherwise.
     """
     own = low = cast = gradients = optimizer = tensors = updated = updates = in_shares = 0
     figures = _figures(problem.graph, problem.precision)
@@ -83,9 +88,8 @@ def state_of(
     shard = problem.optimizer.shard
     for name, count in parts:
         whole, elements, is_trained, is_matrix, copy = figures[name]
-        size = (
-            whole if train or not copy else copy
-        ) // count  # Inference loads what is copied in 16 bits.
+        # Inference loads the 16-bit copy only, if there is one.
+        size = (whole if train or not copy else copy) // count
         own += size
         if not train:
             continue
@@ -119,8 +123,8 @@ def state_of(
 
 @remembered(GRAPHS)
 def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
-    """For each parameter its bytes, its elements, whether it is trained, whether it is a matrix,
-    and the bytes of its copy in 16 bits.
+    """Return, for each parameter, (bytes, elements, is trained, is a matrix, bytes of its 16-bit copy
+    or 0).
     """
     found = {}
     own = matrices(graph)
@@ -135,8 +139,9 @@ def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bo
 
 @remembered(2)
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """Bytes of parameters, gradients and optimizer state on each device, once each however many
-    stages hold them.
+    """Return the bytes of parameters, gradients and optimizer state on each device.
+
+    A parameter that several stages of a device hold counts once.
     """
     works = stage_work(problem, placement)
     copies = {name: len(devices) for name, devices in holders_of(works).items()}
@@ -155,7 +160,7 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 
 def read_again(works: Iterable[StageWork]) -> frozenset[str]:
-    """The parameters of stages that recompute and hold no copies of them in 16 bits."""
+    """Return the parameters of training stages that recompute and keep no 16-bit copies."""
     again = (
         work
         for work in works
@@ -165,8 +170,8 @@ def read_again(works: Iterable[StageWork]) -> frozenset[str]:
 
 
 def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str, int], int]:
-    """Bytes on one device of each value that backward keeps of some nodes for one micro-batch, by
-    its key.
+    """Return the bytes on one device of each value that `nodes` save for the backward of one
+    micro-batch, by key of the value.
     """
     kept = kept_values(problem.graph, problem.precision, capability_of(problem.cluster))
     found: dict[tuple[str, int], int] = {}
@@ -178,8 +183,8 @@ def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str,
 
 
 def waiting_bytes(work: StageWork) -> int:
-    """Bytes on one device, for one micro-batch, that wait for the second half of a split backward:
-    what its operators keep, and the gradients of their results.
+    """Return the bytes on one device that the weight-gradient task of one micro-batch needs: the
+    tensors saved by its operators and the gradients of their results.
     """
     graph = work.problem.graph
     waiting = waiting_operands(work.problem.graph)
@@ -198,11 +203,14 @@ def waiting_bytes(work: StageWork) -> int:
 
 
 def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
-    """Bytes on one device of a stage that recomputes: of the values between its segments for each
-    micro-batch, and the most that there is besides while a segment's backward runs; `held`
-    micro-batches are in flight. The second counts activations brought back for the nodes still to
-    come, gradients of the node at work, and those of the segment's results, which stay until it is
-    done, and the segment's copies of parameters in 16 bits.
+    """Return (saved, peak) bytes on one device of a stage that recomputes.
+
+    saved: bytes of the values between its segments, per micro-batch.
+    peak: maximum additional bytes while the backward of a segment runs: the recomputed activations
+    of the nodes still to come, the gradients of the current node, the gradients of the segment's
+    results, and the segment's 16-bit copies of parameters.
+
+    `held` is the number of micro-batches in flight, which determines the segments.
     """
     graph = work.problem.graph
     precision = work.problem.precision
@@ -239,8 +247,10 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
 
 
 def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes on one device of the messages that it receives from other stages for one micro-batch,
-    and of those it sends: of values among `crossing`, in at least as many parts as it says.
+    """Return (received, sent): the bytes of one micro-batch's messages on one device.
+
+    A stage sends the values in `crossing`, each in at least the number of parts that `crossing`
+    has for it.
     """
     sizes = sent_bytes(work.problem.graph, work.problem.precision)
     received = sum(sizes[name] // work.parts[name] for name in work.received)
@@ -252,15 +262,16 @@ def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, in
 
 
 def argument_bytes(work: StageWork) -> int:
-    """Bytes on one device of the values that it receives for one micro-batch, in the types that it
-    computes with.
+    """Return the bytes on one device of the values that it receives for one micro-batch, in the types
+    of the computation.
     """
     return sum(work.problem.graph.type_of(name).bytes // work.parts[name] for name in work.received)
 
 
 def gradient_workspace(work: StageWork) -> int:
-    """Bytes of gradients alive at once in backward: at most about those of the largest node's
-    operands and results.
+    """Return the bytes of gradients that are alive at the same time in backward.
+
+    The estimate is the maximum over nodes of the gradients of the node's operands and results.
     """
     graph = work.problem.graph
     widths = element_bytes(graph, work.problem.precision)
@@ -268,9 +279,12 @@ def gradient_workspace(work: StageWork) -> int:
 
 
 def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]) -> int:
-    """Bytes of the gradients of a node's results and operands, parameters not among them, and of
-    what it makes besides: the probabilities and the scores of an attention that writes them, two
-    more of one that computes them again, a block of a loss's scores.
+    """Return the bytes that the backward of a node allocates.
+
+    These are the gradients of its results and of its operands (without parameters), and its
+    temporary tensors: two of the size of the attention scores for an attention without a fused
+    kernel, four if it recomputes its probabilities, and a block of logits for a loss that
+    computes its logits itself.
     """
     graph = problem.graph
     if each.use.row.kind == "view":
@@ -301,7 +315,7 @@ def _scratch(problem: Problem, each: StageNode) -> Scratch:
 
 
 def live_bytes(work: StageWork) -> int:
-    """The most bytes of values that one forward holds at once, each freed after its last use."""
+    """Return the peak bytes of values during one forward that frees each value after its last use."""
     graph = work.problem.graph
     widths = element_bytes(graph, work.problem.precision)
     roots: dict[str, str] = {}
@@ -331,8 +345,10 @@ def live_bytes(work: StageWork) -> int:
 
 
 def table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
-    """Samples in flight at a stage with `k` and micro-batches of `size`, before one successor: the
-    paper's Table 2.
+    """Return the samples in flight at a stage by Table 2 of GraphPipe, for one successor.
+
+    The stage runs `k` forwards, then `k` backwards, of micro-batches of `size` samples. The
+    successor has `next_k`, `next_size` and `next_in_flight` samples in flight.
     """
     most = max(size, next_size)
     own = k * size
@@ -354,13 +370,13 @@ def table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int)
 
 
 def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
-    """As Table 2 has it, in whole micro-batches of the stage, and never fewer than the successor
-    has to see to go on.
+    """Return the samples in flight at a stage of a kFkB schedule, in whole micro-batches:
 
-    Where a table's figure is no whole number of micro-batches the next larger one keeps the
-    pipeline busy. The successor runs `next_k` micro-batches backward only after as many forward;
-    where neither k * size divides the other, the table can have too few for that, and both stages
-    would wait for each other.
+        max(table_2, next_in_flight + k * size - gcd(k * size, next_k * next_size))
+
+    rounded up to a multiple of `size`. The second term prevents a deadlock. The successor runs
+    `next_k` backwards only after `next_k` forwards. If neither of k * size and next_k * next_size
+    divides the other, Table 2 can be too small for that, and both stages would wait for each other.
     """
     together = math.gcd(k * size, next_k * next_size)
     least = next_in_flight + k * size - together
@@ -371,8 +387,10 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
 def stages_in_flight(
     ks: Sequence[int], sizes: Sequence[int], edges: Iterable[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Samples in flight at each stage of a graph whose edges lead to larger indices: the most that
-    a successor asks.
+    """Return the samples in flight at each stage: the maximum of `in_flight_samples` over its
+    successors, or k * size for a stage without successors.
+
+    `edges` are pairs (stage, successor) with stage < successor.
     """
     found = [k * size for k, size in zip(ks, sizes, strict=True)]
     for stage, following in sorted(edges, reverse=True):

@@ -1,7 +1,7 @@
-"""Memory of a placement against its limits, with recomputation where that helps; and which devices
-a stage may share.
+"""Check the memory of a placement against the limits of its devices, enable recomputation if
+necessary, and check that a stage uses devices of one type.
 
-Without being asked to, no stage straddles devices of different kinds.
+A stage uses devices of different types only if the cluster or a constraint permits it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from autopipe.passes.cost.stages import StageCost, stage_costs
 
 
 def check_operators(problem: Problem) -> None:
+    """Raise InfeasibleError if the graph has no nodes."""
     if not problem.graph.nodes:
         raise InfeasibleError("the model has no operators to place")
 
 
 def check_state(problem: Problem, devices: int, parts: int) -> None:
-    """Raise OutOfMemoryError if devices with one stage cannot hold its parameters and their state
-    in `parts` parts.
+    """Raise OutOfMemoryError if one stage on `devices` devices, with all parameters sharded into
+    `parts` parts, cannot hold the parameters and their state.
 
-    No micro-batches are small enough then.
+    Smaller micro-batches do not help in this case.
     """
     names = [each.value.name for each in problem.graph.parameters]
     copies = dict.fromkeys(names, max(1, devices // parts))
@@ -44,10 +45,10 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
 
 
 def check_least(problem: Problem, least: float, stages: list[int], count: int) -> None:
-    """Raise OutOfMemoryError if every memory is less than the `least` bytes that `stages`, of
-    `count`, need.
+    """Raise OutOfMemoryError if `least` exceeds the memory of each device.
 
-    `least` must hold for all placements that the caller can make.
+    `least` is a lower bound on the bytes of `stages` (of `count` stages in total) that holds for all
+    placements that the caller can create.
     """
     device = max(range(problem.cluster.size), key=problem.memory_of)
     if least > problem.memory_of(device):
@@ -55,10 +56,11 @@ def check_least(problem: Problem, least: float, stages: list[int], count: int) -
 
 
 def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """Micro-batches that each stage keeps under 1F1B: its place from the end on the longest way
-    there.
+    """Return the number of micro-batches in flight at each stage under 1F1B.
 
-    Where they differ in size, those that hold as many samples as GraphPipe's Table 2 asks for.
+    It is the number of stages on the longest path from the stage to the end, itself included. If
+    stages have micro-batches of different sizes, it follows from GraphPipe's Table 2
+    (`in_flight_samples`).
     """
     if not problem.train:
         return (1,) * len(placement.stages)
@@ -72,15 +74,18 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 
 def without_copies(placement: Placement) -> Placement:
+    """Return the placement in which no stage keeps 16-bit copies of its parameters."""
     return replace(
         placement, stages=tuple(replace(each, holds_copies=False) for each in placement.stages)
     )
 
 
 def with_copies(problem: Problem, placement: Placement) -> Placement:
-    """The placement in which stages that recompute hold copies of parameters in 16 bits where their
-    devices have room: with twice the micro-batches in flight that 1F1B keeps, since other schedules
-    keep more.
+    """Return the placement in which stages that recompute keep 16-bit copies of their parameters, if
+    the memory of their devices suffices.
+
+    The check assumes twice the micro-batches in flight of 1F1B, because other schedules have more
+    in flight.
     """
     holding = replace(
         placement,
@@ -101,21 +106,23 @@ def with_copies(problem: Problem, placement: Placement) -> Placement:
             used[device] += cost.memory_bytes(
                 min(2 * count, problem.batch_size // stage.micro_batch_size)
             )
-    roomy = {device for device, most in used.items() if most <= problem.memory_of(device)}
+    sufficient = {device for device, size in used.items() if size <= problem.memory_of(device)}
     stages = zip(holding.stages, plain.stages, strict=True)
     return replace(
         placement,
-        stages=tuple(one if roomy.issuperset(one.devices) else other for one, other in stages),
+        stages=tuple(one if sufficient.issuperset(one.devices) else other for one, other in stages),
     )
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:
-    """The placement, recomputing in stages of devices that 1F1B would overfill where `recompute` is
-    `auto`.
+    """Return the placement with recomputation in the stages that need it.
 
-    Raises InfeasibleError, naming stage, device and by how much, where a device's memory does not
-    hold its stages under any schedule; whether it does under the one that is chosen shows when that
-    is simulated.
+    If `recompute` is `auto` and 1F1B would exceed the memory of a device, the stage of the device
+    that saves the most bytes recomputes. This repeats until all devices fit or no stage is left.
+
+    Raises InfeasibleError, with the stage, the device and the excess, if a device's memory is too
+    small under any schedule. The simulation of the chosen schedule checks the memory of that
+    schedule.
     """
 
     def overfull(used: Sequence[int]) -> list[int]:
@@ -125,7 +132,8 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
         costs = stage_costs(problem, placement)
         if not problem.train or problem.recompute != "auto":
             break
-        # For each overfull device the stage that keeps most and does not recompute yet.
+        # Choose for each device that exceeds its memory the stage that saves the most bytes, among
+        # the stages that do not recompute yet.
         kept = [
             cost.kept_bytes * count
             for cost, count in zip(costs, in_flight(problem, placement), strict=True)
@@ -155,8 +163,8 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
 def least_memory(
     problem: Problem, placement: Placement, costs: tuple[StageCost, ...]
 ) -> tuple[int, ...]:
-    """Bytes on each device that any schedule needs: what one micro-batch keeps when its last
-    forward has run.
+    """Return a lower bound on the bytes of each device under any schedule: the tensors that one
+    micro-batch has saved after its last forward.
     """
     always = list(static_memory(problem, placement))
     passing = [0] * len(always)
@@ -176,7 +184,7 @@ def least_memory(
 def device_memory(
     problem: Problem, placement: Placement, costs: tuple[StageCost, ...]
 ) -> tuple[int, ...]:
-    """Most bytes in use on each device of the cluster under 1F1B, all its stages together."""
+    """Return the peak bytes on each device of the cluster under 1F1B, for all its stages."""
     used = list(static_memory(problem, placement))
     passing = [0] * len(used)
     for stage, cost, count in zip(
@@ -197,10 +205,10 @@ def out_of_memory(
     least: bool = False,
     detail: str = "",
 ) -> OutOfMemoryError:
-    """Return the error for `stages` (of `count`) that need `need` bytes on a device that has fewer.
+    """Return the error for `stages` (of `count` stages) that need `need` bytes on `device`.
 
-    `least` says that every other placement of the strategy needs at least as much. `detail` ends
-    the message.
+    `least` is True if each other placement of the strategy needs at least `need` bytes. `detail` is
+    appended to the message.
     """
     limit = problem.memory_of(device)
     several = len(stages) > 1
@@ -209,7 +217,7 @@ def out_of_memory(
         if several
         else f"stage {stages[0]} of {count} needs"
     )
-    details = ["in the placement that needs least"] * least + [detail] * bool(detail)
+    details = ["in the placement with the lowest need"] * least + [detail] * bool(detail)
     return OutOfMemoryError(
         (
             f"{who} {size_text(need)} on device {device}, {size_text(need - limit)} over the limit "
@@ -221,8 +229,9 @@ def out_of_memory(
 
 
 def size_text(count: float) -> str:
-    """A number of bytes in the largest unit of which it is a tenth at least, so that a small excess
-    still shows.
+    """Return a number of bytes as text, in the largest unit in which it is at least 0.1.
+
+    Example: 150 MiB is `0.15 GiB`, 50 MiB is `50.00 MiB`.
     """
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if count >= 2**power / 10:
@@ -231,10 +240,9 @@ def size_text(count: float) -> str:
 
 
 def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
-    """The longest runs of neighbouring devices that one stage may have: of one kind, or all where
-    stages may straddle.
+    """Return the maximal ranges of consecutive devices that one stage may use, in ascending order.
 
-    Their order is that of the devices.
+    A range has devices of one type, or all devices if the cluster permits stages on mixed types.
     """
     if cluster.straddle:
         return (range(cluster.size),)
@@ -244,14 +252,14 @@ def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
 
 
 def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
-    """The kinds among `devices` in words: `8 A100-SXM4-80GB and 8 V100-SXM2-32GB`."""
+    """Return the device types among `devices` as text: `8 A100-SXM4-80GB and 8 V100-SXM2-32GB`."""
     counts = Counter(cluster.devices[device].name for device in devices)
     return " and ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def may_share(problem: Problem, devices: Sequence[int]) -> bool:
-    """True if a stage may have all of these devices: of one kind, or straddling kinds as
-    constraints say.
+    """True if a stage may use all of these devices: they have one type, the cluster permits mixed
+    types, or a constraint names exactly these devices.
     """
     cluster = problem.cluster
     if cluster.straddle or len(cluster.kinds_among(devices)) == 1:
@@ -265,14 +273,16 @@ def may_share(problem: Problem, devices: Sequence[int]) -> bool:
 
 
 def check_one_kind(problem: Problem, strategy: str) -> None:
-    """Raise InfeasibleError where a strategy's one stage on all devices would straddle kinds
-    without being asked to.
+    """Raise InfeasibleError if one stage on all devices would use devices of different types and
+    neither the cluster nor a constraint permits it.
     """
     _check_kinds(problem, range(problem.cluster.size), f"{strategy} would put one stage on devices")
 
 
 def check_kinds(problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError for a stage that straddles kinds without being asked to."""
+    """Raise InfeasibleError for a stage on devices of different types that neither the cluster nor a
+    constraint permits.
+    """
     if len(equal_device_runs(problem.cluster)) > 1:
         for index, stage in enumerate(placement.stages):
             _check_kinds(problem, stage.devices, f"stage {index} would have devices")

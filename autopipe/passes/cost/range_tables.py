@@ -1,5 +1,8 @@
-"""Time and memory of every range of a chain's blocks as one stage, for any degree of data
+"""Time and memory of each contiguous range of a chain's blocks as one stage, for any degree of data
 parallelism.
+
+A chain is the graph as a sequence of blocks of nodes. A matrix of this module has at [i, j] the
+cost of the stage of blocks i to j - 1.
 """
 
 from __future__ import annotations
@@ -41,56 +44,67 @@ _Sized = tuple[list[int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Bytes of every range: those that replicas share out and those that each holds whole."""
+class RangeBytes:
+    """Bytes of each range, divided into tensors with a batch axis and tensors without.
 
-    cut: Matrix
-    whole: Matrix
+    Replicas divide the first kind among them; each replica holds the second kind in full.
+    """
+
+    sharded: Matrix
+    replicated: Matrix
 
     @staticmethod
     def of(
         sums: Callable[[int, list[_Item]], Matrix],
         chain: Chain,
         items: Iterable[tuple[bool, _Item]],
-    ) -> Shared:
-        """Sums over items, each with whether replicas share it out."""
+    ) -> RangeBytes:
+        """Sum up items by `sums`. Each item is a pair (is sharded, arguments of `sums`)."""
         parts: dict[bool, list[_Item]] = {True: [], False: []}
-        for cut, item in items:
-            parts[cut].append(item)
-        return Shared(sums(chain.blocks, parts[True]), sums(chain.blocks, parts[False]))
+        for is_sharded, item in items:
+            parts[is_sharded].append(item)
+        return RangeBytes(sums(chain.blocks, parts[True]), sums(chain.blocks, parts[False]))
 
     def local(self, degree: int) -> Matrix:
-        return self.cut / degree + self.whole
+        """Return the bytes on each of `degree` replicas."""
+        return self.sharded / degree + self.replicated
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Inputs of the search. Every matrix is indexed by (first block, block after the last)."""
+    """Costs of all ranges. Each matrix is indexed by (first block, block after the last)."""
 
     problem: Problem
     chain: Chain
     samples: SampleAxes
-    received: Shared
-    sent: Shared
+    received: RangeBytes
+    """Bytes of the values that the range receives per micro-batch."""
+    sent: RangeBytes
+    """Bytes of the values that the range sends per micro-batch."""
     arriving: Matrix
-    """Number of values received: each is a message of its own."""
+    """Number of values received. Each value is one message."""
     leaving: Matrix
-    kept: Shared
-    workspace: Shared
+    """Number of values sent."""
+    kept: RangeBytes
+    """Bytes saved for backward per micro-batch."""
+    workspace: RangeBytes
+    """Peak bytes of temporary tensors of one task."""
     state: Matrix
+    """Bytes of parameters and gradients."""
     low_precision: Matrix
-    """Bytes of copies in 16 bits, which a stage that recomputes does not hold; `state` is without
-    them.
+    """Bytes of 16-bit copies of parameters, which are not part of `state`. A stage that recomputes
+    does not keep them.
     """
     optimizer: Matrix
-    """Bytes of what the optimizer keeps of them in all."""
+    """Bytes of optimizer state, without sharding."""
     gradients: Matrix
+    """Bytes of gradients."""
     operators: tuple[Matrix, Matrix]
-    """Operators that the host starts in a forward and in a backward."""
+    """Numbers of operators that the host starts in a forward and in a backward."""
 
     def host_seconds(self, launch_s: float, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return the host's seconds for a forward and for a backward, if it starts each operator in
-        `launch_s`.
+        """Return the seconds of the host for a forward and for a backward, if the host needs `launch_s`
+        seconds to start an operator.
         """
         forward, backward = (each * launch_s for each in self.operators)
         if not self.problem.train:
@@ -100,9 +114,9 @@ class Tables:
     def host_wait(
         self, device: Device, forward: Matrix, backward: Matrix, recompute: bool
     ) -> Matrix:
-        """Return how much longer a micro-batch takes because the device waits for its host.
+        """Return the seconds per micro-batch during which the device waits for its host.
 
-        `forward` and `backward` are the device's, as `seconds` has them.
+        `forward` and `backward` are the device's seconds from `seconds`.
         """
         count = self.problem.micro_batches
         added = self.gradients * accumulate_per_byte(device) * (1 - 1 / count) * self.problem.train
@@ -114,8 +128,9 @@ class Tables:
         return waits
 
     def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:
-        """Forward and backward of one micro-batch shared among `degree` devices; infinite where it
-        cannot be shared.
+        """Return the seconds of forward and of backward of one micro-batch on `degree` replicas.
+
+        The entries are infinite for ranges with a node that cannot be divided by samples.
         """
         samples = self.samples
         shares = np.array([1.0 if axis is None else 1.0 / degree for axis in samples.axes])
@@ -135,11 +150,11 @@ class Tables:
     def overhead(
         self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost
     ) -> Matrix:
-        """Seconds a micro-batch of receiving and of adding up gradients, and of the step's end
-        shared by all of them.
+        """Return the seconds per micro-batch of messages, of the accumulation of gradients, and of the
+        gradient reduction and the update divided by the number of micro-batches.
 
-        A stage receives activations from the stages before it and, in training, gradients from
-        those after it.
+        A stage receives activations over the link `before` and, in training, gradients over the
+        link `after`; None is no link. `reduce` is the cost of the gradient reduction.
         """
 
         def message_seconds(sizes: Matrix, values: Matrix, link: Link | None) -> Matrix:
@@ -162,13 +177,13 @@ class Tables:
         return found
 
     def held(self, degree: int) -> Matrix:
-        """Bytes of parameters, gradients and optimizer state on each of `degree` replicas."""
+        """Return the bytes of parameters, gradients and optimizer state on each of `degree` replicas."""
         found: Matrix = self.state + self.optimizer * updated_part(self.problem, degree)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Bytes on a device of a stage: those that are always there, and those for each micro-batch
-        it keeps.
+        """Return (constant, per micro-batch): bytes on each of `degree` replicas that do not depend on
+        the micro-batches in flight, and bytes per micro-batch in flight.
         """
         received = self.received.local(degree)
         sent = self.sent.local(degree)
@@ -182,8 +197,8 @@ class Tables:
 
 
 def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
-    """All matrices of a problem's chain; `samples` are those of its graph, where they are known
-    already.
+    """Return the tables of a problem's chain. `samples` are the batch axes of the problem's graph,
+    computed if None.
     """
     graph = problem.graph
     samples = samples or sample_axes(graph)
@@ -198,11 +213,11 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         problem,
         chain,
         samples,
-        received=Shared.of(incoming_sums, chain, messages),
-        sent=Shared.of(outgoing_sums, chain, messages),
+        received=RangeBytes.of(incoming_sums, chain, messages),
+        sent=RangeBytes.of(outgoing_sums, chain, messages),
         arriving=incoming_sums(chain.blocks, counts),
         leaving=outgoing_sums(chain.blocks, counts),
-        kept=Shared.of(distinct_sums, chain, _kept(problem, block_of, samples)),
+        kept=RangeBytes.of(distinct_sums, chain, _kept(problem, block_of, samples)),
         workspace=_workspace(problem, chain, samples),
         state=state_sums(
             problem,
@@ -222,8 +237,8 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
 
 
 def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> Matrix:
-    """At [i, j] the bytes that `size` takes of the state of each parameter that blocks i to j - 1
-    read, unsplit.
+    """Return the matrix of the bytes that `size` selects from the unsharded state of the parameters of
+    each range. A parameter that several blocks of a range read counts once.
     """
     readers = problem.graph.consumers()
     items = []
@@ -236,7 +251,7 @@ def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> 
 def _kept(
     problem: Problem, block_of: Mapping[int, int], samples: SampleAxes
 ) -> list[tuple[bool, _Sized]]:
-    """(whether replicas share it out, (blocks that keep it, bytes)) of everything kept."""
+    """Return (is sharded, (blocks that save it, bytes)) of each value that is saved for backward."""
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
     for index, found in enumerate(
@@ -249,9 +264,12 @@ def _kept(
     return [(cut, (sorted(blocks[key]), size)) for key, (cut, size) in facts.items()]
 
 
-def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> Shared:
-    """The largest task's passing memory: gradients of a node's tensors, or without training what is
-    alive around it.
+def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> RangeBytes:
+    """Return the workspace of each range: the maximum over its nodes of the bytes of the node's
+    operands, results and temporary tensors.
+
+    In training these are the gradients of the operands and results; in inference the tensors
+    themselves.
     """
     graph = problem.graph
     widths = element_bytes(problem.graph, problem.precision)
@@ -269,4 +287,4 @@ def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> Shared:
         block = int(chain.block_of[index])
         for cut, figure in size.items():
             most[cut][block] = max(most[cut][block], figure)
-    return Shared(range_maxima(most[True]), range_maxima(most[False]))
+    return RangeBytes(range_maxima(most[True]), range_maxima(most[False]))

@@ -1,7 +1,9 @@
-"""Work of each node, and the seconds a device takes for it: the slower of computing and moving
-bytes, plus the launch.
+"""The roofline model: the work of each node, and its time on a device.
 
-Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009.
+    seconds = max(FLOPs / peak, bytes / bandwidth) + launches * launch latency
+
+Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
+Architectures", Communications of the ACM 52(4), 2009.
 """
 
 from __future__ import annotations
@@ -37,19 +39,20 @@ from autopipe.passes.analysis.operators import (
 from autopipe.passes.analysis.stage_nodes import live_nodes
 
 Seconds = np.ndarray
-"""Seconds, one entry a node."""
+"""Array of seconds with one entry per node."""
 
 
 def node_seconds(
     work: Sequence[Work], device: Device, precision: str, shares: float | np.ndarray = 1.0
 ) -> tuple[Seconds, Seconds]:
-    """Seconds of forward and of backward of each node on `device`, which does `shares` of it (1 /
-    degree).
+    """Return the seconds of forward and of backward of each node on `device`.
 
-    Products use the peak of `precision`, other operators that of fp32. Views take no time, and no
-    backward of a node without gradients does. What was measured on the device counts in place of
-    that (`Work.measured`); between measured shares time is linear. Raises ConfigurationError where
-    the device states no figure for an operator class.
+    `shares` is the fraction of the node that the device computes, 1 / degree of its splits.
+
+    Matmuls and convolutions use the peak of `precision`, other operators the peak of fp32. Views
+    take no time, and a node without gradients has no backward. Measured times of the device
+    (`Work.measured`) replace the roofline's times; they are interpolated linearly between measured
+    fractions. Raises ConfigurationError if the device lacks a rate for a class of operators.
     """
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
     figures = np.array(
@@ -70,8 +73,8 @@ def node_seconds(
     flops, moved, back_flops, back_moved, starts, product_rate, peak, bandwidth, latency = figures.T
     peak = peak * product_rate
     forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + starts * latency
-    # A product launches a kernel for each factor's gradient: two where backward computes twice what
-    # forward does. What is one kernel forwards together with others is one backwards, too.
+    # The backward of a matmul launches one kernel per gradient: two if backward has twice the FLOPs
+    # of forward. A node of a fused kernel (launches < 1) has the same number of launches in backward.
     launches = np.where((starts == 1.0) & (back_flops > 1.5 * flops), 2.0, starts) * (
         back_moved > 0
     )
@@ -94,7 +97,7 @@ def node_seconds(
 
 
 def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
-    """FLOP/s, bytes/s and seconds a launch for one kind of operator."""
+    """Return (FLOP/s, bytes/s, seconds per launch) for one class of operators."""
     if kind == "view":
         return np.inf, np.inf, 0.0
     fraction = device.fraction(kind)
@@ -103,10 +106,10 @@ def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, flo
 
 
 def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
-    """Seconds of forward and of backward of each whole node, on average over the cluster's kinds of
-    devices.
+    """Return the seconds of forward and of backward of each unsplit node, averaged over the device
+    types of the cluster.
 
-    For what weighs nodes against one another before it is known which device has them.
+    Strategies use it to compare nodes before they are placed on devices.
     """
     kinds = problem.cluster.kinds
     seconds = [node_seconds(problem.work, device, problem.precision) for device in kinds]
@@ -115,11 +118,11 @@ def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
 
 
 class StepSeconds:
-    """Seconds of a micro-batch for each node that a step runs, forward and backward, on devices
-    that share every node.
+    """Lower bounds on the seconds of forward and backward of each node, for one micro-batch and nodes
+    divided among devices.
 
-    A part of a node, of its samples included, is counted as that part of its work, parameters read
-    included, and a launch: never too much.
+    1 / n of a node counts as 1 / n of its work plus a launch. The work includes reading parameters,
+    which n devices read in full if they divide the samples, so the result is a lower bound.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -130,8 +133,8 @@ class StepSeconds:
         self._known: dict[tuple[tuple[Device, ...], int], Seconds] = {}
 
     def of(self, kinds: tuple[Device, ...], parts: int) -> Seconds:
-        """Of one of `parts` parts of each node, on the fastest of some kinds of devices; 0 for
-        nodes no step runs.
+        """Return the seconds of one of `parts` equal parts of each node on the fastest of the device
+        types `kinds`; 0 for nodes that no step runs.
         """
         key = kinds, parts
         if key not in self._known:
@@ -149,20 +152,25 @@ class StepSeconds:
 
 
 def accumulate_seconds(device: Device, gradient_bytes: float, tensors: int = 1) -> float:
-    """Seconds of adding a micro-batch's gradients to those before."""
+    """Return the seconds to add the gradients of a micro-batch to the accumulated gradients."""
     starts = 0.0 if device.tasks is None else device.tasks.accumulate.per_tensor_s * tensors
     return starts + accumulate_per_byte(device) * gradient_bytes
 
 
 def accumulate_per_byte(device: Device) -> float:
-    """Seconds a byte of that: two operands read, their sum written."""
+    """Return the seconds per byte of gradient to accumulate it: two operands are read and their sum is
+    written.
+    """
     if device.tasks is not None:
         return device.tasks.accumulate.per_byte_s
     return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
 
 
 def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:
-    """Seconds of an optimizer's update of parameters; none where there are none."""
+    """Return the seconds of an optimizer's update; 0 without parameters.
+
+    `states` is the number of state tensors per parameter, `tensors` the number of parameters.
+    """
     if not parameter_bytes:
         return 0.0
     starts = 0.0 if device.tasks is None else device.tasks.updates[states].per_tensor_s * tensors
@@ -170,13 +178,16 @@ def update_seconds(device: Device, parameter_bytes: float, states: int, tensors:
 
 
 def cast_per_byte(device: Device) -> float:
-    """Seconds a byte of a parameter's 16-bit copy: two read for each that is written."""
+    """Return the seconds per byte of a 16-bit copy of a parameter: two bytes are read for each byte
+    that is written.
+    """
     return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
 
 
 def update_line(device: Device, states: int) -> Affine:
-    """The same by bytes: parameter and states read and written, gradient read, in one fused
-    launch.
+    """Return the seconds of an update as a function of the bytes of the parameters.
+
+    One fused kernel reads and writes the parameters and states, and reads the gradients.
     """
     if device.tasks is not None:
         return Affine(device.tasks.update_s, device.tasks.updates[states].per_byte_s)
@@ -185,14 +196,16 @@ def update_line(device: Device, states: int) -> Affine:
 
 
 def task_seconds(device: Device) -> tuple[float, float]:
-    """Seconds that a forward and a backward take besides their operators, where that was
-    measured.
+    """Return the seconds that a forward and a backward take in addition to their operators; (0, 0) if
+    they were not measured.
     """
     return (0.0, 0.0) if device.tasks is None else (device.tasks.forward_s, device.tasks.backward_s)
 
 
 def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
-    """CPU seconds that a task's messages take, of these bytes together, where that was measured."""
+    """Return the CPU seconds of a task to post `messages` messages with `size_bytes` bytes in total; 0
+    if they were not measured.
+    """
     if device.post is None or not messages:
         return 0.0
     following = device.post if device.follow is None else device.follow
@@ -202,32 +215,31 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
 _FUSED: Mapping[int, float] = {}
 _NO_LOOPS: Mapping[int, Work] = {}
 _PASSES = 4
-"""How often the math kernel of attention writes or reads all scores: a product, a softmax and a
-product after it. So does a cross-entropy that makes its scores itself: a product, the largest, and
-exponentials that it adds up.
+"""Number of times that attention without a fused kernel reads or writes all scores: a matmul writes
+them, the softmax reads and writes them, and a matmul reads them. A cross-entropy that computes its
+logits itself has equally many passes.
 """
 
 _STEPS = 12
-"""The same of one computed step by step: a cap by three operations, and a mask, each of which reads
-and writes them.
+"""Number of additional passes over the scores of an attention that is computed operator by operator:
+a soft cap of three operations, and a mask, each of which reads and writes the scores.
 """
 
 
 def annotate(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> tuple[Work, ...]:
-    """The work of every node, in order, with the widths its tensors have at `precision`, by the
-    kernels of GPUs of `capability`.
+    """Return the work of each node at `precision`, on GPUs of compute capability `capability`.
 
-    Backward of a product costs one product for each factor that needs a gradient, so the first
-    layer's is cheaper. Raises ModelError for an operator without a row.
+    The backward of a matmul has one matmul per operand that needs a gradient, so the backward of
+    the first layer is cheaper. Raises ModelError for an operator without a definition in `ir/ops`.
     """
     uses = uses_of(graph)
     widths = element_bytes(graph, precision)
     sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
     kept = []
     seen = set[tuple[str, int]]()
-    # Bytes count at the first node that makes backward keep them.
+    # A value that several nodes save counts at the first of them.
     for values in kept_values(graph, precision, capability):
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()
@@ -246,10 +258,9 @@ def annotate(
 def annotate_share(
     graph: Graph, samples: SampleAxes, precision: str, share: float
 ) -> tuple[Work, ...]:
-    """The work of every node on `share` of the graph's samples, equal to `annotate` of a graph of
-    that size.
+    """Return the work of each node on the fraction `share` of the graph's samples.
 
-    It leaves open what backward keeps.
+    It equals `annotate` of a graph with this number of samples, except that `kept_bytes` is 0.
     """
     widths = element_bytes(graph, precision)
     sizes = {
@@ -275,7 +286,9 @@ def annotate_share(
 def _runs(
     graph: Graph, node: Node, precision: str, share: float = 1.0, axis: str | None = None
 ) -> Work:
-    """The work of a loop, as often that of its body as it runs, on `share` of its axis `axis`."""
+    """Return the work of a loop: the work of its body times its number of iterations, on the fraction
+    `share` of its axis `axis`.
+    """
     body = trained_body(graph, node)
     count = node.integer("count")
     cut = next((each for each in run_axes(node) if each.name == axis), None)
@@ -334,9 +347,9 @@ def _annotated(
         moved = float(sum(read.values()) + (2 * use.row.kernels - 1) * written)
         cleared = 0.0
         if use.row.kind == "memory":
-            # Copies read no more than they write: a lookup reads the rows it returns. But the
-            # gradient of a table is as large as the table: backward writes zeros where only parts
-            # were read.
+            # A copy reads at most the bytes that it writes: an embedding reads only the rows that it
+            # returns. Its gradient has the size of the full table, however, and backward writes zeros
+            # to all rows that were not read.
             moved = float(sum(min(size, written) for size in read.values()) + written)
             cleared = sum(
                 max(0.0, size - written) for name, size in read.items() if name in gradient
@@ -365,9 +378,11 @@ def _annotated(
 
 
 _ALIGNMENT: Final = 8
-"""Elements: 16-bit matrices whose rows are no multiple of it are multiplied by slow kernels."""
+"""Elements per row: matmuls use slow kernels if the row length of a 16-bit matrix is not a multiple
+of this number.
+"""
 _UNALIGNED_RATE: Final = 0.25
-"""Fraction of the rate of products that is left if a 16-bit matrix is not aligned.
+"""Rate of a matmul with an unaligned 16-bit matrix, as a fraction of the aligned rate.
 
 Measured on one H200 with torch 2.11: the three products of a loss over 50,257 classes (8,192 rows
 of 2,048 features, bf16) take 13 ms each, at 0.17 of the rate of a large aligned product; roofline
@@ -376,10 +391,10 @@ presets count 0.65 of the peak.
 
 
 def _is_unaligned(graph: Graph, node: Node, use: OpInstance, widths: Mapping[str, int]) -> bool:
-    """True if a product reads or writes a 16-bit matrix whose rows have a length that is no
-    multiple of `_ALIGNMENT`.
+    """True if a matmul reads or writes a 16-bit matrix whose row length is not a multiple of
+    `_ALIGNMENT`.
 
-    Rows of the left factor and of the result count. The right factor is stored by rows of one of
+    The check covers the left operand and the result. The rows of the right operand have one of
     these two lengths.
     """
     if use.row.kind != "matmul" or use.row.name == LINEAR_CROSS_ENTROPY:
@@ -397,8 +412,9 @@ def _is_unaligned(graph: Graph, node: Node, use: OpInstance, widths: Mapping[str
 
 
 def _own_scores(graph: Graph) -> dict[int, int]:
-    """Bytes moved of all scores, in single precision, of each cross-entropy that makes them itself
-    and each attention that no kernel computes, on any device.
+    """Return the additional bytes that a node moves because it stores scores in fp32: each
+    cross-entropy that computes its logits itself, and each attention that no fused kernel supports
+    on any device.
     """
     own = (
         (index, use)
@@ -412,8 +428,10 @@ def _own_scores(graph: Graph) -> dict[int, int]:
 
 
 def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
-    """The part of a node's backward that some gradient needs: a product for each factor that has
-    one, and where scores are made again a product for them.
+    """Return the fraction of a node's full backward that the required gradients need.
+
+    A matmul computes one matmul per operand that needs a gradient. A cross-entropy that recomputes
+    its logits has one matmul more.
     """
     if use.row.name == LINEAR_CROSS_ENTROPY:
         return (1 + sum(node.inputs[place] in gradient for place in (0, WEIGHT))) / 3

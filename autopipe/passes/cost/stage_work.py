@@ -1,6 +1,8 @@
-"""Work of each stage: its nodes as its group shares them, the collectives between them, and the
-sums of gradients at a step's end. Backward runs each exchange's transpose, which costs the same,
-where gradients flow.
+"""The work of each stage: its nodes on the shards of one device, the collectives between them, and the
+gradient reductions at the end of a step.
+
+Backward runs the transpose of each collective whose value has a gradient. The transpose has equal
+cost.
 """
 
 from __future__ import annotations
@@ -48,23 +50,25 @@ from autopipe.passes.cost.measured import resized
 
 @dataclass(frozen=True, slots=True)
 class NodeSharing:
-    """How a stage's group shares one use: how often each axis is cut, and how it holds each operand
-    and result.
+    """How the group of a stage divides one node: the degree of each split axis, and the layout of each
+    operand and result.
     """
 
     degrees: dict[str, int]
     share: float
-    """The part of the node that one device computes."""
+    """Fraction of the node that one device computes."""
     operands: tuple[Layout | None, ...]
     results: tuple[Layout | None, ...]
     read: tuple[int | None, ...]
-    """Elements that one device reads of each operand."""
+    """Number of elements of each operand that one device reads."""
     written: tuple[int | None, ...]
-    """Elements that it writes of each result."""
+    """Number of elements of each result that one device writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
+    """A node of a stage, and how the stage's group divides it."""
+
     index: int
     node: Node
     use: OpInstance
@@ -75,11 +79,11 @@ class StageNode:
         return NodeLayouts(self.index, self.node, self.sharing.operands, self.sharing.results)
 
     def read_bytes(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Bytes on one device of what it reads; `widths` are bytes an element."""
+        """Return the bytes of each operand on one device. `widths` has the bytes per element."""
         return _local_bytes(self.node.inputs, self.sharing.read, widths)
 
     def written_bytes(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Bytes on one device of what it writes."""
+        """Return the bytes of each result on one device."""
         return _local_bytes(self.node.outputs, self.sharing.written, widths)
 
 
@@ -95,13 +99,16 @@ def _local_bytes(
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """A stage's nodes in topological order, recomputed ones included, and how its group holds what
-    they read and give.
+    """The nodes of a stage in topological order, and the layouts of its values in its group.
 
-    `problem` is the problem on the stage's own micro-batches: nodes and layouts are of its graph.
-    `given` are values it computes that others want, `received` those that other stages compute,
-    `parameters` those it reads. Nodes that want one in different layouts, or stages a parameter,
-    make every device hold it whole.
+    problem: the problem for the stage's micro-batch size; nodes and layouts refer to its graph.
+    nodes: includes nodes that another stage also computes.
+    given: values that other stages or the outputs of the graph need.
+    received: values that other stages compute.
+    parameters: parameters that the stage reads.
+
+    A received value that nodes need in different layouts, and a parameter that nodes or stages need
+    in different layouts, is replicated on all devices of the group.
     """
 
     stage: Stage
@@ -111,16 +118,17 @@ class StageWork:
     received: dict[str, Layout]
     parameters: dict[str, Layout]
     parts: dict[str, int]
-    """In how many parts the group holds each of those."""
+    """Number of different shards of each given value, received value and parameter."""
 
     @property
     def parameter_parts(self) -> list[tuple[str, int]]:
+        """Pairs (name, number of different shards) of the stage's parameters."""
         return [(name, self.parts[name]) for name in self.parameters]
 
 
 @remembered(2)
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
-    """The work of each stage, in order: nodes that no wanted output depends on are left out."""
+    """Return the work of each stage, without nodes that no required output depends on."""
     graph = problem.graph
     problems = {
         size: resized(problem, size)
@@ -153,15 +161,16 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
         }
         works.append(StageWork(stage, own, nodes, given, received, parameters, parts))
     torn = parameters_to_replicate([(work.stage.devices, work.parameters) for work in works])
-    for work in works:  # All stages hold these whole.
+    for work in works:
         for name in work.parameters.keys() & torn:
-            work.parameters[name], work.parts[name] = replicated(graph.type_of(name).shape), 1
+            work.parameters[name] = replicated(graph.type_of(name).shape)
+            work.parts[name] = 1
     return tuple(works)
 
 
 @remembered(GRAPHS)
 def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode]:
-    """A function from a node, its splits and its group's size to the node as the group has it."""
+    """Return a function from (node, splits, size of the group) to the node in that group."""
     uses = uses_of(graph)
     known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
@@ -171,7 +180,7 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
         if key not in known:
             degrees = {split.axis: split.degree for split in splits}
             names = use.space.axis_sizes()
-            # An axis that the node lacks only shares its work: code generation refuses it, by name.
+            # An axis that the node lacks divides only the work here. Code generation rejects it.
             form = node_layouts(
                 graph, index, use.space, tuple(each for each in splits if each.axis in names), group
             )
@@ -221,7 +230,7 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
 
 
 def exchanges_of(work: StageWork) -> Iterator[ValueRedistribution]:
-    """The changes of layout that lowering makes between a stage's nodes."""
+    """Return the redistributions that lowering inserts between the nodes of a stage."""
     graph = work.problem.graph
     nodes = [each.layouts for each in work.nodes]
     shares = work.given.keys() - graph.consumers().keys()
@@ -237,28 +246,27 @@ def statistics_seconds(
     signature: Signature,
     degrees: Mapping[str, int],
 ) -> tuple[float, float]:
-    """Seconds, forwards and backwards, of the statistics that a node exchanges which is split by
-    `degrees`, along joint axes among others.
+    """Return (forward, backward): the seconds in which a node that is split by `degrees` reduces its
+    statistics, such as the maximum and sum of a softmax over a split axis.
     """
     seconds = {False: 0.0, True: 0.0}
     mesh: MeshAxes = ()
-    for told in use.row.statistics(signature, use.space, degrees):
+    for statistic in use.row.statistics(signature, use.space, degrees):
         mesh = mesh or mesh_axes_of([Split(*item) for item in degrees.items()], len(devices))
         over = merge_axes(
-            [place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes]
+            [place for axis, place in zip(degrees, mesh, strict=True) if axis in statistic.axes]
         )
-        seconds[told.backward] += told.times * reduction_cost(
-            cluster, devices, told.kind, over
-        ).seconds(told.bytes)
+        seconds[statistic.backward] += statistic.times * reduction_cost(
+            cluster, devices, statistic.kind, over
+        ).seconds(statistic.bytes)
     return seconds[False], seconds[True]
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
-    """Seconds, once a step, for gradients of these bytes a device of `group`; as many bytes are
-    gathered.
+    """Return the cost per step to reduce the gradients of `group`, as a function of bytes per device.
 
-    Copying into a bucket and back counts too, by the byte, and by the tensor where `tensors` is
-    given.
+    With a sharded optimizer, it includes the all-gather of the updated parameters. It also includes
+    copying `tensors` gradients into a bucket and back.
     """
     if len(group) < 2:
         return FREE
@@ -277,16 +285,16 @@ def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int =
 
 
 def updated_part(problem: Problem, copies: float) -> float:
-    """The part that each of the devices with `copies` of a block updates, and keeps the optimizer's
-    state of.
+    """Return the fraction of a shard that each of the `copies` devices that hold it updates, and for
+    which it stores optimizer state.
     """
     return 1 / copies if problem.optimizer.shard else 1.0
 
 
 @remembered(2)
 def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
-    """The devices, ascending, that hold the same block of each parameter, over all stages; of its
-    parts the first.
+    """Return, for each parameter, the devices of all stages that hold its first shard, in ascending
+    order.
     """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for work in works:
@@ -303,8 +311,10 @@ def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
 
 
 def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
-    """The devices' kinds, their order, and the levels that part neighbours: any two part at the
-    outermost between.
+    """Return a key that is equal for groups of devices with equal types and equal links.
+
+    The key has the type and rank order of each device, and the level of the cluster between
+    neighbouring devices. Two devices are connected at the outermost level between them.
     """
     ranked = sorted(devices)
     place = {device: index for index, device in enumerate(ranked)}
@@ -317,7 +327,9 @@ def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
 
 
 def check_whole_matrices(problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError where the optimizer needs matrices that a stage cuts."""
+    """Raise InfeasibleError if the optimizer is Muon, which needs unsharded matrices, and a stage shards
+    a matrix.
+    """
     if problem.optimizer.name != "muon" or not problem.train:
         return
     own = matrices(problem.graph)
@@ -325,9 +337,9 @@ def check_whole_matrices(problem: Problem, placement: Placement) -> None:
         for name, parts in work.parameter_parts:
             if name in own and parts > 1:
                 message = (
-                    f"optimizer muon needs whole matrices, and stage {number} "
-                    f"cuts {name!r} in {parts} {plural(parts, 'part')}"
+                    f"optimizer muon needs unsharded matrices, and stage {number} "
+                    f"divides {name!r} into {parts} {plural(parts, 'shard')}"
                 )
                 raise InfeasibleError(
-                    message, hint="pipelines and data parallelism leave them whole"
+                    message, hint="use pipeline or data parallelism, which do not shard matrices"
                 )

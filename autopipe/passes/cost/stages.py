@@ -1,9 +1,9 @@
-"""Costs of each stage of a placement: seconds of a micro-batch and of a step's end, bytes on a
+"""Costs of the stages of a placement: seconds per micro-batch and at the end of a step, and bytes per
 device.
 
-Stages that compute, keep and send the same are costed once. A split backward leaves the gradients
-of weights, half of a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline
-Parallelism", 2024, section 2).
+Stages with equal computation, saved tensors and messages are costed once. A split backward computes
+the gradients of weights, which are half of the backward of a matmul, in a second task (Qi et al.,
+"Zero Bubble Pipeline Parallelism", 2024, section 2).
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ from autopipe.passes.cost.stage_work import (
 def signatures_in(
     graph: Graph, work: tuple[Work, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
-    """Numbers of a costed graph's nodes and values, equal for those of equal effect on any stage's
-    cost.
+    """Return (node numbers, node names, values), which identify nodes and values with equal effect on
+    the cost of a stage.
 
-    For each node one of its work, what it keeps but for names, and how many values it reads and
-    writes; then what it reads ("" where it reads nothing), writes, and keeps; for each value a
-    number, and what it is a view of.
+    node numbers: for each node, a number that is equal for nodes with equal work, equal saved
+    tensors except for their names, and equal numbers of operands and results.
+    node names: for each node, the names of the values that it reads ("" for an absent operand),
+    writes and saves.
+    values: for each value, a number that is equal for values with equal properties, and the value
+    of which it is a view.
     """
     kept = kept_values(graph, precision, capability)
     waiting = waiting_operands(graph)
@@ -111,11 +114,12 @@ def signatures_in(
 
 
 def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
-    """A stage written down without names: values by the order in which they come.
+    """Return a key that is equal for stages with equal computation, saved tensors, collectives and
+    messages on equally fast devices.
 
-    Equal for stages that compute, keep, exchange and send the same on devices that are as fast.
-    What a stage holds of parameters for others, and which other devices hold the same, is told
-    apart from it. `crossing` are values that some stage receives (`crossing_parts`).
+    The key has no names: values are numbered in order of appearance. It does not include parameters
+    that the stage shares with other stages, nor the devices that hold equal parameters. `crossing`
+    are the values that other stages receive (see `crossing_parts`).
     """
     problem = work.problem
     nodes, named, values = signatures_in(
@@ -151,8 +155,9 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
 
 
 def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
-    """The values that stages receive, each with how many slices of a copy are sent apart: 1 where
-    some stage does not gather it.
+    """Return the values that stages receive, each with the number of slices in which it is sent.
+
+    The number is 1 if a receiving stage does not gather the slices.
     """
     found: dict[str, int] = {}
     for work in works:
@@ -164,7 +169,7 @@ def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
 
 @remembered(GRAPHS)
 def weight_shares(graph: Graph) -> NDArray[np.float64]:
-    """For each node the part of its backward that is left to the second half."""
+    """Return, for each node, the fraction of its backward that the weight-gradient task computes."""
     uses = uses_of(graph)
     gradient = differentiable_values(graph)
     shares = np.zeros(len(graph.nodes))
@@ -179,7 +184,7 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
 
 
 def waiting_state(work: StageWork) -> State:
-    """The parameters of a stage that have their gradients from the second half alone."""
+    """Return the state of the stage's parameters whose gradients only the weight-gradient task computes."""
     graph = work.problem.graph
     every = waiting_operands(graph)
     roots = views(graph)
@@ -197,28 +202,29 @@ def waiting_state(work: StageWork) -> State:
 
 @dataclass(frozen=True, slots=True)
 class StageCost(StagePrediction):
-    """One stage on one of its devices, which all do the same.
+    """The cost of a stage on one of its devices. All devices of a stage have equal costs.
 
-    Adding up gradients counts on average: the first micro-batch has nothing to add to. What an
-    earlier stage of the device holds of parameters, gradients and optimizer state, too, does not
+    The seconds include an average over micro-batches of the accumulation of gradients, which the
+    first micro-batch does not need. State that an earlier stage of the device also holds does not
     count.
     """
 
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    """Buffers of what is received and sent for one micro-batch, and in training of its gradients.
-    """
+    """Bytes of the buffers for the messages of one micro-batch, with their gradients in training."""
 
     def memory_bytes(self, in_flight: int) -> int:
-        """Most bytes in use with `in_flight` micro-batches between forward and backward."""
+        """Return the peak bytes with `in_flight` micro-batches whose forward has run and whose backward
+        has not.
+        """
         return self.static_bytes + self.kept_bytes * in_flight + self.transient_bytes
 
 
 def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> float:
-    """Seconds of a stage in a step of `micro_batches` of its own, one thing after the other.
+    """Return the seconds that a stage is busy in a step of `micro_batches` micro-batches.
 
-    `overlap` hides gradients behind the last backward.
+    With `overlap`, the gradient reduction overlaps with the last backward.
     """
     gradients = max(0.0, cost.gradient_s - cost.backward_s) if overlap else cost.gradient_s
     return micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
@@ -226,9 +232,9 @@ def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> 
 
 @remembered(2)
 def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
-    """The cost of each stage of `placement`, in order, on micro-batches of its own size.
+    """Return the cost of each stage of `placement` for the stage's micro-batch size.
 
-    Raises ConfigurationError or ModelError where the graph's batch cannot be cut into those.
+    Raises ConfigurationError or ModelError if the batch cannot be divided into these micro-batches.
     """
     works = stage_work(problem, placement)
     holders = holders_of(works)
@@ -247,8 +253,8 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
 
 
 def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
-    """For each stage the parameters, with their parts, that some of its devices hold for no earlier
-    stage.
+    """Return, for each stage, the parameters that at least one of its devices does not already hold for
+    an earlier stage, with their numbers of shards.
     """
     found = []
     held: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
@@ -265,11 +271,11 @@ def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
 def _gradient_seconds(
     problem: Problem, owned: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]
 ) -> float:
-    """Seconds, once a step, in which the gradients of a stage's parameters are summed, each by all
-    that hold it.
+    """Return the seconds per step of the gradient reductions of a stage's parameters.
 
-    These are of any stages; of one held in parts, those with one part. Where each updates a share,
-    parameters are gathered again, too.
+    All devices that hold an equal shard of a parameter reduce its gradient, across stages.
+    `holders` has the devices of one shard of each parameter. With a sharded optimizer, the seconds
+    include the all-gather of the updated parameters.
     """
     groups: defaultdict[tuple[int, ...], list[tuple[str, int]]] = defaultdict(list)
     for name, count in owned.items():
@@ -287,9 +293,9 @@ def _gradient_seconds(
 
 
 def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held: int) -> StageCost:
-    """All but the sum of gradients, which depends on where else the same parameters are.
+    """Return the cost of a stage without its gradient reductions, which depend on other stages.
 
-    `held` micro-batches are in flight where the stage recomputes.
+    `held` is the number of micro-batches in flight, used if the stage recomputes.
     """
     problem = work.problem
     graph = work.problem.graph
@@ -360,8 +366,8 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
 
 
 def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
-    """Return the cost of a stage whose tasks take no less than its host needs to start their
-    operators.
+    """Return the cost with the time of each task raised to the time that the host needs to start the
+    task's operators.
     """
     cost = replace(cost, on_host=on_host, on_device=on_device)
     return replace(
@@ -374,8 +380,8 @@ def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) ->
 
 
 def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
-    """Return the seconds in which the slowest host of the stage's devices starts each task's
-    operators.
+    """Return the seconds that the slowest host of the stage's devices needs to start the operators of
+    each task.
     """
     problem = work.problem
     indices = [each.index for each in work.nodes]
@@ -392,8 +398,9 @@ def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
-    """Seconds of the nodes' forward, backward, and of that the part of the second half, on the
-    slowest device.
+    """Return (forward, backward, weight gradient): seconds of a stage's nodes on its slowest device.
+
+    `weight gradient` is the part of backward that the weight-gradient task computes.
     """
     problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]

@@ -235,7 +235,7 @@ def test_each_kind_of_a_mixed_cluster_takes_what_was_measured_of_it() -> None:
     found = measured_cluster(both, Costs(tuple(devices)))
     rates = [found.link(*pair).bandwidth_bytes_per_s for pair in ((0, 1), (2, 3), (1, 2))]
     assert rates == [2.0, 4.0, both.levels[0].link.bandwidth_bytes_per_s]
-    with pytest.raises(ConfigurationError, match="nothing was measured on device 'slow'"):
+    with pytest.raises(ConfigurationError, match="the measured costs lack device 'slow'"):
         measured_problem(GRAPH, Costs((devices[0],)), both)
 
 
@@ -244,5 +244,5 @@ def test_devices_are_found_by_name_where_there_are_several() -> None:
     other = replace(own, device="other", operations=())
     forward, _ = node_seconds(measured_problem(GRAPH, Costs((other, own))).work, device(), "fp32")
     np.testing.assert_allclose(forward, 1.0)
-    with pytest.raises(ConfigurationError, match="nothing was measured on device 'toy'"):
+    with pytest.raises(ConfigurationError, match="the measured costs lack device 'toy'"):
         measured_problem(GRAPH, Costs((other, replace(other, device="third"))))

@@ -99,7 +99,7 @@ def test_nothing_that_fits_is_better(share: float) -> None:
 def test_where_nothing_fits_the_least_excess_is_told() -> None:
     given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
     with pytest.raises(
-        InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement that needs least"
+        InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement with the lowest need"
     ):
         Pase().run(given)
 
