@@ -259,7 +259,7 @@ def _options(
     kinds = problem.cluster.kinds_among(devices)
     part = size / problem.micro_batch_size / degree
     received, sent, kept, workspace = (
-        each.cut * part + each.whole
+        each.sharded * part + each.replicated
         for each in (tables.received, tables.sent, tables.kept, tables.workspace)
     )
     link = _mean_link(problem.cluster, devices, degree)
