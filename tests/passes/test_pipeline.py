@@ -144,7 +144,7 @@ def test_a_batch_is_divided_as_the_strategy_needs(gpt):
         assert tight.plan.summary.micro_batches == count
     with pytest.raises(InfeasibleError, match="over the limit"):
         make_plan(dataclasses.replace(free, memory_limit=1000))
-    with pytest.raises(InfeasibleError, match="cannot share"):
+    with pytest.raises(InfeasibleError, match="cannot split"):
         make_plan(dataclasses.replace(request(gpt, batch_size=6), strategy=DataParallel()))
 
 

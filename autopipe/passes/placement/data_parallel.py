@@ -22,7 +22,9 @@ from autopipe.passes.sharding.regions import check_samples, one_stage
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """Replicates the whole model on every device and sums gradients once a step."""
+    """Strategy `data_parallel`: replicate the model on all devices and all-reduce the gradients
+    once per step.
+    """
 
     name: ClassVar[str] = "data_parallel"
 
@@ -30,18 +32,18 @@ class DataParallel:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError unless devices of one kind share a micro-batch equally and can hold
-        the weights.
+        """Raise InfeasibleError unless all devices have one type, can split a micro-batch evenly,
+        and have memory for the weights.
         """
         check_one_kind(problem, self.name)
         check_state(problem, problem.cluster.size, 1)
         check_samples(problem, problem.cluster.size, self.name, "devices")
 
     def run(self, problem: Problem) -> Placement:
-        """One stage.
+        """Return a placement with one stage that runs all nodes on all devices.
 
-        Raises InfeasibleError where a node's samples cannot be shared or memory does not hold it,
-        ConfigurationError for a constraint that one stage on all devices does not fulfil.
+        Raise InfeasibleError if a node's samples cannot be split evenly or memory is insufficient.
+        Raise ConfigurationError for a constraint that this placement violates.
         """
         samples = sample_axes(problem.graph)
         devices = problem.cluster.size
@@ -49,15 +51,17 @@ class DataParallel:
             reason = ""
             if each.constraint.stage not in (None, 0):
                 reason = (
-                    f"asks for stage {each.constraint.stage}, and data_parallel has stage 0 alone"
+                    f"requires stage {each.constraint.stage}, but data_parallel has stage 0 only"
                 )
             elif each.devices is not None and set(each.devices) != set(range(devices)):
-                reason = "asks for some of the devices, and data_parallel uses all for every node"
+                reason = (
+                    "requires a subset of the devices, but data_parallel uses all for each node"
+                )
             elif not _is_by_samples(each, samples, devices):
-                reason = f"asks for another split than of the samples by {devices}"
+                reason = f"requires a split other than the samples over {devices} devices"
             if reason:
                 raise ConfigurationError(
-                    f"{each} {reason}", hint="strategy manual follows any constraint"
+                    f"{each} {reason}", hint="use strategy manual, which follows all constraints"
                 )
         return fitted(
             problem, one_stage(problem, samples.splits(range(len(problem.graph.nodes)), devices))
@@ -65,8 +69,8 @@ class DataParallel:
 
 
 def _is_by_samples(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
-    """True if what a constraint says of splits, if anything, is that all devices share the
-    samples.
+    """True if a constraint has no split, or requires that all `size` devices split the samples and
+    nothing else is split.
     """
     split = resolved.constraint.split
     if split is None or size == 1:

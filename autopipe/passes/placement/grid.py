@@ -47,9 +47,9 @@ from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.regions import (
     check_constraints_met,
     check_samples,
-    settled_stages,
-    visited,
-    whole_group_splits,
+    constrained_stages,
+    devices_of_chain,
+    graph_group_splits,
     with_samples_split,
 )
 
@@ -118,11 +118,13 @@ def place(
     InfeasibleError where replicas cannot share the samples, or the operators are too few.
     """
     check_samples(problem, degrees.data, "grid")
-    groups = visited(degrees.groups(), chunks, wave)
+    groups = devices_of_chain(degrees.groups(), chunks, wave)
     settled = (
-        settled_stages(resolved_constraints(problem), groups, "grid") if problem.constraints else {}
+        constrained_stages(resolved_constraints(problem), groups, "grid")
+        if problem.constraints
+        else {}
     )
-    shared = whole_group_splits(problem.graph, degrees.data, degrees.tensor)
+    shared = graph_group_splits(problem.graph, degrees.data, degrees.tensor)
     if not shared and degrees.tensor > 1:
         raise InfeasibleError(
             f"{degrees.tensor} {plural(degrees.tensor, 'device')} can share no layer",
@@ -235,9 +237,9 @@ class GridSearch:
         if best is None:
             least = min((degrees.data for degrees in every), default=1)
             raise InfeasibleError(
-                f"grid cannot share a micro-batch of {sizes[-1]} {plural(sizes[-1], 'sample')} "
-                f"equally among {least} {plural(least, 'replica')}",
-                hint="choose a micro-batch size that the replicas divide, or other degrees",
+                f"grid cannot split a micro-batch of {sizes[-1]} {plural(sizes[-1], 'sample')} "
+                f"evenly over {least} {plural(least, 'replica')}",
+                hint="choose a micro-batch size that is a multiple of the replicas, or other degrees",
             )
         if (
             best.degrees.pipeline > 1

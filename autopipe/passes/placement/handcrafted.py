@@ -17,14 +17,14 @@ from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_operators, check_state, fitted
 from autopipe.passes.sharding.regions import (
-    Network,
+    ReplicatedGraph,
     check_constraints_met,
     check_samples,
-    grow,
+    graph_group_splits,
+    grow_region,
     one_stage,
-    replicated_network,
+    replicated_graph,
     seed_axis,
-    whole_group_splits,
     with_samples_split,
 )
 
@@ -78,9 +78,7 @@ def _by_one_weird_trick(problem: Problem) -> Placement:
     samples = sample_axes(graph)
     nodes = range(len(graph.nodes))
     degrees = [degree for degree in range(devices, 0, -1) if devices % degree == 0]
-    networks = [
-        (degree, replicated_network(graph, devices // degree, samples)) for degree in degrees
-    ]
+    networks = [(degree, replicated_graph(graph, devices // degree, samples)) for degree in degrees]
     products = {node for node in nodes if samples.uses[node].row.kind == "matmul"}
     found: dict[int, tuple[Split, ...]] = {}
     for node in _fully_connected(networks[0][1], products):
@@ -88,7 +86,9 @@ def _by_one_weird_trick(problem: Problem) -> Placement:
             axis = seed_axis(network, node, degree, frozenset())
             if axis is None:
                 continue
-            region = grow(network, node, axis, degree, frozenset(nodes) - products | {node}, {})
+            region = grow_region(
+                network, node, axis, degree, frozenset(nodes) - products | {node}, {}
+            )
             cut = {node: axis} if region.open else region.axes
             found |= {
                 each: network.splits(each, name, degree)
@@ -99,7 +99,7 @@ def _by_one_weird_trick(problem: Problem) -> Placement:
     return one_stage(problem, with_samples_split(samples, nodes, devices, found))
 
 
-def _fully_connected(network: Network, products: set[int]) -> Iterator[int]:
+def _fully_connected(network: ReplicatedGraph, products: set[int]) -> Iterator[int]:
     """Products with weights from which no convolution follows, in order."""
     graph = network.graph
     before: set[str] = set()
@@ -173,7 +173,7 @@ def _largest_degree(problem: Problem) -> int:
         each for each in within if problem.micro_batch_size % (devices // each) == 0
     ] or within[-1:]
     return max(
-        degrees, key=lambda each: (len(whole_group_splits(graph, devices // each, each)), each)
+        degrees, key=lambda each: (len(graph_group_splits(graph, devices // each, each)), each)
     )
 
 
@@ -192,7 +192,7 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
             where="strategy.tensor",
         )
     check_samples(problem, devices // degree, "expert")
-    found = whole_group_splits(graph, devices // degree, degree)
+    found = graph_group_splits(graph, devices // degree, degree)
     splits = with_samples_split(
         sample_axes(graph), range(len(graph.nodes)), devices // degree, found
     )

@@ -52,11 +52,11 @@ from autopipe.passes.partition.chain_cut import (
 )
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import (
-    Network,
-    grow,
+    ReplicatedGraph,
+    devices_of_chain,
+    grow_region,
     seed_axis,
     tensor_splits,
-    visited,
     weights_of,
 )
 
@@ -72,7 +72,7 @@ Stages = tuple[Nodes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CostedModel(Network):
+class CostedModel(ReplicatedGraph):
     """The network of a problem.
 
     `seconds` are those of forward and backward of each whole node, on average over kinds of
@@ -368,7 +368,7 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
                 hint=even_degree_hint(extent, degree),
                 where=repr(model.graph.nodes[node].name),
             )
-        region = grow(model, node, axis, degree, everything, {})
+        region = grow_region(model, node, axis, degree, everything, {})
         cut = frozenset({node}) if region.open else frozenset(region.axes)
         found.append(SharedLookup(read[0], cut | model.feeders(node)))
     return tuple(found)
@@ -404,7 +404,7 @@ def _is_head(model: CostedModel, node: int) -> bool:
     )
     if axis is None:
         return False
-    region = grow(model, node, axis, 1, frozenset(range(len(model.graph.nodes))), {})
+    region = grow_region(model, node, axis, 1, frozenset(range(len(model.graph.nodes))), {})
     return not region.open and (AxisKind.JOINT in region.ends or bool(region.leaves))
 
 
@@ -729,4 +729,6 @@ class TesselShapes:
     def _chain(
         self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]
     ) -> StageRow:
-        return StageRow(line_of(model, line, nodes), visited(devices, self.chunks, self.wave))
+        return StageRow(
+            line_of(model, line, nodes), devices_of_chain(devices, self.chunks, self.wave)
+        )

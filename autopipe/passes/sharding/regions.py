@@ -1,10 +1,9 @@
-"""Where a cut leads: the nodes that stay cut when one of them is, until partial sums end it; and
-constraints on splits.
+"""Tensor-parallel regions (Megatron), splits of samples, and checks of constraints on splits.
 
-A product cut by its columns leaves its result cut; what follows stays cut (an activation, the heads
-of an attention, the classes of a loss) until a product sums over the cut axis or a loss over its
-classes. That is how transformers are split over devices by hand (Shoeybi et al., "Megatron-LM",
-2019, section 3), found from iteration spaces alone.
+If a matmul is split by the columns of its weight, its result is sharded. The operators that follow
+can stay sharded (activations, attention heads, the classes of a loss), until a matmul sums over the
+sharded axis or a loss over its classes. This is how Shoeybi et al. ("Megatron-LM", 2019, section 3)
+split transformers by hand; here it follows from the iteration spaces alone.
 """
 
 from __future__ import annotations
@@ -33,10 +32,12 @@ from autopipe.passes.sharding.configurations import Splits
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """A graph on `replicas` groups of devices, each with an equal share of the samples. `weights`
-    says, of each value that depends on parameters and constants alone, on which parameters.
-    `readers` are the nodes that read each value.
+class ReplicatedGraph:
+    """A graph on `replicas` groups of devices, each of which computes an equal fraction of the
+    samples.
+
+    `weights` contains each value that depends on parameters and constants alone, with the names of
+    these parameters. `readers` are the nodes that read each value.
     """
 
     graph: Graph
@@ -50,38 +51,45 @@ class Network:
         return self.samples.uses
 
     def is_weight(self, node: int) -> bool:
-        """True if a node computes from parameters and constants alone."""
+        """True if the node computes from parameters and constants alone."""
         return self.graph.nodes[node].outputs[0] in self.weights
 
     def parameters_of(self, node: int) -> frozenset[str]:
-        """The parameters that a node reads, itself or through nodes that read nothing else."""
+        """Return the names of the parameters that the node reads, directly or through nodes that
+        compute weights.
+        """
         names = (name for name in self.graph.nodes[node].inputs if name)
         return frozenset().union(*(self.weights.get(name, frozenset()) for name in names))
 
     def feeders(self, node: int) -> set[int]:
-        """The nodes that compute a node's weights from parameters and constants."""
+        """Return the nodes that compute the weights of `node` from parameters and constants."""
         found: set[int] = set()
-        waiting = [node]
-        while waiting:
-            for name in self.graph.nodes[waiting.pop()].inputs:
+        pending = [node]
+        while pending:
+            for name in self.graph.nodes[pending.pop()].inputs:
                 producer = self.graph.producer(name) if name in self.weights else None
                 if producer is not None and producer not in found:
                     found.add(producer)
-                    waiting.append(producer)
+                    pending.append(producer)
         return found
 
     def splits(self, node: int, axis: str, degree: int) -> tuple[Split, ...]:
-        """A node's splits: its samples among the replicas, and inside each of them `axis` in
-        `degree` parts.
+        """Return the node's splits: its samples over the replicas if it has samples, and inside
+        each replica `axis` into `degree` parts.
         """
-        own = self.samples.axes[node]
-        outer = (Split(own, self.replicas),) if own is not None and self.replicas > 1 else ()
+        sample_axis = self.samples.axes[node]
+        outer = (
+            (Split(sample_axis, self.replicas),)
+            if sample_axis is not None and self.replicas > 1
+            else ()
+        )
         return (*outer, Split(axis, degree))
 
     def splits_on(self, node: int, axis: str, degree: int) -> bool:
-        """True if a replica's `degree` devices can share a node along an axis in equal blocks. A
-        node without samples stays whole where there are several replicas: its parts would go over
-        all the devices.
+        """True if the `degree` devices of a replica can split the node evenly along `axis`.
+
+        With several replicas, the result is False for a node without samples, because its split
+        would extend over all replicas, and for the sample axis itself.
         """
         space = self.uses[node].space
         if space.axis(axis).kind is AxisKind.UNSPLITTABLE:
@@ -91,33 +99,43 @@ class Network:
         return are_even_splits(space, self.splits(node, axis, degree))
 
 
-def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> Network:
-    return Network(
+def replicated_graph(
+    graph: Graph, replicas: int, samples: SampleAxes | None = None
+) -> ReplicatedGraph:
+    """Return `graph` with `replicas` replicas. `samples` is its `sample_axes` if the
+    caller has it.
+    """
+    return ReplicatedGraph(
         graph, samples or sample_axes(graph), replicas, weights_of(graph), graph.consumers()
     )
 
 
 @remembered(GRAPHS)
 def weights_of(graph: Graph) -> dict[str, frozenset[str]]:
-    """Each value that depends on parameters and constants alone, with its parameters."""
+    """Return each value that depends on parameters and constants alone, with the names of these
+    parameters.
+    """
     weights = {each.value.name: frozenset([each.value.name]) for each in graph.parameters}
     weights |= {each.value.name: frozenset() for each in graph.constants}
     for node in graph.nodes:
         names = [name for name in node.inputs if name]
         if names and all(name in weights for name in names):
-            found = frozenset().union(*(weights[name] for name in names))
-            weights |= {name: found for name in node.outputs if name}
+            parameters = frozenset().union(*(weights[name] for name in names))
+            weights |= {name: parameters for name in node.outputs if name}
     return weights
 
 
-_PRODUCTS = ("matmul", "convolution")
+_MATMULS = ("matmul", "convolution")
+"""Kinds of operators whose weight can be split by columns."""
 
 
 @dataclass(slots=True)
 class Region:
-    """Nodes with the axis each is cut along, and the kinds of axes whose partial sums end it. It is
-    `open` where some node needs a cut value whole; `leaves` are cut values that others read, or the
-    model gives.
+    """Nodes that are split together, with the axis of each.
+
+    `ends` are the kinds of the axes whose partial sums end the region. `open` is true if some node
+    at its border needs a sharded value unsharded. `leaves` are the sharded values that nodes
+    outside the region read or that the model outputs.
     """
 
     axes: dict[int, str]
@@ -126,9 +144,12 @@ class Region:
     leaves: set[str] = field(default_factory=set)
 
 
-def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str | None:
-    """The axis to begin a region with: rows of a lookup's table that is in `tables`, columns of a
-    product's weight.
+def seed_axis(network: ReplicatedGraph, node: int, degree: int, tables: Set[str]) -> str | None:
+    """Return the axis along which a region that starts at `node` is split, or None if the node
+    cannot start one.
+
+    The axis is one of: the rows of an embedding table whose name is in `tables`; the columns of the
+    weight of a matmul or convolution.
     """
     use = network.uses[node]
     inputs = network.graph.nodes[node].inputs
@@ -137,10 +158,14 @@ def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str
             continue
         if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
-        if use.row.kind in _PRODUCTS and axis.kind in (AxisKind.PARALLEL, AxisKind.JOINT):
-            # A column indexes the product's weight and none of the values that it is applied to.
+        if use.row.kind in _MATMULS and axis.kind in (AxisKind.PARALLEL, AxisKind.JOINT):
+            # An axis of columns indexes the weight and none of the activations.
             pairs = zip(inputs, use.space.operands, strict=True)
-            indexed = [name for name, words in pairs if name and _place(words, axis.name) >= 0]
+            indexed = [
+                name
+                for name, dimensions in pairs
+                if name and _dimension_of(dimensions, axis.name) >= 0
+            ]
             if any(map(network.weights.get, indexed)) and all(
                 name in network.weights for name in indexed
             ):
@@ -148,25 +173,38 @@ def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str
     return None
 
 
-def grow(
-    network: Network, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]
+def grow_region(
+    network: ReplicatedGraph,
+    seed: int,
+    axis: str,
+    degree: int,
+    members: Set[int],
+    fixed: dict[int, str],
 ) -> Region:
-    """The region that begins with a node cut along an axis, among `members`. Nodes of `fixed` are
-    cut already: a region may end there, where it fits. Normalisations, which would exchange
-    statistics of their parts, are left whole.
+    """Return the region that starts with node `seed` split along `axis`.
+
+    The region extends to the nodes of `members` that read sharded values, in topological order. The
+    nodes in `fixed` are already split along the given axes: the region may end at one whose axis
+    fits, and is open otherwise. A normalisation that would exchange statistics (axis kind AGREED)
+    is not split, which makes the region open.
     """
     graph = network.graph
     region = Region({seed: axis})
-    waiting = [seed]
-    cut: dict[str, int] = {}  # The dimension in which each value is cut.
+    pending = [seed]
+    sharded_dimension: dict[str, int] = {}
+    """The dimension along which each value is sharded."""
 
-    def carry(reader: int) -> None:
-        """Cut a reader of cut values along the axis that they have in common, where there is
-        one.
+    def extend_to(reader: int) -> None:
+        """Add `reader` to the region along the axis that its sharded operands have in common, if
+        there is one.
         """
         space = network.uses[reader].space
         pairs = zip(graph.nodes[reader].inputs, space.operands, strict=True)
-        axes = {_outer(space, words, cut[name]) for name, words in pairs if name in cut}
+        axes = {
+            _outermost_axis(space, dimensions, sharded_dimension[name])
+            for name, dimensions in pairs
+            if name in sharded_dimension
+        }
         common = axes.pop() if len(axes) == 1 else None
         agreed = common is not None and space.axis(common).kind is AxisKind.AGREED
         if common is None or agreed or not network.splits_on(reader, common, degree):
@@ -175,55 +213,66 @@ def grow(
             region.open |= fixed[reader] != common
         elif reader not in region.axes:
             region.axes[reader] = common
-            heapq.heappush(waiting, reader)
+            heapq.heappush(pending, reader)
         elif region.axes[reader] != common:
             region.open = True
 
-    while waiting:
-        node = heapq.heappop(waiting)
+    while pending:
+        node = heapq.heappop(pending)
         use = network.uses[node]
-        own = region.axes[node]
-        for name, words in zip(graph.nodes[node].outputs, use.space.results, strict=True):
+        node_axis = region.axes[node]
+        for name, dimensions in zip(graph.nodes[node].outputs, use.space.results, strict=True):
             if not name:
                 continue
-            place = _place(words, own)
-            if (
-                place < 0
-            ):  # Its result does not show the cut: products add up, with a bias or without.
-                sums = use.row.kind in _PRODUCTS and _place(use.space.operands[0], own) >= 0
-                region.ends.add(AxisKind.SUM if sums else use.space.axis(own).kind)
+            dimension = _dimension_of(dimensions, node_axis)
+            if dimension < 0:
+                # The result is not sharded: it is a partial sum, or a joint operator's.
+                sums = (
+                    use.row.kind in _MATMULS
+                    and _dimension_of(use.space.operands[0], node_axis) >= 0
+                )
+                region.ends.add(AxisKind.SUM if sums else use.space.axis(node_axis).kind)
                 continue
-            cut[name] = place
+            sharded_dimension[name] = dimension
             readers = network.readers.get(name, ())
             if name in graph.outputs or not members >= set(readers):
                 region.leaves.add(name)
             for reader in readers:
                 if reader in members:
-                    carry(reader)
+                    extend_to(reader)
     return region
 
 
-def _outer(space: Space, words: tuple[tuple[str, ...], ...] | None, place: int) -> str | None:
-    """The axis along which a cut dimension is cut: its outermost."""
-    extents = space.axis_sizes()
-    return next((name for name in (words or ())[place] if extents[name] > 1), None)
+def _outermost_axis(
+    space: Space, dimensions: tuple[tuple[str, ...], ...] | None, dimension: int
+) -> str | None:
+    """Return the outermost axis of size above 1 in dimension `dimension` of a tensor, or None if
+    there is none.
+    """
+    sizes = space.axis_sizes()
+    return next((name for name in (dimensions or ())[dimension] if sizes[name] > 1), None)
 
 
-def _place(words: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
-    """The dimension that an axis indexes; -1 for none."""
-    return next((place for place, dimension in enumerate(words or ()) if axis in dimension), -1)
+def _dimension_of(dimensions: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
+    """Return the position of the dimension that `axis` indexes, or -1 if none does."""
+    return next(
+        (position for position, dimension in enumerate(dimensions or ()) if axis in dimension), -1
+    )
 
 
 def tensor_splits(
-    network: Network,
+    network: ReplicatedGraph,
     nodes: Iterable[int],
     degree: int,
     tables: Set[str],
     pays: Callable[[int], bool],
 ) -> tuple[tuple[int, Splits], ...]:
-    """Splits that share the tables and products of a stage among `degree` devices. A region whose
-    end no gathering follows is split as it is. Of others the product alone is, where that `pays`:
-    its result is gathered.
+    """Return splits of a stage's embeddings and matmuls over `degree` devices, and of the nodes
+    between them.
+
+    A region that ends without a gather is split as a whole. Of an open region, only the first node
+    is split, if `pays` returns True for it: its result is then gathered. Nodes that compute the
+    weights of a split node are split accordingly.
     """
     members = frozenset(nodes)
     axes: dict[int, str] = {}
@@ -235,60 +284,59 @@ def tensor_splits(
         )
         if axis is None:
             continue
-        region = grow(network, node, axis, degree, members, axes)
+        region = grow_region(network, node, axis, degree, members, axes)
         if not region.open:
             axes |= region.axes
         elif pays(node):
             axes[node] = axis
-    # The nodes that compute a cut node's weights are cut, too: each device computes its part from
-    # its part.
-    waiting = sorted(axes)
-    while waiting:
-        reader = waiting.pop()
-        for name, words in zip(
+    # Split the nodes that compute the weights of split nodes, so that each device computes its
+    # shard of a weight from shards.
+    pending = sorted(axes)
+    while pending:
+        reader = pending.pop()
+        for name, dimensions in zip(
             network.graph.nodes[reader].inputs, network.uses[reader].space.operands, strict=True
         ):
             producer = network.graph.producer(name) if name in network.weights else None
-            place = _place(words, axes[reader])
-            if producer is None or producer not in members or producer in axes or place < 0:
+            dimension = _dimension_of(dimensions, axes[reader])
+            if producer is None or producer not in members or producer in axes or dimension < 0:
                 continue
             space = network.uses[producer].space
-            own = _outer(
-                space, space.results[network.graph.nodes[producer].outputs.index(name)], place
+            producer_axis = _outermost_axis(
+                space, space.results[network.graph.nodes[producer].outputs.index(name)], dimension
             )
-            if own is not None and network.splits_on(producer, own, degree):
-                axes[producer] = own
-                waiting.append(producer)
+            if producer_axis is not None and network.splits_on(producer, producer_axis, degree):
+                axes[producer] = producer_axis
+                pending.append(producer)
     return tuple((node, (Split(axes[node], degree),)) for node in sorted(axes))
 
 
 NodeSplits = tuple[tuple[int, Splits], ...]
-"""Splits by node, as a stage holds them."""
+"""(node, splits) pairs, as in `Stage.splits`."""
 
 
 def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "replicas") -> None:
-    """Raise InfeasibleError unless `replicas` devices, or groups of them, can share a micro-batch
-    equally.
+    """Raise InfeasibleError unless `replicas` devices or groups can split a micro-batch evenly.
+    `who` names them in the message.
     """
     samples = problem.micro_batch_size
     if replicas > 1 and not problem.graph.batch_axes:
         raise InfeasibleError(
             (
-                f"{strategy} cannot share samples among {replicas} {who}: no input of the model "
-                "carries any"
+                f"{strategy} cannot split samples over {replicas} {who}: no input of the model "
+                "has a batch axis"
             ),
             hint=(
-                "say which axis of each input counts samples in model.batch_axes, or choose "
-                "another strategy"
+                "set model.batch_axes to the batch axis of each input, or choose another strategy"
             ),
         )
     if samples % replicas:
         raise InfeasibleError(
-            f"{strategy} cannot share a micro-batch of {samples} "
-            f"{plural(samples, 'sample')} equally among {replicas} {who}",
+            f"{strategy} cannot split a micro-batch of {samples} "
+            f"{plural(samples, 'sample')} evenly over {replicas} {who}",
             hint=(
-                f"choose a micro-batch size that {replicas} divides, fewer devices, or another "
-                "strategy"
+                f"choose a micro-batch size that is a multiple of {replicas}, fewer devices, or "
+                "another strategy"
             ),
         )
 
@@ -296,15 +344,17 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
 def with_samples_split(
     samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, Splits]
 ) -> NodeSplits:
-    """The splits `found`, and for the others of `nodes` a split of their samples. Raises
-    InfeasibleError, naming the node, where samples cannot be cut into equal blocks.
+    """Return the splits `found`, and for each other node of `nodes` a split of its samples over
+    `replicas`.
+
+    Raise InfeasibleError with the node's name if its samples cannot be split evenly.
     """
     others = samples.splits((node for node in nodes if node not in found), replicas)
     return tuple(sorted((*found.items(), *others)))
 
 
 def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
-    """All nodes as one stage on all devices."""
+    """Return a placement with one stage that runs all nodes on all devices."""
     nodes = tuple(range(len(problem.graph.nodes)))
     devices = tuple(range(problem.cluster.size))
     return Placement(
@@ -312,12 +362,13 @@ def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
     )
 
 
-def group_splits(network: Network, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
-    """Return the splits of those of `nodes` that the `degree` devices of a replica share.
+def group_splits(network: ReplicatedGraph, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
+    """Return the tensor-parallel splits of `nodes` over the `degree` devices of each replica; {} if
+    `degree` is 1.
 
-    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-    Parallelism" (2019), section 3. If the nodes that a split leads to include one that needs a
-    value unsharded, nothing of them is split.
+    The rules are those of Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
+    Models Using Model Parallelism" (2019), section 3. Only regions that end without a gather are
+    split (`tensor_splits`).
     """
     if degree == 1:
         return {}
@@ -325,17 +376,17 @@ def group_splits(network: Network, degree: int, nodes: Iterable[int]) -> dict[in
     tables = frozenset(
         network.graph.nodes[node].inputs[0] for node in members if _looks_up_data(network, node)
     )
-    cut = tensor_splits(
+    splits_of = tensor_splits(
         network, members, degree, tables & network.weights.keys(), lambda node: False
     )
-    return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}
+    return {node: network.splits(node, split.axis, degree) for node, (split,) in splits_of}
 
 
-def _looks_up_data(network: Network, node: int) -> bool:
-    """True if a node reads from its first operand at indices that depend on the model's inputs.
+def _looks_up_data(network: ReplicatedGraph, node: int) -> bool:
+    """True if a node gathers from its first operand at indices that depend on the model's inputs.
 
-    A lookup at constant positions is not one. Samples do not tell the two apart: a micro-batch of
-    one sample has no sample axes.
+    A gather at constant indices does not count. Sample axes cannot distinguish the two: a
+    micro-batch of one sample has none.
     """
     indices = network.graph.nodes[node].inputs[1:]
     return network.uses[node].row.kind == "memory" and any(
@@ -344,77 +395,89 @@ def _looks_up_data(network: Network, node: int) -> bool:
 
 
 @remembered(4 * GRAPHS)
-def whole_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
-    """The same for all nodes of a graph on `replicas` replicas of `degree` devices."""
-    return group_splits(replicated_network(graph, replicas), degree, range(len(graph.nodes)))
-
-
-Place = TypeVar("Place")
-
-
-def visited(places: Sequence[Place], chunks: int, wave: bool) -> tuple[Place, ...]:
-    """The place of each stage of a chain with `chunks` stages a place. It goes over them again and
-    again (Megatron's interleaving), or with `wave` back and forth (Hanayo's).
+def graph_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
+    """Return `group_splits` of all nodes of `graph`, on `replicas` replicas of `degree` devices
+    each.
     """
-    order: list[Place] = []
+    return group_splits(replicated_graph(graph, replicas), degree, range(len(graph.nodes)))
+
+
+Group = TypeVar("Group")
+
+
+def devices_of_chain(places: Sequence[Group], chunks: int, wave: bool) -> tuple[Group, ...]:
+    """Return the group of each stage of a chain that has `chunks` stages per group.
+
+    Without `wave`, the chain runs through `places` repeatedly (interleaving of Megatron-LM). With
+    `wave`, every second pass runs in reverse (Hanayo).
+    """
+    order: list[Group] = []
     for chunk in range(chunks):
         order += reversed(places) if wave and chunk % 2 else places
     return tuple(order)
 
 
-def settled_stages(
+def constrained_stages(
     resolved: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
 ) -> dict[int, int]:
-    """The stage of each node for which a constraint asks for a stage, or for the devices of one of
-    `groups`. `strategy` is who makes the stages. Raises ConfigurationError, naming the constraint,
-    for stages or devices that there are not, and for a stage that has other devices than are asked
-    for.
+    """Return the stage of each node that a constraint assigns to a stage, or to the devices of a
+    stage.
+
+    `groups` are the devices of each stage. `strategy` is the subject of error messages. Raise
+    ConfigurationError with the constraint for a stage that does not exist, for devices that are not
+    those of one stage, and for two different stages.
     """
     found: dict[int, int] = {}
     for each in resolved:
         stages = [each.constraint.stage] if each.constraint.stage is not None else []
         if each.devices is not None:
-            mine = [stage for stage, group in enumerate(groups) if set(group) == set(each.devices)]
-            if not mine:
+            matching = [
+                stage for stage, group in enumerate(groups) if set(group) == set(each.devices)
+            ]
+            if not matching:
                 raise ConfigurationError(
-                    f"{each} asks for devices {list(each.devices)}, which no stage has",
-                    hint=f"the stages have devices {', '.join(str(list(group)) for group in groups)}",
+                    f"{each} requires devices {list(each.devices)}, but no stage has exactly these",
+                    hint="choose the devices of one stage: "
+                    + ", ".join(str(list(group)) for group in groups),
                 )
-            stages += mine
+            stages += matching
         for stage in stages:
             if stage >= len(groups) or stage != stages[0]:
                 raise ConfigurationError(
-                    f"{each} asks for stage {stage}, and {strategy} makes {len(groups)}"
+                    f"{each} requires stage {stage}, but {strategy} has "
+                    f"{len(groups)} {plural(len(groups), 'stage')}"
                     if stage >= len(groups)
-                    else f"{each} asks for stage {stages[0]} and for the devices of stage {stage}",
-                    hint="ask for more stages: --stages"
+                    else f"{each} requires stage {stages[0]} and the devices of stage {stage}",
+                    hint="increase the number of stages: --stages"
                     if stage >= len(groups)
-                    else "give it one of the two",
+                    else "remove `stage` or `devices` from the constraint",
                 )
             found.update(dict.fromkeys(each.nodes, stage))
     return found
 
 
 def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Placement) -> None:
-    """Raise ConfigurationError for a node that cannot be split as `fixed` says over the devices of
-    its stage.
+    """Raise ConfigurationError if the degrees of a node in `fixed` do not divide the number of
+    devices of its stage.
     """
     stage_of = placement.stage_of()
     for node, splits in fixed.items():
         group = len(placement.stages[stage_of[node]].devices)
         if group % math.prod(split.degree for split in splits):
             raise ConfigurationError(
-                f"constraints split this node {' '.join(map(str, splits))}, but "
-                f"its stage has {group} {plural(group, 'device')}",
-                hint="the product of the degrees must divide the number of devices",
+                f"constraints require the split {' '.join(map(str, splits))}, but "
+                f"the node's stage has {group} {plural(group, 'device')}",
+                hint="choose degrees whose product divides the number of devices",
                 where=repr(problem.graph.nodes[node].name),
             )
 
 
 def check_constraints_met(problem: Problem, placement: Placement, strategy: str) -> None:
-    """Raise ConfigurationError, naming constraint and node, for one that a placement of one
-    pipeline does not fulfil. As for strategy manual, a split along an axis asks nothing of nodes
-    that do not have it.
+    """Raise ConfigurationError, with constraint and node, if a placement of one pipeline violates a
+    constraint.
+
+    A required split along an axis that a node does not have is ignored for that node, as strategy
+    `manual` does.
     """
     resolved = resolved_constraints(problem)
     if not resolved:
@@ -423,12 +486,12 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
     samples = sample_axes(problem.graph)
     for each in resolved:
         for node in each.nodes:
-            number = stage_of[node]
-            reason = _difference(each, node, number, placement.stages[number], samples)
+            stage = stage_of[node]
+            reason = _difference(each, node, stage, placement.stages[stage], samples)
             if reason:
                 raise ConfigurationError(
-                    f"{each} asks for {reason}",
-                    hint=f"{strategy} decides for itself; strategy manual follows any constraint",
+                    f"{each} requires {reason}",
+                    hint=f"use strategy manual: {strategy} does not follow such constraints",
                     where=repr(problem.graph.nodes[node].name),
                 )
 
@@ -436,14 +499,14 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
 def _difference(
     each: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes
 ) -> str:
-    """Difference between what a constraint asks for and what a node gets; empty where there is
-    none.
+    """Return the difference between what a constraint requires and the node's placement, or '' if
+    the constraint is met.
     """
     wanted = each.constraint
     if wanted.stage not in (None, number):
-        return f"stage {wanted.stage}, and this node is in stage {number}"
+        return f"stage {wanted.stage}, but this node is in stage {number}"
     if each.devices is not None and set(each.devices) != set(stage.devices):
-        return f"devices {list(each.devices)}, and this node is on {list(stage.devices)}"
+        return f"devices {list(each.devices)}, but this node is on {list(stage.devices)}"
     if wanted.split is None:
         return ""
     splits = [
@@ -451,12 +514,12 @@ def _difference(
         for axis, degree in wanted.split
         if degree > 1
     ]
-    has = {axis.name for axis in samples.uses[node].space.axes}
-    given = [(split.axis, split.degree) for split in stage.splits_of(node)]
-    if splits == given or any(axis not in has for axis, _ in splits):
+    axes = {axis.name for axis in samples.uses[node].space.axes}
+    actual = [(split.axis, split.degree) for split in stage.splits_of(node)]
+    if splits == actual or any(axis not in axes for axis, _ in splits):
         return ""
     texts = [
-        " ".join(f"{axis}:{degree}" for axis, degree in pairs) or "not at all"
-        for pairs in (wanted.split, given)
+        " ".join(f"{axis}:{degree}" for axis, degree in pairs) or "none"
+        for pairs in (wanted.split, actual)
     ]
-    return f"split {texts[0]}, and this node is split {texts[1]}"
+    return f"split {texts[0]}, but this node has split {texts[1]}"

@@ -25,14 +25,14 @@ def test_every_node_with_samples_is_split() -> None:
 def test_samples_that_do_not_divide_are_refused() -> None:
     given = problem(perceptron([16, 16], batch=6), cluster(4))
     with pytest.raises(
-        InfeasibleError, match=r"micro-batch of 6 samples equally among 4 devices \(choose"
+        InfeasibleError, match=r"micro-batch of 6 samples evenly over 4 devices \(choose"
     ):
         DataParallel().requires(given)
 
 
 def test_a_model_without_samples_is_refused() -> None:
     graph = replace(perceptron([16, 16]), batch_axes=())
-    with pytest.raises(InfeasibleError, match="no input of the model carries any"):
+    with pytest.raises(InfeasibleError, match="no input of the model has a batch axis"):
         DataParallel().requires(problem(graph, cluster(4)))
     DataParallel().requires(problem(graph, cluster(1)))
 
@@ -48,11 +48,11 @@ def test_memory_that_does_not_do_is_refused() -> None:
 @pytest.mark.parametrize(
     ("constraint", "reason"),
     [
-        (Constraint("*", stage=1), "has stage 0 alone"),
-        (Constraint("*", devices=(0,)), "uses all for every node"),
-        (Constraint("matmul*", split=(("n", 2),)), "another split"),
-        (Constraint("matmul*", split=(("b", 1),)), "another split"),
-        (Constraint("matmul*", split=()), "another split"),
+        (Constraint("*", stage=1), "has stage 0 only"),
+        (Constraint("*", devices=(0,)), "uses all for each node"),
+        (Constraint("matmul*", split=(("n", 2),)), "a split other than"),
+        (Constraint("matmul*", split=(("b", 1),)), "a split other than"),
+        (Constraint("matmul*", split=()), "a split other than"),
         (Constraint("*", pipeline=1), "for pipeline 1, but this strategy makes 1"),
     ],
 )
@@ -85,6 +85,6 @@ def test_constraints_it_follows_anyway_are_fine() -> None:
 def test_a_constraint_may_name_its_nodes() -> None:
     wish = Constraint("an annotation", stage=1, nodes=("relu1",))
     with pytest.raises(
-        ConfigurationError, match=r"^an annotation asks for stage 1, and data_parallel"
+        ConfigurationError, match=r"^an annotation requires stage 1, but data_parallel"
     ):
         DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=(wish,)))

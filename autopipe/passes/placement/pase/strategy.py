@@ -37,7 +37,7 @@ from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.configurations import Splits
-from autopipe.passes.sharding.regions import check_degrees, settled_stages
+from autopipe.passes.sharding.regions import check_degrees, constrained_stages
 from autopipe.passes.sharding.search import Exact, Solver, Tables, split_stages
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
 from autopipe.passes.solvers.min_sum.metropolis import walk
@@ -65,7 +65,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     size = problem.micro_batch_size
     again = problem.recomputes_all
     cut = zip(
-        cut_into_stages(problem, groups, settled_stages(resolved, groups, "pase")),
+        cut_into_stages(problem, groups, constrained_stages(resolved, groups, "pase")),
         groups,
         strict=True,
     )

@@ -29,10 +29,10 @@ from autopipe.passes.cost.stage_work import exchange_of_gradients, stage_work, u
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
 from autopipe.passes.sharding.regions import (
-    Network,
     NodeSplits,
+    ReplicatedGraph,
     group_splits,
-    replicated_network,
+    replicated_graph,
     with_samples_split,
 )
 
@@ -71,7 +71,7 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
             continue
         if replicas > 1 and not graph.batch_axes:
             continue
-        network = replicated_network(graph, replicas, samples)
+        network = replicated_graph(graph, replicas, samples)
         found = [
             _closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes
         ]
@@ -88,7 +88,7 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
 
 
 def _closed(
-    network: Network, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
+    network: ReplicatedGraph, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
     """The splits of a block's layers; none where a value would leave the block cut."""
     graph = network.graph

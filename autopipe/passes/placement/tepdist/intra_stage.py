@@ -225,7 +225,7 @@ class IntraStageSearch:
                 raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
             self._check_least(inside, plain, worst)
             fitted = inside.split(
-                plain.placement, worst, self.solver.below(limit_s), own=self.problem
+                plain.placement, worst, self.solver.below(limit_s), resized_problem=self.problem
             ).placement
             nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
             splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]

@@ -41,7 +41,11 @@ from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import LEVELS, Level, LevelName
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.limits import busy_s, quick_step_seconds
-from autopipe.passes.sharding.regions import check_constraints_met, check_degrees, settled_stages
+from autopipe.passes.sharding.regions import (
+    check_constraints_met,
+    check_degrees,
+    constrained_stages,
+)
 
 Group = tuple[int, ...]  # The devices of a stage, in the order in which splits count them.
 Nodes = tuple[tuple[int, ...], ...]  # The nodes of each stage, ascending.
@@ -351,7 +355,7 @@ class Outer:
         """
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
-        settled = settled_stages(inside.resolved, mesh.groups, "this number of stages")
+        settled = constrained_stages(inside.resolved, mesh.groups, "this number of stages")
         for division in (cut_into_stages, self._evenly):
             try:
                 found[division(inside.problem, mesh.groups, settled)] = None

@@ -63,7 +63,7 @@ def test_a_model_without_convolutions_is_refused() -> None:
 
 
 def test_samples_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(InfeasibleError, match="micro-batch of 6 samples equally among 4 replicas"):
+    with pytest.raises(InfeasibleError, match="micro-batch of 6 samples evenly over 4 replicas"):
         OneWeirdTrick().requires(problem(network(16, batch=6), cluster(4)))
 
 
@@ -75,16 +75,16 @@ def test_memory_that_does_not_do_is_refused() -> None:
 @pytest.mark.parametrize(
     ("constraint", "reason"),
     [
-        (Constraint("*", stage=1), "asks for stage 1, and this node is in stage 0"),
+        (Constraint("*", stage=1), "requires stage 1, but this node is in stage 0"),
         (
             Constraint("conv*", devices=(0,)),
-            r"asks for devices \[0\], and this node is on \[0, 1, 2, 3\]",
+            r"requires devices \[0\], but this node is on \[0, 1, 2, 3\]",
         ),
         (
             Constraint("matmul4", split=(("b", 4),)),
-            "asks for split b:4, and this node is split n:4",
+            "requires split b:4, but this node has split n:4",
         ),
-        (Constraint("matmul4", split=()), "asks for split not at all, and this node is split n:4"),
+        (Constraint("matmul4", split=()), "requires split none, but this node has split n:4"),
     ],
 )
 def test_constraints_it_does_not_follow_are_refused(constraint: Constraint, reason: str) -> None:

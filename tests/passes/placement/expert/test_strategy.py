@@ -50,7 +50,7 @@ def test_samples_that_groups_cannot_share_are_refused() -> None:
     given = problem(perceptron([16, 32, 16], batch=3), cluster(8, per_node=4))
     with pytest.raises(
         InfeasibleError,
-        match="expert cannot share a micro-batch of 3 samples equally among 2 replicas",
+        match="expert cannot split a micro-batch of 3 samples evenly over 2 replicas",
     ):
         placed(given)
     assert feed_forward(given, tensor=8)[0] == (Split("n", 8),)
@@ -112,7 +112,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         cluster(4),
         constraints=(Constraint("matmul0", split=(("b", 4),)),),
     )
-    with pytest.raises(ConfigurationError, match="asks for split b:4, and this node is split n:4"):
+    with pytest.raises(ConfigurationError, match="requires split b:4, but this node has split n:4"):
         placed(given)
     with pytest.raises(ConfigurationError, match="tensor is -1"):
         placed(given, tensor=-1)

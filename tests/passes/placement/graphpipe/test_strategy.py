@@ -195,7 +195,7 @@ def test_a_region_that_is_not_series_parallel_is_noted() -> None:
 
 def test_a_constraint_that_it_does_not_keep_is_refused() -> None:
     given = chosen(model(TWO, 16), 16, 2, constraints=(Constraint("matmul0", stage=7),))
-    with pytest.raises(ConfigurationError, match="asks for stage 7"):
+    with pytest.raises(ConfigurationError, match="requires stage 7"):
         GraphPipe().run(given)
 
 

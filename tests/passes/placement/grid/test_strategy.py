@@ -27,7 +27,7 @@ from autopipe.passes.placement.grid import (
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import DualPipe, ZeroBubbleV
-from autopipe.passes.sharding.regions import whole_group_splits
+from autopipe.passes.sharding.regions import graph_group_splits
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -77,7 +77,7 @@ def test_tensor_devices_hold_equal_parts_of_every_matrix(samples: int) -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 def test_positions_that_the_graph_fixes_are_not_shared(samples: int) -> None:
     graph, _ = small_graph("gpt", samples)
-    splits = whole_group_splits(graph, 1, 2)
+    splits = graph_group_splits(graph, 1, 2)
     lookups = {
         each.inputs[0]: splits.get(node)
         for node, each in enumerate(graph.nodes)
@@ -120,7 +120,7 @@ def test_samples_that_replicas_cannot_share_are_refused() -> None:
     given = replace(open_problem(), micro_batches=16, micro_batch_sizes=())
     given = replace(given, graph=small_graph("gpt", 1)[0], work=annotate(small_graph("gpt", 1)[0]))
     with pytest.raises(
-        InfeasibleError, match="cannot share a micro-batch of 1 sample equally among 8 replicas"
+        InfeasibleError, match="cannot split a micro-batch of 1 sample evenly over 8 replicas"
     ):
         Grid(data=8).run(given)
 
@@ -281,8 +281,8 @@ def test_constraints_are_fulfilled_or_refused() -> None:
     last = len(given.graph.nodes) - 1
     wish = Constraint(given.graph.nodes[last].name, stage=1)
     assert Grid(pipeline=2).run(replace(given, constraints=(wish,))).stage_of()[last] == 1
-    with pytest.raises(ConfigurationError, match="asks for stage 5, and grid makes 2"):
+    with pytest.raises(ConfigurationError, match="requires stage 5, but grid has 2 stages"):
         Grid(pipeline=2).run(replace(given, constraints=(replace(wish, stage=5),)))
     split = Constraint(given.graph.nodes[last].name, split=(("b", 8),))
-    with pytest.raises(ConfigurationError, match="grid decides for itself"):
+    with pytest.raises(ConfigurationError, match="grid does not follow such constraints"):
         Grid(pipeline=2, data=2).run(replace(given, constraints=(split,)))

@@ -49,18 +49,18 @@ def test_stages_and_their_devices() -> None:
          "the constraint on 'matmul2' ask for different splits", "'matmul2'"),
         ((Constraint("matmul0", split=(("n", 5),)),), 1, "'matmul0' splits axis 'n' into 5 parts, which do not divide "
          "its extent 24", "'matmul0'"),
-        ((Constraint("matmul0", split=(("n", 3),)),), 1, "split this node n:3, but its stage has 4 devices",
+        ((Constraint("matmul0", split=(("n", 3),)),), 1, "require the split n:3, but the node's stage has 4 devices",
          "'matmul0'"),
-        ((Constraint("matmul0", split=(("n", 8),)),), 1, "split this node n:8, but its stage has 4 devices",
+        ((Constraint("matmul0", split=(("n", 8),)),), 1, "require the split n:8, but the node's stage has 4 devices",
          "'matmul0'"),
         ((Constraint("matmul0", split=(("q", 2),)),), 1, "splits axis 'q', which none of its nodes has", ""),
         ((Constraint("nothing", split=(("n", 2),)),), 1, "no node's name matches 'nothing'", "constraints"),
         ((Constraint("relu1", devices=(4,)),), 1, "there is no device 4", ""),
         ((Constraint("relu1", devices=(0,)), Constraint("relu3", devices=(1,))), 1, "ask for different devices, and "
          "there is one stage", ""),
-        ((Constraint("relu1", stage=1),), 1, "'relu1' asks for stage 1, and pase makes 1", ""),
-        ((Constraint("relu1", devices=(0, 2)),), 2, "asks for devices \\[0, 2\\], which no stage has", ""),
-        ((Constraint("relu1", stage=0, devices=(2, 3)),), 2, "asks for stage 0 and for the devices of stage 1", ""),
+        ((Constraint("relu1", stage=1),), 1, "'relu1' requires stage 1, but pase has 1 stage", ""),
+        ((Constraint("relu1", devices=(0, 2)),), 2, "requires devices \\[0, 2\\], but no stage has", ""),
+        ((Constraint("relu1", stage=0, devices=(2, 3)),), 2, "requires stage 0 and the devices of stage 1", ""),
         ((Constraint("matmul0", stage=1), Constraint("relu3", stage=0)), 2, "no place to end stage 0 of 2: 'matmul0' "
          "comes before 'relu3'", "constraints"),
         ((Constraint("*", stage=0),), 2, "no place to end stage 0 of 2", "constraints"),

@@ -256,7 +256,7 @@ def test_options_and_constraints_are_checked() -> None:
         given, constraints=(Constraint(name, stage=0, devices=free.stages[0].devices),)
     )
     assert Piper().run(obeyed) == free
-    with pytest.raises(ConfigurationError, match="asks for stage 5"):
+    with pytest.raises(ConfigurationError, match="requires stage 5"):
         Piper().run(replace(given, constraints=(Constraint(name, stage=5),)))
 
 

@@ -141,16 +141,16 @@ def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
 @pytest.mark.parametrize(
     ("strategy", "constraints", "message"),
     [
-        (TePDist(stages=2), (Constraint("matmul0", stage=2),), "asks for stage 2"),
+        (TePDist(stages=2), (Constraint("matmul0", stage=2),), "requires stage 2"),
         (
             TePDist(stages=4),
             (Constraint("matmul0", devices=(0, 1)),),
-            "asks for devices \\[0, 1\\]",
+            "requires devices \\[0, 1\\]",
         ),
         (
             TePDist(),
             (Constraint("matmul0", devices=(0, 1)), Constraint("relu1", devices=(1, 2))),
-            "asks for devices",
+            "requires devices",
         ),
         (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "its stage has"),
         (TePDist(), (Constraint("matmul0", micro_batch_size=3),), "micro-batches of 3 samples"),

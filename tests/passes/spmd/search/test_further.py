@@ -132,5 +132,5 @@ def test_splits_that_constraints_ask_for() -> None:
     after = split_further(problem, before)
     assert after.stages[1].splits_of(10) == (Split("n", 2),)
     check_constraints_met(problem, after, "any")
-    with pytest.raises(ConfigurationError, match="asks for split n:2"):
+    with pytest.raises(ConfigurationError, match="requires split n:2"):
         check_constraints_met(problem, before, "any")
