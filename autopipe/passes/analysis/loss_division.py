@@ -14,7 +14,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
 from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_totals
 from autopipe.passes.batching import Batching
-from autopipe.passes.frontend.dimensions import fixes_samples
+from autopipe.passes.frontend.input_shapes import has_fixed_batch
 from autopipe.passes.frontend.loss import LOSSES, leaves_out
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
@@ -40,7 +40,7 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
     if model.batch > 1:
         return loss_form(model.graph, model.loss, None, model.batch)
     offered = () if model.source is None else model.source.graph.input
-    fixed = model.batch if fixes_samples(offered, model.graph.batch_axes) else None
+    fixed = model.batch if has_fixed_batch(offered, model.graph.batch_axes) else None
     try:
         first, second = (read(size) for size in _SIZES)
     except (ConfigurationError, ModelError) as error:

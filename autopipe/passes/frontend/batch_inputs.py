@@ -1,4 +1,4 @@
-"""Inputs that count samples told from those that do not, by following their first axes through the
+"""Inference of the inputs without a batch dimension, by following axis 0 of each input through the
 graph.
 """
 
@@ -13,69 +13,69 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, spaces_of
 from autopipe.ir.space import AxisKind
-from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, dimensions_of, symbols_of
+from autopipe.passes.frontend.input_shapes import Inputs, bind_inputs, dimensions_of
+from autopipe.passes.frontend.size_expressions import symbols_of
 
 if TYPE_CHECKING:
     import onnx
 
-_TRIED = 5
-"""Extent of symbols that nothing binds, while axes are followed: a prime, so that products of it
-are told apart.
+_TRIAL_SIZE = 5
+"""Size of unbound symbols while axes are followed. It is a prime, so that products of symbols are
+distinguished.
 """
 
 
-def told_apart(
+def infer_batch_axes(
     inputs: tuple[onnx.ValueInfoProto, ...],
     dims: Mapping[str, int],
-    stated: Mapping[str, int | None],
+    declared: Mapping[str, int | None],
     read: Callable[[Inputs], Graph],
 ) -> Mapping[str, int | None]:
-    """`stated` axes of inputs, and None for further inputs whose first axis counts no samples:
-    nodes of a graph and its edges, regions of images, tables of positions.
+    """Return `declared`, plus None for each input without a batch dimension, such as the edges of a
+    graph, regions of images, and tables of positions.
 
-    Where all first axes have one extent (or one), they are samples. Others are followed through the
-    graph that `read` makes of bound inputs. Samples are kept apart by every node, or added,
-    averaged and normalised together; an axis by which a node looks something up, or which it takes
-    apart, counts none. Of the others those count samples that fewest nodes mix, and that are the
-    outputs' first dimension.
+    If axis 0 of all inputs has one size, apart from inputs of size 1, it counts samples. Otherwise
+    each size of axis 0 is followed through the graph that `read` returns for bound inputs. It
+    counts no samples if a node uses it for a lookup or divides it into parts. Of the remaining
+    sizes, those count samples that the fewest nodes combine, and that are the first dimension of
+    the outputs.
     """
-    classes: dict[int | str, list[str]] = {}
+    inputs_of_size: dict[int | str, list[str]] = {}
     for info in inputs:
         shape = dimensions_of(info)
-        if info.name not in stated and shape:
-            extent = shape[0] if isinstance(shape[0], int) else dims.get(shape[0], shape[0])
-            classes.setdefault(extent, []).append(info.name)
-    if len(classes) < 2:
-        return stated
-    classes.pop(1, None)
-    fixed = {extent for extent in classes if isinstance(extent, int)}
-    fixed_names = [name for extent in fixed for name in classes[extent]]
-    first = fixed.pop() if len(fixed) == 1 else _TRIED
-    none = {info.name: None for info in inputs}
+        if info.name not in declared and shape:
+            size = shape[0] if isinstance(shape[0], int) else dims.get(shape[0], shape[0])
+            inputs_of_size.setdefault(size, []).append(info.name)
+    if len(inputs_of_size) < 2:
+        return declared
+    inputs_of_size.pop(1, None)
+    fixed_sizes = [size for size in inputs_of_size if isinstance(size, int)]
+    fixed_names = [name for size in fixed_sizes for name in inputs_of_size[size]]
+    batch_size = fixed_sizes[0] if len(fixed_sizes) == 1 else _TRIAL_SIZE
+    without_axes = {info.name: None for info in inputs}
     named = {each for info in inputs for each in dimensions_of(info) if isinstance(each, str)}
     symbols = {symbol for each in named for symbol in symbols_of(each)}
-    tried = {name: first if name in classes else _TRIED for name in symbols}
+    trial = {name: batch_size if name in inputs_of_size else _TRIAL_SIZE for name in symbols}
     try:
-        graph = read(bind_inputs(inputs, {**tried, **dims}, None, none))
-        mixing = {extent: _mixing(graph, names) for extent, names in classes.items()}
+        graph = read(bind_inputs(inputs, {**trial, **dims}, None, without_axes))
+        mixing = {size: _mixing(graph, names) for size, names in inputs_of_size.items()}
     except AutopipeError:
-        if tried.keys() <= dims.keys():
+        if trial.keys() <= dims.keys():
             raise
-        single = {**dict.fromkeys(symbols, 1), **dims}
-        if len(fixed_names) < len(inputs) and _is_readable(inputs, single, read):
-            # The extents that the file fixes are not of samples, of which there may be another
-            # number.
-            return {**stated, **dict.fromkeys(fixed_names)}
-        # What is wrong with the extents that were tried need not be wrong with the user's.
-        return stated
-    least = min(filter(None, mixing.values()), default=None)
-    apart = [
+        of_one = {**dict.fromkeys(symbols, 1), **dims}
+        if len(fixed_names) < len(inputs) and _is_readable(inputs, of_one, read):
+            # The sizes that the file fixes are no batch sizes: the batch is another size.
+            return {**declared, **dict.fromkeys(fixed_names)}
+        # The model may be readable with the user's sizes although it is not with the trial sizes.
+        return declared
+    minimum = min(filter(None, mixing.values()), default=None)
+    without_samples = [
         name
-        for extent, found in mixing.items()
-        if found is None or found != least
-        for name in classes[extent]
+        for size, found in mixing.items()
+        if found is None or found != minimum
+        for name in inputs_of_size[size]
     ]
-    return {**stated, **dict.fromkeys(apart)}
+    return {**declared, **dict.fromkeys(without_samples)}
 
 
 def _is_readable(
@@ -83,7 +83,7 @@ def _is_readable(
     dims: Mapping[str, int],
     read: Callable[[Inputs], Graph],
 ) -> bool:
-    """True if the model can be read with these extents."""
+    """True if the model can be read with these sizes."""
     try:
         read(bind_inputs(inputs, dims, None, {info.name: None for info in inputs}))
     except AutopipeError:
@@ -92,32 +92,32 @@ def _is_readable(
 
 
 def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
-    """How many nodes mix what the first axes of these inputs count, and the dimension of the
-    outputs that counts it; None where it is no samples.
+    """Return (nodes, dimension): the number of nodes that combine elements along axis 0 of these
+    inputs, and the smallest dimension of an output that this axis becomes.
+
+    Returns None if the axis counts no samples: if no output depends on it, or a node uses it for a
+    lookup or divides it into parts.
     """
     axes = batch_axes_of(replace(graph, batch_axes=tuple((name, 0) for name in names)))
-    written = (graph.producer(name) for name in graph.outputs)
-    if not any(axes.nodes[index] for index in written if index is not None):
+    producers = (graph.producer(name) for name in graph.outputs)
+    if not any(axes.nodes[index] for index in producers if index is not None):
         return None
     spaces = spaces_of(graph)
-    mixing = 0
+    count = 0
     for index, node in enumerate(graph.nodes):
-        row = operator_of(node)
+        operator = operator_of(node)
         kinds = {each.kind for each in axes.nodes[index]} - {AxisKind.PARALLEL}
-        if row is None or (not kinds and not _carries(axes, graph, index)):
+        if operator is None or (not kinds and not _carries(axes, graph, index)):
             continue
-        if (
-            AxisKind.UNSPLITTABLE in kinds
-            or (kinds and row.kind == "memory")
-            or axes.lost(graph, spaces(index), index)
-        ):
+        is_lookup = bool(kinds) and operator.kind == "memory"
+        if AxisKind.UNSPLITTABLE in kinds or is_lookup or axes.lost(graph, spaces(index), index):
             return None
-        mixing += bool(kinds)
-    return mixing, min(
-        (axes.values[name][0].dimension for name in graph.outputs if name in axes.values), default=0
-    )
+        count += bool(kinds)
+    dimensions = (axes.values[name][0].dimension for name in graph.outputs if name in axes.values)
+    return count, min(dimensions, default=0)
 
 
 def _carries(axes: BatchAxes, graph: Graph, index: int) -> bool:
+    """True if a value that the node reads or writes has the axis."""
     node = graph.nodes[index]
     return any(name in axes.values for name in (*node.inputs, *node.outputs))

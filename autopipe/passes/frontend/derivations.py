@@ -1,7 +1,8 @@
-"""Operators that compute one tensor of a file from another, found by comparing the data of both.
+"""Search for operators that compute one tensor of a file from another, by comparing their data.
 
-A derivation is accepted only if it reproduces every element: exactly if it moves, scales or shifts
-elements, and within a few roundings if it applies a function such as Sigmoid, which libraries round
+Exporters fold operators on weights, so that a file contains the result of the operators. A
+derivation is accepted only if it reproduces every element: exactly if it moves, scales or shifts
+elements, and up to `ROUNDINGS` if it applies a function such as Sigmoid, which libraries round
 differently.
 """
 
@@ -17,19 +18,19 @@ import numpy as np
 from autopipe.passes.frontend.tables import is_uniform
 
 BLOCK: Final = 1 << 20
-"""Elements compared at a time."""
+"""Number of elements that are compared at a time."""
 SAMPLED: Final = 64
-"""Elements that are compared first: most tensors differ in them."""
-MOST_AXES: Final = 4
-"""Axes up to which every transposition is tried."""
-LARGEST: Final = 1 << 24
-"""Maximum bytes of a tensor whose elements are looked up one by one in another."""
-LEAST: Final = 4
-"""Minimum different elements of a tensor for which equality with a function of another is no
-accident.
+"""Number of elements that are compared first, since most pairs of tensors differ in them."""
+MAX_AXES: Final = 4
+"""Maximum number of axes longer than 1 for which all permutations are tried."""
+MAX_BYTES: Final = 1 << 24
+"""Maximum bytes of a tensor whose elements are searched for in another tensor."""
+MIN_ELEMENTS: Final = 4
+"""Minimum number of distinct elements with which equality to a function of another tensor is
+accepted as more than a coincidence.
 """
 MOVES: Final = frozenset({"Transpose", "Reshape", "Expand", "Gather", "StopGradient"})
-"""Steps that leave elements as they are."""
+"""Operators of steps that do not change the value of an element."""
 ROUNDINGS: Final = 4e-6
 """Maximum relative difference between two libraries' float32 results of one function."""
 
@@ -52,35 +53,36 @@ FUNCTIONS: Final[Mapping[str, Callable[[np.ndarray], np.ndarray]]] = {
     "Sin": np.sin,
     "Cos": np.cos,
 }
-"""Operators of one operand."""
+"""Elementwise operators with one operand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One operator of ONNX's on a tensor, with the shape of its result."""
+    """One ONNX operator that is apply_steps to a tensor."""
 
     operator: str
     shape: tuple[int, ...]
+    """Shape of the result."""
     perm: tuple[int, ...] = ()
-    """Transpose's order of the axes."""
+    """The attribute `perm` of a Transpose."""
     operand: np.ndarray | None = None
-    """The other operand: Gather's indices, what Add adds, Mul multiplies by, Sub takes the tensor
-    from.
+    """The other operand: the indices of a Gather, the summand of an Add, the factor of a Mul, the
+    minuend of a Sub, the exponent of a Pow.
     """
     other: str = ""
-    """Name of the parameter that is the other operand in place of `operand`."""
+    """Name of the parameter that is the other operand; "" if `operand` is."""
     moves: tuple[Step, ...] = ()
-    """Changes of layout of the parameter `other` before it is an operand."""
+    """Transpositions and reshapes of the parameter `other` before it is the operand."""
     axis: int = 0
-    """Concat's axis."""
+    """The axis of a Concat."""
 
     def apply(
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
-        """Return the result; `others` has the parameters that are other operands, by name."""
+        """Return the result for `array`. `others` has the data of the parameters `other`, by name."""
         other: Any = self.operand
         if others is not None and self.other:
-            other = applied(self.moves, others[self.other])
+            other = apply_steps(self.moves, others[self.other])
         match self.operator:
             case "Transpose":
                 return array.transpose(self.perm)
@@ -111,39 +113,41 @@ class Step:
         return np.asarray(FUNCTIONS[self.operator](array).astype(array.dtype))
 
     def inverse(self, shape: tuple[int, ...]) -> Step:
-        """Return the operator that undoes this change of layout of a tensor of `shape`."""
+        """Return the inverse of this Transpose, Reshape or Gather of a tensor of `shape`."""
         if self.operator == "Transpose":
             return Step("Transpose", shape, tuple(int(axis) for axis in np.argsort(self.perm)))
         if self.operator == "Gather":
             assert self.operand is not None and self.shape == shape, (
-                "elements were lost or repeated"
+                "a Gather of other elements has no inverse"
             )
             return Step("Gather", shape, operand=np.argsort(self.operand))
-        assert self.operator == "Reshape", f"{self.operator} is no change of layout"
+        assert self.operator == "Reshape", f"{self.operator} has no inverse"
         return Step("Reshape", shape)
 
 
-def applied(
+def apply_steps(
     steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return the result of all steps, in their order."""
+    """Return the result of applying the steps in order."""
     for step in steps:
         array = step.apply(array, others)
     return array
 
 
-def weighted_sum(elements: Mapping[str, np.ndarray], result: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the operators that make `result` of the first of `elements`, scalars by name, as a
-    constant of at most two digits times the sum of all; None if it is not one.
+def find_weighted_sum(
+    elements: Mapping[str, np.ndarray], result: np.ndarray
+) -> tuple[Step, ...] | None:
+    """Return the steps that compute `result` from the first of `elements`, scalars by name: the sum
+    of all, times a constant with at most two significant digits. None if `result` is no such sum.
     """
     numbers = [float(each.reshape(())) for each in elements.values()]
     total = sum(numbers)
     size = sum(map(abs, numbers))
-    wanted = float(result.reshape(()))
-    if not total or not wanted:
+    expected = float(result.reshape(()))
+    if not total or not expected:
         return None
-    factor = float(f"{wanted / total:.2g}")
-    if abs(factor * total - wanted) > ROUNDINGS * abs(factor) * size:
+    factor = float(f"{expected / total:.2g}")
+    if abs(factor * total - expected) > ROUNDINGS * abs(factor) * size:
         return None
     shape = result.shape
     steps = [Step("Reshape", shape)] if next(iter(elements.values())).shape != shape else []
@@ -151,49 +155,47 @@ def weighted_sum(elements: Mapping[str, np.ndarray], result: np.ndarray) -> tupl
     return (*steps, Step("Mul", shape, operand=np.full((), factor, result.dtype)))
 
 
-def derived(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the operators that make `second` of `first`; None if no derivation of this module
-    does.
+def find_derivation(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
+    """Return the steps that compute `second` from `first`; None if none are found.
 
-    Tries, in this order: moving all elements, one function or one constant for all elements after
-    such a move, expansion, and taking elements of `first`, some of which a mask sets to 0.
+    Tries, in this order: a transposition and reshape, followed by nothing, by one arithmetic
+    operation with a constant, or by one function; an Expand; and a Gather of elements of `first`,
+    some of which a mask sets to 0.
     """
     if first.size == second.size:
         for moves in moves_between(first.shape, second.shape):
-            found = _function(first, moves, second)
+            found = _elementwise(first, moves, second)
             if found is not None:
                 return (*moves, *found)
     expanded = expansion(first, second)
-    return expanded if expanded is not None else _selection(first, second)
+    return expanded if expanded is not None else _gather_of_elements(first, second)
 
 
-def moves_between(shape: tuple[int, ...], wanted: tuple[int, ...]) -> Iterator[tuple[Step, ...]]:
-    """Yield the transpositions and reshapings that make a tensor of shape `wanted` of one of
-    `shape`.
-
-    The first one keeps the order of the elements.
+def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator[tuple[Step, ...]]:
+    """Yield the combinations of a Transpose and a Reshape that turn a tensor of `shape` into one of
+    shape `expected`. The first combination has no Transpose.
     """
-    reshaped = (Step("Reshape", wanted),)
-    yield () if shape == wanted else reshaped
+    reshaped = (Step("Reshape", expected),)
+    yield () if shape == expected else reshaped
     wide = [axis for axis, extent in enumerate(shape) if extent > 1]
-    if len(wide) > MOST_AXES:
+    if len(wide) > MAX_AXES:
         return
     for order in itertools.permutations(wide):
         if list(order) == wide:
             continue
-        # Axes of one element stay where they are.
+        # Axes of size 1 keep their position.
         axes = iter(order)
         perm = tuple(next(axes) if extent > 1 else axis for axis, extent in enumerate(shape))
         moved = tuple(shape[axis] for axis in perm)
-        turned = (Step("Transpose", moved, perm),)
-        yield turned if moved == wanted else (*turned, *reshaped)
+        transpose = (Step("Transpose", moved, perm),)
+        yield transpose if moved == expected else (*transpose, *reshaped)
 
 
 def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the transposition and reshaping that make the second of the first."""
+    """Return the Transpose and Reshape that compute `second` from `first`; None if there are none."""
     for steps in moves_between(first.shape, second.shape):
-        near, wanted = _samples(first, steps, second)
-        if np.array_equal(near, wanted) and _is_equal(
+        sampled, expected = _samples(first, steps, second)
+        if np.array_equal(sampled, expected) and _is_equal(
             _transposed(first, steps), second.reshape(-1)
         ):
             return steps
@@ -201,8 +203,8 @@ def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
 
 
 def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
-    """Return the array after the Transpose of `moves`, without a copy; a Reshape keeps the order of
-    the elements.
+    """Return a view of the array after the Transpose of `moves`. The Reshape is omitted, since it
+    keeps the order of the elements.
     """
     return moves[0].apply(array) if moves and moves[0].operator == "Transpose" else array
 
@@ -210,15 +212,15 @@ def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
 def _samples(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return some elements of `first` after `moves`, and those of `second` at the same indices."""
-    sampled = np.linspace(0, second.size - 1, min(SAMPLED, second.size)).astype(np.int64)
-    turned = np.atleast_1d(_transposed(first, moves))
-    near = np.asarray(turned[np.unravel_index(sampled, turned.shape)])
-    return near, np.asarray(second.reshape(-1)[sampled])
+    """Return up to `SAMPLED` elements of `first` after `moves`, and those of `second` at equal indices."""
+    indices = np.linspace(0, second.size - 1, min(SAMPLED, second.size)).astype(np.int64)
+    transposed = np.atleast_1d(_transposed(first, moves))
+    found = np.asarray(transposed[np.unravel_index(indices, transposed.shape)])
+    return found, np.asarray(second.reshape(-1)[indices])
 
 
 def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
-    """Return True if `array`, read row by row, has the elements of `flat`."""
+    """True if the elements of `array` in row-major order are equal to `flat`."""
     array = np.atleast_1d(array)
     rows = max(1, BLOCK * len(array) // array.size)
     width = array.size // len(array)
@@ -231,7 +233,7 @@ def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
 
 
 def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the Expand that makes the second of the first."""
+    """Return the Expand that computes `second` from `first`; None if there is none."""
     if first.size >= second.size or first.ndim > second.ndim:
         return None
     padded = (1,) * (second.ndim - first.ndim) + first.shape
@@ -241,56 +243,64 @@ def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     return None
 
 
-def _function(
+def _elementwise(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[Step, ...] | None:
-    """Return the operators that make `second` of `first` after `moves`, element by element."""
-    near, wanted = _samples(first, moves, second)
-    if np.array_equal(near, wanted) and _is_equal(_transposed(first, moves), second.reshape(-1)):
+    """Return the elementwise steps that compute `second` from `first` after `moves`: () if both are
+    equal, None if none are found.
+    """
+    sampled, expected = _samples(first, moves, second)
+    if np.array_equal(sampled, expected) and _is_equal(
+        _transposed(first, moves), second.reshape(-1)
+    ):
         return ()
-    if len(np.unique(near)) < LEAST or is_uniform(wanted):
+    if len(np.unique(sampled)) < MIN_ELEMENTS or is_uniform(expected):
         return None
-    for step in _constants(near, wanted, second.shape):
-        if np.array_equal(step.apply(near), wanted) and np.array_equal(
-            step.apply(applied(moves, first)), second
+    for step in _constant_steps(sampled, expected, second.shape):
+        if np.array_equal(step.apply(sampled), expected) and np.array_equal(
+            step.apply(apply_steps(moves, first)), second
         ):
             return (step,)
     with np.errstate(all="ignore"):
         for operator, function in FUNCTIONS.items():
-            if _is_close(function(near), wanted) and _is_close(
-                function(applied(moves, first)), second
+            if _is_close(function(sampled), expected) and _is_close(
+                function(apply_steps(moves, first)), second
             ):
                 return (Step(operator, second.shape),)
-        if _is_close(near * near, wanted) and _is_close(applied(moves, first) ** 2, second):
+        if _is_close(sampled * sampled, expected) and _is_close(
+            apply_steps(moves, first) ** 2, second
+        ):
             return (Step("Pow", second.shape, operand=np.full((), 2, first.dtype)),)
     return None
 
 
-def _is_close(found: np.ndarray, wanted: np.ndarray) -> bool:
-    return bool(np.allclose(found, wanted, rtol=ROUNDINGS, atol=0))
+def _is_close(found: np.ndarray, expected: np.ndarray) -> bool:
+    return bool(np.allclose(found, expected, rtol=ROUNDINGS, atol=0))
 
 
-def _constants(near: np.ndarray, wanted: np.ndarray, shape: tuple[int, ...]) -> Iterator[Step]:
-    """Yield the steps with one constant for all elements that fit the sampled element whose size is
-    the largest.
+def _constant_steps(
+    sampled: np.ndarray, expected: np.ndarray, shape: tuple[int, ...]
+) -> Iterator[Step]:
+    """Yield `1 - x`, and the arithmetic steps with one constant that are correct for the sampled
+    element x of the largest absolute value.
     """
-    dtype = near.dtype
-    at = int(np.argmax(np.abs(near)))
-    one = float(near[at])
-    other = float(wanted[at])
+    dtype = sampled.dtype
+    largest = int(np.argmax(np.abs(sampled)))
+    element = float(sampled[largest])
+    result = float(expected[largest])
     yield Step("Sub", shape, operand=np.ones((), dtype))
-    if one:
-        for factor in _near(other / one, dtype):
+    if element:
+        for factor in _candidate_constants(result / element, dtype):
             yield Step("Neg", shape) if factor == -1 else Step("Mul", shape, operand=factor)
-    for offset in _near(other - one, dtype):
+    for offset in _candidate_constants(result - element, dtype):
         yield Step("Add", shape, operand=offset)
-    for offset in _near(other + one, dtype):
+    for offset in _candidate_constants(result + element, dtype):
         yield Step("Sub", shape, operand=offset)
 
 
-def _near(number: float, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the constants that a program may have for a number computed with a rounding: short ones
-    first.
+def _candidate_constants(number: float, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield the constants that can be meant by a number with a rounding error: decimal numbers with
+    few digits first, then inverses of such numbers, then the nearest representable numbers.
     """
     with np.errstate(over="ignore"):
         exact = np.asarray(number, dtype)
@@ -311,21 +321,27 @@ def _near(number: float, dtype: np.dtype) -> Iterator[np.ndarray]:
             yield np.asarray(each, dtype)
 
 
-def _selection(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the lookup that takes each element of `second` from `first`, 0 at some indices; None
-    if an element is neither, or if `first` has equal elements, so that nothing tells which one was
-    taken.
+def _gather_of_elements(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
+    """Return the Gather that reads each element of `second` from `first`, followed by a Mul with a
+    mask if some elements of `second` are 0.
+
+    Returns None if another element of `second` is not in `first`, or if `first` has a zero or equal
+    elements, so that the indices are ambiguous.
     """
-    if max(first.nbytes, second.nbytes) > LARGEST or not second.size:
+    if max(first.nbytes, second.nbytes) > MAX_BYTES or not second.size:
         return None
     flat = np.ascontiguousarray(first).reshape(-1)
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]
-    if flat.size < min(LEAST, second.size) or not flat.all() or (ordered[1:] == ordered[:-1]).any():
+    if (
+        flat.size < min(MIN_ELEMENTS, second.size)
+        or not flat.all()
+        or (ordered[1:] == ordered[:-1]).any()
+    ):
         return None
     places = np.minimum(np.searchsorted(ordered, second), flat.size - 1)
     is_taken = ordered[places] == second
-    if not (is_taken | (second == 0)).all() or is_taken.sum() < min(LEAST, flat.size):
+    if not (is_taken | (second == 0)).all() or is_taken.sum() < min(MIN_ELEMENTS, flat.size):
         return None
     indices = np.where(is_taken, order[places], 0).astype(np.int64)
     steps: tuple[Step, ...] = () if first.ndim == 1 else (Step("Reshape", (flat.size,)),)

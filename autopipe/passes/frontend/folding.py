@@ -25,10 +25,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
-from autopipe.passes.frontend.derivations import MOVES, Step, applied, derived, weighted_sum
+from autopipe.passes.frontend.derivations import (
+    MOVES,
+    Step,
+    apply_steps,
+    find_derivation,
+    find_weighted_sum,
+)
 from autopipe.passes.frontend.elements import sliced_numbers
 from autopipe.passes.frontend.fold_numbers import FoldNumbers
-from autopipe.passes.frontend.joint_derivations import Derivation, jointly_derived, sum_of_squares
+from autopipe.passes.frontend.joint_derivations import (
+    Derivation,
+    find_joint_derivation,
+    find_sum_of_squares,
+)
 from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
 from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, arguments_of, target_of
@@ -120,7 +130,7 @@ class Folded:
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
         """Return the tensor; `others` has the parameters that are other operands, by name."""
-        return applied(self.steps, array, others)
+        return apply_steps(self.steps, array, others)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -387,7 +397,7 @@ class _Folds:
         }
         if len(arrays) < len(origins) or tensor.value.dtype is not DType.FLOAT32:
             return False
-        steps = sum_of_squares(arrays, result)
+        steps = find_sum_of_squares(arrays, result)
         if steps is None:
             return False
         self.result.folded[tensor.value.name] = Folded(tensor.value, origins[0], steps)
@@ -410,7 +420,7 @@ class _Folds:
             or any(is_uniform(each) for each in arrays.values())
         ):
             return None
-        return jointly_derived(arrays, result)
+        return find_joint_derivation(arrays, result)
 
     def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
         """Record how `tensor` follows from `base`, another tensor of the file, or that it is not
@@ -483,7 +493,7 @@ class _Folds:
             assert isinstance(source, Parameter)
             elements[source.value.name] = array
         result = self.numbers(tensor)
-        steps = None if result is None or not elements else weighted_sum(elements, result)
+        steps = None if result is None or not elements else find_weighted_sum(elements, result)
         if steps is None:
             return False
         first = self.result.folded.get(bases[0].value.name)
@@ -1017,7 +1027,7 @@ class _Folds:
         stated = self._stated_steps(base, copy, first, second)
         if stated is not None or self._is_ambiguous(first, copy):
             return stated
-        return derived(first, second)
+        return find_derivation(first, second)
 
     def _stated_steps(
         self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
@@ -1031,7 +1041,7 @@ class _Folds:
         layout = self._layout(copy, origin)
         if layout is None or layout.shape != first.shape:
             return None
-        return layout.steps if np.array_equal(applied(layout.steps, first), second) else None
+        return layout.steps if np.array_equal(apply_steps(layout.steps, first), second) else None
 
     def _is_ambiguous(self, first: np.ndarray, copy: Parameter) -> bool:
         """Return True if equal data do not tell where the elements of `copy` come from, as those of

@@ -27,7 +27,6 @@ from autopipe.passes.frontend.decompositions.registry import (
 )
 from autopipe.passes.frontend.derivations import Step
 from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
-from autopipe.passes.frontend.dimensions import extent_of
 from autopipe.passes.frontend.dynamic_shapes.interpretation import DynamicShapes
 from autopipe.passes.frontend.elements import (
     NUMBERS,
@@ -60,12 +59,13 @@ from autopipe.passes.frontend.signature import (
     stop_of,
     trains_statistics,
 )
+from autopipe.passes.frontend.size_expressions import size_of
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 
 if TYPE_CHECKING:
     import onnx
 
-    from autopipe.passes.frontend.dimensions import Inputs
+    from autopipe.passes.frontend.input_shapes import Inputs
     from autopipe.passes.frontend.load import Source
 
 FOLD_LIMIT = 4096
@@ -133,7 +133,7 @@ class _Sweep:
                 told = [
                     each.dim_value
                     if each.HasField("dim_value")
-                    else extent_of(each.dim_param, symbols)
+                    else size_of(each.dim_param, symbols)
                     for each in tensor.shape.dim
                 ]
                 shape = shape_of(tuple(extent for extent in told if extent is not None), repr(name))

@@ -1,8 +1,8 @@
-"""Operators that compute a tensor of a file from several parameters that the file also holds, found
-by comparing data.
+"""Search for operators that compute a tensor of a file from several parameters of the file, by
+comparing their data.
 
-A derivation is accepted only if it reproduces every element: exactly if it joins or combines single
-elements, and within the roundings of its sum if it is a matrix product or a sum of squares.
+A derivation is accepted only if it reproduces every element: exactly for concatenations and
+elementwise operators, and up to rounding errors for matrix products and sums of squares.
 """
 
 from __future__ import annotations
@@ -15,54 +15,61 @@ from typing import Final
 
 import numpy as np
 
-from autopipe.passes.frontend.derivations import Step, applied, moves_between
+from autopipe.passes.frontend.derivations import Step, apply_steps, moves_between
 
 Derivation = tuple[str, tuple[Step, ...]]
-"""Name of the parameter that the steps begin with, and the steps."""
+"""(parameter, steps): the steps are apply_steps to the parameter of that name."""
 Arrays = Mapping[str, np.ndarray]
-MOST: Final = 4
-"""Maximum number of parameters that are tried in every order."""
-LARGEST: Final = 1 << 26
-"""Maximum bytes of a tensor that is looked for in every combination."""
+MAX_PARAMETERS: Final = 4
+"""Maximum number of parameters, of which all orders are tried."""
+MAX_BYTES: Final = 1 << 26
+"""Maximum bytes of the result and of each parameter."""
 SAMPLED: Final = 64
-"""Elements that are compared first."""
+"""Number of elements that are compared first."""
 ROUNDINGS: Final = 1e-6
-"""Maximum difference of a matrix product from its exact value, relative to the sum of the sizes of
+"""Maximum error of an element of a matrix product, relative to the sum of the absolute values of
 its terms.
 """
 SUM_ROUNDINGS: Final = 4e-6
-"""Maximum relative difference of a sum of float32 numbers from its exact value."""
-LEAST: Final = 4
-"""Minimum elements of a tensor for which equality with a combination of others is no accident."""
+"""Maximum relative error of a sum of float32 numbers."""
+MIN_ELEMENTS: Final = 4
+"""Minimum number of distinct elements with which equality to a function of parameters is accepted as
+more than a coincidence.
+"""
 
 
-def jointly_derived(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the operators that make `result` of all of `arrays`, parameters by name; None if none
-    is found.
+def find_joint_derivation(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+    """Return the steps that compute `result` from all of `arrays`, parameters by name; None if none
+    are found.
 
-    Tries, in this order: joining them along an axis, a sum, difference, product or quotient of two
-    whose elements are spread, a matrix product of two with a constant factor, and the sum of such a
-    product and a third one.
+    Tries, in this order: a concatenation; for two parameters, a product, sum, difference or quotient
+    with broadcasting, and a constant times a matrix product; for three parameters, the sum of one
+    and a constant times the matrix product of the others.
     """
     sizes = [each.nbytes for each in (*arrays.values(), result)]
-    if not 2 <= len(arrays) <= MOST or max(sizes) > LARGEST or len(np.unique(result)) < LEAST:
+    if (
+        not 2 <= len(arrays) <= MAX_PARAMETERS
+        or max(sizes) > MAX_BYTES
+        or len(np.unique(result)) < MIN_ELEMENTS
+    ):
         return None
-    found = _joined(arrays, result)
+    found = _concatenated(arrays, result)
     if found is None and len(arrays) == 2:
-        found = _combined(arrays, result) or _multiplied(arrays, result)
-    return _added(arrays, result) if found is None and len(arrays) > 2 else found
+        found = _elementwise(arrays, result) or _scaled_product(arrays, result)
+    return _sum_with_product(arrays, result) if found is None and len(arrays) > 2 else found
 
 
-def sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the operators that make `result`, a scalar, of the first of `arrays`, as a constant of
-    at most two digits times the sum of the squares of all; None if it is not one.
+def find_sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | None:
+    """Return the steps that compute the scalar `result` from the first of `arrays`: the sum of the
+    squares of all elements of all arrays, times a constant with at most two significant digits.
+    None if `result` is no such sum.
     """
     total = sum(float((each.astype(np.float64) ** 2).sum()) for each in arrays.values())
-    wanted = float(result.reshape(()))
-    if not total or not wanted:
+    expected = float(result.reshape(()))
+    if not total or not expected:
         return None
-    factor = float(f"{wanted / total:.2g}")
-    if abs(factor * total - wanted) > SUM_ROUNDINGS * abs(wanted):
+    factor = float(f"{expected / total:.2g}")
+    if abs(factor * total - expected) > SUM_ROUNDINGS * abs(expected):
         return None
     first, *others = arrays
     steps = list(_squares(arrays[first]))
@@ -72,11 +79,11 @@ def sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | Non
 
 
 def _squares(array: np.ndarray) -> tuple[Step, ...]:
-    """Return the operators that add up the squares of all elements."""
+    """Return the steps that compute the sum of the squares of all elements."""
     return Step("Pow", array.shape, operand=np.full((), 2, array.dtype)), Step("ReduceSum", ())
 
 
-def _joined(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+def _concatenated(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     if any(each.ndim != result.ndim for each in arrays.values()):
         return None
     for axis in range(result.ndim):
@@ -91,74 +98,75 @@ def _joined(arrays: Arrays, result: np.ndarray) -> Derivation | None:
                 if at != axis
             )
             if fits and np.array_equal(np.concatenate(parts, axis), result):
-                return order[0], tuple(_join_steps(parts, order, axis))
+                return order[0], tuple(_concat_steps(parts, order, axis))
     return None
 
 
-def _join_steps(parts: list[np.ndarray], order: tuple[str, ...], axis: int) -> Iterator[Step]:
+def _concat_steps(parts: list[np.ndarray], order: tuple[str, ...], axis: int) -> Iterator[Step]:
     shape = list(parts[0].shape)
     for part, name in zip(parts[1:], order[1:], strict=True):
         shape[axis] += part.shape[axis]
         yield Step("Concat", tuple(shape), other=name, axis=axis)
 
 
-def _combined(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    for one, other in itertools.permutations(arrays):
-        for (first, moves), (second, others) in itertools.product(
-            _spread(arrays[one], result.shape), _spread(arrays[other], result.shape)
+def _elementwise(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+    for first_name, second_name in itertools.permutations(arrays):
+        for (first, first_moves), (second, second_moves) in itertools.product(
+            _broadcastable(arrays[first_name], result.shape),
+            _broadcastable(arrays[second_name], result.shape),
         ):
             if np.broadcast_shapes(first.shape, second.shape) != result.shape:
                 continue
-            near = (
+            sampled = (
                 _sampled(np.broadcast_to(first, result.shape)),
                 _sampled(np.broadcast_to(second, result.shape)),
             )
             for operator in ("Mul", "Add", "Sub", "Div"):
-                step = Step(operator, result.shape, other=other, moves=others)
-                sample = Step(operator, near[0].shape, other=other)
+                step = Step(operator, result.shape, other=second_name, moves=second_moves)
+                sample = Step(operator, sampled[0].shape, other=second_name)
                 with np.errstate(all="ignore"):
                     if not np.array_equal(
-                        sample.apply(near[0], {other: near[1]}), _sampled(result)
+                        sample.apply(sampled[0], {second_name: sampled[1]}), _sampled(result)
                     ):
                         continue
                     if np.array_equal(step.apply(first, arrays), result):
-                        return one, (*moves, step)
+                        return first_name, (*first_moves, step)
     return None
 
 
 def _sampled(array: np.ndarray) -> np.ndarray:
-    """Return some elements of an array, of arrays of one shape those at the same indices."""
+    """Return up to `SAMPLED` elements, at indices that depend on the shape only."""
     places = np.linspace(0, array.size - 1, min(SAMPLED, array.size)).astype(np.int64)
     return np.asarray(array[np.unravel_index(places, array.shape)])
 
 
-def _spread(
+def _broadcastable(
     array: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
-    """Yield an array in the forms that numpy broadcasts to `shape`, with the steps that make each:
-    with axes of one element, or transposed.
+    """Yield (array, steps) for each result of steps on an array that numpy broadcasts to `shape`:
+    with axes of size 1 inserted, or transposed if it has as many elements as `shape`.
     """
     if array.size == math.prod(shape):
         for moves in moves_between(array.shape, shape):
-            yield applied(moves, array), moves
+            yield apply_steps(moves, array), moves
         return
     for ones in itertools.product((False, True), repeat=len(shape)):
-        wanted = tuple(1 if one else extent for one, extent in zip(ones, shape, strict=True))
-        if math.prod(wanted) == array.size:
-            moves = () if array.shape == wanted else (Step("Reshape", wanted),)
-            if _wide(array.shape) == _wide(wanted):
-                yield applied(moves, array), moves
+        expected = tuple(1 if one else extent for one, extent in zip(ones, shape, strict=True))
+        if math.prod(expected) == array.size:
+            moves = () if array.shape == expected else (Step("Reshape", expected),)
+            if _without_ones(array.shape) == _without_ones(expected):
+                yield apply_steps(moves, array), moves
 
 
-def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(extent for extent in shape if extent > 1)
 
 
-def _multiplied(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the steps of a constant times the product of two matrices, each perhaps transposed."""
-    for one, other in itertools.permutations(arrays):
-        for (first, moves), (second, others) in itertools.product(
-            _turned(arrays[one]), _turned(arrays[other])
+def _scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+    """Return the steps of a constant times a matrix product; each matrix can be transposed."""
+    for first_name, second_name in itertools.permutations(arrays):
+        for (first, first_moves), (second, second_moves) in itertools.product(
+            _with_transpose(arrays[first_name]), _with_transpose(arrays[second_name])
         ):
             if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[0]:
                 continue
@@ -166,21 +174,24 @@ def _multiplied(arrays: Arrays, result: np.ndarray) -> Derivation | None:
                 continue
             factor = _factor_of_product(first, second, result)
             if factor is not None:
-                steps = (*moves, Step("MatMul", result.shape, other=other, moves=others))
+                steps = (
+                    *first_moves,
+                    Step("MatMul", result.shape, other=second_name, moves=second_moves),
+                )
                 scaled = Step("Mul", result.shape, operand=np.full((), factor, result.dtype))
-                return one, steps if factor == 1 else (*steps, scaled)
+                return first_name, steps if factor == 1 else (*steps, scaled)
     return None
 
 
-def _turned(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
+def _with_transpose(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
     yield array, ()
     if array.ndim == 2:
         yield array.T, (Step("Transpose", array.shape[::-1], (1, 0)),)
 
 
 def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray) -> float | None:
-    """Return the constant of at most three digits by which the product is multiplied; None if there
-    is none.
+    """Return a constant with at most three significant digits such that `result` is the constant
+    times the matrix product; None if there is none.
     """
     exact = first.astype(np.float64) @ second.astype(np.float64)
     sizes = np.abs(first.astype(np.float64)) @ np.abs(second.astype(np.float64))
@@ -193,25 +204,25 @@ def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray
     return None
 
 
-def _added(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the steps of the sum of one parameter and a combination of two others."""
+def _sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+    """Return the steps of the sum of one parameter and a constant times a product of two others."""
     if len(arrays) != 3:
         return None
     for name, array in arrays.items():
         if array.shape != result.shape:
             continue
         others = {other: each for other, each in arrays.items() if other != name}
-        found = _multiplied_beside(others, result, array)
+        found = _product_of_difference(others, result, array)
         if found is not None:
             return found[0], (*found[1], Step("Add", result.shape, other=name))
     return None
 
 
-def _multiplied_beside(arrays: Arrays, result: np.ndarray, beside: np.ndarray) -> Derivation | None:
-    """Return the steps of a constant times a product of two matrices that is the difference of two
-    tensors.
-    """
-    found = _multiplied(arrays, result.astype(np.float64) - beside)
+def _product_of_difference(
+    arrays: Arrays, result: np.ndarray, summand: np.ndarray
+) -> Derivation | None:
+    """Return the steps of a constant times the matrix product that is `result - summand`."""
+    found = _scaled_product(arrays, result.astype(np.float64) - summand)
     if found is None:
         return None
     name, steps = found

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import onnx
 
     from autopipe.ir.graph import Node
-    from autopipe.passes.frontend.dimensions import Inputs
+    from autopipe.passes.frontend.input_shapes import Inputs
 
 ASKED = {
     "If": (1, "both branches are read, since"),

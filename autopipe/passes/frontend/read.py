@@ -11,7 +11,7 @@ from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of, spaces_of
 from autopipe.ir.problem import Mode, Scores, wanted_outputs
 from autopipe.ir.words import plural
-from autopipe.passes.frontend.batch_inputs import told_apart
+from autopipe.passes.frontend.batch_inputs import infer_batch_axes
 from autopipe.passes.frontend.cleanup import (
     at_inference,
     cleaned,
@@ -19,18 +19,18 @@ from autopipe.passes.frontend.cleanup import (
     without_idle_stops,
     without_unread,
 )
-from autopipe.passes.frontend.dimensions import (
-    Inputs,
-    bind_inputs,
-    bounds_of,
-    by_symbol,
-    dimensions_of,
-    fixed_numbers,
-)
 from autopipe.passes.frontend.elements import DTYPES
 from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.inference import MisfitError
+from autopipe.passes.frontend.input_shapes import (
+    Inputs,
+    bind_inputs,
+    dimensions_of,
+    filled_inputs,
+    sizes_by_symbol,
+    split_range_bounds,
+)
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.loss import (
@@ -160,12 +160,12 @@ def _read(
 ) -> Model:
     (dims, batch, batch_axes, fixed) = asked
     (loss, normalize, scores) = losses
-    bounds, dims = bounds_of(source.nodes, dims)
+    bounds, dims = split_range_bounds(source.nodes, dims)
     initializers = {tensor.name for tensor in source.graph.initializer}
     offered = {info.name: info for info in source.graph.input if info.name not in initializers}
-    numbers = fixed_numbers(offered, fixed)
+    numbers = filled_inputs(offered, fixed)
     data = tuple(info for name, info in offered.items() if name not in fixed)
-    dims = by_symbol(data, dims, batch_axes)
+    dims = sizes_by_symbol(data, dims, batch_axes)
     roles = roles_of(source)
 
     def followed(tried: Inputs) -> Graph:
@@ -173,8 +173,8 @@ def _read(
             interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0]
         )
 
-    apart = told_apart(data, dims, batch_axes, followed)
-    inputs = bind_inputs(data, dims, batch, apart, opened)
+    declared = infer_batch_axes(data, dims, batch_axes, followed)
+    inputs = bind_inputs(data, dims, batch, declared, opened)
     weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights, numbers, bounds)
     chosen.require_matched()

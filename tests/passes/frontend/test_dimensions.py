@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.dimensions import extent_of, solved, symbols_of
+from autopipe.passes.frontend.size_expressions import size_of, solve_symbol, symbols_of
 from tests.passes.frontend.building import INT64, Shape, floats, integers, model, node, saved
 from tests.passes.frontend.evaluated import emitted
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
@@ -155,21 +155,21 @@ def test_arithmetic_is_pythons(text: str, a: int, b: int) -> None:
         expected = eval(text, {"__builtins__": {"max": max, "min": min}}, {"a": a, "b": b})
     except ZeroDivisionError:
         expected = None
-    assert extent_of(text, {"a": a, "b": b}) == expected
+    assert size_of(text, {"a": a, "b": b}) == expected
     if (
         symbols_of(text) == {"a"}
         and text != "a"
         and expected is not None
-        and (found := solved(text, expected, {}))
+        and (found := solve_symbol(text, expected, {}))
     ):
-        assert extent_of(text, found) == expected
+        assert size_of(text, found) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["__import__('os')", "a.b()", "9**9**9", "(" * 300, "a if a else b", "f(a)", "1/3"]
 )
 def test_what_is_no_arithmetic_has_no_extent(text: str) -> None:
-    assert extent_of(text, {"a": 2, "b": 3}) is None
+    assert size_of(text, {"a": 2, "b": 3}) is None
 
 
 def _message_passing(
@@ -249,7 +249,9 @@ def test_an_input_of_extent_one_is_broadcast(tmp_path: Path) -> None:
 def test_inputs_that_disagree(tmp_path: Path) -> None:
     nodes = [node("Neg", "x", "y"), node("Neg", "z", "u")]
     path = saved(model(nodes, {"x": [6, 4], "z": [4, 3]}, "y u"), tmp_path)
-    with pytest.raises(ModelError, match="'z' has 4 where others have 6") as caught:
+    with pytest.raises(
+        ModelError, match="'z' has a batch of 4, and others have a batch of 6"
+    ) as caught:
         read_model(path)
     assert "z: null" in caught.value.hint
     assert read_model(path, batch_axes={"z": None}).batch == 6

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autopipe.passes.frontend.derivations import applied
-from autopipe.passes.frontend.joint_derivations import jointly_derived, sum_of_squares
+from autopipe.passes.frontend.derivations import apply_steps
+from autopipe.passes.frontend.joint_derivations import find_joint_derivation, find_sum_of_squares
 from tests.passes.frontend.building import floats
 
 P = floats(6, 6)
@@ -42,10 +42,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., np.ndarray], tuple[np.ndarray, ...]]] =
 def test_a_function_of_several_parameters_is_found(name: str) -> None:
     function, operands = FUNCTIONS[name]
     arrays = {f"p{at}": array for at, array in enumerate(operands)}
-    found = jointly_derived(arrays, function(*operands))
+    found = find_joint_derivation(arrays, function(*operands))
     assert found is not None
     others = {at: array + 1 + floats(*array.shape, seed=9) for at, array in arrays.items()}
-    computed = applied(found[1], others[found[0]], others)
+    computed = apply_steps(found[1], others[found[0]], others)
     np.testing.assert_allclose(computed, function(*others.values()), rtol=1e-5, atol=1e-5)
 
 
@@ -55,14 +55,16 @@ def test_a_function_of_several_parameters_is_found(name: str) -> None:
     ids=str,
 )
 def test_another_tensor_is_not(result: np.ndarray) -> None:
-    assert jointly_derived({"p": P, "q": Q}, result) is None
+    assert find_joint_derivation({"p": P, "q": Q}, result) is None
 
 
 def test_a_sum_of_squares_is_found() -> None:
     arrays = {"p": P, "v": VECTOR}
-    steps = sum_of_squares(arrays, np.float32(0.01) * ((P**2).sum() + (VECTOR**2).sum()).reshape(1))
+    steps = find_sum_of_squares(
+        arrays, np.float32(0.01) * ((P**2).sum() + (VECTOR**2).sum()).reshape(1)
+    )
     assert steps is not None
     others = {"p": Q, "v": VECTOR + 1}
     wanted = 0.01 * ((Q**2).sum() + ((VECTOR + 1) ** 2).sum())
-    np.testing.assert_allclose(applied(steps, Q, others), [wanted], rtol=1e-6)
-    assert sum_of_squares(arrays, np.abs(P).sum().reshape(1)) is None
+    np.testing.assert_allclose(apply_steps(steps, Q, others), [wanted], rtol=1e-6)
+    assert find_sum_of_squares(arrays, np.abs(P).sum().reshape(1)) is None

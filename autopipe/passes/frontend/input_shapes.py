@@ -1,0 +1,378 @@
+"""Static shapes of the inputs of a model: values of symbolic dimensions, and the batch size."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.kv_cache import MASK, TOKENS, is_cache_input
+from autopipe.ir.words import plural
+from autopipe.passes.frontend.elements import dtype_of, shape_of
+from autopipe.passes.frontend.size_expressions import size_of, solve_symbol, symbols_of
+
+if TYPE_CHECKING:
+    import onnx
+
+_MAX_FIXED_ELEMENTS = 1 << 16
+"""Maximum number of elements of an input that `model.inputs` fixes."""
+_EMPTY_BATCH_HINT = (
+    "export with a batch of at least one sample, or say in model.batch_axes that axis 0 counts no "
+    "samples"
+)
+Dimension = int | str
+"""A size, or the symbol or expression that the file states. An unnamed dimension is called
+INPUT:AXIS.
+"""
+NAMELESS = frozenset({"", "?", "-1", "None", "none", "*"})
+"""Names that exporters give to several unknown dimensions that need not be equal, such as
+PaddlePaddle's `?`.
+"""
+SEQUENCES = frozenset({"seq", "sequence", "sequence_length", "seq_len"})
+"""Names under which a user can set the second axis of all inputs with two dimensions, such as
+tokens and masks, if the file does not use the name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The data inputs of a model, with static shapes."""
+
+    values: tuple[Value, ...]
+    batch_axes: tuple[tuple[str, int], ...]
+    """(input, axis) of each axis that counts samples."""
+    symbols: dict[str, int]
+    """Sizes of symbols and of expressions."""
+    batch: int | None
+    """Number of samples of one forward pass; None if no input has a batch axis."""
+
+
+def split_range_bounds(
+    nodes: Iterable[onnx.NodeProto], dims: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return (bounds, others): of the sizes that a user sets, the positive ones of results of Range
+    by the name of the result, and the other entries of `dims`.
+    """
+    ranges = {f"{node.output[0]}:0": node.output[0] for node in nodes if node.op_type == "Range"}
+    bounds = {ranges[name]: size for name, size in dims.items() if name in ranges and size > 0}
+    others = {name: size for name, size in dims.items() if name not in ranges or size <= 0}
+    return bounds, others
+
+
+def sizes_by_symbol(
+    inputs: tuple[onnx.ValueInfoProto, ...],
+    dims: Mapping[str, int],
+    declared_axes: Mapping[str, int | None],
+) -> dict[str, int]:
+    """Return the sizes that a user sets by the file's names. `dims` has them by these names, by
+    INPUT:AXIS, as `batch`, or by a name of `SEQUENCES`.
+
+    `declared_axes` are the batch axes that the user declares. Raises ConfigurationError for a name
+    of no dimension, for two sizes of one dimension, and for a negative size.
+    """
+    shapes = {info.name: dimensions_of(info) for info in inputs}
+    names: set[str] = set()
+    for shape in shapes.values():
+        for each in shape:
+            if isinstance(each, str):
+                names |= {each, *symbols_of(each)}
+    found: dict[str, int] = {}
+    for name, size in dims.items():
+        if size < 0:
+            raise ConfigurationError(f"--dim {name}={size}: the size must be at least 0")
+        for symbol in _symbols_named(name, shapes, names, declared_axes):
+            if found.setdefault(symbol, size) != size:
+                raise ConfigurationError(
+                    f"--dim {name}={size}: dimension {symbol!r} is {found[symbol]} already"
+                )
+    return found
+
+
+def _symbols_named(
+    name: str,
+    shapes: Mapping[str, list[Dimension]],
+    names: set[str],
+    declared_axes: Mapping[str, int | None],
+) -> list[str]:
+    """Return the dimensions of the file that the user means with a name."""
+    if name in names:
+        return [name]
+    input_name, colon, axis = name.rpartition(":")
+    if colon and input_name in shapes:
+        return [_dimension_at(name, axis, shapes[input_name], input_name)]
+    named: list[Dimension] = []
+    if name == "batch":
+        for each, shape in shapes.items():
+            batch_axis = declared_axes.get(each, 0)
+            if batch_axis is not None and batch_axis < len(shape):
+                named.append(shape[batch_axis])
+    elif name in SEQUENCES:
+        # The mask of a decoder with a cache covers the cache, too.
+        has_cache = any(map(is_cache_input, shapes))
+        for each, shape in shapes.items():
+            if len(shape) == 2 and not (has_cache and each == MASK):
+                named.append(shape[1])
+    found = {each for each in named if isinstance(each, str)}
+    if not found:
+        listed = ", ".join(map(repr, sorted(names)))
+        raise ConfigurationError(
+            f"--dim {name}: the model has no such dimension",
+            hint=f"its symbolic dimensions are {listed}" if names else "it has none",
+        )
+    return sorted(found)
+
+
+def _dimension_at(name: str, axis: str, shape: list[Dimension], input_name: str) -> str:
+    """Return the symbolic dimension of an input that the user names INPUT:AXIS."""
+    if not axis.isdigit() or int(axis) >= len(shape):
+        raise ConfigurationError(
+            f"--dim {name}: {input_name!r} has {len(shape)} {plural(len(shape), 'dimension')}"
+        )
+    dimension = shape[int(axis)]
+    if isinstance(dimension, int):
+        raise ConfigurationError(f"--dim {name}: the file fixes it to {dimension}")
+    return dimension
+
+
+def bind_inputs(
+    inputs: tuple[onnx.ValueInfoProto, ...],
+    dims: Mapping[str, int],
+    batch: int | None,
+    declared_axes: Mapping[str, int | None],
+    replaces_batch_of_one: bool = False,
+) -> Inputs:
+    """Return the inputs with all symbolic dimensions bound: by `dims`, batch axes to `batch`, and
+    dimensions that follow from others.
+
+    The batch axis of an input is axis 0 unless `declared_axes` has another one, or None for an
+    input without samples. An input whose axis 0 has size 1 is broadcast and has no batch axis if
+    another input has a larger one. A batch size that the file fixes also holds for symbolic batch
+    axes; with `replaces_batch_of_one` a fixed batch of one sample becomes `batch`.
+
+    A dimension follows from others if it is an expression of them, if it is the only unknown of an
+    expression whose value is known, or if it is the length of a decoder's mask: cache plus tokens.
+
+    Raises ConfigurationError that lists all unbound dimensions, and ModelError if inputs have
+    different batch sizes.
+    """
+    symbols = dict(dims)
+    shapes = {info.name: dimensions_of(info) for info in inputs}
+    axes = _batch_axes(shapes, declared_axes, symbols)
+    known = [_size(shapes[name][axis], symbols) for name, axis in axes.items()]
+    if replaces_batch_of_one and batch and all(size in (1, None) for size in known):
+        for name, axis in axes.items():
+            if shapes[name][axis] == 1:
+                shapes[name][axis] = batch
+    known = [_size(shapes[name][axis], symbols) for name, axis in axes.items()]
+    samples = max((size for size in known if size is not None), default=batch or 1)
+    for name, axis in axes.items():
+        dimension = shapes[name][axis]
+        if isinstance(dimension, str) and symbols_of(dimension) == {dimension}:
+            symbols.setdefault(dimension, samples)
+    if not samples:
+        listed = ", ".join(map(repr, axes))
+        raise ModelError(f"its inputs have a batch of 0 samples: {listed}", hint=_EMPTY_BATCH_HINT)
+    _bind_derived(shapes, axes, symbols)
+    _require_bound(shapes, symbols)
+    values = tuple(_bound(info, shapes[info.name], symbols) for info in inputs)
+    for value in values:
+        if value.name in axes and value.shape[axes[value.name]] != samples:
+            raise ModelError(
+                f"input {value.name!r} has a batch of {value.shape[axes[value.name]]}, and others "
+                f"have a batch of {samples}",
+                hint=(
+                    f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if "
+                    "none does"
+                ),
+            )
+    return Inputs(values, tuple(axes.items()), symbols, samples if axes else None)
+
+
+def has_fixed_batch(
+    inputs: Iterable[onnx.ValueInfoProto], batch_axes: Iterable[tuple[str, int]]
+) -> bool:
+    """True if the file states the size of a batch axis."""
+    shapes = {info.name: dimensions_of(info) for info in inputs}
+    return any(isinstance(shapes[name][axis], int) for name, axis in batch_axes if name in shapes)
+
+
+def filled_inputs(
+    inputs: Mapping[str, onnx.ValueInfoProto], fixed: Mapping[str, bool | int | float]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of the inputs that `model.inputs` fixes: every element is the number.
+    Symbolic dimensions have size 1.
+
+    Raises ConfigurationError for a name of no input, for bfloat16, and for more than
+    `_MAX_FIXED_ELEMENTS` elements.
+    """
+    found = {}
+    for name, number in fixed.items():
+        if name not in inputs:
+            hint = f"the inputs are {', '.join(map(repr, inputs))}"
+            raise ConfigurationError(f"model.inputs names {name!r}, which is no input", hint=hint)
+        shape = tuple(each if isinstance(each, int) else 1 for each in dimensions_of(inputs[name]))
+        dtype = dtype_of(inputs[name].type.tensor_type.elem_type, f"input {name!r}")
+        if math.prod(shape) > _MAX_FIXED_ELEMENTS or dtype is DType.BFLOAT16:
+            raise ConfigurationError(
+                f"model.inputs: {name!r} is {dtype}{list(shape)}; an input that is fixed must have "
+                f"at most {_MAX_FIXED_ELEMENTS} elements of another type than bfloat16"
+            )
+        found[name] = np.full(shape, number).astype(dtype.value)
+    return found
+
+
+def _bind_derived(
+    shapes: Mapping[str, list[Dimension]], axes: Mapping[str, int], symbols: dict[str, int]
+) -> None:
+    """Add to `symbols` the dimensions that follow from its entries."""
+    named = {each for shape in shapes.values() for each in shape if isinstance(each, str)}
+    while True:
+        before = len(symbols)
+        for name in sorted(named):
+            size = size_of(name, symbols)
+            if size is not None:
+                symbols |= {name: size} | solve_symbol(name, size, symbols)
+        if len(symbols) == before:
+            break
+    tokens = shapes.get(TOKENS, [])
+    mask = shapes.get(MASK, [])
+    if len(tokens) != 2 or len(mask) != 2 or not isinstance(mask[1], str) or mask[1] in symbols:
+        return
+    cache_lengths = {
+        symbols.get(each)
+        for name, shape in shapes.items()
+        for axis, each in enumerate(shape)
+        if is_cache_input(name) and isinstance(each, str) and axis != axes.get(name)
+    }
+    lengths = [_size(tokens[1], symbols), *cache_lengths]
+    known = [length for length in lengths if length is not None]
+    if len(known) == len(lengths) == 2:
+        symbols[mask[1]] = sum(known)
+
+
+def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]) -> None:
+    """Raise ConfigurationError that lists all unbound dimensions, and the flags that bind them."""
+    titles: dict[str, str] = {}
+    for name, shape in shapes.items():
+        for axis, each in enumerate(shape):
+            if isinstance(each, str) and _size(each, symbols) is None:
+                titles.setdefault(each, f"{each!r} (axis {axis} of input {name!r})")
+    unknown = {each: symbols_of(each) - symbols.keys() for each in titles}
+    # An expression whose symbols are listed themselves follows from them.
+    listed = [
+        title
+        for each, title in titles.items()
+        if unknown[each] in ({each}, set()) or unknown[each] - unknown.keys()
+    ]
+    if not listed:
+        return
+    required = sorted({symbol for each in unknown.values() for symbol in each} or titles.keys())
+    flags = " ".join(f"--dim {shlex.quote(each + '=EXTENT')}" for each in required)
+    hint = f"add {flags}"
+    batch_flags = " ".join(
+        f"--batch-axis {shlex.quote(each)}" for each in _possible_batch_axes(shapes, symbols)
+    )
+    if batch_flags:
+        hint += f", or {batch_flags} if that axis counts samples"
+    dimensions = plural(len(listed), "dimension")
+    verb = "are" if len(listed) > 1 else "is"
+    raise ConfigurationError(f"{dimensions} {', '.join(listed)} {verb} symbolic", hint=hint)
+
+
+def _possible_batch_axes(
+    shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]
+) -> list[str]:
+    """Return `INPUT=AXIS` for each input with a fixed axis 0 and exactly one unbound axis: the states
+    of recurrent layers, and sequences whose axis 0 counts positions.
+    """
+    found = []
+    for name, shape in shapes.items():
+        unbound = [
+            axis
+            for axis, each in enumerate(shape)
+            if isinstance(each, str) and _size(each, symbols) is None
+        ]
+        if len(unbound) == 1 and unbound != [0] and not isinstance(shape[0], str):
+            found.append(f"{name}={unbound[0]}")
+    return found
+
+
+def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
+    """Return the dimensions of an input. A dimension of size -1 or with a name of `NAMELESS` is
+    called INPUT:AXIS. Raises ModelError for an input that is no tensor or has no shape.
+    """
+    where = f"input {info.name!r}"
+    if not info.type.HasField("tensor_type"):
+        kinds = {"sequence_type": "a sequence", "optional_type": "an Optional", "map_type": "a map"}
+        fields = (kind for field, kind in kinds.items() if info.type.HasField(field))
+        kind = next(fields, "of no known type")
+        hint = "make each tensor that it contains an input of its own"
+        raise ModelError(f"it is {kind}, and only tensors are supported as inputs", hint, where)
+    if not info.type.tensor_type.HasField("shape"):
+        raise ModelError("its number of dimensions is unknown", where=where)
+    dimensions = info.type.tensor_type.shape.dim
+    shape_of([max(each.dim_value, 0) for each in dimensions], where)
+    found: list[Dimension] = []
+    for axis, each in enumerate(dimensions):
+        if each.HasField("dim_value") and each.dim_value >= 0:
+            found.append(each.dim_value)
+        elif each.dim_param in NAMELESS:
+            found.append(f"{info.name}:{axis}")
+        else:
+            found.append(each.dim_param)
+    return found
+
+
+def _batch_axes(
+    shapes: Mapping[str, list[Dimension]],
+    declared_axes: Mapping[str, int | None],
+    symbols: Mapping[str, int],
+) -> dict[str, int]:
+    """Return the batch axis of each input that has one. Raises ConfigurationError for a declared
+    axis that does not exist.
+    """
+    unknown = sorted(set(declared_axes) - shapes.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"model.batch_axes names {unknown[0]!r}, which is no input",
+            hint=f"the inputs are {', '.join(map(repr, shapes))}",
+        )
+    axes: dict[str, int] = {}
+    for name, dimensions in shapes.items():
+        rank = len(dimensions)
+        axis = declared_axes.get(name, 0 if rank else None)
+        if axis is None:
+            continue
+        if not -rank <= axis < rank:
+            raise ConfigurationError(
+                f"model.batch_axes: {name!r} has {rank} {plural(rank, 'dimension')}, no axis {axis}"
+            )
+        axes[name] = axis % rank
+    sizes = {name: _size(shapes[name][axis], symbols) for name, axis in axes.items()}
+    if all(size == 1 for size in sizes.values()):
+        return axes
+    return {name: axis for name, axis in axes.items() if sizes[name] != 1 or name in declared_axes}
+
+
+def _size(dimension: Dimension, symbols: Mapping[str, int]) -> int | None:
+    return dimension if isinstance(dimension, int) else size_of(dimension, symbols)
+
+
+def _bound(
+    info: onnx.ValueInfoProto, dimensions: list[Dimension], symbols: Mapping[str, int]
+) -> Value:
+    """Return the type of an input whose dimensions are all bound."""
+    sizes = [_size(each, symbols) for each in dimensions]
+    shape = tuple(size for size in sizes if size is not None)
+    if any(size < 0 for size in shape):
+        raise ModelError(
+            f"input {info.name!r} has the shape {list(shape)}, expected sizes of at least 0"
+        )
+    dtype = dtype_of(info.type.tensor_type.elem_type, f"input {info.name!r}")
+    return Value(info.name, dtype, shape)

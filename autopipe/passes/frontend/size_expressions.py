@@ -1,0 +1,140 @@
+"""Arithmetic expressions over the symbolic dimensions of a file, such as `2*frames` and
+`floor(s0/2) + 1`. Exporters write them in the syntax of sympy.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+
+_MAX_LENGTH = 500
+"""Maximum number of characters of an expression that is parsed."""
+_MAX_NUMBER = 1 << 62
+"""Maximum absolute value of a result and of every intermediate result."""
+_MAX_EXPONENT = 64
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_NUMBER:
+        raise ValueError("the exponent must be an integer from 0 to 64, and the base at most 2**62")
+    return Fraction(base ** int(exponent))
+
+
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_CALLS: dict[str, Callable[..., Fraction]] = {
+    "floor": lambda number: Fraction(math.floor(number)),
+    "ceil": lambda number: Fraction(math.ceil(number)),
+    "ceiling": lambda number: Fraction(math.ceil(number)),
+    "max": max,
+    "min": min,
+    "mod": operator.mod,
+    "floordiv": lambda left, right: Fraction(left // right),
+    "cleandiv": operator.truediv,
+}
+"""Functions by their names in lower case."""
+
+
+def symbols_of(text: str) -> frozenset[str]:
+    """Return the symbols of an expression. Text that cannot be parsed is one symbol by itself."""
+    tree = _parsed(text)
+    if tree is None or isinstance(tree, ast.Name | ast.Attribute):
+        return frozenset({text})
+    return frozenset(_names(tree))
+
+
+def size_of(text: str, symbols: Mapping[str, int]) -> int | None:
+    """Return the value of an expression; None if a symbol has no value or the result is not an
+    integer.
+    """
+    if text in symbols:
+        return symbols[text]
+    found = _value(text, symbols)
+    return int(found) if found is not None and found.denominator == 1 else None
+
+
+def solve_symbol(text: str, size: int, symbols: Mapping[str, int]) -> dict[str, int]:
+    """Return {symbol: value} such that the expression equals `size`, for its only symbol that is
+    missing in `symbols`.
+
+    Returns {} if several symbols are missing, if the expression is not linear in the symbol at 0, 1
+    and 7, or if the solution is not an integer >= 0.
+    """
+    unknown = sorted(symbols_of(text) - symbols.keys())
+    if len(unknown) != 1 or unknown == [text]:
+        return {}
+    name = unknown[0]
+    at_zero, at_one, at_seven = (_value(text, {**symbols, name: number}) for number in (0, 1, 7))
+    if at_zero is None or at_one is None or at_seven is None:
+        return {}
+    slope = at_one - at_zero
+    if not slope or at_seven - at_zero != 7 * slope:
+        return {}
+    solution = (size - at_zero) / slope
+    return {name: int(solution)} if solution.denominator == 1 and solution >= 0 else {}
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> ast.expr | None:
+    """Return the syntax tree of an expression; None if the text cannot be parsed, such as a name
+    with a blank in it.
+    """
+    if len(text) > _MAX_LENGTH:
+        return None
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _names(tree: ast.expr) -> Iterable[str]:
+    match tree:
+        case ast.Name(id=name):
+            yield name
+        case ast.Attribute():
+            yield ast.unparse(tree)
+        case ast.BinOp(left=left, right=right):
+            yield from (*_names(left), *_names(right))
+        case ast.UnaryOp(operand=operand):
+            yield from _names(operand)
+        case ast.Call(args=arguments):
+            for each in arguments:
+                yield from _names(each)
+
+
+def _value(text: str, symbols: Mapping[str, int | Fraction]) -> Fraction | None:
+    tree = _parsed(text)
+    try:
+        return None if tree is None else _evaluated(tree, symbols)
+    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _evaluated(tree: ast.expr, symbols: Mapping[str, int | Fraction]) -> Fraction:
+    match tree:
+        case ast.Constant(value=int() as number):
+            found = Fraction(number)
+        case ast.Name() | ast.Attribute():
+            found = Fraction(symbols[ast.unparse(tree)])
+        case ast.BinOp(left=left, op=kind, right=right):
+            found = _BINARY[type(kind)](_evaluated(left, symbols), _evaluated(right, symbols))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            found = -_evaluated(operand, symbols)
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            found = _CALLS[name.lower()](*(_evaluated(each, symbols) for each in arguments))
+        case _:
+            raise ValueError("the expression is not arithmetic")
+    if abs(found) > _MAX_NUMBER:
+        raise ValueError("the number is too large")
+    return found
