@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.passes.frontend.signature import Signature, arguments_of
+from autopipe.passes.frontend.signature import Signature, traced_call
 
 if TYPE_CHECKING:
     import onnx
@@ -41,7 +41,7 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
     constants = {name for node in nodes if node.op_type == "Constant" for name in node.output}
     calls: dict[str, list[onnx.NodeProto]] = {}
     for node in nodes:
-        call, arguments = arguments_of(node)
+        call, arguments = traced_call(node)
         if any(DETACHED.fullmatch(each) and each not in written for each in arguments):
             calls.setdefault(call, []).append(node)
     found: set[tuple[str, int]] = set()
@@ -56,7 +56,7 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
                 and name not in inside | constants
                 and (name in written or not _is_constant(name, node, signature))
             ]
-            arguments = arguments_of(node)[1]
+            arguments = traced_call(node)[1]
             if len(slots) == len(arguments):
                 pairs = zip(slots, arguments, strict=True)
                 found.update(
@@ -97,6 +97,6 @@ def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:
     """Return True if a tensor that no node writes is a setting of an operator, rather than what its
     call is given.
     """
-    given = {signature.arguments.get(each) for each in arguments_of(node)[1]}
-    is_internal = name.startswith("val_") and not signature.trains(name)
+    given = {signature.arguments.get(each) for each in traced_call(node)[1]}
+    is_internal = name.startswith("val_") and not signature.is_trained(name)
     return is_internal and name not in given

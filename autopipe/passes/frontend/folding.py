@@ -41,7 +41,7 @@ from autopipe.passes.frontend.joint_derivations import (
 )
 from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
-from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, arguments_of, target_of
+from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, traced_call, traced_operator
 from autopipe.passes.frontend.tables import is_drawn, is_uniform
 from autopipe.passes.frontend.uses import ELEMENTWISE, GATES, LIFTED, Uses, scope_of
 
@@ -321,9 +321,11 @@ class _Folds:
         """
         signature = self.roles.signature
         for node, _ in self.roles.uses.readers.get(name, ()):
-            if node.op_type.endswith("Normalization") or not NORMALIZING.search(target_of(node)):
+            if node.op_type.endswith("Normalization") or not NORMALIZING.search(
+                traced_operator(node)
+            ):
                 continue
-            arguments = arguments_of(node)[1]
+            arguments = traced_call(node)[1]
             found = [signature.arguments[each] for each in arguments if each in signature.arguments]
             others = tuple(each for each in found if each in signature.parameters and each != name)
             if name not in found:
@@ -555,7 +557,7 @@ class _Folds:
         """
         name = tensor.value.name
         shape = tensor.value.shape
-        counted = self.roles.signature.counted(name)
+        counted = self.roles.signature.operator_counts(name)
         names = set(counted)
         if not names:
             return self._layout_in_call(tensor, origin)
@@ -585,11 +587,12 @@ class _Folds:
         shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
         slots = {(node.op_type, slot) for node, slot in readers}
-        calls = {(target_of(node), self._is_given(node, origin)) for node, _ in readers}
+        calls = {(traced_operator(node), self._is_given(node, origin)) for node, _ in readers}
         if slots == {("MatMul", 1)} and calls == {("linear", 1)}:
             return _transposed(shape)
         unsqueezed = {
-            (target_of(node), self._is_given(node, origin), node.op_type) for node, _ in readers
+            (traced_operator(node), self._is_given(node, origin), node.op_type)
+            for node, _ in readers
         }
         if (
             len(unsqueezed) == 1
@@ -597,7 +600,7 @@ class _Folds:
             and max(shape, default=1) == tensor.value.elements
         ):
             return Layout((tensor.value.elements,), (Step("Reshape", shape),))
-        along_first = all(INDEXED_FIRST.search(arguments_of(node)[0]) for node, _ in readers)
+        along_first = all(INDEXED_FIRST.search(traced_call(node)[0]) for node, _ in readers)
         if slots <= {("GatherND", 0), ("Gather", 0)} and calls == {("index", 0)} and along_first:
             return Layout(shape, ())
         return None
@@ -606,7 +609,7 @@ class _Folds:
         """Return the place of a parameter among the values that the traced call of a node reads; -1
         if it is none.
         """
-        arguments = arguments_of(node)[1]
+        arguments = traced_call(node)[1]
         places = [
             place
             for place, each in enumerate(arguments)
@@ -624,7 +627,7 @@ class _Folds:
             return False
         if operators <= REORDERING | SAME | REPEATS:
             return True
-        if operators.isdisjoint(LOOKUPS | {"gather"}) or signature.multiplied(name):
+        if operators.isdisjoint(LOOKUPS | {"gather"}) or signature.is_product(name):
             return False
         is_indexed = not operators.isdisjoint(INDEXING) or any(
             each in signature.buffers for each in signature.folded.get(name, ())
@@ -640,7 +643,7 @@ class _Folds:
 
         Sums are not told apart: to train p + 1 is to train p.
         """
-        counted = self.roles.signature.counted(name)
+        counted = self.roles.signature.operator_counts(name)
         others = counted.keys() - (REORDERING | SAME | REPEATS | INDEXING | SHIFTING)
         if not others:
             return True
@@ -680,7 +683,7 @@ class _Folds:
         change the layout.
         """
         name = tensor.value.name
-        counted = self.roles.signature.counted(name)
+        counted = self.roles.signature.operator_counts(name)
         is_negated = folded.steps[-1].operator == "Neg"
         if (
             INTERNAL.fullmatch(name)

@@ -56,7 +56,7 @@ from autopipe.passes.frontend.signature import (
     estimates_variance,
     is_detach,
     padding_row,
-    stop_of,
+    stop_gradient_node,
     trains_statistics,
 )
 from autopipe.passes.frontend.size_expressions import size_of
@@ -371,7 +371,7 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     elif standard and node.op_type in ("Shape", "Size"):
         _measured(sweep, node, sweep.types[operands[0]].shape)
     elif standard and _stops_gradient(sweep, node, operands):
-        _operator(sweep, stop_of(node), operands)
+        _operator(sweep, stop_gradient_node(node), operands)
     elif standard and _passes_through(sweep, node, operands):
         _alias(sweep, node.output[0], operands[0])
     else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.passes.frontend.protobuf_scan import FLOATING
-from autopipe.passes.frontend.signature import NUMBERED, Signature, arguments_of
+from autopipe.passes.frontend.signature import NUMBERED, Signature, traced_call
 from autopipe.passes.frontend.tables import is_drawn, is_uniform
 from autopipe.passes.frontend.uses import AFFINE_SLOTS, LIFTED, scope_of
 
@@ -80,8 +80,8 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
             copy = graph.initializer.add()
             copy.CopyFrom(held[merged])
             copy.name = name
-            if signature and not (signature.names(name) or name.endswith(CONSTANT)):
-                graph.value_info.append(signature.stated(copy, merged))
+            if signature and not (signature.declares(name) or name.endswith(CONSTANT)):
+                graph.value_info.append(signature.declaration_of(copy, merged))
             if not signature:
                 array = (
                     numbers(held[merged])
@@ -113,12 +113,12 @@ def _signed(
     """Uses of tensors that are for another parameter than the tensor is, as the nodes' calls
     say.
     """
-    known = {name: held[name] for name in held if signature.trains(name)}
+    known = {name: held[name] for name in held if signature.is_trained(name)}
     readers = _readers(graph, known)
     calls: dict[str, list[Read]] = {}
     for reads in readers.values():
         for read in reads:
-            calls.setdefault(arguments_of(graph.node[read[0]])[0], []).append(read)
+            calls.setdefault(traced_call(graph.node[read[0]])[0], []).append(read)
     made = {name for node in graph.node for name in node.output} | {
         each.name for each in graph.input
     }
@@ -129,7 +129,7 @@ def _signed(
         plain: bool | None = None
         for read in reads:
             meant = _meant(
-                graph, read, sorted(calls[arguments_of(graph.node[read[0]])[0]]), signature, made
+                graph, read, sorted(calls[traced_call(graph.node[read[0]])[0]]), signature, made
             )
             if meant is not None and (not meant or meant in own):
                 continue
@@ -153,7 +153,7 @@ def _meant(
     `together` are all such operands of the same call.
     """
     node = graph.node[read[0]]
-    call, arguments = arguments_of(node)
+    call, arguments = traced_call(node)
     if not call:
         return ""
     named = [signature.arguments[each] for each in arguments if each in signature.arguments]

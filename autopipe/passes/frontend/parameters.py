@@ -221,7 +221,7 @@ class Roles:
         name = value.name
         if name in self.signature.buffers:
             return Role(False, "a buffer, as the signature says")
-        if not self.signature.trains(name):
+        if not self.signature.is_trained(name):
             return Role(False, "no parameter, as the signature says", constant=True)
         if self.frozen is not None and name in self.signature.parameters:
             return SIGNED

@@ -222,7 +222,9 @@ def _read(
     trains = mode is Mode.TRAIN and bool(scalar)
     tensors = tensors_of(graph, weights.found, refused if trains else frozenset())
     left_out = (
-        roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
+        roles.signature.omitted_parameters(source.graph)
+        if roles.signature and mode is Mode.TRAIN
+        else []
     )
     model = Model(
         graph=graph,
