@@ -60,7 +60,7 @@ from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.cost.memory_check import size_text, with_copies, without_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
-from autopipe.passes.frontend.dimensions import fixes_samples
+from autopipe.passes.frontend.input_shapes import has_fixed_batch
 from autopipe.passes.frontend.model import require_trainable
 from autopipe.passes.registry import Scheduler, Strategy
 from autopipe.passes.schedule.boundary_gathers import choose_gathers
@@ -689,7 +689,7 @@ def _read_opened(request: Request, runner: Runner, first: Model, size: int) -> M
     is the model on the samples that the file fixes, or on one.
     """
     offered = () if first.source is None else first.source.graph.input
-    if fixes_samples(offered, first.graph.batch_axes):
+    if has_fixed_batch(offered, first.graph.batch_axes):
         return read_for(request, size, first.source, opened=True)
     if size not in runner.models:
         runner.models[size] = read_for(request, size, first.source)
