@@ -1,7 +1,10 @@
-"""GraphPipe: stages that keep the model's branches apart (Jeon et al., 2024). `series_parallel`
-makes the tree and its line of blocks, `search` goes over it for one target, `micro_batch_search`
-over targets and sizes, `stage_costs` prices.
+"""GraphPipe: pipeline stages that keep the branches of a model parallel (Jeon et al., 2024).
 
-It imports what stands below placement (schedule, sharding, partition, cost, analysis, solvers), and
-no other strategy.
+- `series_parallel` decomposes the graph into a series-parallel tree and a chain of blocks;
+- `stage_costs` computes the cost of each contiguous range of blocks as a stage;
+- `search` finds the minimum number of devices for one target time;
+- `micro_batch_search` searches target times and micro-batch sizes;
+- `strategy` is the placement strategy.
+
+The package imports schedule, sharding, partition, cost, analysis and solvers, but no other strategy.
 """

@@ -1,9 +1,9 @@
-"""The search over lines, sizes of micro-batches and targets, and the choice among the partitions
-that it finds.
+"""The search over chains, micro-batch sizes and target times, and the choice among the partitions that
+it finds.
 
-For each line and size a binary search over what a micro-batch may take on the slowest stage (Jeon
-et al., "GraphPipe" (2024), Algorithm 1) gives the best stages by their depth. Steps that promise
-about the same are simulated.
+For each chain and micro-batch size, a binary search over the time of the slowest stage (Jeon et al.,
+"GraphPipe" (2024), Algorithm 1) finds the best partition for each depth of the pipeline. Partitions
+whose estimated steps are nearly equal are simulated.
 """
 
 from __future__ import annotations
@@ -29,23 +29,33 @@ from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import equal_device_runs, out_of_memory
 from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import accumulate_per_byte
-from autopipe.passes.placement.graphpipe.search import TargetProbe, fewest_devices
-from autopipe.passes.placement.graphpipe.series_parallel import FEW, BlockLine, Tree, make_line
+from autopipe.passes.placement.graphpipe.search import TargetProbe, minimum_devices
+from autopipe.passes.placement.graphpipe.series_parallel import (
+    FEW_UNITS,
+    BlockLine,
+    Tree,
+    make_line,
+)
 from autopipe.passes.placement.graphpipe.stage_costs import (
     DraftStage,
     NodeSeconds,
-    StagePrices,
-    stage_prices,
+    OptionTable,
+    option_table,
 )
 from autopipe.passes.schedule.limits import predicted_step
 from autopipe.passes.schedule.predict import predict
 
-_PERIODS = 3  # Micro-batches, times the stages' depth, after which a step goes on as it did.
+_PERIODS = 3
+"""Number of periods, each of as many micro-batches as the pipeline is deep, after which a step is
+assumed to be periodic.
+"""
 
 
 def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: int) -> float:
-    """Seconds of a step, given those by number of micro-batches: of many the first are looked at.
-    The others take as long as the last of those.
+    """Return the seconds of a step with `micro_batches` micro-batches.
+
+    `seconds` returns them for any number. For a large number, the result is extrapolated from two
+    smaller numbers, because each further period takes equally long.
     """
     enough = _PERIODS * depth + 2
     if micro_batches <= enough + depth:
@@ -56,8 +66,10 @@ def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: in
 
 
 def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
-    """Seconds of a simulated step under 1F1B, and the share of its memory that the fullest device
-    needs. `problem` is that of the placement's micro-batches.
+    """Return (seconds, memory) of a simulated step under 1F1B.
+
+    `memory` is the maximum over devices of used divided by available bytes. The problem must have
+    the placement's micro-batch size.
     """
     graph = StageGraph.of(problem, placement)
     prediction = predict(problem, placement)
@@ -73,17 +85,19 @@ def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
     return _step_seconds(seconds, graph.depth, problem.micro_batches), max(shares)
 
 
-def _drafted_seconds(
+def _estimated_seconds(
     drafts: Sequence[DraftStage],
     edges: Sequence[tuple[int, int]],
     depths: Sequence[int],
     count: int,
     train: bool,
 ) -> float:
-    """Seconds of a step of `count` micro-batches under 1F1B, from the search's own prices. Tasks
-    start when their stage is free and all messages are there. F(s, m) is at place 2m - depth(s) and
-    B(s, m) at 2m + depth(s) - 1, which is 1F1B's order on each stage and comes after all that a
-    task waits for.
+    """Return the estimated seconds of a step of `count` micro-batches under 1F1B.
+
+    A task starts when its stage is free and its messages have arrived. Tasks are visited in the
+    order of slots: forward m of stage s has slot 2m - depth(s), backward m has slot
+    2m + depth(s) - 1. This is the order of 1F1B on each stage, and each task follows the tasks that
+    it depends on.
     """
     before: list[list[int]] = [[] for _ in drafts]
     after: list[list[int]] = [[] for _ in drafts]
@@ -109,154 +123,167 @@ def _drafted_seconds(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """Stages of a line on micro-batches of `size` samples, in the line's order."""
+    """A partition of a chain into stages, for micro-batches of `size` samples.
+
+    step_s: estimated seconds of a step.
+    memory: estimated maximum over devices of used divided by available bytes.
+    """
 
     line: BlockLine
     drafts: tuple[DraftStage, ...]
     size: int
     depth: int
-    step_s: float  # Seconds of a step, as far as the search's own prices tell.
-    memory: float  # Share of the memory limit that the fullest device needs, as far as they tell.
+    step_s: float
+    memory: float
 
 
 _WORTH_WIDENING = 1.2
-"""Partitions that take no longer than this many times the best are given the devices that they
-leave over.
+"""A partition whose step is at most this factor longer than the best is improved with its unused
+devices.
 """
 
-_FEW_STAGES = 6  # Of more stages, cuts stay where the search puts them.
-_ROUNDING = (
-    1e-9  # Share of what stages take at least by which sums in another order may be below it.
-)
+_FEW_STAGES = 6
+"""Maximum number of stages for which boundaries between stages are moved."""
+_ROUNDING = 1e-9
+"""Relative tolerance of lower bounds, because sums in another order round differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """Search on one line with at most `devices` devices."""
+    """The search for partitions of one chain on at most `devices` devices."""
 
     line: BlockLine
     devices: int
     train: bool
 
-    def answers(self, prices: StagePrices, least: float, limit: float) -> Iterator[Partition]:
-        """The fastest line of stages, then the fastest of less depth, and so on, as long as they
-        promise to be better. No stage takes less than `least` seconds a micro-batch; a step must
-        take less than `limit`.
+    def partitions(self, table: OptionTable, least: float, limit: float) -> Iterator[Partition]:
+        """Yield the fastest partition, then the fastest one of smaller depth, and so on while it can be
+        better.
+
+        least: lower bound on the seconds per micro-batch of the slowest stage.
+        limit: upper bound on the seconds of a step.
         """
-        levels = self.levels(prices)
+        levels = self.levels(table)
         while levels:
-            target = self.fastest(prices, least, limit / prices.micro_batches, levels)
+            target = self.fastest(table, least, limit / table.micro_batches, levels)
             if target is None:
                 return
-            answer = self.answer(prices, target, levels)
+            answer = self.shallowest(table, target, levels)
             yield answer
             if answer.step_s < limit * _WORTH_WIDENING:
-                answer = self._widened(answer, prices)
+                answer = self._improved(answer, table)
                 yield answer
             limit = min(limit, answer.step_s)
             levels = answer.depth - 1
             least = target
 
-    def whole(self, prices: StagePrices) -> Partition | None:
-        """The fastest single stage; None where memory holds none."""
-        at = (0, prices.places - 1)
-        fitting = (option for option in prices.options if option.holds(*at, 1))
+    def single_stage(self, table: OptionTable) -> Partition | None:
+        """Return the fastest partition with a single stage, or None if none fits the memory."""
+        at = (0, table.places - 1)
+        fitting = (option for option in table.options if option.holds(*at, 1))
         best = min(fitting, key=lambda option: float(option.seconds[at]), default=None)
-        return None if best is None else self._judged((best.stage(*at, 1),), prices)
+        return None if best is None else self._estimated((best.stage(*at, 1),), table)
 
-    def levels(self, prices: StagePrices) -> int:
-        """The most stages that follow one another."""
-        return min(self.devices, prices.places - 1)
+    def levels(self, table: OptionTable) -> int:
+        """Return the maximum depth of a pipeline."""
+        return min(self.devices, table.places - 1)
 
-    def fastest(self, prices: StagePrices, low: float, high: float, levels: int) -> float | None:
-        """The least number of seconds, between two, that every stage of some line of this depth
-        takes at most.
+    def fastest(self, table: OptionTable, low: float, high: float, levels: int) -> float | None:
+        """Return the minimum time per micro-batch of the slowest stage over all partitions of depth up
+        to `levels`, if it is between `low` and `high`; otherwise None.
         """
         slowest = (
-            np.max(each.seconds, where=each.seconds < np.inf, initial=0.0)
-            for each in prices.options
+            np.max(each.seconds, where=each.seconds < np.inf, initial=0.0) for each in table.options
         )
         high = min(high, float(max(slowest)))
-        # One stage less has the others take about so much more.
+        # First search upwards in growing steps. The first step is about the time that each stage gains
+        # if there is one stage less.
         step = low / levels
         while 0 < step < high - low:
-            if self.meets(prices, low + step, levels):
+            if self.meets(table, low + step, levels):
                 high = low + step
                 break
             low += step
             step *= 2
         else:
-            if high < low or not self.meets(prices, high, levels):
+            if high < low or not self.meets(table, high, levels):
                 return None
         low *= 1 - _ROUNDING
         found = (
             each.seconds[(each.seconds >= low) & (each.seconds <= high) & (each.most > 0)]
-            for each in prices.options
+            for each in table.options
         )
         values = np.unique(np.concatenate(list(found)))
         best = bisect.bisect_left(
             range(len(values) - 1),
             True,
-            key=lambda place: self.meets(prices, float(values[place]), levels),
+            key=lambda place: self.meets(table, float(values[place]), levels),
         )
         return float(values[best])
 
-    def meets(self, prices: StagePrices, target: float, levels: int) -> bool:
-        """True if the devices are enough; mostly it is told without levels."""
-        needs = prices.needs(target, levels)
-        if fewest_devices(needs[1], prices.runs) > self.devices:
-            return False
-        if needs[1] is needs[-1] and levels == self.levels(prices):
-            return (
-                True  # No line has more levels than devices or blocks, and it keeps what it will.
-            )
-        probe = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels)
-        return probe.least(self.line.regions)[0] <= self.devices
+    def meets(self, table: OptionTable, target: float, levels: int) -> bool:
+        """True if a partition of depth up to `levels` meets the target on the available devices.
 
-    def answer(self, prices: StagePrices, target: float, levels: int) -> Partition:
-        """The line that meets the target with the fewest micro-batches in flight."""
-        # Mostly no fewer do: from the most downwards.
+        The faster test without levels decides most cases.
+        """
+        needs = table.needs(target, levels)
+        if minimum_devices(needs[1], table.runs) > self.devices:
+            return False
+        if needs[1] is needs[-1] and levels == self.levels(table):
+            # The needs are equal at all levels, and the depth is not limited.
+            return True
+        probe = TargetProbe(needs.__getitem__, table.places, table.runs, levels)
+        return probe.solve(self.line.regions)[0] <= self.devices
+
+    def shallowest(self, table: OptionTable, target: float, levels: int) -> Partition:
+        """Return the partition that meets the target with the minimum micro-batches in flight."""
+        # The minimum is usually close to `levels`, so search downwards in growing steps first.
         fewer = 1
-        while fewer < levels and self.meets(prices, target, levels - fewer):
+        while fewer < levels and self.meets(table, target, levels - fewer):
             levels -= fewer
             fewer *= 2
         low = max(levels - fewer, 0) + 1
         levels = low + bisect.bisect_left(
-            range(low, levels), True, key=lambda middle: self.meets(prices, target, middle)
+            range(low, levels), True, key=lambda middle: self.meets(table, target, middle)
         )
-        needs = prices.needs(target, levels)
-        probe = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels, traced=True)
-        _, stages = probe.least(self.line.regions)
-        return self._judged(tuple(prices.stage(stage, target) for stage in stages), prices)
+        needs = table.needs(target, levels)
+        probe = TargetProbe(needs.__getitem__, table.places, table.runs, levels, traced=True)
+        _, stages = probe.solve(self.line.regions)
+        return self._estimated(tuple(table.stage(stage, target) for stage in stages), table)
 
-    def _widened(self, answer: Partition, prices: StagePrices) -> Partition:
-        """The answer with devices that it leaves over given to the stages where they shorten the
-        step most. Of few stages the cuts are moved too, where that does: the target of the search
-        does not ask for it.
+    def _improved(self, answer: Partition, table: OptionTable) -> Partition:
+        """Return the partition improved by a greedy search.
+
+        Each step assigns unused devices to a stage, or moves a boundary by one block if there are
+        at most `_FEW_STAGES` stages. The change that shortens the step the most is kept, until none
+        does.
         """
         best = answer
         while True:
             drafts = best.drafts
-            spare = list(prices.runs)
+            spare = list(table.runs)
             for draft in drafts:
                 spare[draft.run] -= draft.degree
             others = [
-                self._judged((*drafts[:index], wider, *drafts[index + 1 :]), prices)
+                self._estimated((*drafts[:index], wider, *drafts[index + 1 :]), table)
                 for index, draft in enumerate(drafts)
-                for wider in _variants(draft, prices, more=range(1, spare[draft.run] + 1))
+                for wider in _variants(draft, table, more=range(1, spare[draft.run] + 1))
             ]
             if len(drafts) <= _FEW_STAGES:
-                others += (self._judged(moved, prices) for moved in self._moved(drafts, prices))
+                others += (
+                    self._estimated(moved, table)
+                    for moved in self._with_moved_boundaries(drafts, table)
+                )
             better = min(others, key=lambda other: other.step_s, default=best)
             if better.step_s >= best.step_s:
                 return best
             best = better
 
-    def _moved(
-        self, drafts: tuple[DraftStage, ...], prices: StagePrices
+    def _with_moved_boundaries(
+        self, drafts: tuple[DraftStage, ...], table: OptionTable
     ) -> Iterator[tuple[DraftStage, ...]]:
-        """The stages with one cut a block further on or back, where depths and memory stay as they
-        are.
+        """Yield the stages with one boundary moved by one block, if depths and recomputation do not
+        change and the stages fit the memory.
         """
         depths = depths_to_end(len(drafts), self._edges(drafts))
         for index, (one, other) in enumerate(itertools.pairwise(drafts)):
@@ -264,8 +291,8 @@ class Solver:
                 if not one.start < cut < other.stop:
                     continue
                 ends = (
-                    _variants(replace(one, stop=cut), prices),
-                    _variants(replace(other, start=cut), prices),
+                    _variants(replace(one, stop=cut), table),
+                    _variants(replace(other, start=cut), table),
                 )
                 for first, second in itertools.product(*ends):
                     found = (*drafts[:index], first, second, *drafts[index + 2 :])
@@ -273,19 +300,19 @@ class Solver:
                     if same and depths_to_end(len(found), self._edges(found)) == depths:
                         yield found
 
-    def _judged(self, drafts: tuple[DraftStage, ...], prices: StagePrices) -> Partition:
+    def _estimated(self, drafts: tuple[DraftStage, ...], table: OptionTable) -> Partition:
         edges = self._edges(drafts)
         depths = depths_to_end(len(drafts), edges)
         step = _step_seconds(
-            lambda count: _drafted_seconds(drafts, edges, depths, count, self.train),
+            lambda count: _estimated_seconds(drafts, edges, depths, count, self.train),
             max(depths),
-            prices.micro_batches,
+            table.micro_batches,
         )
-        memory = max(draft.memory / prices.limits[draft.run] for draft in drafts)
-        return Partition(self.line, drafts, prices.size, max(depths), step, memory)
+        memory = max(draft.memory / table.limits[draft.run] for draft in drafts)
+        return Partition(self.line, drafts, table.size, max(depths), step, memory)
 
     def _edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
-        """(source, target) of every two stages of which the second reads from the first."""
+        """Return the pairs (source, target) of stages such that the target reads from the source."""
         masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
         read = [
             functools.reduce(operator.or_, self.line.needs[draft.start : draft.stop])
@@ -300,44 +327,50 @@ class Solver:
 
 
 def _variants(
-    draft: DraftStage, prices: StagePrices, more: range = range(1)
+    draft: DraftStage, table: OptionTable, more: range = range(1)
 ) -> Iterator[DraftStage]:
-    """The stage, as it is priced, on some more devices of its run, where memory holds what it keeps
-    in flight.
+    """Yield the options for a stage with `more` additional devices of its run that fit its micro-batches
+    in flight into memory.
     """
     own = (draft.start, draft.stop, draft.in_flight)
-    for option in prices.options:
+    for option in table.options:
         if option.run == draft.run and option.degree - draft.degree in more and option.holds(*own):
             yield option.stage(*own)
 
 
-_BLOCKS_A_DEVICE = 24
-_FEWEST_BLOCKS = 96
-_MOST_BLOCKS = 224
-"""Into how many blocks a graph is joined: the search's time grows with their square."""
+_BLOCKS_PER_DEVICE = 24
+"""Number of blocks per device, within the two following limits. The time of the search grows with the
+square of the number of blocks.
+"""
+_MIN_BLOCKS = 96
+"""Minimum number of blocks into which a large graph is divided."""
+_MAX_BLOCKS = 224
+"""Maximum number of blocks."""
 
 _CLOSE = 1.005
-"""Steps that differ by no more than this factor are simulated: the search's own prices are no
-better than that.
+"""Partitions whose estimated steps differ by at most this factor are simulated, because the estimate
+is not more accurate.
 """
 
 _CLOSE_AMONG_NODES = 1.01
-"""The same where devices are in several nodes: the search does not know which link a message takes.
+"""The factor for clusters of several nodes, for which the search does not know the link of a message.
 """
 
-_MOST_TRIALS = 4
-# How closely the least excess over the memory limit is found: to a ten thousandth of it, as it is
-# told.
+_MAX_TRIALS = 4
+"""Maximum number of partitions that are simulated."""
 _HALVINGS = 14
-_ROOM = 0.9  # Share of the memory up to which the search's own count of it is trusted.
+"""Number of bisection steps for the minimum excess over the memory limit: a precision of 1 / 10,000."""
+_TRUSTED_MEMORY = 0.9
+"""Maximum estimated fraction of the memory for which a partition is accepted without simulation."""
 _NEAR = 1.2
-"""Another line is looked at where a step takes more than this many times the step of devices that
-only compute.
-"""
+"""Another chain is searched if the step exceeds the bound of pure computation by this factor."""
 
 
 class MicroBatchSearch:
-    """The search over lines and sizes of micro-batches."""
+    """The search over chains and micro-batch sizes.
+
+    `units` are the groups of nodes that stay in one stage, `weights` the time of each node.
+    """
 
     def __init__(self, problem: Problem, units: Blocks, weights: NDArray[np.float64]) -> None:
         self.problem = problem
@@ -351,15 +384,15 @@ class MicroBatchSearch:
             size: self._load(size) / self.devices
             for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
-        """For each size the least that a micro-batch takes: all devices compute all the time."""
+        """Lower bound on the seconds per micro-batch of each size, with all devices always busy."""
         self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
     def _load(self, size: int) -> float:
-        """Return the least seconds of a micro-batch on one device: on the fastest device, or on the
-        fastest host.
+        """Return a lower bound on the seconds of a micro-batch on one device: the time of the fastest
+        device type, or of its host if the host is slower.
 
-        Each parameter and each operator counts once. If the measured time of a share of an operator
-        is less than that share of the whole operator's, all shares count.
+        Each parameter and each operator counts once. With measured times, the bound is the minimum
+        over degrees of degree times the measured time of 1 / degree of an operator.
         """
         problem = self.problem
         kinds = self.problem.cluster.kinds
@@ -381,22 +414,24 @@ class MicroBatchSearch:
         return max(every + added * (1 - size / problem.batch_size), started * launch_s)
 
     def best(self, trees: Iterable[Tree]) -> Placement:
-        """The best answer's placement; of those that promise about the same, the one whose
-        simulated step is best. Trees after the first are looked at where its answers leave
-        something to gain. Raises InfeasibleError where memory holds no stages, saying by how much
-        those that need least exceed it.
+        """Return the placement of the best partition over `trees`.
+
+        Among partitions with nearly equal estimates, the one with the shortest simulated step is
+        chosen. Further trees are searched only while the best step exceeds the bound of pure
+        computation by the factor `_NEAR`. Raises InfeasibleError, with the minimum excess over the
+        memory limit, if no stages fit the memory.
         """
         found: list[Partition] = []
-        near = _NEAR if len(self.units.nodes) > FEW else 1.0
+        near = _NEAR if len(self.units.nodes) > FEW_UNITS else 1.0
         bound = min(load * (self.problem.batch_size // size) for size, load in self.loads.items())
-        blocks = min(max(_BLOCKS_A_DEVICE * self.devices, _FEWEST_BLOCKS), _MOST_BLOCKS)
+        blocks = min(max(_BLOCKS_PER_DEVICE * self.devices, _MIN_BLOCKS), _MAX_BLOCKS)
         lines: list[BlockLine] = []
         least = np.inf
         for tree in trees:
             lines.append(
                 make_line(self.problem.graph, self.units, tree, self.weights, blocks, self.devices)
             )
-            found += self._answers(lines[-1], least)
+            found += self._partitions(lines[-1], least)
             least = min((each.step_s for each in found), default=np.inf)
             if least <= bound * near:
                 break
@@ -406,12 +441,12 @@ class MicroBatchSearch:
         return chosen
 
     def _chosen(self, found: list[Partition]) -> Placement | None:
-        """None where memory holds none."""
-        # Several lines may have one and the same answer.
+        """Return the placement of the best partition, or None if none fits the memory."""
+        # Several chains may give equal partitions.
         found = list({(each.size, each.step_s): each for each in reversed(found)}.values())
         found.sort(key=lambda each: each.step_s)
         least = found[0].step_s if found else 0.0
-        # Nothing overlaps in one stage, whose time is known.
+        # The estimate of a single stage is exact, because no tasks overlap.
         close = [
             each
             for each in found
@@ -420,10 +455,10 @@ class MicroBatchSearch:
         best = None
         least_s = np.inf
         for number, each in enumerate((*close, *(other for other in found if other not in close))):
-            if best is not None and number >= min(len(close), _MOST_TRIALS):
+            if best is not None and number >= min(len(close), _MAX_TRIALS):
                 break
             placement = self._placement(each)
-            if len(close) == 1 and best is None and each.memory <= _ROOM:
+            if len(close) == 1 and best is None and each.memory <= _TRUSTED_MEMORY:
                 return placement
             seconds, used = trial(resized(self.problem, each.size), placement)
             if used <= 1 and seconds < least_s:
@@ -431,26 +466,26 @@ class MicroBatchSearch:
                 least_s = seconds
         return best
 
-    def _answers(self, line: BlockLine, best: float) -> Iterator[Partition]:
-        """Answers of a line that promise to be better than `best`, or close."""
+    def _partitions(self, line: BlockLine, best: float) -> Iterator[Partition]:
+        """Yield partitions of a chain whose estimated step is below `best`, or close to it."""
         batch = self.problem.batch_size
         solver, tables = self._solver(line)
-        # One stage on all devices, with the largest micro-batches that memory takes: known at once,
-        # and often good.
+        # Start with one stage on all devices and the largest micro-batches that fit the memory. It is
+        # found quickly and is often good.
         for size in sorted(self.loads, reverse=True) if best == np.inf else ():
-            prices = stage_prices(tables, self.seconds, size, (self.devices,))
-            answer = solver.whole(prices) if prices.options else None
+            table = option_table(tables, self.seconds, size, (self.devices,))
+            answer = solver.single_stage(table) if table.options else None
             if answer is not None:
                 best = answer.step_s
                 yield answer
                 break
-        # Filling and draining a pipeline takes about as long as a few micro-batches.
+        # Visit sizes in the order of an estimate that counts warm-up and cool-down as two micro-batches.
         for size in sorted(self.loads, key=lambda size: self.loads[size] * (batch // size + 2)):
             limit = best * self.close
             if self.loads[size] * (batch // size) > limit:
                 continue
-            prices = stage_prices(tables, self.seconds, size, self.degrees)
-            for answer in solver.answers(prices, self.loads[size], limit):
+            table = option_table(tables, self.seconds, size, self.degrees)
+            for answer in solver.partitions(table, self.loads[size], limit):
                 best = min(best, answer.step_s)
                 yield answer
 
@@ -460,9 +495,11 @@ class MicroBatchSearch:
         )
 
     def _placement(self, found: Partition) -> Placement:
-        """Stages on neighbouring devices of their runs, larger groups first. Where degrees and
-        nodes are powers of two, no group that would fit into a node then lies in two. Among equal
-        ones neighbours in the line are neighbours.
+        """Return the placement of a partition.
+
+        Stages get consecutive devices of their runs, the stages with most devices first. If degrees
+        and node sizes are powers of two, no stage that fits into a node then spans two nodes. Among
+        stages with equally many devices, neighbours of the chain get neighbouring devices.
         """
         runs = equal_device_runs(self.problem.cluster)
         firsts = [run.start for run in runs]
@@ -484,20 +521,18 @@ class MicroBatchSearch:
         return Placement(tuple(stages[index] for index in range(len(stages))))
 
     def _too_little_memory(self, line: BlockLine) -> InfeasibleError:
-        """The error for the stages that exceed the memory limit by least, on the smallest
-        micro-batches.
+        """Return the error that names the stage with the largest excess in the partition with the
+        minimum excess over the memory limit, for the smallest micro-batches.
         """
         problem = self.problem
         solver, tables = self._solver(line)
 
-        def prices(spare: float) -> StagePrices:
-            return stage_prices(tables, self.seconds, min(self.loads), self.degrees, spare)
+        def table(spare: float) -> OptionTable:
+            return option_table(tables, self.seconds, min(self.loads), self.degrees, spare)
 
         def holds(spare: float) -> bool:
-            """True if memory with `spare` bytes more holds some line of stages, however long they
-            take.
-            """
-            found = prices(spare)
+            """True if a partition of any speed fits memory limits that are `spare` bytes higher."""
+            found = table(spare)
             return solver.meets(found, np.inf, solver.levels(found))
 
         low = 0.0
@@ -508,8 +543,8 @@ class MicroBatchSearch:
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if holds(middle) else (middle, high)
-        nearest = prices(high)
-        found = solver.answer(nearest, np.inf, solver.levels(nearest))
+        nearest = table(high)
+        found = solver.shallowest(nearest, np.inf, solver.levels(nearest))
         firsts = [stage.devices[0] for stage in self._placement(found).stages]
         excess = [
             draft.memory - problem.memory_of(first)

@@ -1,14 +1,30 @@
-"""The dynamic programme: the fewest devices on which every stage meets a target, by how much its
-source keeps.
+"""The dynamic program of GraphPipe: the minimum number of devices on which each stage meets a target
+time, by the number of micro-batches in flight.
 
-Jeon et al., "GraphPipe" (2024), Algorithm 1, asks for the fewest samples in flight on a given
-number of devices. Here it is the other way round, which is the same question: for each number of
-micro-batches in flight at the source (its *level*, under 1F1B one more than the highest level of
-its successors) the fewest devices. Devices of parts in series and in parallel then both add up, and
-one table serves all numbers of devices. Where devices are of several kinds, which stand in runs,
-their number is counted from the last device on: the number taken tells which run is next, and fewer
-taken are never worse. A stage has devices of one run; those that are left over where a run goes on
-to the one before count as taken.
+Objective: given a target t (seconds per micro-batch), partition the chain of blocks into stages, each
+a contiguous range, so that each stage takes at most t seconds on its devices and fits their memory,
+with the minimum number of devices in total.
+
+The *level* of a stage is its number of micro-batches in flight under 1F1B: one more than the highest
+level of its successors. Jeon et al., "GraphPipe" (2024), Algorithm 1, minimise the samples in flight
+for a given number of devices. This module answers the equivalent question with the two exchanged:
+it minimises the devices for each level of the first stage. The devices of parts in series and of
+parts in parallel then both add up, and one table serves all numbers of devices.
+
+Recurrence for a chain without forks. Let need(l, i, j) be the minimum devices for blocks i to j - 1
+as one stage with l micro-batches in flight, and D(l, i) the minimum devices for all blocks from i on
+if a stage that ends at i has a successor of level l:
+
+    D(0, end) = 0
+    D(l, i) = min over j > i of need(l, i, j) + D(l - 1, j)
+
+At a fork, the branches are solved from the last to the first. All stages before the fork see the
+maximum level over the branches, and all branches end at the level of the stage that joins them.
+
+Clusters with several device types: the devices form *runs* of equal devices, and a stage uses devices
+of one run. Devices are counted from the last run to the first, so that the number of devices in use
+determines the current run. If a stage moves on to the next run, the unused devices of the current
+run count as used.
 """
 
 from __future__ import annotations
@@ -24,33 +40,43 @@ from numpy.typing import NDArray
 from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, Region
 
 Devices = NDArray[np.int16]
-NEVER = 10_000  # More devices than there are, and so few that two of them add up in 16 bits.
+UNREACHABLE = 10_000
+"""Number of devices that stands for "impossible": more than any cluster has, and small enough that the
+sum of two fits in 16 bits.
+"""
 Front = NDArray[np.int32]
-"""Stages to the right of each place in the line, as a stage that ends there sees them.
+"""The table of the dynamic program.
 
-`front[0, level, place]` is the fewest devices for all that lies from `place` on, in such a way that
-the highest level among the successors of a stage that ends at `place` is `level`. An entry that
-needs no fewer devices than one of a lower level is left out. Where stages are traced, `front[1,
-level, place]` is the number of the first of them; 0 at the end of the line.
+`front[0, level, i]` is D(level, i): the minimum number of devices for all blocks from i on, if
+`level` is the highest level among the successors of a stage that ends at i. An entry that needs at
+least as many devices as an entry of a lower level is omitted (`UNREACHABLE`). If stages are traced,
+`front[1, level, i]` is the number, counted from 1, of the first stage of this solution in
+`TargetProbe.stages`, and 0 at the end of the chain.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStage:
-    """A stage of an answer: blocks `start` to `stop - 1`, with at most `level` micro-batches in
-    flight.
+    """A stage of a solution: blocks `start` to `stop - 1`, with at most `level` micro-batches in
+    flight, on devices of the run `run`.
     """
 
     start: int
     stop: int
     level: int
-    run: int  # The run of its devices.
+    run: int
 
 
 class TargetProbe:
-    """One probe: `needs(level)[run][start, stop]` are the fewest devices of a run on which blocks
-    `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight; `NEVER`
-    where they do not. `runs` says how many devices there are of each.
+    """The dynamic program for one target.
+
+    needs: `needs(level)[run][start, stop]` is the minimum number of devices of a run on which blocks
+    `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight, or
+    `UNREACHABLE`.
+    places: number of block boundaries, one more than the number of blocks.
+    runs: number of devices of each run.
+    levels: maximum level.
+    traced: True to record the stages of the solution.
     """
 
     def __init__(
@@ -63,31 +89,31 @@ class TargetProbe:
     ) -> None:
         self.needs = needs
         self.levels = levels
-        self.nothing: Front = np.full((1 + traced, levels + 1, places), NEVER, dtype=np.int32)
+        self.nothing: Front = np.full((1 + traced, levels + 1, places), UNREACHABLE, dtype=np.int32)
         self.ends = tuple(itertools.accumulate(reversed(runs)))
-        """How many devices are taken at most with those of each run, the last run first."""
+        """Number of devices in use if a run and all later runs are fully used, last run first."""
         least = np.minimum.reduce(needs(min(1, levels)))
-        before = np.full(places, NEVER, dtype=np.int16)
+        before = np.full(places, UNREACHABLE, dtype=np.int16)
         before[0] = 0
         for stop in range(1, places):
-            before[stop] = min(NEVER, int((before[:stop] + least[:stop, stop]).min()))
-        self.limit: Devices = np.minimum(self.ends[-1] - before + 1, NEVER).astype(np.int16)
-        """Exclusive bound on the devices for all that lies from a place on: what lies before it
-        takes the others, at least, however many micro-batches its stages keep.
+            before[stop] = min(UNREACHABLE, int((before[:stop] + least[:stop, stop]).min()))
+        self.limit: Devices = np.minimum(self.ends[-1] - before + 1, UNREACHABLE).astype(np.int16)
+        """For each boundary, an exclusive bound on the devices for all blocks after it: the blocks
+        before it need the other devices at any level.
         """
         self.stages: list[tuple[PartitionStage, int]] = []
-        """Stages, each with the number, counted from 1, of the one that follows on its way."""
+        """Traced stages, each with the number, counted from 1, of the next stage of its solution."""
 
-    def least(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
-        """The fewest devices for a whole line, and its stages from left to right where they are
-        traced.
+    def solve(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
+        """Return (devices, stages): the minimum number of devices for the chain, `UNREACHABLE` if it
+        cannot meet the target, and its stages in order if they are traced.
         """
         front = self.nothing.copy()
         front[:, 0, -1] = 0
         self._line(regions, front, self.levels)
         best = int(front[0, :, 0].argmin())
         devices = int(front[0, best, 0])
-        number = int(front[1, best, 0]) if len(front) > 1 and devices < NEVER else 0
+        number = int(front[1, best, 0]) if len(front) > 1 and devices < UNREACHABLE else 0
         found = []
         while number:
             stage, number = self.stages[number - 1]
@@ -95,9 +121,7 @@ class TargetProbe:
         return devices, tuple(found)
 
     def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
-        """Go on from what lies to the right of `regions` to their first place; no level is above
-        `most`.
-        """
+        """Extend the table from the end of `regions` to their start, with levels up to `most`."""
         for region in reversed(regions):
             if isinstance(region, BlockRun):
                 self._run(region, front, most)
@@ -105,6 +129,7 @@ class TargetProbe:
                 self._fork(region, front, most)
 
     def _run(self, run: BlockRun, front: Front, most: int) -> None:
+        """Extend the table over a run of blocks in series."""
         places = slice(run.start, run.stop)
         limit = self.limit[places]
         behind = front[0, :most, run.start + 1 :]
@@ -113,7 +138,7 @@ class TargetProbe:
             if not filled[level - 1]:
                 continue
             seen = behind[level - 1]
-            stops = (seen < NEVER).nonzero()[0]
+            stops = (seen < UNREACHABLE).nonzero()[0]
             if not len(stops):
                 continue
             sums = self._taken(level, run, stops + (run.start + 1), seen[stops].astype(np.int16))
@@ -124,7 +149,7 @@ class TargetProbe:
             if level < most:
                 filled[level] = True
             limit = np.where(better, devices, limit)
-            front[0, level, places] = np.where(better, devices, NEVER)
+            front[0, level, places] = np.where(better, devices, UNREACHABLE)
             if len(front) > 1:
                 chosen = stops[sums.argmin(axis=1)] + run.start + 1
                 for place in np.flatnonzero(better):
@@ -137,8 +162,8 @@ class TargetProbe:
                     front[1, level, run.start + place] = len(self.stages)
 
     def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
-        """The devices taken with a stage from each place of a run of blocks to `stops`, where
-        `seen` are behind it.
+        """Return the devices in use with a stage from each boundary of a run of blocks (rows) to each
+        of `stops` (columns). `seen` are the devices in use after each stop.
         """
         found: list[Devices] = []
         start = 0
@@ -146,14 +171,18 @@ class TargetProbe:
             sums = needs[run.start : run.stop].take(stops, axis=1)
             sums += np.maximum(seen, start) if start else seen
             found.append(
-                sums if end == self.ends[-1] else np.where(sums > end, NEVER, sums).astype(np.int16)
+                sums
+                if end == self.ends[-1]
+                else np.where(sums > end, UNREACHABLE, sums).astype(np.int16)
             )
             start = end
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
     def _fork(self, fork: Fork, front: Front, most: int) -> None:
-        """Whatever joins the branches has one level; a stage before them sees the highest level of
-        their sources.
+        """Extend the table over a fork.
+
+        The stage that joins the branches has one level, which is enumerated. A stage before the
+        fork sees the maximum of the branches' levels.
         """
         places = slice(fork.start, fork.stop)
         stop = fork.stop
@@ -161,8 +190,8 @@ class TargetProbe:
         found = self.nothing.copy()
 
         def keep(ends: Front, level: int) -> None:
-            """Note for each place the fewest devices, of any level up to `level`, as of that
-            level.
+            """Record, for each boundary, the minimum devices over levels up to `level` as the entry of
+            `level`.
             """
             best = ends[0, :, places].argmin(axis=0)
             better = ends[0, best, columns] < found[0, level, columns]
@@ -170,9 +199,9 @@ class TargetProbe:
 
         filled = _filled(front[0, : most + 1, stop + 1 :])
         for level in range(most + 1):
-            if front[0, level, stop] == NEVER and not (level and filled[level - 1]):
+            if front[0, level, stop] == UNREACHABLE and not (level and filled[level - 1]):
                 continue
-            # The join has `level`: in a stage that begins there, or in one that begins in a branch.
+            # The join is in a stage of `level` that starts at the join or inside the last branch.
             behind = self.nothing.copy()
             behind[:, level, stop] = front[:, level, stop]
             if level:
@@ -181,7 +210,7 @@ class TargetProbe:
             ends = self._branches(fork, behind.copy(), level, most, passed)
             keep(ends, most)
             if not fork.start:
-                continue  # Nothing lies before, which would see their levels.
+                continue  # No stage before the fork sees the levels of the branches.
             least = ends[0, :, places].min(axis=0)
             for highest in range(max(level, 1), most):
                 ends = self._branches(fork, behind.copy(), level, highest, passed)
@@ -189,25 +218,29 @@ class TargetProbe:
                 if (ends[0, :, places].min(axis=0) == least).all():
                     break
         devices = found[0, :, places]
-        devices[1:][devices[1:] >= np.minimum.accumulate(devices, axis=0)[:-1]] = NEVER
+        devices[1:][devices[1:] >= np.minimum.accumulate(devices, axis=0)[:-1]] = UNREACHABLE
         front[:, :, places] = found[:, :, places]
 
     def _branches(
         self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]
     ) -> Front:
-        """The branches from the last to the first; what joins them has `level`. At first `passed`
-        gets what each came to. With fewer levels, a branch behind which all is as before has the
-        same on those as it had.
+        """Extend the table over the branches of a fork, from the last to the first.
+
+        level: level of the stage that joins the branches.
+        most: maximum level inside the branches.
+        passed: the table after each branch in the first call for this `level`, which fills the list.
+        A later call has a smaller `most`; it reuses the entries of a branch if the table after
+        the branch is equal.
         """
         known = iter(tuple(passed))
         for branch in reversed(fork.branches):
             places = slice(branch[0].start, branch[-1].stop)
             stop = branch[-1].stop
             if stop < fork.stop:
-                # The stages of the branch that begins there are no successors: they are seen as of
-                # `level`.
+                # The stages of the next branch are no successors of this branch. Only the join is, so
+                # the minimum over levels becomes the entry of the join's level.
                 best = front[:, front[0, :, stop].argmin(), stop].copy()
-                front[0, :, stop] = NEVER
+                front[0, :, stop] = UNREACHABLE
                 front[:, level, stop] = best
             before = next(known, None)
             if before is not None and np.array_equal(
@@ -222,19 +255,20 @@ class TargetProbe:
 
 
 def _filled(devices: Front) -> list[bool]:
-    """For each level whether it has an entry."""
-    found: list[bool] = np.logical_or.reduce(devices < NEVER, axis=1).tolist()
+    """Return, for each level, True if it has an entry."""
+    found: list[bool] = np.logical_or.reduce(devices < UNREACHABLE, axis=1).tolist()
     return found
 
 
-def fewest_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
-    """Result of `TargetProbe.least` where `needs`, one a run of `runs` devices, are the same at all
-    levels. It is `NEVER` where there is no line. Without levels each place has one number, and
-    branches are a line like all else.
+def minimum_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
+    """Return the number of devices of `TargetProbe.solve` if `needs` is equal at all levels.
+
+    `needs` has one matrix per run of `runs` devices. Without levels, each boundary has one entry and
+    forks need no special treatment, so this is faster.
     """
     ends = tuple(itertools.accumulate(reversed(runs)))
     kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))
-    front = np.full(len(needs[0]), NEVER, dtype=np.int16)
+    front = np.full(len(needs[0]), UNREACHABLE, dtype=np.int16)
     front[-1] = 0
     for place in range(len(front) - 2, -1, -1):
         seen = front[place + 1 :]

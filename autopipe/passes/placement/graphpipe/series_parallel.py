@@ -1,13 +1,13 @@
-"""A graph's series-parallel tree, and its blocks in one line, as Jeon et al., "GraphPipe" (2024),
-section 5, cut it.
+"""The series-parallel tree of a graph, and its blocks as a chain (Jeon et al., "GraphPipe" (2024),
+section 5).
 
-Two units are in series where one waits for the other, directly or not. So a residual connection is
-no branch: what it skips lies between its two ends anyway. A region that is not series-parallel is
-treated as if some of its units, which could run beside others, waited for them.
+Two units (groups of nodes) are in series if one depends on the other, directly or not. A residual
+connection is therefore not a branch: the units that it skips are in series with both of its ends. In
+a region that is not series-parallel, dependencies are added until it is.
 
-A stage of the search is a stretch of the line. Any stretch is convex, as the line is a topological
-order: so a stage may also end in the middle of one branch and begin in another, hold several
-branches, or the end of one and what joins them all.
+The chain lists the blocks in a topological order. A stage of the search is a contiguous range of the
+chain, which is convex. A stage may therefore end inside one branch and start in another, contain
+several branches, or contain the end of a branch and the join.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from autopipe.passes.partition.downsets import bits, closed, component, membersh
 
 
 def make_units(graph: Graph) -> Blocks:
-    """Every node a unit that no stage parts, but for nodes that would only be in the way. What
-    depends on no input (constants, transposed weights, positions) goes with its first reader: such
-    trees lie beside all that runs before, and would make branches out of nothing. So do nodes that
-    every stage computes for itself. A view goes with the node whose value it shows.
+    """Return the units of a graph: groups of nodes that stay in one stage.
+
+    Most units are single nodes. A view joins the node whose value it shows. Nodes that depend on no
+    input (constants, transposed weights, positions) and nodes that each stage recomputes join their
+    first reader; as separate units they would form artificial branches, parallel to all preceding
+    nodes.
     """
     sources = [tuple(dict.fromkeys(producer for _, producer in each)) for each in graph.sources()]
     aside = recomputed_nodes(graph) | input_free_nodes(graph)
@@ -60,21 +62,21 @@ def make_units(graph: Graph) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One unit."""
+    """A tree of one unit."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Parts of which each waits for all of those before it; none is a series itself."""
+    """Parts in order, each of which depends on all units of the preceding parts. No part is a Series."""
 
     parts: tuple[Tree, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parts that have nothing to do with one another."""
+    """Parts without dependencies between them."""
 
     parts: tuple[Tree, ...]
 
@@ -83,7 +85,7 @@ Tree = Leaf | Series | Parallel
 
 
 def leaves(tree: Tree) -> tuple[int, ...]:
-    """The units of a tree, parts one after the other: a topological order."""
+    """Return the units of a tree in the order of its parts, which is a topological order."""
     if isinstance(tree, Leaf):
         return (tree.unit,)
     return tuple(itertools.chain.from_iterable(map(leaves, tree.parts)))
@@ -92,9 +94,13 @@ def leaves(tree: Tree) -> tuple[int, ...]:
 def decompose(
     needs: Sequence[int], weights: Sequence[float]
 ) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
-    """The tree of units that wait for those in `needs` (as bits), numbered topologically; and the
-    smallest regions that are not series-parallel, each as its units, ascending. `weights` say how
-    much there is to lose where units of a region that is not series-parallel are put in an order.
+    """Return (tree, regions) of units in topological order.
+
+    tree: the series-parallel tree.
+    regions: the units of each minimal region that is not series-parallel. Dependencies were added
+    inside of it, where they lose the least parallel work (see `least_ordering_cut`).
+
+    `needs` has a bit set of the units that each unit reads from, `weights` the time of each unit.
     """
     above = closed(needs)
     linked = list(needs)
@@ -110,7 +116,9 @@ def decompose(
         return Series(tuple(found))
 
     def tree(units: list[int], inside: bool) -> Tree:
-        """The tree of some units, ascending; `inside` a region that is not series-parallel."""
+        """Return the tree of `units`, which are ascending. `inside` is True in a region that is not
+        series-parallel.
+        """
         if len(units) == 1:
             return Leaf(units[0])
         runs = _in_series(above, units)
@@ -132,8 +140,8 @@ def decompose(
 
 
 def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
-    """The units cut wherever all that follow wait for all before. Such a cut parts any topological
-    order in two.
+    """Divide the units into consecutive parts such that each unit depends on all units of the
+    preceding parts.
     """
     before = list(itertools.accumulate((1 << unit for unit in units), initial=0))
     shared = before[-1]
@@ -145,27 +153,31 @@ def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
     return [units[start:stop] for stop, start in itertools.pairwise((*cuts, 0))][::-1]
 
 
-_MOST_CUTS = 2**18  # Places of cuts that are compared at once, times units.
+_MAX_CUT_ENTRIES = 2**18
+"""Maximum number of candidate cuts times units; beyond it, cuts are subsampled evenly."""
 
 
 def least_ordering_cut(
     units: list[int], above: Sequence[int], weights: Sequence[float]
 ) -> list[int]:
-    """The first of two parts of `units`, ascending, the second of which is then to wait for all of
-    the first. Of the cuts below or above one unit, and of those along the given order, it is the
-    one that puts the smallest share of the pairs across it, by weight, in an order that they do not
-    have.
+    """Return the first of two parts of `units` such that making the second part depend on the first
+    loses the least parallelism.
+
+    The candidates are the ancestors or descendants of one unit, with or without the unit, and the
+    prefixes of the given order. The loss of a cut is the weight of its pairs (first part, second
+    part) of independent units, divided by the weight of all its pairs; the weight of a pair is the
+    product of the units' weights. `above` has a bit set of all units that each unit depends on.
     """
     count = len(units)
     own = np.eye(count, dtype=bool)
-    # At [i, j] whether unit j waits for unit i.
+    # earlier[i, j] is True if unit j depends on unit i.
     earlier = membership([above[unit] for unit in units], max(units) + 1)[:, units].T
     # A first part holds, with a unit, all that this waits for, and is neither empty nor all.
     along = np.tri(count, count, -1, dtype=bool)[1:]
     firsts = np.concatenate((along, earlier.T | own, earlier.T, ~(earlier | own), ~earlier))
     sizes = firsts.sum(axis=1)
     firsts = np.unique(firsts[(sizes > 0) & (sizes < count)], axis=0)
-    firsts = firsts[:: -(-len(firsts) * count // _MOST_CUTS)]
+    firsts = firsts[:: -(-len(firsts) * count // _MAX_CUT_ENTRIES)]
     free = ~(earlier | earlier.T | own)
     weight = np.array([weights[unit] for unit in units])
     weight = weight / max(float(weight.sum()), 1e-30) + 1e-6 / count
@@ -177,7 +189,7 @@ def least_ordering_cut(
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks `start` to `stop - 1`, each of which waits for the one before."""
+    """Blocks `start` to `stop - 1` in series."""
 
     start: int
     stop: int
@@ -185,8 +197,8 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Branches, one after the other in the line, from block `start` to `stop - 1`; each is a line
-    of its own.
+    """Parallel branches, which occupy the blocks `start` to `stop - 1` one after the other. Each branch
+    is a sequence of regions.
     """
 
     branches: tuple[tuple[Region, ...], ...]
@@ -199,35 +211,41 @@ Region = BlockRun | Fork
 
 @dataclass(frozen=True, slots=True)
 class BlockLine:
-    """Blocks of nodes in a topological order, and its regions from the first to the last."""
+    """The blocks in topological order, and the regions that they form, in order."""
 
     chain: Chain
     regions: tuple[Region, ...]
-    needs: tuple[int, ...]  # For each block the blocks that it reads from, as bits.
+    needs: tuple[int, ...]
+    """For each block, a bit set of the blocks that it reads from."""
 
 
-_FEW = 32  # Units of a graph so small that every fork of it is looked into.
-_FORKS = 32  # Of a larger graph, forks with less than this part of all work are not looked into.
+_SMALL_GRAPH = 32
+"""Maximum number of units of a graph all of whose forks are kept."""
+_MIN_FORK_FRACTION = 32
+"""In a larger graph, a fork with less than 1 / 32 of all work becomes blocks in series."""
 
 
 def make_line(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
 ) -> BlockLine:
-    """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node. But in a
-    small graph, forks with less work than what each of `devices` gets, or tiny ones, become blocks.
-    Where there are more units, each run's units are joined where many bytes cross.
+    """Return the chain of a tree, with about `limit` blocks at most. `seconds` has the time of each node.
+
+    In a graph with more than `_SMALL_GRAPH` units, a fork becomes blocks in series if its work is
+    below total / devices or 1 / `_MIN_FORK_FRACTION` of the total. If there are more units than
+    `limit`, units of a run are merged where many bytes cross between them.
     """
     order = leaves(tree)
     work = np.array([seconds[list(units.nodes[unit])].sum() for unit in order])
     total = float(work.sum())
-    light = total / min(devices, _FORKS) if len(order) > _FEW else -1.0
+    light = total / min(devices, _MIN_FORK_FRACTION) if len(order) > _SMALL_GRAPH else -1.0
     nodes = [node for unit in order for node in units.nodes[unit]]
     starts = np.cumsum([0, *(len(units.nodes[unit]) for unit in order)])
     crossing = crossing_bytes(graph, {node: place for place, node in enumerate(nodes)})[starts[:-1]]
-    cuts: list[int] = []  # The place of the first unit of each block.
+    cuts: list[int] = []
+    """Position of the first unit of each block in `order`."""
 
     def run(begins: list[int], stop: int) -> BlockRun:
-        """The units before `stop` as blocks, each of which begins at some of `begins`."""
+        """Append blocks for the units from `begins[0]` to `stop`, each starting at one of `begins`."""
         own = np.add.reduceat(work[:stop], begins)
         most = (
             max(1, round(limit / max(total, 1e-30) * float(own.sum())))
@@ -240,7 +258,7 @@ def make_line(
         return BlockRun(first, len(cuts))
 
     def regions(part: Tree, place: int) -> list[Region]:
-        """The regions of a part of the tree that begins at `place`."""
+        """Return the regions of a part of the tree that starts at position `place`."""
         found: list[Region] = []
         begins: list[int] = []
         for each in part.parts if isinstance(part, Series) else (part,):
@@ -266,31 +284,32 @@ def make_line(
     return BlockLine(chain, found, needs)
 
 
-FEW = 8  # Units of a graph so small that many lines are looked at.
-_MOST_LINES = 64  # Of each kind.
+FEW_UNITS = 8
+"""Maximum number of units of a graph for which many topological orders are searched."""
+_MAX_ORDERS = 64
+"""Maximum number of orders of each kind."""
 
 
 def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
-    """Trees whose leaves are the same units in other topological orders, the most promising first,
-    each once.
+    """Yield trees of equal units in other topological orders, the most promising first.
 
-    A tree's own line keeps branches together. Where branches are uneven, a stage of the first
-    halves of two of them can be better, which is a stretch of a line that takes the units by depth;
-    or one of another branch and what joins them, which is a stretch where that branch comes last.
-    In lines that tear branches apart every stage is taken to wait for the one before, so memory
+    The chain of `tree` keeps each branch contiguous. If branches are uneven, other orders can have
+    better stages: an order by depth has a range with the first halves of two branches, and an order
+    with another branch last has a range with this branch and the join. An order that interleaves
+    branches is yielded as a Series, so each of its stages depends on the preceding one and memory
     counts as for a chain.
 
-    `needs` are the units that each reads from, as bits, and `weights` what each takes.
+    `needs` has a bit set of the units that each unit reads from, `weights` the time of each unit.
     """
-    few = len(needs) <= FEW
+    few = len(needs) <= FEW_UNITS
     seen = {_equal_branches(tree, weights)}
-    for each in (_mirrored(tree), *(itertools.islice(_permuted(tree), _MOST_LINES) if few else ())):
+    for each in (_mirrored(tree), *(itertools.islice(_permuted(tree), _MAX_ORDERS) if few else ())):
         if (key := _equal_branches(each, weights)) not in seen:
             seen.add(key)
             yield each
-    # The stretches of the tree's own order are those of its line.
+    # The chain of `tree` already covers the order of its own leaves.
     known = {leaves(tree)}
-    every = itertools.islice(_extensions(needs, 0, ()), _MOST_LINES) if few else ()
+    every = itertools.islice(_extensions(needs, 0, ()), _MAX_ORDERS) if few else ()
     for order in (tuple(range(len(needs))), tuple(_by_depth(needs, weights)), *every):
         if order not in known:
             known.add(order)
@@ -298,14 +317,14 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
 
 
 def _equal_branches(tree: Tree, weights: Sequence[float]) -> object:
-    """Equal for trees that differ in the order of equal branches alone."""
+    """Return a key that is equal for trees that differ only in the order of equal branches."""
     if isinstance(tree, Leaf):
         return weights[tree.unit]
     return type(tree).__name__, tuple(_equal_branches(part, weights) for part in tree.parts)
 
 
 def _mirrored(tree: Tree) -> Tree:
-    """The last branch first."""
+    """Return the tree with the branches of each fork in reverse order."""
     if isinstance(tree, Leaf):
         return tree
     parts = tuple(map(_mirrored, tree.parts))
@@ -313,12 +332,12 @@ def _mirrored(tree: Tree) -> Tree:
 
 
 def _permuted(tree: Tree) -> Iterator[Tree]:
-    """The tree with its branches in every order."""
+    """Yield the tree with its branches in each order."""
     if isinstance(tree, Leaf):
         yield tree
         return
     for parts in itertools.product(
-        *(tuple(itertools.islice(_permuted(part), _MOST_LINES)) for part in tree.parts)
+        *(tuple(itertools.islice(_permuted(part), _MAX_ORDERS)) for part in tree.parts)
     ):
         if isinstance(tree, Series):
             yield Series(parts)
@@ -327,20 +346,21 @@ def _permuted(tree: Tree) -> Iterator[Tree]:
 
 
 def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The units by when they could be done, if each had a device of its own."""
-    times: list[tuple[float, float, int]] = []  # When each is done, and begun.
+    """Return the units by their earliest finish time if each unit has a device of its own."""
+    times: list[tuple[float, float, int]] = []
+    """(finish, start, unit) of each unit."""
     for unit, (need, weight) in enumerate(zip(needs, weights, strict=True)):
         begun = max((times[other][0] for other in bits(need)), default=0.0)
         times.append((weight + begun, begun, unit))
-    # What takes no time is done when that is which it waits for: the unit's number keeps such units
-    # in order.
+    # A unit of zero time finishes together with the units that it depends on; the unit number keeps
+    # them in topological order.
     return [unit for _, _, unit in sorted(times)]
 
 
 def _extensions(
     needs: Sequence[int], done: int, order: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Every topological order."""
+    """Yield each topological order that starts with `order`, whose units are the bits of `done`."""
     if len(order) == len(needs):
         yield order
         return

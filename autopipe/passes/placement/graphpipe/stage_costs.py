@@ -1,9 +1,9 @@
-"""Time and memory of every stretch of the line as one stage, in every way of running it, for any
-micro-batch.
+"""Time and memory of each contiguous range of blocks as one stage, for each number of devices, with and
+without recomputation, and for any micro-batch size.
 
-All figures grow with the micro-batch by a straight line. They are read off once, and no graph is
-made for each size. Every matrix is indexed by (first block, block after the last); seconds are
-those of a micro-batch.
+Work and bytes are affine functions of the micro-batch size. They follow from two sizes, so that no
+graph is created per size. Each matrix is indexed by (first block, block after the last); seconds are
+per micro-batch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from autopipe.passes.cost.roofline import (
     update_line,
 )
 from autopipe.passes.cost.stage_work import exchange_of_gradients, updated_part
-from autopipe.passes.placement.graphpipe.search import NEVER, Devices, PartitionStage
+from autopipe.passes.placement.graphpipe.search import UNREACHABLE, Devices, PartitionStage
 
 Seconds = NDArray[np.float64]
 
 
 class NodeSeconds:
-    """Seconds of every node's forward and backward on micro-batches of any size, shared by any
-    number of devices. Work at other sizes of micro-batches lies on the line through that at the
-    problem's own and at half of it. Nodes of equal work are looked at once.
+    """Seconds of each node's forward and backward, for any micro-batch size and number of devices that
+    divide the samples.
+
+    The work at a size is interpolated linearly between the problem's micro-batch size and half of
+    it. Nodes of equal work are computed once.
     """
 
     def __init__(self, problem: Problem, samples: SampleAxes) -> None:
@@ -51,18 +53,18 @@ class NodeSeconds:
         kinds: dict[tuple[int, Work], int] = {}
         keys = [(id(use), work) for use, work in zip(samples.uses, problem.work, strict=True)]
         self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
-        """Which of the different nodes each node is like."""
+        """For each node, the index of its class of nodes with equal work."""
         self.firsts = np.unique(self.kind_of, return_index=True)[1].tolist()
         self.wholes = [problem.work[node] for node in self.firsts]
         self.halves = [half[node] for node in self.firsts]
         self.axes = np.array([samples.axes[node] is not None for node in self.firsts])
         self.measured = np.array([bool(whole.measured) for whole in self.wholes])
-        """Nodes whose measured costs say what a share of the samples takes."""
+        """True for classes with measured times, which cover fractions of the samples."""
         self._undivided: dict[int, Seconds] = {}
 
     def of(self, size: int, degree: int, devices: Sequence[Device]) -> tuple[Seconds, Seconds]:
-        """Forward and backward of each node on the slowest of `devices`, backward 0 without
-        training.
+        """Return (forward, backward) of each node for micro-batches of `size` samples on `degree`
+        devices; the maximum over the types `devices`. Backward is 0 in inference.
         """
         every = [self._on(device, size, degree) for device in devices]
         forward, backward = (np.maximum.reduce([each[phase] for each in every]) for phase in (0, 1))
@@ -87,20 +89,20 @@ class NodeSeconds:
         return forward[self.kind_of], backward[self.kind_of]
 
     def undivided(self, degree: int) -> Seconds:
-        """1 for nodes whose samples `degree` devices cannot share."""
+        """Return 1 for each node that `degree` devices cannot divide by samples, else 0."""
         if degree not in self._undivided:
             each = [not self.samples.divides(node, degree) for node in self.firsts]
             self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
         return self._undivided[degree]
 
 
-_FIGURES = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
+_SCALED_FIELDS = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
 
 
 def _between(half: Work, whole: Work, part: float) -> Work:
-    """The work of `part` of the samples."""
+    """Return the work of the fraction `part` of the samples, given that of half and of all samples."""
     found = {}
-    for name in _FIGURES:
+    for name in _SCALED_FIELDS:
         less = getattr(half, name)
         more = getattr(whole, name)
         found[name] = max(0.0, 2 * less - more) + 2 * part * (more - less)
@@ -109,8 +111,10 @@ def _between(half: Work, whole: Work, part: float) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class DraftStage:
-    """A stage that has no devices yet: blocks `start` to `stop - 1` of a line on `degree` devices
-    of a run.
+    """A stage without assigned devices: blocks `start` to `stop - 1` on `degree` devices of a run.
+
+    memory: bytes per device.
+    The other float fields are seconds, as in `StageOption`.
     """
 
     start: int
@@ -119,8 +123,8 @@ class DraftStage:
     degree: int
     recompute: bool
     in_flight: int
-    memory: float  # Bytes on a device.
-    forward: float  # Seconds, like all that follows as `StageOption` has them.
+    memory: float
+    forward: float
     backward: float
     arriving: float
     returning: float
@@ -129,35 +133,40 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """A way of running stretches: on `degree` devices of a run of like ones, with or without
-    recomputation.
-    """
+    """The costs of all ranges of blocks on `degree` devices of a run, with or without recomputation."""
 
     run: int
-    """Which of the cluster's runs of devices that a stage may have, as `equal_device_runs` counts
-    them.
-    """
+    """Index of the run of equal devices in `equal_device_runs`."""
     degree: int
     recompute: bool
     forward: Matrix
     backward: Matrix
-    """With the second forward of recomputation, and with adding gradients to those before."""
-    arriving: Matrix  # Messages from the stages before.
-    returning: Matrix  # Messages with gradients, from the stages after.
-    end: Matrix  # Seconds, once a step, of summing gradients over devices and of the update.
-    always: Matrix  # Bytes on a device, whatever is in flight.
-    kept: Matrix  # Bytes for each micro-batch in flight.
-    seconds: Matrix  # All of them, with a share of the step's end; infinite for empty stretches.
+    """Seconds of backward, with the second forward of recomputation and the accumulation of gradients.
+    """
+    arriving: Matrix
+    """Seconds of messages from preceding stages."""
+    returning: Matrix
+    """Seconds of messages with gradients from following stages."""
+    end: Matrix
+    """Seconds per step of the gradient reduction and the update."""
+    always: Matrix
+    """Bytes per device that do not depend on the micro-batches in flight."""
+    kept: Matrix
+    """Bytes per device and micro-batch in flight."""
+    seconds: Matrix
+    """Sum of all seconds, with `end` divided by the number of micro-batches; infinite for empty ranges.
+    """
     most: NDArray[np.int16]
-    """The most micro-batches in flight that memory takes, up to the number of devices; 0 where not
-    even one fits.
+    """Maximum number of micro-batches in flight that fit the memory, at most the number of devices; 0
+    if none fits.
     """
 
     def holds(self, start: int, stop: int, in_flight: int) -> bool:
-        """True if a stretch can be run so with that many micro-batches in flight."""
+        """True if blocks `start` to `stop - 1` fit the memory with `in_flight` micro-batches in flight."""
         return bool(self.seconds[start, stop] < np.inf and self.most[start, stop] >= in_flight)
 
     def stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
+        """Return the stage of blocks `start` to `stop - 1`."""
         at = (start, stop)
         memory = float(self.always[at] + in_flight * self.kept[at])
         seconds = (
@@ -170,25 +179,27 @@ class StageOption:
 
 
 @dataclass(frozen=True, slots=True)
-class StagePrices:
-    """The options of one size of micro-batch, degrees descending."""
+class OptionTable:
+    """The stage options for one micro-batch size, in descending order of degree."""
 
     size: int
     micro_batches: int
     options: tuple[StageOption, ...]
-    runs: tuple[int, ...]  # Numbers of devices in each run of like ones, in the order of the line.
-    limits: tuple[float, ...]  # Bytes of memory on a device of each run.
+    runs: tuple[int, ...]
+    """Number of devices in each run of equal devices."""
+    limits: tuple[float, ...]
+    """Memory limit in bytes of a device of each run."""
     bounds: frozenset[int]
-    """Numbers of micro-batches in flight that are the most for some stretch in some way."""
+    """All values of `StageOption.most`: only at these levels can the set of feasible ranges change."""
 
     @property
     def places(self) -> int:
-        """Places of the line: one more than blocks."""
+        """Number of block boundaries, one more than the number of blocks."""
         return len(self.options[0].seconds)
 
     def needs(self, target: float, levels: int) -> list[tuple[Devices, ...]]:
-        """By level and run, the fewest devices on which each stretch takes at most `target` seconds
-        a micro-batch.
+        """Return, by level and run, the minimum number of devices on which each range takes at most
+        `target` seconds per micro-batch.
         """
         target = min(target, float(np.finfo(float).max))
         fits = [
@@ -200,7 +211,7 @@ class StagePrices:
             if (kept == level > 1 and kept - 1 in self.bounds) or not found:
                 found.append(
                     tuple(
-                        np.full((self.places, self.places), NEVER, dtype=np.int16)
+                        np.full((self.places, self.places), UNREACHABLE, dtype=np.int16)
                         for _ in self.runs
                     )
                 )
@@ -211,8 +222,8 @@ class StagePrices:
         return found
 
     def stage(self, piece: PartitionStage, target: float) -> DraftStage:
-        """A stage in the way that `needs` found: of those on as few devices of its run the
-        fastest.
+        """Return a stage of a solution for `target`: the fastest option with the minimum number of
+        devices.
         """
         at = (piece.start, piece.stop)
         kept = min(piece.level, self.micro_batches)
@@ -224,11 +235,12 @@ class StagePrices:
         return min(fitting, key=lambda option: (option.degree, option.seconds[at])).stage(*at, kept)
 
 
-def stage_prices(
+def option_table(
     tables: Tables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
-) -> StagePrices:
-    """The prices of micro-batches of `size` samples, by each of some degrees that can share them.
-    Each device has its memory limit, and `spare` bytes more.
+) -> OptionTable:
+    """Return the stage options for micro-batches of `size` samples and the degrees that divide them.
+
+    Each device has its memory limit plus `spare` bytes.
     """
     problem = tables.problem
     runs = equal_device_runs(problem.cluster)
@@ -245,14 +257,22 @@ def stage_prices(
     options.sort(key=lambda option: -option.degree)
     counted = (np.bincount(option.most.ravel()).nonzero()[0].tolist() for option in options)
     bounds = itertools.chain.from_iterable(counted)
-    figures = tuple(options), tuple(map(len, runs)), tuple(limits), frozenset(bounds)
-    return StagePrices(size, problem.batch_size // size, *figures)
+    return OptionTable(
+        size,
+        problem.batch_size // size,
+        tuple(options),
+        tuple(map(len, runs)),
+        tuple(limits),
+        frozenset(bounds),
+    )
 
 
 def _options(
     tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
 ) -> Iterator[StageOption]:
-    """The ways of one degree that the problem's recomputation leaves."""
+    """Yield the options of one degree: with, without, or with and without recomputation, as the problem
+    permits.
+    """
     problem = tables.problem
     chain = tables.chain
     devices = equal_device_runs(problem.cluster)[run]
@@ -290,14 +310,14 @@ def _options(
             on_host = tables.host_seconds(launch_s, recompute)
             tasks = np.maximum(forward, on_host[0]), np.maximum(backward, on_host[1])
         every = tasks[0] + tasks[1] + arriving + returning + end / (problem.batch_size // size)
-        room = limit - always
+        free_bytes = limit - always
         levels = problem.cluster.size
         with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(kept > 0, np.floor(room / kept), levels)
-        most = np.clip(np.where(room < 0, 0, most), 0, levels).astype(np.int16)
-        priced = np.where(empty, np.inf, every), most
+            most = np.where(kept > 0, np.floor(free_bytes / kept), levels)
+        most = np.clip(np.where(free_bytes < 0, 0, most), 0, levels).astype(np.int16)
+        seconds = np.where(empty, np.inf, every)
         return StageOption(
-            run, degree, recompute, *tasks, arriving, returning, end, always, kept, *priced
+            run, degree, recompute, *tasks, arriving, returning, end, always, kept, seconds, most
         )
 
     if not problem.train:
@@ -322,9 +342,10 @@ def _options(
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
-    """The link between neighbours of stages on `degree` of a run's `devices`: on average, where
-    some are in one node. Which devices a stage gets is not known yet. One of the run's stages has
-    neighbours in another group.
+    """Return the average link between neighbouring stages with `degree` devices each.
+
+    The devices of a stage are not known yet. Some neighbours are in one node, others are not, and
+    one stage of the run has a neighbour in another group of the cluster.
     """
     first, levels = cluster.part(devices[0])
     inner = levels[0]
@@ -339,9 +360,9 @@ def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
     )
 
 
-def _mean(first: Link, second: Link, share: float) -> Link:
-    """The first link, and the second for a share of all messages."""
-    apart = min(1.0, share)
-    latency = apart * second.latency_s + (1 - apart) * first.latency_s
-    per_byte = apart / second.bandwidth_bytes_per_s + (1 - apart) / first.bandwidth_bytes_per_s
+def _mean(first: Link, second: Link, fraction: float) -> Link:
+    """Return the mean of two links, of which `fraction` of all messages use the second."""
+    weight = min(1.0, fraction)
+    latency = weight * second.latency_s + (1 - weight) * first.latency_s
+    per_byte = weight / second.bandwidth_bytes_per_s + (1 - weight) / first.bandwidth_bytes_per_s
     return Link(latency, 1 / per_byte)

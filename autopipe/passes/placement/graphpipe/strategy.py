@@ -1,5 +1,5 @@
-"""GraphPipe: the strategy, and what it settles once the stages stand: micro-batches and splits of
-their own.
+"""The placement strategy GraphPipe, with two refinements of the stages that its search finds: a
+micro-batch size per stage, and splits inside stages.
 
 Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline
 Parallelism" (2024).
@@ -38,40 +38,39 @@ from autopipe.passes.sharding.search import Exact, SplitProblem
 
 @dataclass(frozen=True, slots=True)
 class GraphPipe:
-    """Cuts the model's series-parallel graph into stages that take equally long, branches beside
-    one another.
+    """Partitions the series-parallel graph of the model into stages of about equal time, with stages
+    of parallel branches running concurrently.
     """
 
     intra: Literal["data_parallel", "pase"] = "data_parallel"
-    """How the devices of a stage share its work: by samples, or as the search for splits makes a
-    step shorter.
+    """How the devices of a stage divide its work: `data_parallel` divides samples; `pase` searches
+    the splits of each operator.
     """
 
     per_stage_micro_batch: bool = False
-    """True if stages get micro-batches of their own sizes where a step by kFkB is shorter with
-    them.
-    """
+    """True to search a micro-batch size per stage that shortens the step of a kFkB schedule."""
 
     name: ClassVar[str] = "graphpipe"
 
     def division(self, graph: Graph) -> Division:
-        """It chooses the size of micro-batches."""
+        """Return `Division.OWN`: the strategy chooses the micro-batch size."""
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError where there is nothing to place."""
+        """Raise InfeasibleError if the graph has no nodes."""
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the least expected step time. It uses all devices that make the
-        slowest stage faster; others have no stage. Raises InfeasibleError where memory holds no
-        stages, saying by how much those that need least exceed it, ConfigurationError for a
-        constraint that the stages do not fulfil.
+        """Return the placement with the minimum expected step time.
+
+        A device that would not make the slowest stage faster has no stage. Raises InfeasibleError,
+        with the minimum excess over the memory limit, if no stages fit the memory. Raises
+        ConfigurationError for a constraint that the stages violate.
         """
         return best_order(problem, self._placed, parts=False)
 
     def _placed(self, problem: Problem) -> Placement:
-        """The placement with the cluster's devices in the order in which they are."""
+        """Return the placement for the order of devices in the problem's cluster."""
         placement = _in_stages(problem)
         if isinstance(placement, InfeasibleError):
             raise placement
@@ -85,9 +84,11 @@ class GraphPipe:
 
 @remembered(2)
 def _in_stages(problem: Problem) -> Placement | InfeasibleError:
-    """The stages with which all forms begin, or why there are none, which takes as long to find. A
-    note says of each region that is not series-parallel how large it is, and where it begins and
-    ends.
+    """Return the placement before refinements, or the error if no stages fit the memory.
+
+    The error is a result, so that it is cached: finding it takes as long as finding stages. The
+    placement has a note for each region of the graph that is not series-parallel, with the size and
+    the ends of the region.
     """
     graph = problem.graph
     units = make_units(graph)
@@ -103,21 +104,24 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
     notes = (
         f"{len(nodes)} {plural(len(nodes), 'operator')} from {graph.nodes[min(nodes)].name!r} "
         f"to {graph.nodes[max(nodes)].name!r} are not "
-        "series-parallel: they count as one block, whose parts run in a fixed order"
+        "series-parallel: GraphPipe runs their parts in a fixed order"
         for nodes in parts
     )
     return replace(best, notes=tuple(notes))
 
 
-_SWEEPS = 3  # How often all changes are tried, at most.
+_MAX_SWEEPS = 3
+"""Maximum number of passes over all changes of micro-batch sizes."""
 
 
 def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
-    """`placement`, whose stages have micro-batches of one size, with larger and smaller ones where
-    that is faster. Section 6 of the paper. Stages equally far from the end change together, alone
-    or with all before or behind them, by one step through the sizes that the problem allows; what
-    shortens the step by kFkB (k = 1), as it is simulated, and fits into memory stays, until nothing
-    does any more. Sizes divide the largest.
+    """Return `placement` with a micro-batch size per stage (section 6 of the paper).
+
+    The search is greedy. A change moves the stages of equal depth (distance from the end of the
+    pipeline), optionally with all stages of greater or of smaller depth, to the next larger or
+    smaller size that the problem permits. A change is kept if it fits the memory and shortens the
+    simulated step of the kFkB schedule with k = 1. The search ends when no change helps, or after
+    `_MAX_SWEEPS` passes. All sizes divide the largest one.
     """
     best = _step_by_kfkb(problem, placement)
     graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
@@ -127,7 +131,7 @@ def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
         for depth in sorted(set(depths))
         for low, high in ((depth, depth), (1, depth), (depth, max(depths)))
     )
-    for _ in range(_SWEEPS):
+    for _ in range(_MAX_SWEEPS):
         before = best
         for indices, up in itertools.product(together, (False, True)):
             changed = _with_next_size(problem, placement, indices, up)
@@ -142,8 +146,8 @@ def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
 def _with_next_size(
     problem: Problem, placement: Placement, indices: frozenset[int], up: bool
 ) -> Placement | None:
-    """The placement with the next larger or smaller micro-batches in some stages; None where there
-    are none.
+    """Return the placement with the next larger (`up`) or smaller micro-batch size for the stages
+    `indices`; None if there is no such size or a size would not divide the largest one.
     """
     stages = list(placement.stages)
     for index in indices:
@@ -166,8 +170,8 @@ def _with_next_size(
 
 
 def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
-    """Seconds of a step; infinite where memory does not hold it, or the model's values cannot be
-    shared out so.
+    """Return the seconds of a step under kFkB; infinite if memory does not suffice or values cannot be
+    divided into these micro-batches.
     """
     try:
         problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
@@ -177,38 +181,43 @@ def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
-    """`placement` with its stages of several devices split as the search finds it best, or as they
-    are. Which of the two is better for each follows from a step by kFkB (k = 1), as it is
-    simulated: neighbours that are split differently have more to send. The step is never longer
-    than it was, but for stages in which constraints ask for splits. Nodes, devices, micro-batches
-    and recomputation stay. No two stages may share a device. Raises ConfigurationError for
-    constraints that cannot be followed.
+    """Return `placement` with the splits of PaSE's search in each stage for which they shorten the
+    step.
+
+    The choice between the splits of the search and those of `placement` is made per stage, by a
+    simulated step under kFkB with k = 1, because neighbouring stages with different splits have
+    more to send. The step does not become longer, except for stages with required splits. Nodes,
+    devices, micro-batch sizes and recomputation do not change. Stages must not share devices.
+    Raises ConfigurationError for constraints that cannot be satisfied.
     """
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     required = _required_splits(problem, placement)
     inside = SplitProblem(problem, placement, required)
     solver = Exact(problem.time_limit)
-    settled: dict[int, Stage] = {}
+    fixed: dict[int, Stage] = {}
     found: dict[int, Stage] = {}
     for index, stage in enumerate(placement.stages):
         if len(stage.devices) > 1:
             with suppress(InfeasibleError):
                 best = inside.split(placement, index, solver).placement.stages[index]
                 if best != stage:
-                    (found if required.keys().isdisjoint(stage.nodes) else settled)[index] = best
-    placement = _with_stages(placement, settled)
+                    is_free = required.keys().isdisjoint(stage.nodes)
+                    (found if is_free else fixed)[index] = best
+    placement = _with_stages(placement, fixed)
     if not found:
         return placement
 
     def measured(placement: Placement) -> tuple[float, list[float]]:
-        """Seconds of a step, and those in which each stage's devices are busy."""
+        """Return the seconds of a step, and the busy seconds of each stage's devices."""
         costs = stage_costs(problem, placement)
         counts = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
         return quick_step(problem, placement, costs).end, list(map(step_seconds, costs, counts))
 
     def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
-        """Seconds of a step, and the placement with each stage in turn as in `others` if that is no
-        worse for the step and its devices are busy for a shorter time, or if the step is shorter.
+        """Replace each stage in turn by its counterpart in `others` if the step becomes shorter, or
+        stays equal and the stage's devices are busy for a shorter time.
+
+        Returns the seconds of a step and the placement.
         """
         step, busy = measured(placement)
         for index, other in others.items():
@@ -226,13 +235,15 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
 
 
 def _with_stages(placement: Placement, others: dict[int, Stage]) -> Placement:
-    """The placement with some of its stages replaced."""
+    """Return the placement with the stages `others`, by index, in place of its own."""
     stages = (others.get(index, stage) for index, stage in enumerate(placement.stages))
     return replace(placement, stages=tuple(stages))
 
 
 def _required_splits(problem: Problem, placement: Placement) -> dict[int, Splits]:
-    """The splits that constraints ask for and the devices of a node's stage can have, by node."""
+    """Return the splits that constraints require, by node, if their product divides the number of
+    devices of the node's stage.
+    """
     resolved = resolved_constraints(problem)
     found = dict[int, Splits]()
     for stage in placement.stages if resolved else ():

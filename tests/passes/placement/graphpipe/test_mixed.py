@@ -20,7 +20,7 @@ from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units
-from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, StagePrices, stage_prices
+from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, OptionTable, option_table
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
@@ -30,18 +30,18 @@ from tests.passes.placement.graphpipe.test_strategy import TWO
 SIZE = 4
 
 
-def prices_of(both: Problem) -> tuple[Solver, StagePrices]:
+def prices_of(both: Problem) -> tuple[Solver, OptionTable]:
     units = make_units(both.graph)
     seconds = sum(mean_seconds(both))
     tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes])[0]
     line = make_line(both.graph, units, tree, seconds, 100, both.cluster.size)
     tables = make_tables(both, line.chain)
-    prices = stage_prices(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))
+    prices = option_table(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))
     return Solver(line, both.cluster.size, both.train), prices
 
 
 def chains(
-    prices: StagePrices, start: int, run: int, room: int
+    prices: OptionTable, start: int, run: int, room: int
 ) -> Iterator[list[tuple[int, int, int, int]]]:
     """Every chain of (start, stop, run, degree) from a place on, runs in order, with so many
     devices left of `run`.
@@ -57,7 +57,7 @@ def chains(
                     yield [(start, stop, later, degree), *rest]
 
 
-def least_of_all(prices: StagePrices, levels: int) -> float:
+def least_of_all(prices: OptionTable, levels: int) -> float:
     best = np.inf
     for chain in chains(prices, 0, 0, prices.runs[0]):
         if len(chain) > levels:
@@ -97,7 +97,7 @@ def test_no_chain_over_runs_has_a_faster_slowest_stage(
     both = problem(perceptron(widths, SIZE), mixed_cluster(parts), micro_batches)
     solver, prices = prices_of(both)
     best = least_of_all(prices, min(both.cluster.size, prices.places - 1))
-    found = list(solver.answers(prices, 0.0, np.inf))
+    found = list(solver.partitions(prices, 0.0, np.inf))
     if best == np.inf:
         assert not found
         return
@@ -120,10 +120,10 @@ def test_a_run_is_priced_as_its_kind_is() -> None:
         alone = problem(graph, Cluster("c", (own,) * 4, cluster(4).levels), 4)
         both = problem(graph, Cluster("c", (fast, fast, slow, slow), cluster(4).levels), 4)
         tables = make_tables(both, prices_of(alone)[0].line.chain)
-        prices = stage_prices(tables, NodeSeconds(both, tables.samples), SIZE, (2,))
+        prices = option_table(tables, NodeSeconds(both, tables.samples), SIZE, (2,))
         (one,) = [each for each in prices.options if each.run == run]
         other_tables = make_tables(alone, prices_of(alone)[0].line.chain)
-        (other,) = stage_prices(
+        (other,) = option_table(
             other_tables, NodeSeconds(alone, other_tables.samples), SIZE, (2,)
         ).options
         for name in ("forward", "backward", "end", "always", "kept"):

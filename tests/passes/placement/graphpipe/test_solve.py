@@ -17,7 +17,7 @@ from autopipe.passes.placement.graphpipe.series_parallel import (
     make_units,
     other_orders,
 )
-from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, stage_prices
+from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, option_table
 from tests.passes.cost.graphs import HOST_LAUNCHES, cluster, problem
 from tests.passes.placement.graphpipe.models import Judge, Shape, degrees, model, partitions, shapes
 
@@ -37,7 +37,7 @@ def least_found(given: Problem, others: bool) -> float:
         line = make_line(given.graph, units, each, forward + backward, 100, given.cluster.size)
         tables = make_tables(given, line.chain)
         seconds = NodeSeconds(given, tables.samples)
-        prices = stage_prices(tables, seconds, SIZE, range(1, given.cluster.size + 1))
+        prices = option_table(tables, seconds, SIZE, range(1, given.cluster.size + 1))
         found = Solver(line, given.cluster.size, given.train).fastest(
             prices, 0.0, best, given.cluster.size
         )

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.graphpipe.search import NEVER, TargetProbe, fewest_devices
+from autopipe.passes.placement.graphpipe.search import UNREACHABLE, TargetProbe, minimum_devices
 from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, Region
 
 LINES: tuple[tuple[Region, ...], ...] = (
@@ -31,16 +31,16 @@ LINES: tuple[tuple[Region, ...], ...] = (
 @given(
     st.sampled_from(LINES),
     st.sampled_from([(4,), (6,), (2, 3)]),
-    st.lists(st.sampled_from([1, 1, 2, 3, NEVER]), min_size=72, max_size=72),
+    st.lists(st.sampled_from([1, 1, 2, 3, UNREACHABLE]), min_size=72, max_size=72),
 )
 def test_levels_change_nothing_where_needs_are_the_same_at_all(
     regions: tuple[Region, ...], runs: tuple[int, ...], figures: list[int]
 ) -> None:
     needs = tuple(
-        np.array(figures[36 * run : 36 * (run + 1)] + [NEVER] * 13, np.int16).reshape(7, 7)
+        np.array(figures[36 * run : 36 * (run + 1)] + [UNREACHABLE] * 13, np.int16).reshape(7, 7)
         for run in range(len(runs))
     )
     for each in needs:
-        each[np.tril_indices(7)] = NEVER
-    found = TargetProbe(lambda level: needs, 7, runs, 6).least(regions)[0]
-    assert min(fewest_devices(needs, runs), NEVER) == min(found, NEVER)
+        each[np.tril_indices(7)] = UNREACHABLE
+    found = TargetProbe(lambda level: needs, 7, runs, 6).solve(regions)[0]
+    assert min(minimum_devices(needs, runs), UNREACHABLE) == min(found, UNREACHABLE)
