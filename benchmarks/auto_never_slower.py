@@ -66,8 +66,8 @@ DEVICES = (4, 8, 16, 32)
 SHAPES: tuple[dict[str, object], ...] = (
     {"shape": "v"},
     {"shape": "x"},
-    {"shape": "v", "chunks": 2},
-    {"shape": "v", "chunks": 2, "wave": True},
+    {"shape": "v", "stages_per_rank": 2},
+    {"shape": "v", "stages_per_rank": 2, "style": "v"},
 )
 """What Chimera, interleaved schedules and the V-shaped ones run on."""
 SEARCHED = "tessel"

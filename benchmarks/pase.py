@@ -364,7 +364,7 @@ def _speedups(case: str, model: str, devices: int) -> Iterator[Row]:
         yield Row(
             case, "step_time_s", None, base, "s", f"data_parallel, {cluster}", base_note or note
         )
-        for strategy in ("pase", "expert", "mcmc"):
+        for strategy in ("pase", "handcrafted", "mcmc"):
             step, why = step_of_strategy(model, devices, cluster, strategy)
             figure = base / step if base and step else None
             published = strategy == "pase" and devices == 32 and cluster == CLUSTERS[0]

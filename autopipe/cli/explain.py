@@ -49,7 +49,7 @@ from autopipe.passes.explain import (
     what_ifs,
 )
 from autopipe.passes.pipeline import PlanResult
-from autopipe.passes.placement.explicit import Given, NodeNames
+from autopipe.passes.placement.explicit import Explicit, NodeNames
 from autopipe.passes.schedule.breakdown import stage_parts
 
 Explanation = tuple[dict[str, object], Sequence[RenderableType]]
@@ -556,7 +556,7 @@ def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
 
 
 def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[WhatIf]:
-    again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
+    again = is_quick(planned) and not isinstance(planned.request.strategy, Explicit)
     if again and not planned.request.model.is_file():
         output.warn(
             f"nothing is planned again: the model of the plan is not at {planned.plan.model}",
@@ -640,4 +640,4 @@ def _choice_flags(planned: PlanResult, choice: Choice) -> Iterator[str]:
     if choice.scores not in (None, planned.model.scores):
         yield from ("--set", f"loss.scores={choice.scores}")
     if choice.shard != problem.optimizer.shard:
-        yield from ("--set", f"optimizer.shard={json.dumps(choice.shard)}")
+        yield from ("--set", f"optimizer.zero_stage={int(choice.shard)}")

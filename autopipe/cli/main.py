@@ -15,13 +15,14 @@ import sys
 import tempfile
 import textwrap
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Final, TextIO
 
 import click
 
 from autopipe.ir import VERSION
-from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.errors import AutopipeError, ConfigurationError, RenamedWarning
 
 COMMANDS: Final = {
     "export": "Write a PyTorch module as an ONNX file that trains as the module does.",
@@ -147,7 +148,10 @@ def main(
 
         start_early()
     try:
-        code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", RenamedWarning)
+            warnings.showwarning = _WarningPrinter().show
+            code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone (`autopipe show … | head`); keep the interpreter from flushing into
@@ -168,6 +172,32 @@ def main(
         _report(failure, as_json="--json" in options)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+class _WarningPrinter:
+    """Prints each distinct RenamedWarning of a command as one `warning:` line on stderr."""
+
+    def __init__(self) -> None:
+        self._printed = set[str]()
+
+    def show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Replacement of `warnings.showwarning`. Other warnings are printed in Python's format."""
+        if not issubclass(category, RenamedWarning):
+            text = warnings.formatwarning(message, category, filename, lineno, line)
+            click.echo(text, err=True, nl=False)
+        elif str(message) not in self._printed:
+            from autopipe.cli.output import Output
+
+            self._printed.add(str(message))
+            Output().warn(str(message))
 
 
 def starts_ranks(words: Sequence[str]) -> bool:

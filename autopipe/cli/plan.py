@@ -223,7 +223,7 @@ def _keeping_placement(
     """
     from autopipe.cli.plan_folder import check_editable
     from autopipe.configs.configuration import load_configuration
-    from autopipe.passes.placement.explicit import Given
+    from autopipe.passes.placement.explicit import Explicit
 
     request = _with_own_sizes(before, request)
     strategy = request.strategy
@@ -233,7 +233,7 @@ def _keeping_placement(
     if size is None and request.batch_size is not None and request.micro_batches is not None:
         size = request.batch_size // request.micro_batches
     why = ""
-    if not isinstance(strategy, Given):
+    if not isinstance(strategy, Explicit):
         why = f"strategy {configuration.strategy.name} would make another placement"
     elif request.mode is not None and request.mode.value != before.mode:
         why = f"the placement is to {before.mode}, not to {request.mode.value}"

@@ -47,7 +47,7 @@ from autopipe.passes.frontend.elements import external_file
 from autopipe.passes.frontend.load import file_digest
 from autopipe.passes.frontend.scopes import layers_of
 from autopipe.passes.pipeline import PlanResult, planned_graph, read_planned, reopen
-from autopipe.passes.placement.explicit import Given, NodeNames, written
+from autopipe.passes.placement.explicit import Explicit, NodeNames, written
 from autopipe.passes.schedule.simulate import simulate
 
 _HEAD = """\
@@ -68,12 +68,12 @@ def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = (
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
     stages = [_stage(form, placement.pipelines) for form in forms]
     # The name comes last, so that a file without it is known to be cut short.
-    document = {"strategy": {"placement": stages, "name": Given.name}}
+    document = {"strategy": {"placement": stages, "name": Explicit.name}}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)
     return _HEAD + (_with_layers(text, NodeNames(graph), strategy, layers) if layers else text)
 
 
-def _with_layers(text: str, names: NodeNames, strategy: Given, layers: Sequence[str]) -> str:
+def _with_layers(text: str, names: NodeNames, strategy: Explicit, layers: Sequence[str]) -> str:
     """Return the text with a comment above the first entry of each layer in a stage."""
     entries = [entry for stage in strategy.placement for entry in (None, *stage.nodes)]
     lines: list[str] = []

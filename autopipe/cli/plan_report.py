@@ -39,7 +39,7 @@ from autopipe.ir.words import plural
 
 _LEAST = 5e-4
 """Share of a step that is worth a word."""
-_EXCHANGES = ("messages", "collectives", "gradients")
+_EXCHANGES = ("exposed P2P", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
@@ -71,7 +71,7 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
     losses = [(*each, "") for each in breakdown.losses]
     inside = told(each for each in losses if each[0] in _EXCHANGES)
     outside = [each for each in losses if each[0] not in _EXCHANGES]
-    exchanged_s = breakdown.messages_s + breakdown.collectives_s + breakdown.gradients_s
+    exchanged_s = breakdown.exposed_p2p_s + breakdown.collectives_s + breakdown.gradients_s
     outside.append(("communication", exchanged_s, f" ({inside})" if inside else ""))
     if parts := told(sorted(outside, key=lambda each: -each[1])):
         yield f"of the step: ideal {ideal_s / step_s:.1%}, {parts}"
@@ -455,41 +455,37 @@ def _proof_lines(summary: Summary) -> Iterator[str]:
         counted = (
             seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
         )
-        how = "proven the least" if proof.optimal else f"at most {proof.gap:.1%} above the least"
+        how = "proven optimal" if proof.optimal else f"within {proof.gap:.1%} of optimal"
         yield f"splits: {counted} a step as the search counts, {how}"
     if (costs := summary.costs) is not None:
-        rest = (
-            f", {costs.judged} by the roofline times what the measured ones took over it"
-            if costs.judged
-            else ""
-        )
-        yield (
-            f"costs: {costs.measured} of {costs.measured + costs.judged} "
-            f"{plural(costs.measured + costs.judged, 'node')} as measured{rest}"
-        )
+        nodes = costs.measured + costs.extrapolated
+        rest = f", {costs.extrapolated} extrapolated" if costs.extrapolated else ""
+        yield f"costs: {costs.measured} of {nodes} {plural(nodes, 'node')} measured{rest}"
 
 
 def schedule_line(plan: Plan) -> str:
-    """Whose order it is, and what is proven of it."""
+    """Return a line that names the scheduler whose order the plan has, and how far the schedule may
+    be from optimal.
+    """
     schedule = plan.schedule
     summary = plan.summary
     proof = schedule.proof
     whose = (
         "" if proof is None or proof.order == summary.schedule else f"the order of {proof.order}, "
     )
-    what = "a step that is"
+    what = ""
     if proof is not None and schedule.period is not None:
-        what = f"a micro-batch every {seconds_text(schedule.period / plan.placement.pipelines)},"
+        what = f"a micro-batch every {seconds_text(schedule.period / plan.placement.pipelines)}, "
     if not summary.optimal:
         return (
-            f"schedule: {whose}{what} at most {summary.gap or 0.0:.1%} too long for this placement"
+            f"schedule: {whose}{what}within {summary.gap or 0.0:.1%} of optimal for this placement"
         )
     rounded = (
         f", times rounded by at most {proof.rounding:.2%}"
         if proof is not None and proof.rounding
         else ""
     )
-    return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
+    return f"schedule: {whose}{what}proven optimal for this placement{rounded}"
 
 
 def gap_text(summary: Summary) -> str:

@@ -5,7 +5,6 @@ names; and back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -41,7 +40,7 @@ def chosen_strategy(configuration: Configuration) -> Strategy | None:
     if choice.name == AUTO:
         _check_no_options(choice, "strategy")
         return None
-    schema = _class_of(choice, strategy_class)
+    schema = strategy_class(choice.name, str(choice.place))
     place = next((str(entry.place) for name, entry in choice.options if name == "stages"), "")
     if place.startswith("--stages") and not _takes_stages(schema):
         takes = [name for name in strategy_names() if _takes_stages(strategy_class(name))]
@@ -65,17 +64,19 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
         if configuration.strategy.name == AUTO:
             return None
         choice = dataclasses.replace(choice, name=_SEARCHED)
-    return cast(Scheduler, build(choice, _class_of(choice, scheduler_class), "schedule"))
+    return cast(
+        Scheduler, build(choice, scheduler_class(choice.name, str(choice.place)), "schedule")
+    )
 
 
 def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
     """Choice of a strategy or a scheduler: its name with all of its options. Stages of a given
     placement are not part of it: they stand in a file of their own.
     """
-    from autopipe.passes.placement.explicit import Given
+    from autopipe.passes.placement.explicit import Explicit
 
-    if chosen is None or isinstance(chosen, Given):
-        return Choice(AUTO if chosen is None else Given.name)
+    if chosen is None or isinstance(chosen, Explicit):
+        return Choice(AUTO if chosen is None else Explicit.name)
     place = Place("the plan")
 
     def entry(value: Any) -> Entry:
@@ -94,16 +95,6 @@ def _check_no_options(choice: Choice, path: str) -> None:
     for name, entry in choice.options:
         hint = f"name the {path} that has it, by {path}.name"
         raise ConfigurationError(f"{path} {AUTO} has no option {name!r}", hint, str(entry.place))
-
-
-def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
-    """The class that `find` knows under the choice's name; an unknown name is told with the place
-    it was written at.
-    """
-    try:
-        return find(choice.name)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.message, hint=error.hint, where=str(choice.place)) from error
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:
@@ -145,7 +136,9 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         optimizer=configuration.optimizer.for_problem(),
         lr_scheduler=configuration.lr_scheduler,
         training=configuration.training,
-        shard_open=configuration.optimizer.shard is None and configuration.optimizer.name != "muon",
+        shard_open=(
+            configuration.optimizer.zero_stage is None and configuration.optimizer.name != "muon"
+        ),
         eps_open=configuration.optimizer.eps is None,
         precision=configuration.precision,
         compiled=configuration.compile,

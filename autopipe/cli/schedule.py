@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from click.core import ParameterSource
 
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, RenamedWarning
 from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     from autopipe.ir.block_schedule import BlockGraph
 
 _MOST_BLOCKS = 2_000_000
-"""Blocks of all units together that a schedule may list."""
+"""Maximum number of blocks of a schedule: blocks of a micro-batch times micro-batches."""
 
 
 @click.command()
@@ -40,11 +42,14 @@ _MOST_BLOCKS = 2_000_000
     help="Room on each device of the shape; no limit where not given.",
 )
 @click.option(
-    "--units",
+    "--micro-batches",
     type=click.IntRange(1),
     default=32,
     show_default=True,
-    help="Units that run the blocks.",
+    help="Number of micro-batches, which run the same blocks.",
+)
+@click.option(
+    "--units", type=click.IntRange(1), hidden=True, help="Former name of --micro-batches."
 )
 @click.option(
     "--schedule",
@@ -71,7 +76,8 @@ def schedule(
     /,
     placement: Path | None,
     shape: str | None,
-    units: int,
+    micro_batches: int,
+    units: int | None,
     name: str,
     time_limit: float,
     seed: int,
@@ -83,8 +89,8 @@ def schedule(
 
     \b
     Example:
-      autopipe schedule placement.yaml --units 32 -o schedule.json
-      autopipe schedule --shape nn --devices 8 --memory 12 --units 64
+      autopipe schedule placement.yaml --micro-batches 32 -o schedule.json
+      autopipe schedule --shape nn --devices 8 --memory 12 --micro-batches 64
       autopipe schedule --shape v --schedule 1f1b
     """
     from autopipe.cli.output import write_texts
@@ -99,30 +105,30 @@ def schedule(
         raise ConfigurationError(
             f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0"
         )
+    if units is not None:
+        micro_batches = _from_former_flag(units)
     graph = _graph(placement, shape, **of_shape)
-    if units * len(graph.blocks) > _MOST_BLOCKS:
+    if micro_batches * len(graph.blocks) > _MOST_BLOCKS:
         most = _MOST_BLOCKS // len(graph.blocks)
         raise ConfigurationError(
-            f"--units is {units}",
-            hint=(
-                f"of {len(graph.blocks)} {plural(len(graph.blocks), 'block')} at most {most} are "
-                "taken"
-            ),
+            f"--micro-batches is {micro_batches}, and the maximum for {len(graph.blocks)} "
+            f"{plural(len(graph.blocks), 'block')} is {most}",
+            hint=f"set --micro-batches to at most {most}",
         )
     written_to = None
     if target is not None:
         written_to = OutputFile(target, SCHEDULE, () if placement is None else (placement,), force)
         written_to.check()
-    require_room(graph, units)
+    require_room(graph, micro_batches)
     if name == "tessel":
         with output.progress("searching", total=time_limit) as bar:
 
             def tell(best: int | None, bound: int, seconds: float) -> None:
                 bar.reach(seconds, "" if best is None else f"best {best}, at least {bound}")
 
-            found = search(graph, units, SearchOptions(time_limit, seed, progress=tell))
+            found = search(graph, micro_batches, SearchOptions(time_limit, seed, progress=tell))
     else:
-        found = schedule_blocks(name, graph, units)
+        found = schedule_blocks(name, graph, micro_batches)
     check_blocks(found)
     form = block_schedule_form(found)
     if written_to is not None:
@@ -131,6 +137,21 @@ def schedule(
     screen = BlockView(source, found, f"{blocks_title(found, str(source))}, {name}").screen(output)
     written = [f"schedule in {target}"] if target is not None else []
     output.result({"schedule": name, "file": target, **form}, *screen, *written)
+
+
+def _from_former_flag(units: int) -> int:
+    """Return the value of `--units`, the former name of `--micro-batches`, with a warning. Raise
+    ConfigurationError if both flags are given.
+    """
+    source = click.get_current_context().get_parameter_source("micro_batches")
+    if source is not ParameterSource.DEFAULT:
+        raise ConfigurationError(
+            "--units is the former name of --micro-batches, which is given too",
+            hint="remove --units",
+        )
+    message = f"--units is deprecated, write --micro-batches {units}"
+    warnings.warn(message, RenamedWarning, stacklevel=2)
+    return units
 
 
 def _graph(

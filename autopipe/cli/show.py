@@ -315,15 +315,15 @@ def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:
 
 def blocks_title(schedule: BlockSchedule, source: str) -> str:
     graph = schedule.graph
-    per_unit = (
-        f" of {graph.micro_batches_per_unit} {plural(graph.micro_batches_per_unit, 'micro-batch')}"
-        if graph.micro_batches_per_unit > 1
-        else ""
-    )
+    noun = "micro-batch"
+    per_unit = ""
+    if graph.micro_batches_per_unit > 1:
+        noun = "micro-batch group"
+        per_unit = f" of {graph.micro_batches_per_unit} micro-batches"
     return (
         f"{source}: {len(graph.blocks)} {plural(len(graph.blocks), 'block')} on {graph.devices} "
         f"{plural(graph.devices, 'device')}, {schedule.units} "
-        f"{plural(schedule.units, 'unit')}{per_unit}"
+        f"{plural(schedule.units, noun)}{per_unit}"
     )
 
 

@@ -26,7 +26,7 @@ from autopipe.configs.cluster import (
     with_presets,
 )
 from autopipe.configs.local_devices import local_cluster
-from autopipe.configs.schema import convert
+from autopipe.configs.schema import convert, with_present_keys
 from autopipe.configs.yaml_source import (
     BYTES,
     SECONDS,
@@ -45,6 +45,7 @@ from autopipe.ir.codec import (
     Amount,
     AtLeast,
     FilePath,
+    FormerKey,
     Index,
     Origin,
     Rest,
@@ -151,6 +152,18 @@ class Loss:
 class Optimizer(problem.Optimizer):
     """How parameters are updated, as torch's optimizers of these names do it."""
 
+    written: ClassVar = (
+        "name",
+        "lr",
+        "momentum",
+        "nesterov",
+        "weight_decay",
+        "betas",
+        "eps",
+        "zero_stage",
+        "groups",
+        "loss_scale",
+    )
     name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "adamw"
     lr: Amount | None = None  # type: ignore[assignment]
     """Learning rate; 0.001 where not given, 0.01 for `sgd`, 0.0001 for `lion`."""
@@ -164,30 +177,38 @@ class Optimizer(problem.Optimizer):
     """
     nesterov: Annotated[bool | None, Sparse()] = None  # type: ignore[assignment]
     """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
-    shard: bool | None = None  # type: ignore[assignment]
-    """Share out what the optimizer keeps among the devices that hold the same parameters, and the
-    update with it (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other.
+    zero_stage: Annotated[Literal[0, 1] | None, FormerKey("shard", ((True, 1), (False, 0)))] = None
+    """ZeRO stage. `1` shards the optimizer state and the update over the devices that hold the same
+    parameters; `0` replicates both. `null` lets strategy `auto` choose; under any other strategy it
+    means `0`.
     """
 
     def for_problem(self) -> problem.Optimizer:
-        """The same as the passes know it, with `shard` off where it is left open."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        given = {name: value for name, value in own.items() if value is not None}
-        return problem.Optimizer(**{**_DEFAULTS[self.name], "shard": False, **given})
+        """Return the optimizer with the defaults of `name`, and with `shard` false if `zero_stage`
+        is null.
+        """
+        settings = {
+            key.name: value
+            for key in keys(problem.Optimizer)
+            if key.name != "shard" and (value := getattr(self, key.name)) is not None
+        }
+        return problem.Optimizer(
+            **{**_DEFAULTS[self.name], **settings, "shard": self.zero_stage == 1}
+        )
 
     def settled(self, chosen: problem.Optimizer) -> Optimizer:
-        """The same with all that it left open, as in `chosen`."""
-        left = [
-            "lr",
-            "momentum",
-            "betas",
-            "eps",
-            "shard",
-            *(["nesterov"] if self.name == "muon" else []),
-        ]
-        return replace(
-            self, **{name: getattr(chosen, name) for name in left if getattr(self, name) is None}
-        )
+        """Return these settings with each one that is null taken from `chosen`."""
+        values: dict[str, object] = {
+            "lr": chosen.lr,
+            "momentum": chosen.momentum,
+            "betas": chosen.betas,
+            "eps": chosen.eps,
+            "zero_stage": int(chosen.shard),
+        }
+        if self.name == "muon":
+            values["nesterov"] = chosen.nesterov
+        changes = {name: value for name, value in values.items() if getattr(self, name) is None}
+        return replace(self, **changes)  # type: ignore[arg-type]
 
 
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
@@ -219,9 +240,9 @@ class ClusterChoice:
     """Number of nodes; as many as `gpus` needs where a preset leaves it open."""
     devices_per_node: DeviceCount | None = None
     """Number of devices in each node, in place of the cluster's own."""
-    straddle: bool = False
-    """True if a stage may have devices of different kinds. Otherwise none does but where
-    constraints ask for it.
+    allow_mixed_stages: Annotated[bool, FormerKey("straddle")] = False
+    """`true` allows stages whose devices are of different types. With `false` such a stage exists
+    only if a constraint requires it.
     """
     internode_bandwidth_factor: Annotated[float, Above(0), Sparse()] = 1.0
     """Factor of the bandwidth of all links between nodes, whatever the cluster's description says;
@@ -425,10 +446,10 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
         message = "optimizer.nesterov without momentum"
         where = _place(document, "optimizer", "nesterov")
         raise ConfigurationError(message, "give optimizer.momentum, such as 0.9", where)
-    if optimizer.name == "muon" and optimizer.shard:
-        message = "optimizer muon needs whole matrices, and shards cut them"
-        where = _place(document, "optimizer", "shard")
-        raise ConfigurationError(message, "leave out optimizer.shard", where)
+    if optimizer.name == "muon" and optimizer.zero_stage == 1:
+        message = "optimizer muon updates unsharded matrices, and optimizer.zero_stage is 1"
+        where = _place(document, "optimizer", "zero_stage")
+        raise ConfigurationError(message, "remove optimizer.zero_stage", where)
     for index, group in enumerate(optimizer.groups):
         where = _place(document, "optimizer", "groups", index)
         _check_pattern(group.match, f"optimizer.groups[{index}].match", where)
@@ -543,10 +564,15 @@ def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
     return name, value
 
 
-def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
-    """`over` laid on `base`; `hint` is the type of the value where it is known."""
+def _lay(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
+    """Return `base` with the keys of `over` replaced. `hint` is the type of the value, None if it
+    is not known; `path` is the dotted key of the value.
+    """
     kinds = typing.get_args(unwrap(hint)[0]) or (unwrap(hint)[0],)
     schema: Any = next(filter(dataclasses.is_dataclass, kinds), None)
+    if schema is not None:
+        base = with_present_keys(base, schema, path)
+        over = with_present_keys(over, schema, path)
     scalar = getattr(schema, "scalar", None)
     if scalar is not None and isinstance(base.value, str) and isinstance(over.value, dict):
         base = Entry({scalar: base}, base.place)  # The scalar is short for a mapping with this key.
@@ -564,7 +590,10 @@ def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
             merged.pop(name, None)
     hints = {key.name: key.hint for key in keys(schema)} if schema else {}
     for name, entry in over.value.items():
-        merged[name] = _lay(merged[name], entry, hints.get(name)) if name in merged else entry
+        inner = f"{path}.{name}" if path else name
+        merged[name] = (
+            _lay(merged[name], entry, hints.get(name), inner) if name in merged else entry
+        )
     return Entry(merged, base.place)
 
 
@@ -629,4 +658,4 @@ def resolve_cluster(configuration: Configuration) -> Cluster:
         )
     found = build_cluster(description, count, choice.nodes, choice.devices_per_node)
     found = found.with_bandwidth(choice.internode_bandwidth_factor, inside_nodes=False)
-    return replace(found, straddle=choice.straddle)
+    return replace(found, allow_mixed_stages=choice.allow_mixed_stages)

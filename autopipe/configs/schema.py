@@ -16,7 +16,9 @@ import os
 import re
 import textwrap
 import typing
+import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from autopipe.configs.yaml_source import Entry, Place
@@ -31,10 +33,11 @@ from autopipe.ir.codec import (
     Spelling,
     decode,
     describe,
+    former_keys,
     keys,
     marked_field,
 )
-from autopipe.ir.errors import ConfigurationError, nearest, quote
+from autopipe.ir.errors import ConfigurationError, RenamedWarning, nearest, quote
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
@@ -69,6 +72,39 @@ def unknown_key(name: str, known: Iterable[str], place: Place, path: str) -> Con
     return ConfigurationError(
         f"unknown key {quote(name)}{within}", hint=nearest(name, known), where=str(place)
     )
+
+
+def with_present_keys(entry: Entry, schema: type[Dataclass], path: str = "") -> Entry:
+    """Return the mapping `entry` with each former key of `schema` replaced by its present key.
+
+    Emits a RenamedWarning per former key. If the mapping has a former key and its present key too,
+    a flag overrides a file; otherwise raises ConfigurationError.
+    """
+    former = former_keys(schema)
+    if not isinstance(entry.value, dict) or former.keys().isdisjoint(entry.value):
+        return entry
+    present = dict(entry.value)
+    prefix = f"{path}." if path else ""
+    for old in [name for name in present if name in former]:
+        new, mark = former[old]
+        given = present.pop(old)
+        other = present.get(new)
+        if other is not None and other.place.is_flag == given.place.is_flag:
+            raise ConfigurationError(
+                f"{prefix}{old} is the former name of {prefix}{new}, which is set too",
+                f"remove {prefix}{old}",
+                str(given.place),
+            )
+        value: Any = mark.present_value(given.value)
+        setting = f"{prefix}{new}"
+        if value is not given.value:
+            setting = f"{setting}: {value}"
+        message = f"{given.place}: {prefix}{old} is deprecated, write {setting}"
+        warnings.warn(message, RenamedWarning, stacklevel=2)
+        if other is None or given.place.is_flag:
+            text = given.text if value is given.value else str(value)
+            present[new] = replace(given, value=value, text=text)
+    return replace(entry, value=present)
 
 
 class YamlRecord(Record):
@@ -136,9 +172,7 @@ class YamlRecord(Record):
     def listed(self) -> YamlRecord:
         if isinstance(self.value, dict | tuple) or self.text is None:
             return self
-        return YamlRecord(
-            dataclasses.replace(self.entry, value=(self.entry,)), self.parent, self.key
-        )
+        return YamlRecord(replace(self.entry, value=(self.entry,)), self.parent, self.key)
 
     def is_optional(self, key: Key) -> bool:
         return not key.required
@@ -156,6 +190,10 @@ class YamlRecord(Record):
         if origin and origin[1].key in self.value:
             values[origin[0]] = self.value[origin[1].key].place
         return values
+
+    def with_present_keys(self, schema: type[Dataclass]) -> YamlRecord:
+        entry = with_present_keys(self.entry, schema, self.path)
+        return self if entry is self.entry else YamlRecord(entry, self.parent, self.key)
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
         """Refuse keys that exclude each other."""

@@ -9,7 +9,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
+from typing import Annotated
 
+from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.words import plural
@@ -150,8 +152,10 @@ class Cluster:
     """
     groups: tuple[Group, ...] = ()
     """Where nodes or links are not everywhere alike: the parts within which they are."""
-    straddle: bool = False
-    """True if a stage may have devices of different kinds without being asked for one by one."""
+    allow_mixed_stages: Annotated[bool, FormerKey("straddle")] = False
+    """True if strategies may make stages whose devices are of different types. If it is false, only
+    constraints can make such a stage.
+    """
 
     def __post_init__(self) -> None:
         _check_room(f"cluster {self.name}", len(self.groups or self.devices), self.levels)

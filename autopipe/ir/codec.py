@@ -10,6 +10,7 @@ missing or does not fit is refused in one line with its place and key.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -18,7 +19,7 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
@@ -135,6 +136,24 @@ class Origin:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class FormerKey:
+    """Mark of a field that had another key in the previous release: documents may still use it.
+
+    `values` lists (former value, present value) for the values that changed with the key.
+    """
+
+    key: str
+    values: tuple[tuple[object, object], ...] = ()
+
+    def present_value(self, value: object) -> object:
+        """Return the present form of a former value; a value that did not change is returned."""
+        for former, present in self.values:
+            if type(former) is type(value) and former == value:
+                return present
+        return value
+
+
 Index = Annotated[int, AtLeast(0)]
 Count = Annotated[int, AtLeast(1)]
 Amount = Annotated[float, AtLeast(0)]
@@ -184,6 +203,16 @@ def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
                 Flat in marks,
             )
     return tuple(found[name] for name in getattr(schema, "written", found))
+
+
+@functools.cache
+def former_keys(schema: type[Dataclass]) -> Mapping[str, tuple[str, FormerKey]]:
+    """Return the key that replaces each former key of `schema`, with the mark of its field."""
+    found = {}
+    for key in keys(schema):
+        if mark := find(unwrap(key.hint)[1], FormerKey):
+            found[mark.key] = (key.path[0], mark)
+    return found
 
 
 def unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
@@ -332,6 +361,19 @@ class Record:
         refused.
         """
         return {}
+
+    def with_present_keys(self, schema: type[Dataclass]) -> Self:
+        """Return this mapping with former keys of `schema` (see `FormerKey`) replaced."""
+        former = former_keys(schema)
+        if former.keys().isdisjoint(self.value):
+            return self
+        present = dict(self.value)
+        for name in former.keys() & present.keys():
+            key, mark = former[name]
+            present.setdefault(key, mark.present_value(present.pop(name)))
+        record = copy.copy(self)
+        record.value = present
+        return record
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
         """Look at the values of a dataclass by field."""
@@ -482,6 +524,7 @@ def _read_row(schema: type[Shape], record: Record) -> Shape:
 def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shape:
     if not isinstance(record.value, dict):
         record.refuse(describe(schema) if record.path else "a mapping")
+    record = record.with_present_keys(schema)
     values = record.rest(schema)
     missing: list[ConfigurationError] = []  # What is there is looked at first.
     for key, read, quick in _key_readers(schema):
@@ -532,7 +575,7 @@ def _quick(hint: Any) -> Callable[[Any], Any] | None:
     base, marks = unwrap(hint)
     bounds = [mark for mark in marks if isinstance(mark, Bound)]
     if any(each.holds is not operator.ge for each in bounds) or not all(
-        isinstance(each, Bound | At | Sparse) for each in marks
+        isinstance(each, Bound | At | Sparse | FormerKey) for each in marks
     ):
         return None
     least = max((each.bound for each in bounds), default=-math.inf)

@@ -82,7 +82,7 @@ class PlanDegrees:
 
     @property
     def text(self) -> str:
-        """The degrees as people write them: `pipeline 8 (2 chunks) × data 4 × tensor 2, ZeRO-1`."""
+        """The degrees as people write them: `pipeline 8 (2 stages per rank) × data 4 × tensor 2, ZeRO-1`."""
         factors = [self._pipeline_text(), f"data {_interval_text(self.data)}"]
         factors += [f"sequence {_interval_text(self.sequence)}"] if self.sequence != (1, 1) else []
         factors.append(f"tensor {_interval_text(self.tensor)}")
@@ -100,7 +100,7 @@ class PlanDegrees:
     def _pipeline_text(self) -> str:
         notes = []
         if self.stages_per_group != (1, 1):
-            notes.append(f"{_interval_text(self.stages_per_group)} chunks")
+            notes.append(f"{_interval_text(self.stages_per_group)} stages per rank")
         if self.pipelines > 1:
             notes.append(f"{self.pipelines} directions")
         if self.depth:

@@ -33,7 +33,7 @@ class AutopipeError(Exception):
 
 
 class InternalError(AutopipeError):
-    """A mistake of ours: an exception that a pass did not expect."""
+    """A bug of autopipe: a pass raised an exception that is no AutopipeError."""
 
 
 class ConfigurationError(AutopipeError):
@@ -60,6 +60,10 @@ class OutOfMemoryError(InfeasibleError):
     """The devices' memory does not hold it, which smaller micro-batches, recomputation or more
     devices may change.
     """
+
+
+class RenamedWarning(FutureWarning):
+    """A name or key of the previous release was used; the next release rejects it."""
 
 
 REFUSALS = (ConfigurationError, InfeasibleError, ModelError)

@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
-from autopipe.ir.codec import Amount, At, Count, Fits, Index, Sparse, decode, encode, encode_as
+from autopipe.ir.codec import (
+    Amount,
+    At,
+    Count,
+    Fits,
+    FormerKey,
+    Index,
+    Sparse,
+    decode,
+    encode,
+    encode_as,
+)
 from autopipe.ir.degrees import PlanDegrees
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record, record_text
@@ -117,8 +128,8 @@ class Breakdown:
     """The busiest device waits for others, though messages took no time."""
     imbalance_s: float = 0.0
     """Devices have less to do than the busiest."""
-    messages_s: float = 0.0
-    """Messages between stages, as far as no computation hides them."""
+    exposed_p2p_s: Annotated[float, FormerKey("messages_s")] = 0.0
+    """P2P communication between stages that no computation hides."""
     collectives_s: float = 0.0
     """Exchanges inside stages, where operators are split."""
     gradients_s: float = 0.0
@@ -127,15 +138,15 @@ class Breakdown:
     """
     recomputation_s: float = 0.0
     """Forwards that are run again for backwards."""
-    repetition_s: float = 0.0
-    """Operators that several devices compute for the same samples, since they are not split, or not
-    as often.
+    redundant_compute_s: Annotated[float, FormerKey("repetition_s")] = 0.0
+    """Operators that several devices compute for the same samples because the operators are not
+    sharded over all of these devices.
     """
     update_s: float = 0.0
     """The optimizer's update, above a device's share of it: its launch, and that devices update the
     same parameters.
     """
-    launches_s: float = 0.0
+    launch_overhead_s: Annotated[float, FormerKey("launches_s")] = 0.0
     """Launches, starts of tasks, posts of messages, and what else work takes longer in small
     pieces. Less than nothing where devices of different kinds each do what they do best.
     """
@@ -149,9 +160,14 @@ class Breakdown:
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """Losses on top of the ideal, by name, the largest first."""
+        """Return (name, seconds) of each part except the ideal, the longest first. A name is that
+        of the field in words, such as `exposed P2P`.
+        """
         found = (
-            (field.name.removesuffix("_s"), getattr(self, field.name))
+            (
+                field.name.removesuffix("_s").replace("_", " ").replace("p2p", "P2P"),
+                getattr(self, field.name),
+            )
             for field in dataclasses.fields(self)[1:]
         )
         return tuple(sorted(found, key=lambda each: -each[1]))
@@ -159,12 +175,12 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class CostCoverage:
-    """How many nodes' own operations were `measured`; those `judged` take what the roofline says,
-    times how much longer than that the measured ones took.
+    """Number of nodes whose operators were measured, and number whose time is extrapolated: their
+    roofline time is multiplied by the ratio of measured to roofline time of the measured operators.
     """
 
     measured: Index
-    judged: Index
+    extrapolated: Annotated[Index, FormerKey("judged")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ class _Table:
             self._searches[key] = (
                 request,
                 model,
-                GridSearch(problem, form.chunks, form.wave, form.opposite),
+                GridSearch(problem, form.stages_per_rank, form.style, form.opposite),
             )
         return self._searches[key]
 
@@ -456,10 +456,13 @@ def _form_of(scheduler: Scheduler) -> Grid:
         return Grid()
     if pattern.pipelines == 2:
         return Grid(opposite=True)
-    return Grid(chunks=2 if pattern.returns or pattern.repeats else 1, wave=pattern.returns)
+    return Grid(
+        stages_per_rank=2 if pattern.returns or pattern.repeats else 1,
+        style="v" if pattern.returns else "loop",
+    )
 
 
 def _is_for(form: Grid, degrees: Degrees) -> bool:
     if form.opposite:
         return degrees.pipeline % 2 == 0
-    return degrees.pipeline > 1 or form.chunks == 1
+    return degrees.pipeline > 1 or form.stages_per_rank == 1

@@ -321,7 +321,7 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
     if model.mode is not Mode.TRAIN:
         return
     full = "--recompute full"
-    shard = "--set optimizer.shard=true"
+    shard = "--set optimizer.zero_stage=1"
     sharded = replace(request.optimizer, shard=True)
     scores = request.scores if model.other is None else request.scores or "recompute"
     limit_s = _OPTIONS_S if request.time_limit is None else min(request.time_limit, _OPTIONS_S)
@@ -388,7 +388,7 @@ def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
         and degrees is not None
         and degrees.has_replicas
     ):
-        options.append("optimizer.shard=true")
+        options.append("optimizer.zero_stage=1")
     return tuple(options)
 
 

@@ -12,9 +12,10 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import warnings
 from typing import Any, ClassVar, Protocol
 
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, RenamedWarning
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
@@ -53,10 +54,10 @@ class Scheduler(Protocol):
 STRATEGIES = {
     "breadth_first": "autopipe.passes.placement.pase.strategy:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
-    "expert": "autopipe.passes.placement.handcrafted:Expert",
-    "given": "autopipe.passes.placement.explicit:Given",
+    "explicit": "autopipe.passes.placement.explicit:Explicit",
     "graphpipe": "autopipe.passes.placement.graphpipe.strategy:GraphPipe",
     "grid": "autopipe.passes.placement.grid:Grid",
+    "handcrafted": "autopipe.passes.placement.handcrafted:Handcrafted",
     "manual": "autopipe.passes.placement.manual:Manual",
     "mcmc": "autopipe.passes.placement.pase.strategy:Mcmc",
     "one_weird_trick": "autopipe.passes.placement.handcrafted:OneWeirdTrick",
@@ -66,6 +67,9 @@ STRATEGIES = {
     "tepdist": "autopipe.passes.placement.tepdist.strategy:TePDist",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes:TesselShapes",
 }
+FORMER_STRATEGIES = {"expert": "handcrafted", "given": "explicit"}
+"""Present name of each strategy that had another name in the previous release."""
+
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackward",
     "1f1b_plus": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackwardPlus",
@@ -97,16 +101,28 @@ def scheduler_names() -> tuple[str, ...]:
     return tuple(sorted({*SCHEDULERS, *_announced("autopipe.schedulers")}))
 
 
-def strategy_class(name: str) -> type[Any]:
-    """The class of the strategy called `name`, whose constructor takes its options. Raises
-    ConfigurationError, with the nearest name, where there is none.
+def strategy_class(name: str, where: str = "") -> type[Any]:
+    """Return the class of strategy `name`; its constructor's arguments are the options.
+
+    Emits a RenamedWarning for a name of the previous release. Raises ConfigurationError, with the
+    nearest name, if there is no such strategy. `where` says where the name was written.
     """
-    return _find("strategy", name, {**_announced("autopipe.strategies"), **STRATEGIES})
+    present = FORMER_STRATEGIES.get(name)
+    if present is not None:
+        prefix = f"{where}: " if where else ""
+        message = f"{prefix}strategy {name} is deprecated, write {present}"
+        warnings.warn(message, RenamedWarning, stacklevel=2)
+        name = present
+    return _find("strategy", name, {**_announced("autopipe.strategies"), **STRATEGIES}, where)
 
 
-def scheduler_class(name: str) -> type[Any]:
-    """The same of a scheduler."""
-    return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS})
+def scheduler_class(name: str, where: str = "") -> type[Any]:
+    """Return the class of scheduler `name`; its constructor's arguments are the options.
+
+    Raises ConfigurationError, with the nearest name, if there is no such scheduler. `where` says
+    where the name was written.
+    """
+    return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS}, where)
 
 
 @functools.cache
@@ -117,11 +133,11 @@ def _announced(group: str) -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 
 
-def _find(what: str, name: str, places: dict[str, str]) -> type[Any]:
+def _find(what: str, name: str, places: dict[str, str], where: str) -> type[Any]:
     if name not in places:
         near = difflib.get_close_matches(name, places, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(places))}"
-        raise ConfigurationError(f"there is no {what} called {name!r}", hint=hint)
+        raise ConfigurationError(f"there is no {what} called {name!r}", hint, where)
     module, _, attribute = places[name].partition(":")
     found: type[Any] = getattr(importlib.import_module(module), attribute)
     return found

@@ -60,7 +60,7 @@ COMPILED_LAYERS = 4
 FOUR_RANKS: Mapping[str, tuple[str, ...]] = {
     "zb_h1": ("--strategy", "grid", "--set", "strategy.pipeline=2", "--schedule", "zb_h1"),
     "pase": ("--strategy", "pase"),
-    "sharded optimizer": ("--strategy", "grid", "--set", "optimizer.shard=true"),
+    "sharded optimizer": ("--strategy", "grid", "--set", "optimizer.zero_stage=1"),
     "recomputed, bf16": (
         "--strategy", "grid", "--set", "strategy.pipeline=2", "--set", "recompute=full", "--set", "precision=bf16",
     ),

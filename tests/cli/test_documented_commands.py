@@ -75,7 +75,7 @@ PREPARED: dict[str, tuple[str, ...]] = {
             "autopipe plan llama.onnx --gpus 2 --strategy grid --batch-size 4 --schedule 1f1b -o "
             "llama.plan"
         ),
-        "autopipe schedule --shape v --devices 2 --units 4 -o schedule.json",
+        "autopipe schedule --shape v --devices 2 --micro-batches 4 -o schedule.json",
         f"{DECODER} --gpus 1 --strategy data_parallel --batch-size 2 -o decoder.plan",
     ),
     "methods/schedules.md": (GPT,),

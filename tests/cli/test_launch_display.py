@@ -75,11 +75,11 @@ def test_the_live_line_has_all_figures_in_80_columns_and_leaves_out_the_last_whe
 def test_a_terminal_has_one_line_that_changes(manifest: Manifest) -> None:
     to = output(80)
     with StepDisplay(Run(manifest, 3, 2, 0), to, 1, LineBar(to.note, "steps", None, 10)) as display:
-        display.take({"note": "going on after 0 steps"})
+        display.take({"note": "resuming at step 0"})
         for step in range(3):
             display.take(record(step, loss=float(step)))
     shown = written(to)
-    assert "going on after 0 steps\n" in shown
+    assert "resuming at step 0\n" in shown
     assert shown.count("\n") == 2, "the note's and that after the last line"
     assert all(f"{step + 1}/3" in shown for step in range(3))
 

@@ -295,7 +295,7 @@ def test_characters_that_stdout_lacks_are_replaced(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     command_line.done(
-        "schedule", "--shape", "v", "--devices", "2", "--units", "4", "-o", "schedule.json"
+        "schedule", "--shape", "v", "--devices", "2", "--micro-batches", "4", "-o", "schedule.json"
     )
     utf8 = command_line.done("show", "schedule.json").out
     assert not utf8.isascii()

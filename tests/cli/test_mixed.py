@@ -101,7 +101,7 @@ def test_the_first_devices_are_taken_and_said(
         "--gpus",
         "3",
         "--set",
-        "cluster.straddle=true",
+        "cluster.allow_mixed_stages=true",
         "-o",
         "three",
     )

@@ -150,7 +150,7 @@ def test_a_file_that_was_cut_short_at_a_line_is_no_other_placement(
 ) -> None:
     """Without its last entries of `splits` it would be one with fewer splits."""
     lines = split_plan.read_text().splitlines(keepends=True)
-    assert lines[-1] == "  name: given\n"
+    assert lines[-1] == "  name: explicit\n"
     begin = next(number for number, line in enumerate(lines) if line == "    splits:\n")
     for end in (0, *range(begin, len(lines))):
         split_plan.write_text("".join(lines[:end]))
@@ -169,7 +169,9 @@ def test_the_name_may_stand_anywhere(command_line: CommandLine, split_plan: Path
     """A person, or a program that sorts keys, may write the file in another order and style."""
     stages = open_plan(Path("p")).plan.placement.stages
     text = split_plan.read_text()
-    first = text.replace("  name: given\n", "").replace("strategy:\n", "strategy:\n  name: given\n")
+    first = text.replace("  name: explicit\n", "").replace(
+        "strategy:\n", "strategy:\n  name: explicit\n"
+    )
     document = yaml.safe_load(text)
     for form in (
         first,

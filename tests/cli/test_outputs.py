@@ -64,7 +64,7 @@ CASES: Mapping[str, tuple[str, str]] = {
     "show --csv": (f"show {PLAN} --csv OUT", f"{PLAN}/config.yaml"),
     "show --svg": (f"show {PLAN} --svg OUT", f"{PLAN}/placement.yaml"),
     "compare --html": (f"compare {PLAN} {PLAN} --html OUT", f"{PLAN}/plan.json"),
-    "schedule --output": ("schedule blocks.yaml --units 2 -o OUT", "blocks.yaml"),
+    "schedule --output": ("schedule blocks.yaml --micro-batches 2 -o OUT", "blocks.yaml"),
     "plan --annotate": (f"plan {MODEL} --gpus 1 --annotate OUT", MODEL),
     "zoo build --output": ("zoo build dlrm --set rows=24 -o OUT", MODEL),
     "checkpoint export --output": (

@@ -102,7 +102,7 @@ strategy:
     - /layers.4/*
     - /layers.5/*
     splits: []
-  name: given
+  name: explicit
 """
 
 

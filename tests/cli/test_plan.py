@@ -58,7 +58,7 @@ def test_a_plan_folder_and_one_screen(gpt, capsys):
     for word in ("pipedream with tessel", "train, on 2 devices of a100-80gb\n", "bubble", "next:"):
         assert word in out
     assert "communication volume of a step: " in out
-    assert "schedule: a step that is proven the shortest" in out
+    assert "schedule: proven optimal" in out
 
 
 def test_next_commands_are_quoted_for_the_shell(tmp_path, capsys, monkeypatch):
@@ -227,7 +227,7 @@ def test_stages_are_as_many_as_asked_for(gpt, capsys, tmp_path, strategy):
 
 
 @pytest.mark.parametrize(
-    ("asked", "shard"), [((), False), (("--set", "optimizer.shard=true"), True)]
+    ("asked", "shard"), [((), False), (("--set", "optimizer.zero_stage=1"), True)]
 )
 def test_the_plan_says_whether_the_optimizers_state_is_in_shares(
     gpt, capsys, tmp_path, asked, shard
@@ -449,7 +449,7 @@ def test_bounds_say_for_which_placements_they_hold(gpt, capsys, tmp_path):
     page = (tmp_path / "a.html").read_text()
     assert (
         "<span>lower bound for this placement</span>" in page
-        and "<span>too long for this placement</span>" in page
+        and "<span>gap to optimal for this placement</span>" in page
     )
 
 

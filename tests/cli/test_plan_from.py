@@ -89,7 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     placement = folder / "one/placement.yaml"
     first, late, rest = placement.read_text().partition("    - /layers.2/*\n")
     nodes, key, end = rest.partition("    splits:\n")
-    splits, name, _ = end.partition("  name: given\n")
+    splits, name, _ = end.partition("  name: explicit\n")
     head = "  - devices: [2, 3]\n    micro_batch_size: 2\n    recompute: false\n    nodes:\n"
     placement.write_text(first + key + splits + head + late + nodes + key + splits + name)
     assert main(["plan", "--from", str(folder / "one"), "-q", "-o", str(folder / "two")]) == 0
@@ -201,7 +201,7 @@ def test_the_price_is_said(planned: CommandLine) -> None:
     out = planned.done("plan", "--from", "worse", "--schedule", "gpipe").out
     assert "bubble" in out and "points" in out
     assert (
-        "strategy:\n  name: given\nschedule:\n  name: gpipe\n"
+        "strategy:\n  name: explicit\nschedule:\n  name: gpipe\n"
         in Path("worse/config.yaml").read_text()
     )
 
@@ -240,7 +240,7 @@ def test_flags_and_the_configuration_change_what_they_say(planned: CommandLine) 
         (("--gpus", 2), "for 4 devices, not for 2"),
         (("--batch-size", 32), "micro-batches of 2, not of 4 samples"),
         (("--micro-batches", "auto"), "not of a number of samples to be chosen"),
-        (("--stages", 2), "strategy given chooses its stages itself"),
+        (("--stages", 2), "strategy explicit chooses its stages itself"),
         (("--mode", "infer"), "the placement is to train, not to infer"),
         (("--set", "recompute=full"), "recompute would change nothing"),
         (("--set", "constraints=[{match: '*', stage: 0}]"), "constraints would change nothing"),

@@ -38,7 +38,7 @@ def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> No
     explained = command_line.done("explain", "with").out
     nodes = json.loads(Path("with/plan.json").read_text())["summary"]["costs"]
     assert nodes["measured"] > 0
-    assert nodes["judged"] == 0
+    assert nodes["extrapolated"] == 0
     assert f"costs: {nodes['measured']} of {nodes['measured']} nodes as measured" in explained
     command_line.done("plan", model, *words[:-2], "-o", "without")
     without = json.loads(Path("without/plan.json").read_text())

@@ -32,7 +32,7 @@ def written(text: str = GOOD) -> Path:
 
 
 def test_a_file_is_scheduled_and_its_schedule_shown(command_line: CommandLine) -> None:
-    told = command_line.done("schedule", written(), "--units", 8, "-o", "s.json")
+    told = command_line.done("schedule", written(), "--micro-batches", 8, "-o", "s.json")
     assert "placement.yaml: 4 blocks on 2 devices, 8 units, tessel" in told.out
     assert "period 3 (optimal, proven); makespan 27\n" in told.out
     assert "bubble 0.0% in the steady state, 11.1% in all" in told.out
@@ -46,7 +46,7 @@ def test_a_file_is_scheduled_and_its_schedule_shown(command_line: CommandLine) -
 
 
 def test_the_object_is_the_file(command_line: CommandLine) -> None:
-    words = ("schedule", "--shape", "m", "--memory", "6", "--units", "32")
+    words = ("schedule", "--shape", "m", "--memory", "6", "--micro-batches", "32")
     told = json.loads(command_line.done(*words, "-o", "m.json", "--json").out)
     held = json.loads(Path("m.json").read_text(encoding="utf-8"))
     assert {**held, "schedule": "tessel", "file": "m.json"} == told
@@ -70,7 +70,7 @@ def test_the_object_is_the_file(command_line: CommandLine) -> None:
 
 
 def test_published_schedules_and_inference(command_line: CommandLine) -> None:
-    words = ("schedule", "--shape", "v", "--devices", "4", "--units", "16", "--json")
+    words = ("schedule", "--shape", "v", "--devices", "4", "--micro-batches", "16", "--json")
     assert json.loads(command_line.done(*words, "--schedule", "1f1b").out)["makespan"] == 76
     assert (
         json.loads(command_line.done(*words, "--schedule", "gpipe").out)["peak_memory"] == [16] * 4
@@ -80,7 +80,18 @@ def test_published_schedules_and_inference(command_line: CommandLine) -> None:
 
 
 def test_the_same_seed_gives_the_same_schedule(command_line: CommandLine) -> None:
-    words = ("schedule", "--shape", "x", "--units", "6", "--memory", "4", "--seed", "3", "--json")
+    words = (
+        "schedule",
+        "--shape",
+        "x",
+        "--micro-batches",
+        "6",
+        "--memory",
+        "4",
+        "--seed",
+        "3",
+        "--json",
+    )
     first, second = (json.loads(command_line.done(*words).out) for _ in range(2))
     assert first["tasks"] == second["tasks"]
 
@@ -118,7 +129,9 @@ PLACEMENTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_placements_that_cannot_be_scheduled(command_line: CommandLine, name: str) -> None:
     code, text, says = PLACEMENTS[name]
-    command_line.refuses(code, ("schedule", written(text), "--units", 6, "-o", "s.json"), *says)
+    command_line.refuses(
+        code, ("schedule", written(text), "--micro-batches", 6, "-o", "s.json"), *says
+    )
 
 
 REQUESTS: dict[str, tuple[int, tuple[object, ...], tuple[str, ...]]] = {
@@ -131,14 +144,14 @@ REQUESTS: dict[str, tuple[int, tuple[object, ...], tuple[str, ...]]] = {
     "a shape that is not there": (2, ("--shape", "w"), ("'w'", "v, x, m, nn, k")),
     "an odd number of devices": (2, ("--shape", "v", "--devices", 3), ("even number of devices",)),
     "one device": (2, ("--shape", "v", "--devices", 1), ("--devices",)),
-    "no units": (2, ("--shape", "v", "--units", 0), ("--units",)),
-    "units beyond counting": (2, ("--shape", "v", "--units", 10**9), ("--units is 1000000000", "at most 250000")),
+    "no units": (2, ("--shape", "v", "--micro-batches", 0), ("--micro-batches",)),
+    "units beyond counting": (2, ("--shape", "v", "--micro-batches", 10**9), ("--micro-batches is 1000000000", "the maximum for 8 blocks is 250000")),
     "no time": (2, ("--shape", "v", "--time-limit", 0), ("--time-limit is 0", "above 0")),
     "no number of seconds": (2, ("--shape", "v", "--time-limit", "nan"), ("--time-limit is nan",)),
     "a seed below zero": (2, ("--shape", "v", "--seed", -1), ("--seed",)),
     "memory of a shape": (4, ("--shape", "k", "--memory", 1), ("device 0", "room for 1", "2 is the least")),
     "memory of a published schedule": (
-        4, ("--shape", "v", "--schedule", "gpipe", "--memory", 4, "--units", 5), ("device 0", "5")
+        4, ("--shape", "v", "--schedule", "gpipe", "--memory", 4, "--micro-batches", 5), ("device 0", "5")
     ),
     "a schedule that is not there": (2, ("--shape", "v", "--schedule", "tesel"), ("'tesel'", "tessel")),
     "a schedule for other blocks": (4, ("--shape", "m", "--schedule", "1f1b"), ("1f1b",)),
@@ -182,7 +195,9 @@ WRONG: dict[str, tuple[tuple[object, ...], object, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_schedule_that_does_not_match_its_blocks(command_line: CommandLine, name: str) -> None:
     place, value, says = WRONG[name]
-    command_line.done("schedule", written(), "--units", 3, "--schedule", "1f1b", "-o", "s.json")
+    command_line.done(
+        "schedule", written(), "--micro-batches", 3, "--schedule", "1f1b", "-o", "s.json"
+    )
     whole = form()
     inner: object = whole
     for key in place[:-1]:

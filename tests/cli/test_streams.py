@@ -36,7 +36,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("show",): ("plan",),
     ("explain",): ("plan",),
     ("compare",): ("plan", "plan"),
-    ("schedule",): ("--shape", "v", "--units", "4"),
+    ("schedule",): ("--shape", "v", "--micro-batches", "4"),
     ("export",): ("linear.py:factory", "--no-check"),
     ("checkpoint", "inspect"): ("saved",),
     ("checkpoint", "verify"): ("saved",),

@@ -20,7 +20,7 @@ SETTINGS = {
 WORDS = ("plan", "gpt.onnx", "--gpus", 2, "--cluster", "a100-80gb", "--schedule", "1f1b")
 BATCH = ("--batch-size", 8, "--micro-batches", 4)
 RECOMPUTE = "--recompute"
-SHARD = "optimizer.shard=true"
+SHARD = "optimizer.zero_stage=1"
 TIGHT = ("--memory-limit", "1MiB")
 """A device holds each stage, but not the whole model and all that a step saves."""
 
@@ -48,8 +48,8 @@ def untried(here: CommandLine, *words: object) -> list[str]:
     ("words", "options"),
     [
         (("--strategy", "data_parallel"), [SHARD]),
-        (("--strategy", "data_parallel", "--set", "optimizer.shard=false"), []),
-        (("--strategy", "data_parallel", "--set", "optimizer.shard=true"), []),
+        (("--strategy", "data_parallel", "--set", "optimizer.zero_stage=0"), []),
+        (("--strategy", "data_parallel", "--set", "optimizer.zero_stage=1"), []),
         (("--strategy", "data_parallel", "--optimizer", "muon"), []),
         (("--strategy", "data_parallel", "--mode", "infer"), []),
         (("--strategy", "grid", "--set", "strategy.pipeline=2"), []),

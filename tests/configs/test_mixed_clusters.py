@@ -52,15 +52,15 @@ def test_groups_have_the_links_of_a_preset_or_their_own(tmp_path: Path) -> None:
     ]
     assert bandwidths == [300, 25, 1, 3, 2]
     assert cluster.devices[12].memory_bytes == 8 * 2**30
-    assert not cluster.straddle
+    assert not cluster.allow_mixed_stages
 
 
 def test_inline_and_written_again(tmp_path: Path) -> None:
-    inline = "cluster:\n  straddle: true\n  inline:\n" + "".join(
+    inline = "cluster:\n  allow_mixed_stages: true\n  inline:\n" + "".join(
         f"    {line}\n" for line in MIXED.splitlines()
     )
     read = parse_configuration(inline, "c.yaml")
-    assert resolve_cluster(read).size == 16 and resolve_cluster(read).straddle
+    assert resolve_cluster(read).size == 16 and resolve_cluster(read).allow_mixed_stages
     assert parse_configuration(dump_configuration(read), "effective") == read
 
 

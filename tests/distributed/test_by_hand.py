@@ -65,7 +65,7 @@ def test_a_chain_of_stages(pools: Pools, tmp_path: Path, name: str, recompute: b
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_a_grid_in_two_directions(pools: Pools, tmp_path: Path, name: str) -> None:
     graph, loss = mlp(4)
-    placement = place(problem(graph, cluster(4)), Degrees(2, 1, 2), 1, wave=False, opposite=True)
+    placement = place(problem(graph, cluster(4)), Degrees(2, 1, 2), 1, style="loop", opposite=True)
     assert placement.pipelines == 2 and any(stage.splits for stage in placement.stages)
     check(pools, graph, loss, placement, 4, tmp_path / "program", name)
 

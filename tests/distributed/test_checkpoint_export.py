@@ -50,7 +50,7 @@ class Case:
 
 
 CASES = {
-    "gpt without weights": Case("expert", 4, zoo="gpt"),
+    "gpt without weights": Case("handcrafted", 4, zoo="gpt"),
     "a network with batch normalisation": Case(
         "data_parallel", 2, zoo="wide-resnet", weights="random"
     ),

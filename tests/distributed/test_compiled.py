@@ -29,7 +29,7 @@ PLANS = {
         "--set",
         "strategy.pipeline=2",
         "--set",
-        "strategy.chunks=2",
+        "strategy.stages_per_rank=2",
         "--set",
         "recompute=full",
     ),

@@ -27,7 +27,7 @@ PIPELINE_OF_HEADS = (
 )
 CASES: list[tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = [
     (TOKEN, PIPELINE_OF_HEADS, {}),
-    (PROMPT, ("expert",), {"packed": True, "local_window_size": 4}),
+    (PROMPT, ("handcrafted",), {"packed": True, "local_window_size": 4}),
 ]
 MORE: list[tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = [
     (BUFFER, PIPELINE_OF_HEADS, {"packed": True}),

@@ -22,7 +22,7 @@ from autopipe.ir.schedule import Schedule
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.grid import Grid
-from autopipe.passes.placement.handcrafted import Expert
+from autopipe.passes.placement.handcrafted import Handcrafted
 from autopipe.passes.placement.pase.strategy import BreadthFirst, Mcmc, Pase
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.piper.strategy import Piper
@@ -82,7 +82,7 @@ class Plan:
 
 
 FEW: Mapping[str, Plan] = {
-    "tensor": Plan(Expert(tensor=2), 2),
+    "tensor": Plan(Handcrafted(tensor=2), 2),
     "any axis, recomputed": Plan(3, 4, recompute=True),
     "own micro-batches": Plan(Grid(pipeline=2, data=2), 4, sizes=(6, 2)),
 }
@@ -91,12 +91,14 @@ TWENTY: Mapping[str, Plan] = {
     "breadth_first": Plan(BreadthFirst(), 2),
     "data": Plan(DataParallel(), 4),
     "data, recomputed, shares": Plan(DataParallel(), 3, recompute=True, shard=True),
-    "expert": Plan(Expert(), 8),
-    "expert, recomputed": Plan(Expert(tensor=6), 6, recompute=True),
+    "handcrafted": Plan(Handcrafted(), 8),
+    "expert, recomputed": Plan(Handcrafted(tensor=6), 6, recompute=True),
     "graphpipe": Plan(GraphPipe(), 8),
     "graphpipe, own micro-batches, recomputed": Plan(GraphPipe(), 8, recompute=True, sizes=(4, 12)),
     "grid": Plan(Grid(pipeline=2, tensor=2, data=2), 8, shard=True),
-    "grid, waves, recomputed": Plan(Grid(pipeline=4, chunks=2, wave=True), 4, recompute=True),
+    "grid, waves, recomputed": Plan(
+        Grid(pipeline=4, stages_per_rank=2, style="v"), 4, recompute=True
+    ),
     "mcmc": Plan(Mcmc(), 8),
     "pase": Plan(Pase(), 4),
     "pase, recomputed": Plan(Pase(), 8, recompute=True),
@@ -125,7 +127,7 @@ def test_a_plan_drops_what_one_device_drops(
 
 RESNET: Mapping[str, Plan] = {
     **{name: plan for name, plan in TWENTY.items() if not plan.sizes},
-    "expert": Plan(Expert(), 6),
+    "handcrafted": Plan(Handcrafted(), 6),
     "pipeline and data": Plan(Grid(pipeline=2, data=2), 4, shard=True),
     "drawn once more": Plan(8, 4, recompute=True),
 }

@@ -161,10 +161,10 @@ def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan, pools: Pools) -> N
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("flags", [
-    "--strategy expert --micro-batches 2", "--strategy pase", "--strategy tepdist", "--strategy graphpipe",
+    "--strategy handcrafted --micro-batches 2", "--strategy pase", "--strategy tepdist", "--strategy graphpipe",
     "--strategy tessel_shapes --set strategy.shape=v", "--strategy auto", "--strategy data_parallel",
     (
-        "--strategy grid --set strategy.pipeline=4 --set strategy.chunks=2 --micro-batches 4 "
+        "--strategy grid --set strategy.pipeline=4 --set strategy.stages_per_rank=2 --micro-batches 4 "
         "--schedule interleaved_1f1b"
     ),
     "--strategy grid --set strategy.pipeline=4 --micro-batches 4 --schedule chimera",

@@ -240,7 +240,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, tmp_path: P
         ("--strategy", "grid", "--set", "strategy.pipeline=2", "--set", "strategy.tensor=2", "--schedule", "zb_h1"),
         pytest.param(
             ("--strategy", "grid", "--set", "strategy.pipeline=2", "--set", "strategy.data=2",
-             "--set", "recompute=full", "--set", "optimizer.name=adamw", "--set", "optimizer.shard=true",
+             "--set", "recompute=full", "--set", "optimizer.name=adamw", "--set", "optimizer.zero_stage=1",
              "--schedule", "1f1b"),
             marks=pytest.mark.sweep,
         ),

@@ -25,7 +25,9 @@ def test_seven_billion_parameters_take_four_bits_each_and_their_scales(tmp_path:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["expert", pytest.param("pipedream", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "strategy", ["handcrafted", pytest.param("pipedream", marks=pytest.mark.sweep)]
+)
 def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(
     here: None, strategy: str, tmp_path: Path
 ) -> None:

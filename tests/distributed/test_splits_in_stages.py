@@ -10,7 +10,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.placement.handcrafted import Expert
+from autopipe.passes.placement.handcrafted import Handcrafted
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.trained import Trained, check, problem_of
 from tests.distributed.support.zoo import SmallModels
@@ -25,7 +25,7 @@ def two_stages(
     """Halves of the model, each split as an expert splits the whole of it over four devices, two a
     layer.
     """
-    (whole,) = Expert(tensor=2).run(problem_of(model, 4)).stages
+    (whole,) = Handcrafted(tensor=2).run(problem_of(model, 4)).stages
     half = len(whole.nodes) // 2
     return Placement(
         tuple(

@@ -10,7 +10,7 @@ import pytest
 
 from autopipe.ir.placement import Placement
 from autopipe.passes.placement.grid import Grid
-from autopipe.passes.placement.handcrafted import Expert
+from autopipe.passes.placement.handcrafted import Handcrafted
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.registry import Strategy
@@ -19,7 +19,7 @@ from tests.distributed.support.trained import Trained, check, problem_of
 from tests.distributed.support.zoo import SAMPLES, SIZES, SmallModels
 
 CHOOSING: dict[str, Strategy] = {
-    "expert": Expert(),
+    "handcrafted": Handcrafted(),
     "grid": Grid(),
     "pase": Pase(),
     "tepdist": TePDist(),
@@ -52,8 +52,8 @@ def test_what_tepdist_finds_on_four_ranks(
         ("gpt", Grid(pipeline=2, data=2)),
         ("llama", Grid(pipeline=2, tensor=2)),
         ("moe", Grid(pipeline=1, data=2, tensor=2)),
-        ("gpt", Grid(pipeline=2, tensor=2, chunks=2)),
-        ("llama", Grid(pipeline=4, chunks=2, wave=True)),
+        ("gpt", Grid(pipeline=2, tensor=2, stages_per_rank=2)),
+        ("llama", Grid(pipeline=4, stages_per_rank=2, style="v")),
     ],
 )
 def test_what_grid_makes_on_four_ranks(

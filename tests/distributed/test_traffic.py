@@ -43,7 +43,7 @@ def test_a_plan_its_ranks_and_their_dry_runs_agree(
         "--micro-batches",
         "2",
         "--strategy",
-        "expert",
+        "handcrafted",
         "--mode",
         mode,
     ]

@@ -101,7 +101,7 @@ def test_dropout_is_compared_as_it_is_drawn(
         "--micro-batches",
         "2",
         "--strategy",
-        "expert",
+        "handcrafted",
         "--mode",
         mode,
     )

@@ -13,7 +13,7 @@ ONE = (1, 1)
     ("degrees", "text"),
     [
         (PlanDegrees((8,) * 8, (2, 2), (4, 4), (2, 2), zero_stage=1, stages=16, recomputed_stages=13),
-         "pipeline 8 (2 chunks) × data 4 × tensor 2, ZeRO-1, recompute 13 of 16 stages"),
+         "pipeline 8 (2 stages per rank) × data 4 × tensor 2, ZeRO-1, recompute 13 of 16 stages"),
         (PlanDegrees((1,), ONE, ONE, ONE), "pipeline 1 × data 1 × tensor 1"),
         (PlanDegrees((4, 4), ONE, (2, 2), (1, 2), stages=2, copies=(1, 2)),
          "pipeline 2 × data 2 × tensor 1–2 × copies 1–2"),
@@ -21,7 +21,7 @@ ONE = (1, 1)
          "pipeline 3 stages of 1, 2 and 5 devices, data 1–2, tensor 1–5, recompute 3 of 3 stages"),
         (PlanDegrees((4, 1, 1), (1, 2), ONE, (1, 4), overlapping=True, stages=4),
          (
-             "pipeline 3 groups of 4, 1 and 1 devices (1–2 chunks, groups share devices), data 1, "
+             "pipeline 3 groups of 4, 1 and 1 devices (1–2 stages per rank, groups share devices), data 1, "
              "tensor 1–4"
          )),
         (PlanDegrees((1,) * 7 + (2,), ONE, (1, 2), ONE, depth=3, stages=8),

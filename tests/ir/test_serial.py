@@ -55,7 +55,7 @@ def a_plan(model):
         (Message(0, 1, 0, 1, 64, 32, 0.001, 0.0005), Message(0, 1, 0, 2, 64, 32, 0.001, 0.0005)),
     )
     schedule = Schedule(2, TASKS, (Repetend(0, 0, 0), Repetend(0, 2, 2), Repetend(0, 2, 2)), 0.3)
-    parts = Breakdown(0.25, 0.1, 0.05, messages_s=0.1)
+    parts = Breakdown(0.25, 0.1, 0.05, exposed_p2p_s=0.1)
     return Plan(
         str(model),
         "abc",

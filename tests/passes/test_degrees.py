@@ -65,12 +65,12 @@ def planned(
         # Devices that share products hold copies of what is not split, such as biases and norms.
         (Grid(2, 1, 2), "1f1b", "pipeline 2 × data 1 × tensor 2, ZeRO-1"),
         (Grid(1, 2, 2), "1f1b", "pipeline 1 × data 2 × tensor 2, ZeRO-1"),
-        (Grid(2, 2, 1, chunks=2), "interleaved_1f1b", "pipeline 2 (2 chunks) × data 2 × tensor 1, ZeRO-1"),
+        (Grid(2, 2, 1, stages_per_rank=2), "interleaved_1f1b", "pipeline 2 (2 stages per rank) × data 2 × tensor 1, ZeRO-1"),
         (DataParallel(), "1f1b", "pipeline 1 × data 4 × tensor 1, ZeRO-1"),
         (strategy_class("tessel_shapes")("x"), "chimera", "pipeline 4 (2 directions) × data 1 × tensor 1, ZeRO-1"),
         (strategy_class("tessel_shapes")("m"), "1f1b_plus",
          (
-             "pipeline 5 groups of 4, 1, 1, 1 and 1 devices (1–2 chunks, groups share devices), "
+             "pipeline 5 groups of 4, 1, 1, 1 and 1 devices (1–2 stages per rank, groups share devices), "
              "data 1, tensor 1–4"
          )),
     ],
@@ -82,7 +82,9 @@ def test_degrees_of_strategies(gpt: Path, strategy: Strategy, schedule: str, tex
     assert degrees.text == text
 
 
-@pytest.mark.parametrize("name", ["graphpipe", "pase", "pipedream", "piper", "tepdist", "expert"])
+@pytest.mark.parametrize(
+    "name", ["graphpipe", "pase", "pipedream", "piper", "tepdist", "handcrafted"]
+)
 def test_degrees_multiply_to_the_devices_of_a_group(gpt: Path, name: str) -> None:
     found = planned(gpt, strategy_class(name)())
     degrees = found.plan.summary.degrees

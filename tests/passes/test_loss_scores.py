@@ -31,7 +31,7 @@ SETTINGS = {
     "loss": "true",
     "weights": "none",
 }
-SEARCHED = sorted(set(STRATEGIES) - {"given", "manual", "one_weird_trick"})
+SEARCHED = sorted(set(STRATEGIES) - {"explicit", "manual", "one_weird_trick"})
 """Strategies for a model without convolutions."""
 
 

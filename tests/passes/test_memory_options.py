@@ -16,7 +16,7 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 FULL = "--recompute full"
-SHARD = "--set optimizer.shard=true"
+SHARD = "--set optimizer.zero_stage=1"
 LEFT_OUT = "which plan without --strategy tries"
 OTHERWISE = "use more devices, smaller micro-batches or a higher memory limit"
 

@@ -79,18 +79,18 @@ class Candidate:
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("manual", {}),
     ("data_parallel", {}),
-    ("expert", {}),
+    ("handcrafted", {}),
     ("one_weird_trick", {}),
     ("pase", {}),
     ("grid", {}),
     ("pipedream", {}),
     ("tessel_shapes", {}),
     *(("tessel_shapes", {"shape": shape}) for shape in ("v", "x", "m", "nn", "k")),
-    ("tessel_shapes", {"shape": "v", "chunks": 2}),
-    ("tessel_shapes", {"shape": "v", "chunks": 2, "wave": True}),
+    ("tessel_shapes", {"shape": "v", "stages_per_rank": 2}),
+    ("tessel_shapes", {"shape": "v", "stages_per_rank": 2, "style": "v"}),
     ("graphpipe", {}),
-    ("grid", {"chunks": 2}),
-    ("grid", {"chunks": 2, "wave": True}),
+    ("grid", {"stages_per_rank": 2}),
+    ("grid", {"stages_per_rank": 2, "style": "v"}),
     ("grid", {"opposite": True}),
     ("graphpipe", {"per_stage_micro_batch": True}),
     ("graphpipe", {"intra": "pase"}),
@@ -101,15 +101,15 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mcmc", {}),
 )
 """Strategies and options in the order in which they are tried: about that of the time they take, so
-that there is a plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the
-zero-bubble V schedules run on.
+that there is a plan soon. Shape x is for Chimera; several stages per rank are for
+interleaved 1F1B and the zero-bubble V schedules.
 """
 
 _WITH_AND_WITHOUT = ("tepdist",)
 """Strategies that weigh what recomputes against what does not: one search where memory asks for it,
 instead of two.
 """
-_FOLLOWERS = ("given", "manual")
+_FOLLOWERS = ("explicit", "manual")
 """Strategies that follow what somebody writes; of them, constraints make manual a candidate."""
 
 
@@ -161,16 +161,28 @@ def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
     if pattern.pipelines == 2:
         return options.get("shape") == "x" or bool(options.get("opposite"))
     if pattern.returns:
-        return bool(options.get("wave"))
-    if options.get("wave") or options.get("opposite") or options.get("shape") in ("x", *_BRANCHED):
+        return options.get("style") == "v"
+    if (
+        options.get("style") == "v"
+        or options.get("opposite")
+        or options.get("shape") in ("x", *_BRANCHED)
+    ):
         return False
-    return pattern.repeats or options.get("chunks", 1) == 1
+    return pattern.repeats or options.get("stages_per_rank", 1) == 1
 
 
 _MOST_SIZE = {
     **dict.fromkeys(("breadth_first", "mcmc"), 2**14),
     **dict.fromkeys(
-        ("graphpipe", "grid with chunks", "pase", "pipedream", "piper", "tepdist", "tessel_shapes"),
+        (
+            "graphpipe",
+            "grid, several stages per rank",
+            "pase",
+            "pipedream",
+            "piper",
+            "tepdist",
+            "tessel_shapes",
+        ),
         2**16,
     ),
 }
@@ -179,7 +191,7 @@ devices. 32 devices with a thousand operators each are below all but the least: 
 of pase's.
 """
 
-QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
+QUICK = ("data_parallel", "handcrafted", "manual", "one_weird_trick")
 """Strategies that search nothing: no other process needs to be asked."""
 LONG = ("tepdist", "piper")  # Strategies whose search takes longest: it is begun early.
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
@@ -199,8 +211,10 @@ class LeftOutError(AutopipeError):
 def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
     """Reason to leave out a strategy that would search too long for `operators` on `devices`."""
     # The step of stages that a line passes again and again needs a list of all tasks.
-    chunks = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
-    form = "grid with chunks" if chunks else strategy.name
+    is_interleaved = (
+        isinstance(strategy, Grid) and strategy.stages_per_rank > 1 and strategy.pipeline is None
+    )
+    form = "grid, several stages per rank" if is_interleaved else strategy.name
     if operators * devices <= _MOST_SIZE.get(form, math.inf):
         return None
     size = f"{operators} {plural(operators, 'operator')} on {devices} {plural(devices, 'device')}"

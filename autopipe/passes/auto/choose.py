@@ -244,7 +244,7 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
 
 
 def refine(search: PlanSearch) -> Iterator[Candidate]:
-    """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the
+    """Grids with several stages per rank that were left out, with the pipeline, micro-batches and the rest of the
     best grid without.
     """
     best = search.best

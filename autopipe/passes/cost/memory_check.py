@@ -244,7 +244,7 @@ def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
 
     A range has devices of one type, or all devices if the cluster permits stages on mixed types.
     """
-    if cluster.straddle:
+    if cluster.allow_mixed_stages:
         return (range(cluster.size),)
     lengths = (len(list(run)) for _, run in itertools.groupby(cluster.devices))
     ends = list(itertools.accumulate(lengths, initial=0))
@@ -262,7 +262,7 @@ def may_share(problem: Problem, devices: Sequence[int]) -> bool:
     types, or a constraint names exactly these devices.
     """
     cluster = problem.cluster
-    if cluster.straddle or len(cluster.kinds_among(devices)) == 1:
+    if cluster.allow_mixed_stages or len(cluster.kinds_among(devices)) == 1:
         return True
     groups = (
         each.devices or range(cluster.size)
@@ -292,7 +292,7 @@ def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
     if not may_share(problem, devices):
         raise InfeasibleError(
             f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",
-            hint="set cluster.straddle to true, or take a strategy that makes stages: pipedream, "
+            hint="set cluster.allow_mixed_stages to true, or take a strategy that makes stages: pipedream, "
             "graphpipe, tepdist or "
             "grid",
         )

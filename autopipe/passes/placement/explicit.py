@@ -247,7 +247,7 @@ def written_devices(devices: Sequence[int]) -> Iterator[int | str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Explicit:
     """Takes a placement as it is written, if it can be run: nothing is searched, and constraints
     are not asked.
 
@@ -255,7 +255,7 @@ class Given:
     plan --from DIR` takes it.
     """
 
-    name: ClassVar[str] = "given"
+    name: ClassVar[str] = "explicit"
 
     placement: tuple[GivenStage, ...] = ()
     """The stages in order: each may read from earlier ones only."""
@@ -282,7 +282,7 @@ class Given:
         """Raise ConfigurationError where no stage is given."""
         if not self.placement:
             raise ConfigurationError(
-                "strategy given takes stages as they are written, and none are",
+                "strategy explicit takes stages as they are written, and none are",
                 hint="autopipe plan --from DIR takes those of DIR/placement.yaml",
             )
 
@@ -496,14 +496,14 @@ def _place(graph: Graph, node: int) -> str:
     return f"node {node}, {graph.nodes[node].name!r}"
 
 
-def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Given:
+def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Explicit:
     """The strategy that gives exactly this placement of `graph`, in as few words as that takes: an
     entry per layer if `layers` has the layer of each node.
     """
     names = NodeNames(graph)
     samples = sample_axes(graph)
     everywhere = range(len(names.names))
-    return Given(
+    return Explicit(
         tuple(
             GivenStage(
                 devices=tuple(written_devices(stage.devices)),

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import (
     REFUSALS,
     AutopipeError,
@@ -45,6 +46,8 @@ from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.regions import (
+    STYLE_MARK,
+    StageStyle,
     check_constraints_met,
     check_samples,
     constrained_stages,
@@ -110,7 +113,11 @@ def factorisations(
 
 
 def place(
-    problem: Problem, degrees: Degrees, chunks: int, wave: bool, opposite: bool = False
+    problem: Problem,
+    degrees: Degrees,
+    stages_per_rank: int,
+    style: StageStyle,
+    opposite: bool = False,
 ) -> Placement:
     """The stages of a factorisation on the problem's micro-batches, recomputing where all are to.
 
@@ -118,7 +125,7 @@ def place(
     InfeasibleError where replicas cannot share the samples, or the operators are too few.
     """
     check_samples(problem, degrees.data, "grid")
-    groups = devices_of_chain(degrees.groups(), chunks, wave)
+    groups = devices_of_chain(degrees.groups(), stages_per_rank, style)
     settled = (
         constrained_stages(resolved_constraints(problem), groups, "grid")
         if problem.constraints
@@ -174,14 +181,20 @@ class GridTrial:
 
 
 class GridSearch:
-    """One search: the best trial so far, and why others were refused. Each group has `chunks`
-    stages per pipeline.
+    """One search: the best trial so far, and why others were refused. Each group has
+    `stages_per_rank` stages per pipeline.
     """
 
-    def __init__(self, problem: Problem, chunks: int, wave: bool, opposite: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        stages_per_rank: int,
+        style: StageStyle,
+        opposite: bool = False,
+    ) -> None:
         self.problem = problem
-        self.chunks = chunks
-        self.wave = wave
+        self.stages_per_rank = stages_per_rank
+        self.style = style
         self.opposite = opposite
         self.best: GridTrial | None = None
         self.refused: list[AutopipeError] = []
@@ -216,7 +229,7 @@ class GridSearch:
             if least_s >= self._best_s() or not self._has_room(degrees):
                 continue
             own = list(estimates)
-            most = max(1, _TASKS // (degrees.pipeline * self.chunks))
+            most = max(1, _TASKS // (degrees.pipeline * self.stages_per_rank))
             few = next((size for size in own if self.problem.batch_size <= most * size), own[-1])
             # Memory may hold the smallest where it refuses larger ones.
             first = self._try(degrees, few) or self._try(degrees, own[0])
@@ -262,7 +275,7 @@ class GridSearch:
             problem.cluster.kinds, degrees.width * problem.micro_batch_size // size
         )
         rounds = (
-            problem.batch_size / size + (degrees.pipeline - 1) / self.chunks
+            problem.batch_size / size + (degrees.pipeline - 1) / self.stages_per_rank
         ) / degrees.pipeline
         share = self._state.gradient_bytes / degrees.pipeline / degrees.tensor
         replicas = degrees.groups()[0][:: degrees.tensor]
@@ -321,7 +334,7 @@ class GridSearch:
         """
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
-        placement = place(problem, degrees, self.chunks, self.wave, self.opposite)
+        placement = place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
         # Peaks are reached when all stages are filled.
         count = min(problem.micro_batches, 4 * len(placement.stages))
         problem = replace(problem, micro_batches=count, batch_size=count * problem.micro_batch_size)
@@ -356,7 +369,9 @@ class GridSearch:
         return self._tried[key]
 
     def _trial(self, problem: Problem, degrees: Degrees) -> GridTrial:
-        placement = fitted(problem, place(problem, degrees, self.chunks, self.wave, self.opposite))
+        placement = fitted(
+            problem, place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
+        )
         costs = stage_costs(problem, placement)
         step_s = quick_step_seconds(problem, placement, costs)
         used = device_memory(problem, placement, costs)
@@ -391,12 +406,14 @@ class Grid:
     """Replicas in each group, which share samples."""
     tensor: int | None = None
     """Devices that share each layer; those of one node at most where it is open."""
-    chunks: int = 1
-    """Stages of each group, which the line passes again and again, as interleaved schedules want
-    it.
+    stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
+    """Number of stages of each group of devices; interleaved and V-shaped schedules need at least
+    2.
     """
-    wave: bool = False
-    """True if it passes the groups back and forth instead, as V-shaped schedules want it."""
+    style: Annotated[StageStyle, STYLE_MARK] = "loop"
+    """Order in which consecutive stages visit the groups. `loop`: 0 1 2 0 1 2, for interleaved
+    schedules. `v`: 0 1 2 2 1 0, for V-shaped schedules.
+    """
     opposite: bool = False
     """True if a second pipeline, with copies of the parameters, passes the groups in the opposite
     direction, and micro-batches take both in turn, as schedules `chimera` and `dualpipe` want it.
@@ -411,15 +428,17 @@ class Grid:
         """Raise ConfigurationError for options out of range or at odds, InfeasibleError for an
         empty model.
         """
-        for option in ("pipeline", "data", "tensor", "chunks"):
+        for option in ("pipeline", "data", "tensor", "stages_per_rank"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigurationError(
                     f"{option} is {value}", hint="it must be at least 1", where="strategy"
                 )
-        if self.wave and self.chunks < 2:
+        if self.style == "v" and self.stages_per_rank < 2:
             raise ConfigurationError(
-                "wave is for chunks: 2 or more", hint="set chunks to 2", where="strategy.wave"
+                f"style v needs stages_per_rank of at least 2, not {self.stages_per_rank}",
+                hint="set strategy.stages_per_rank to 2",
+                where="strategy.style",
             )
         if self.opposite:
             self._check_opposite(problem)
@@ -445,9 +464,11 @@ class Grid:
 
     def _check_opposite(self, problem: Problem) -> None:
         """Raise ConfigurationError for what contradicts two pipelines in opposite directions."""
-        if self.chunks > 1:
+        if self.stages_per_rank > 1:
             raise ConfigurationError(
-                "opposite is for chunks: 1", hint="leave out one of them", where="strategy.opposite"
+                f"opposite needs stages_per_rank 1, not {self.stages_per_rank}",
+                hint="remove strategy.opposite or strategy.stages_per_rank",
+                where="strategy.opposite",
             )
         if self.pipeline is not None and self.pipeline % 2:
             message = (
@@ -489,9 +510,9 @@ class Grid:
                     "grid's groups are equal, and with these degrees one would have devices of "
                     "different kinds: "
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
-                    hint="set cluster.straddle to true, or take other degrees",
+                    hint="set cluster.allow_mixed_stages to true, or take other degrees",
                 )
-        placement = GridSearch(problem, self.chunks, self.wave, self.opposite).run(
+        placement = GridSearch(problem, self.stages_per_rank, self.style, self.opposite).run(
             degrees, required_sizes(problem, resolved)
         )
         check_constraints_met(problem, placement, self.name)

@@ -53,7 +53,7 @@ class OneWeirdTrick:
                 "one_weird_trick is made for convolutions with fully connected layers behind "
                 "them, and the model has "
                 "no convolution",
-                hint="strategy expert knows transformers and recurrent networks too",
+                hint="strategy handcrafted knows transformers and recurrent networks too",
             )
         check_one_kind(problem, self.name)
         check_samples(problem, problem.cluster.size, self.name)
@@ -126,7 +126,7 @@ def _pipeline_of_layers(problem: Problem) -> Placement:
     layers = 1 + max(layer_of)
     count = max(each for each in range(1, min(layers, devices) + 1) if devices % each == 0)
     size = devices // count
-    check_samples(problem, size, "expert")
+    check_samples(problem, size, "handcrafted")
     stages = []
     for stage in range(count):
         nodes = tuple(
@@ -191,7 +191,7 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
             f"{devices} {plural(devices, 'device')} cannot be parted into groups of {degree}",
             where="strategy.tensor",
         )
-    check_samples(problem, devices // degree, "expert")
+    check_samples(problem, devices // degree, "handcrafted")
     found = graph_group_splits(graph, devices // degree, degree)
     splits = with_samples_split(
         sample_axes(graph), range(len(graph.nodes)), devices // degree, found
@@ -200,7 +200,7 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
+class Handcrafted:
     """Splits a model as experts do by hand: by the kind of network it is.
 
     A network with recurrent layers becomes a pipeline of them, each layer's devices sharing samples
@@ -215,7 +215,7 @@ class Expert:
     can share most of them. Recurrent and convolutional networks have no such groups.
     """
 
-    name: ClassVar[str] = "expert"
+    name: ClassVar[str] = "handcrafted"
 
     def division(self, graph: Graph) -> Division:
         return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW

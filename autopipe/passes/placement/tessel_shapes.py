@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Device
+from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import even_degree_hint
@@ -52,7 +53,9 @@ from autopipe.passes.partition.chain_cut import (
 )
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import (
+    STYLE_MARK,
     ReplicatedGraph,
+    StageStyle,
     devices_of_chain,
     grow_region,
     seed_axis,
@@ -160,7 +163,7 @@ class CutLine:
             raise InfeasibleError(
                 f"{len(self.blocks)} {plural(len(self.blocks), 'operator')} "
                 f"cannot be cut into {count} {plural(count, 'stage')}",
-                hint="take fewer devices or fewer chunks",
+                hint="take fewer devices, or lower strategy.stages_per_rank",
             )
         known = even_stops(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
         lengths = [self.lengths[kind][1] for kind in kinds]
@@ -568,10 +571,12 @@ class TesselShapes:
     `k`: branches on devices of their own, and what follows where they meet split over all. `auto`:
     nn, m or k where the model has what they need, else v.
     """
-    chunks: int = 1
-    """Stages that each device has of a chain."""
-    wave: bool = False
-    """True if chunks go over the devices back and forth instead of again and again."""
+    stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
+    """Number of stages of a chain that each device has."""
+    style: Annotated[StageStyle, STYLE_MARK] = "loop"
+    """Order in which consecutive stages of a chain visit the devices. `loop`: 0 1 2 0 1 2. `v`:
+    0 1 2 2 1 0.
+    """
 
     name: ClassVar[str] = "tessel_shapes"
 
@@ -588,9 +593,11 @@ class TesselShapes:
                 hint=f"there are: {', '.join(_SHAPES)}",
                 where="strategy",
             )
-        if self.chunks < 1:
+        if self.stages_per_rank < 1:
             raise ConfigurationError(
-                f"chunks is {self.chunks}", hint="it must be at least 1", where="strategy"
+                f"stages_per_rank is {self.stages_per_rank}",
+                hint="it must be at least 1",
+                where="strategy",
             )
         if problem.constraints:
             raise ConfigurationError(
@@ -730,5 +737,5 @@ class TesselShapes:
         self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]
     ) -> StageRow:
         return StageRow(
-            line_of(model, line, nodes), devices_of_chain(devices, self.chunks, self.wave)
+            line_of(model, line, nodes), devices_of_chain(devices, self.stages_per_rank, self.style)
         )

@@ -222,13 +222,13 @@ def _breakdown(
         ideal_s=ideal,
         bubble_s=silent_s - max(totals),
         imbalance_s=average(max(totals) - total for total in totals),
-        messages_s=step_s - silent_s,
+        exposed_p2p_s=step_s - silent_s,
         collectives_s=average_of("exchange"),
         gradients_s=average_of("gradients"),
         recomputation_s=average_of("recomputation"),
-        repetition_s=average_of("repetition"),
+        redundant_compute_s=average_of("repetition"),
         update_s=average_of("update") - update,
-        launches_s=average_of("work") - (ideal - update),
+        launch_overhead_s=average_of("work") - (ideal - update),
         host_s=average_of("host"),
     )
 

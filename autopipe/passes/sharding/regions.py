@@ -12,8 +12,9 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import are_even_splits
@@ -405,15 +406,21 @@ def graph_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Sp
 Group = TypeVar("Group")
 
 
-def devices_of_chain(places: Sequence[Group], chunks: int, wave: bool) -> tuple[Group, ...]:
-    """Return the group of each stage of a chain that has `chunks` stages per group.
+StageStyle = Literal["loop", "v"]
+"""Order in which the stages of a chain visit the groups: `loop` is 0 1 2 0 1 2 (interleaving of
+Megatron-LM), `v` is 0 1 2 2 1 0 (Hanayo).
+"""
+STYLE_MARK = FormerKey("wave", ((True, "v"), (False, "loop")))
+"""Mark of an option `style`, which was `wave: true` or `wave: false` in the previous release."""
 
-    Without `wave`, the chain runs through `places` repeatedly (interleaving of Megatron-LM). With
-    `wave`, every second pass runs in reverse (Hanayo).
-    """
+
+def devices_of_chain(
+    groups: Sequence[Group], stages_per_rank: int, style: StageStyle
+) -> tuple[Group, ...]:
+    """Return the group of each stage of a chain that has `stages_per_rank` stages per group."""
     order: list[Group] = []
-    for chunk in range(chunks):
-        order += reversed(places) if wave and chunk % 2 else places
+    for visit in range(stages_per_rank):
+        order += reversed(groups) if style == "v" and visit % 2 else groups
     return tuple(order)
 
 

@@ -10,7 +10,7 @@ from autopipe.cli.plan_report import candidates_screen, distance_lines
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 
 CHOSEN = Alternative(
-    Choice("grid", (("chunks", "2"), ("wave", "true")), "zb_v", shard=True),
+    Choice("grid", (("stages_per_rank", "2"), ("style", "v")), "zb_v", shard=True),
     1.0,
     0.9,
     8,
@@ -23,7 +23,12 @@ SLOWER = Alternative(
 )
 SAME = Alternative(Choice("tepdist", schedule="kfkb"), 1.25, 1.25, 1, 1, 0.0, 2**30, same_as="pase")
 BOUNDED = Alternative(
-    Choice("expert"), None, 2.0, 4, 1, refused="left out: no schedule of it takes less than 2 s"
+    Choice("handcrafted"),
+    None,
+    2.0,
+    4,
+    1,
+    refused="left out: no schedule of it takes less than 2 s",
 )
 TOO_LARGE = Alternative(
     Choice("piper"),
@@ -32,7 +37,7 @@ TOO_LARGE = Alternative(
 ALL = (SLOWER, BOUNDED, TOO_LARGE, SAME, CHOSEN)
 
 
-def shown(width: int = 100) -> list[str]:
+def shown(width: int = 120) -> list[str]:
     console = Console(width=width, markup=False, highlight=False)
     with console.capture() as capture:
         for part in candidates_screen(ALL, 1.0):
@@ -46,19 +51,26 @@ def test_each_strategy_has_a_row_that_says_by_what_it_lost() -> None:
     rows = {line.split()[0]: line for line in lines}
     assert all(
         word in rows["grid"]
-        for word in ("(chunks=2 wave, zero-1)", "zb_v", "1.00 s", "same", "900 ms", "1.00 MiB")
+        for word in (
+            "(stages_per_rank=2 style=v, zero-1)",
+            "zb_v",
+            "1.00 s",
+            "same",
+            "900 ms",
+            "1.00 MiB",
+        )
     )
     assert all(
         word in rows["pase"] for word in ("(recompute)", "kfkb", "1.25 s", "+25.0%", "1.00 GiB")
     )
     assert "kfkb, as pase" in rows["tepdist"]
-    assert "≥ 2.00 s" in rows["expert"] and "≥ +100.0%" in rows["expert"]
+    assert "≥ 2.00 s" in rows["handcrafted"] and "≥ +100.0%" in rows["handcrafted"]
     assert "9.00 GiB, 1.00 GiB above the limit of 8.00 GiB" in rows["piper"]
     assert [line.split()[0] for line in lines[3:]] == [
         "grid",
         "pase",
         "tepdist",
-        "expert",
+        "handcrafted",
         "no",
         "piper",
     ]
@@ -93,7 +105,12 @@ def test_the_next_best_plan_is_not_the_chosen_one() -> None:
 
 def test_the_distance_to_the_ideal_is_told_by_its_parts() -> None:
     parts = Breakdown(
-        0.5, bubble_s=0.2, messages_s=0.1, gradients_s=0.15, launches_s=0.0498, update_s=0.0002
+        0.5,
+        bubble_s=0.2,
+        exposed_p2p_s=0.1,
+        gradients_s=0.15,
+        launch_overhead_s=0.0498,
+        update_s=0.0002,
     )
     first, second = distance_lines(parts, 4)
     assert first == (
@@ -101,8 +118,8 @@ def test_the_distance_to_the_ideal_is_told_by_its_parts() -> None:
         "times that"
     )
     assert second == (
-        "of the step: ideal 50.0%, communication 25.0% (gradients 15.0%, messages 10.0%), "
-        "bubble 20.0%, launches 5.0%"
+        "of the step: ideal 50.0%, communication 25.0% (gradients 15.0%, exposed P2P 10.0%), "
+        "bubble 20.0%, launch overhead 5.0%"
     )
 
 

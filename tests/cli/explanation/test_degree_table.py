@@ -85,7 +85,7 @@ def test_why_not_names_schedules_and_their_placements(planned: CommandLine) -> N
     rows = rows_of(planned, "--why-not", "schedule=dualpipe")
     assert {row["schedule"] for row in rows} == {"dualpipe", "dualpipe_v"}
     for row in rows:
-        placement = "2 directions" if row["schedule"] == "dualpipe" else "2 chunks"
+        placement = "2 directions" if row["schedule"] == "dualpipe" else "2 stages per rank"
         assert placement in row["text"] and not row["is_plan"]
     check_commands(planned, rows)
 

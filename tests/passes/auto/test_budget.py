@@ -14,8 +14,8 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Mcmc
 from autopipe.passes.placement.piper.strategy import Piper
 
-CHUNKS = Grid(chunks=2)
-WAVE = Grid(chunks=2, wave=True)
+CHUNKS = Grid(stages_per_rank=2)
+WAVE = Grid(stages_per_rank=2, style="v")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ WAVE = Grid(chunks=2, wave=True)
         (Grid(), 2505, 4096, False),
         (CHUNKS, 1000, 32, False),
         (CHUNKS, 2505, 512, True),
-        (Grid(pipeline=16, chunks=2), 2505, 512, False),
+        (Grid(pipeline=16, stages_per_rank=2), 2505, 512, False),
         (DataParallel(), 2505, 4096, False),
     ],
 )
@@ -51,8 +51,8 @@ def searched(best: Candidate, stages: int, refused: LeftOutError | None = None) 
 def test_finer_forms_of_the_best_grid_are_looked_into():
     best = Candidate(Grid(), recompute="auto", shard=True)
     assert list(refine(searched(best, 8, LeftOutError("too large")))) == [
-        Candidate(Grid(pipeline=8, chunks=2), 24, "auto", True),
-        Candidate(Grid(pipeline=8, chunks=2, wave=True), 24, "auto", True),
+        Candidate(Grid(pipeline=8, stages_per_rank=2), 24, "auto", True),
+        Candidate(Grid(pipeline=8, stages_per_rank=2, style="v"), 24, "auto", True),
     ]
     assert not list(refine(searched(best, 8))), "all of them were looked into"
     assert not list(refine(searched(best, 1, LeftOutError("too large")))), (

@@ -20,7 +20,7 @@ REQUEST = Request(Path("model.onnx"), cluster(2), None, None)
 
 def test_every_strategy_is_tried_but_those_that_follow_what_somebody_writes():
     found = [each.strategy.name for each in candidates(REQUEST)]
-    assert set(found) == set(strategy_names()) - {"given", "manual"}
+    assert set(found) == set(strategy_names()) - {"explicit", "manual"}
 
 
 def test_constraints_are_followed_by_manual_first():
@@ -61,10 +61,10 @@ def test_what_the_request_says_stands():
 
 
 def test_a_choice_says_what_to_name():
-    choice = Candidate(TesselShapes("v", chunks=2, wave=True), 8, shard=True).choice(
+    choice = Candidate(TesselShapes("v", stages_per_rank=2, style="v"), 8, shard=True).choice(
         REQUEST, "zb_v"
     )
-    assert choice.options == (("shape", "v"), ("chunks", "2"), ("wave", "true"))
+    assert choice.options == (("shape", "v"), ("stages_per_rank", "2"), ("style", "v"))
     assert (choice.schedule, choice.micro_batches, choice.recompute, choice.shard) == (
         "zb_v",
         8,
@@ -81,8 +81,8 @@ def test_strategies_are_told_by_name_without_their_candidates():
 @pytest.mark.parametrize(
     ("scheduler", "forms"),
     [
-        (DualPipe(), {("tessel_shapes", "x", 1, False), ("grid", None, 1, False)}),
-        (DualPipeV(), {("tessel_shapes", "v", 2, True), ("grid", None, 2, True)}),
+        (DualPipe(), {("tessel_shapes", "x", 1, "loop"), ("grid", None, 1, "loop")}),
+        (DualPipeV(), {("tessel_shapes", "v", 2, "v"), ("grid", None, 2, "v")}),
     ],
     ids=["dualpipe", "dualpipe_v"],
 )
@@ -92,8 +92,8 @@ def test_a_named_schedule_leaves_the_forms_that_it_runs(scheduler, forms):
         (
             name,
             getattr(each, "shape", None),
-            getattr(each, "chunks", 1),
-            getattr(each, "wave", False),
+            getattr(each, "stages_per_rank", 1),
+            getattr(each, "style", "loop"),
         )
         for each, name in ((each.strategy, each.strategy.name) for each in found)
     }
@@ -104,8 +104,8 @@ def test_a_chain_schedule_leaves_out_several_stages_per_device():
     found = [
         each.strategy for each in candidates(dataclasses.replace(REQUEST, scheduler=ZeroBubbleH1()))
     ]
-    assert {each.name for each in found} == set(strategy_names()) - {"given", "manual"}
-    assert all(getattr(each, "chunks", 1) == 1 for each in found)
+    assert {each.name for each in found} == set(strategy_names()) - {"explicit", "manual"}
+    assert all(getattr(each, "stages_per_rank", 1) == 1 for each in found)
 
 
 def test_inference_runs_forwards_on_any_form():

@@ -41,7 +41,7 @@ def test_equal_stages_cost_the_same(
     graph = perceptron(widths)
     own = problem(graph, cluster(degrees.pipeline * degrees.width), optimizer=Optimizer("adamw"))
     own = replace(own, mode=own.mode if train else type(own.mode).INFER)
-    placement = place(resized(own, 8), degrees, chunks, wave=False)
+    placement = place(resized(own, 8), degrees, chunks, style="loop")
     stages = tuple(
         replace(each, recompute=recompute and place % 2 == 0)
         for place, each in enumerate(placement.stages)
@@ -59,13 +59,13 @@ def test_layers_of_models_cost_the_same(name: str) -> None:
         loss=loss,
         batch_size=16,
     )
-    placement = place(resized(own, 4), Degrees(2, 1, 2), 2, wave=False)
+    placement = place(resized(own, 4), Degrees(2, 1, 2), 2, style="loop")
     assert stage_costs(own, placement) == each_for_itself(own, placement)
 
 
 def test_layers_are_costed_once() -> None:
     own = problem(perceptron([16] * 9), cluster(8))
-    placement = place(resized(own, 8), Degrees(8, 1, 1), 1, wave=False)
+    placement = place(resized(own, 8), Degrees(8, 1, 1), 1, style="loop")
     with mock.patch(
         "autopipe.passes.cost.stages.exchange_seconds", return_value=(0.0, 0.0)
     ) as asked:

@@ -44,7 +44,9 @@ def test_a_stage_costs_what_it_costs_where_all_devices_are_the_slowest_of_its_gr
 ) -> None:
     graph = perceptron(widths, batch=12)
     both = problem(
-        graph, replace(mixed_cluster([(2, FAST), (2, SLOW)]), straddle=True), optimizer=optimizer
+        graph,
+        replace(mixed_cluster([(2, FAST), (2, SLOW)]), allow_mixed_stages=True),
+        optimizer=optimizer,
     )
     samples = sample_axes(graph)
     group = tuple(devices[:width])
@@ -71,7 +73,7 @@ def test_memory_is_that_of_the_device() -> None:
 def test_runs_of_one_kind() -> None:
     both = mixed_cluster([(2, FAST), (3, SLOW)])
     assert equal_device_runs(both) == (range(2), range(2, 5))
-    assert equal_device_runs(replace(both, straddle=True)) == (range(5),)
+    assert equal_device_runs(replace(both, allow_mixed_stages=True)) == (range(5),)
     assert equal_device_runs(mixed_cluster([(2, FAST), (1, FAST)])) == (range(3),)
     assert describe_kinds(both, range(5)) == "2 x4 and 3 x1"
 
@@ -93,7 +95,7 @@ def test_a_stage_straddles_kinds_only_where_it_is_asked_to() -> None:
     check_one_kind(everywhere, "somebody")
     assert not may_share(everywhere, (1, 2))
     check_kinds(replace(both, constraints=(Constraint("*", devices=(2, 1)),)), straddling)
-    check_kinds(replace(both, cluster=replace(both.cluster, straddle=True)), straddling)
+    check_kinds(replace(both, cluster=replace(both.cluster, allow_mixed_stages=True)), straddling)
 
 
 def test_groups_of_nodes_that_are_alike_exchange_as_in_one_hierarchy() -> None:

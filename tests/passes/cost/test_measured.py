@@ -79,7 +79,7 @@ def test_measured_nodes_take_what_was_measured() -> None:
     np.testing.assert_allclose(backward, [2, 4, 6, 8])
     found = coverage(given)
     assert found is not None
-    assert (found.measured, found.judged) == (4, 0)
+    assert (found.measured, found.extrapolated) == (4, 0)
     assert coverage(problem(GRAPH, cluster(2))) is None
 
 
@@ -112,7 +112,7 @@ def test_what_was_not_measured_is_judged_by_what_was() -> None:
     np.testing.assert_allclose(forward, [1.0, *(roofline[1:] * ratio)])
     found = coverage(given)
     assert found is not None
-    assert (found.measured, found.judged) == (1, 3)
+    assert (found.measured, found.extrapolated) == (1, 3)
 
 
 def test_a_file_of_inference_judges_backward() -> None:
@@ -145,7 +145,7 @@ def test_a_bias_is_a_part_of_its_product() -> None:
     judged = measured_problem(graph, costs_of(GRAPH, 1.0))
     found = coverage(judged)
     assert found is not None
-    assert (found.measured, found.judged) == (0, 2)
+    assert (found.measured, found.extrapolated) == (0, 2)
     forward, _ = node_seconds(judged.work, judged.cluster.devices[0], "fp32")
     assert forward[1] == 0.0
 

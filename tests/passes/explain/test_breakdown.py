@@ -42,20 +42,23 @@ def test_parts_add_up_to_the_step(plan: tuple[Problem, Placement, str]) -> None:
     )
     mixed = len(set(plan[0].cluster.devices)) > 1
     for name, seconds in found.losses:
-        assert seconds > -1e-9 * step_s or (mixed and name == "launches"), name
+        assert seconds > -1e-9 * step_s or (mixed and name == "launch overhead"), name
 
 
 def test_one_device_loses_nothing_but_launches() -> None:
     graph = perceptron([16, 32, 4])
     given = problem(graph, cluster(1))
     found, _ = broken_down(given, Placement((Stage(tuple(range(len(graph.nodes))), (0,), 8),)))
-    assert {name for name, seconds in found.losses if seconds > 1e-15} == {"launches", "update"}
+    assert {name for name, seconds in found.losses if seconds > 1e-15} == {
+        "launch overhead",
+        "update",
+    }
     launch = given.cluster.devices[0].launch_latency_s
     forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
     free = replace(given.cluster.devices[0], launch_latency_s=0.0)
     at_roofline = node_seconds(given.work, free, "fp32")
     both = sum(forward) + sum(backward) - sum(at_roofline[0]) - sum(at_roofline[1])
-    assert found.launches_s == pytest.approx(given.micro_batches * both)
+    assert found.launch_overhead_s == pytest.approx(given.micro_batches * both)
     assert found.update_s == pytest.approx(launch)
 
 
@@ -70,14 +73,14 @@ def test_replicas_repeat_updates_and_sum_gradients() -> None:
     assert (
         found.bubble_s
         == found.imbalance_s
-        == found.messages_s
+        == found.exposed_p2p_s
         == found.collectives_s
-        == found.repetition_s
+        == found.redundant_compute_s
         == 0
     )
     assert found.update_s > 0
     whole, _ = broken_down(given, Placement((replace(shared, splits=()),)))
-    assert whole.repetition_s > 2 * whole.ideal_s, (
+    assert whole.redundant_compute_s > 2 * whole.ideal_s, (
         "four devices do the same: three of them for nothing"
     )
     assert whole.ideal_s == pytest.approx(found.ideal_s)

@@ -19,7 +19,7 @@ from autopipe.passes.registry import Strategy, strategy_class, strategy_names
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
 
-STRADDLE = ("breadth_first", "data_parallel", "expert", "mcmc", "pase", "piper")
+STRADDLE = ("breadth_first", "data_parallel", "handcrafted", "mcmc", "pase", "piper")
 
 
 def given(slow: float = 0.01, **more: int) -> Problem:
@@ -28,7 +28,7 @@ def given(slow: float = 0.01, **more: int) -> Problem:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in strategy_names() if name not in ("auto", "given", "manual")]
+    "name", [name for name in strategy_names() if name not in ("auto", "explicit", "manual")]
 )
 def test_a_strategy_straddles_no_kinds_or_says_so(name: str) -> None:
     both = given()
@@ -41,16 +41,16 @@ def test_a_strategy_straddles_no_kinds_or_says_so(name: str) -> None:
         if name in STRADDLE:
             assert isinstance(error, InfeasibleError)
             assert "2 fast and 2 slow" in error.message and "\n" not in error.message
-            assert "cluster.straddle" in error.hint
+            assert "cluster.allow_mixed_stages" in error.hint
         return
     check_kinds(both, placement)
     assert name not in STRADDLE
 
 
-@pytest.mark.parametrize("name", ["data_parallel", "pase", "expert", "grid", "tessel_shapes"])
+@pytest.mark.parametrize("name", ["data_parallel", "pase", "handcrafted", "grid", "tessel_shapes"])
 def test_any_strategy_straddles_kinds_where_it_is_allowed_to(name: str) -> None:
     both = given()
-    free = replace(both, cluster=replace(both.cluster, straddle=True))
+    free = replace(both, cluster=replace(both.cluster, allow_mixed_stages=True))
     strategy = strategy_class(name)()
     strategy.requires(free)
     strategy.run(free).verify(free.graph)
@@ -60,7 +60,7 @@ def test_any_strategy_straddles_kinds_where_it_is_allowed_to(name: str) -> None:
     "strategy",
     [
         TesselShapes("v"),
-        TesselShapes("v", chunks=2),
+        TesselShapes("v", stages_per_rank=2),
         Grid(pipeline=2),
         Grid(pipeline=4),
         Pase(stages=2),

@@ -4,5 +4,5 @@ from autopipe.passes.sharding.regions import devices_of_chain
 
 
 def test_chunks_visit_each_device_equally_often() -> None:
-    assert devices_of_chain((2, 3), 3, wave=False) == (2, 3, 2, 3, 2, 3)
-    assert devices_of_chain((2, 3), 3, wave=True) == (2, 3, 3, 2, 2, 3)
+    assert devices_of_chain((2, 3), 3, style="loop") == (2, 3, 2, 3, 2, 3)
+    assert devices_of_chain((2, 3), 3, style="v") == (2, 3, 3, 2, 2, 3)

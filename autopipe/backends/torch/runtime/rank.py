@@ -321,9 +321,7 @@ class Rank(RankContext):
         self.reader = BatchReader(self.manifest, self._open_source(self._begin), self.device)
         if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
             self.evaluator.restore(best)
-        self.reporter.say(
-            f"going on after {saved.step} {plural(saved.step, 'step')}, from {folder}"
-        )
+        self.reporter.say(f"resuming at step {saved.step} from {folder}")
 
     def _open_source(self, begin: Position) -> Source:
         """The data from there on, as the plan has it under the flags; a number of epochs is a

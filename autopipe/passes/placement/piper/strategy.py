@@ -399,7 +399,7 @@ class Piper:
                     f"{everything}"
                 ),
                 hint="strategies pipedream, graphpipe and tepdist weigh kinds of devices; with "
-                "cluster.straddle piper "
+                "cluster.allow_mixed_stages piper "
                 "counts all as the slowest",
             )
 

@@ -13,11 +13,12 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import once_each
@@ -476,10 +477,10 @@ class TePDist:
     """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried
     where it is open.
     """
-    unbalance: float = 0.08
-    """By how much, as a share of the mean, a stage may compute more than the mean where the integer
-    program divides the operators so that the fewest bytes cross. A line of operators, cut so that
-    the slowest stage is fastest, is tried beside it and knows no such limit.
+    imbalance_tolerance: Annotated[float, FormerKey("unbalance")] = 0.08
+    """Maximum compute time of a stage above the mean, as a fraction of the mean, in the partition
+    that an integer program makes with the minimum bytes between stages. The contiguous partition
+    with the fastest slowest stage, which is tried too, has no such limit.
     """
 
     name: ClassVar[str] = "tepdist"
@@ -489,9 +490,11 @@ class TePDist:
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
-        if self.unbalance < 0:
+        if self.imbalance_tolerance < 0:
             raise ConfigurationError(
-                f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy"
+                f"imbalance_tolerance is {self.imbalance_tolerance}",
+                hint="set a fraction of at least 0, such as 0.08",
+                where="strategy",
             )
         if self.stages is not None:
             # Groups of devices that constraints ask for need not be equal.
@@ -530,7 +533,10 @@ class TePDist:
             )
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
         outer = Outer(
-            problem, LEVELS[self.level](problem.time_limit, problem.solver), self.unbalance, end
+            problem,
+            LEVELS[self.level](problem.time_limit, problem.solver),
+            self.imbalance_tolerance,
+            end,
         )
         best = outer.run(found, required_sizes(problem, resolved))
         assert best.placement is not None

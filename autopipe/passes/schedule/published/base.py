@@ -177,12 +177,12 @@ def _pipeline_ranks(schedule: str, graph: StageGraph) -> dict[frozenset[int], in
 CHAIN = PlacementPattern("are on one pipeline rank each, such as 0 1 2", "shape: v")
 LOOPS = PlacementPattern(
     "visit all pipeline ranks repeatedly in ascending order, such as 0 1 2 0 1 2",
-    "shape: v and chunks: 2 or more",
+    "shape: v and stages_per_rank: 2 or more",
     repeats=True,
 )
 _DOWN_AND_UP = (
     "visit all pipeline ranks in ascending and then in descending order, such as 0 1 2 2 1 0",
-    "shape: v, chunks: 2 and wave: true",
+    "shape: v, stages_per_rank: 2 and style: v",
 )
 ONE_WAVE = PlacementPattern(*_DOWN_AND_UP, returns=True)
 WAVES = PlacementPattern(*_DOWN_AND_UP, returns=True, repeats=True)

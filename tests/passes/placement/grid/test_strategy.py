@@ -105,9 +105,9 @@ def test_one_degree_given_leaves_the_others_open() -> None:
         ),
         ({"pipeline": 2, "data": 8}, "pipeline 2 x data 8 is 16"),
         ({"tensor": 0}, "tensor is 0"),
-        ({"chunks": 0}, "chunks is 0"),
-        ({"wave": True}, "wave is for chunks: 2 or more"),
-        ({"opposite": True, "chunks": 2}, "opposite is for chunks: 1"),
+        ({"stages_per_rank": 0}, "stages_per_rank is 0"),
+        ({"style": "v"}, "style v needs stages_per_rank of at least 2, not 1"),
+        ({"opposite": True, "stages_per_rank": 2}, "opposite needs stages_per_rank 1, not 2"),
         ({"opposite": True, "pipeline": 1}, "need an even number of groups, and pipeline is 1"),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
         own = resized(given, size)
         for degrees in factorisations(given.cluster):
             try:
-                placement = fitted(own, place(own, degrees, 1, wave=False))
+                placement = fitted(own, place(own, degrees, 1, style="loop"))
                 steps.append(quick_step_seconds(own, placement, stage_costs(own, placement)))
             except InfeasibleError:
                 continue
@@ -194,7 +194,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
         own = resized(given, degrees.data)
         own = replace(own, recompute="none" if recompute == "none" else "full")
         try:
-            placement = place(own, degrees, 1, wave=False)
+            placement = place(own, degrees, 1, style="loop")
         except InfeasibleError:
             continue
         peaks[degrees] = max(quick_step(own, placement, stage_costs(own, placement)).peak_memory)
@@ -214,7 +214,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
 
 def _on_one(given: Problem) -> tuple[Problem, Placement]:
     own = resized(given, 1)
-    return own, place(own, Degrees(1, 1, 1), 1, wave=False)
+    return own, place(own, Degrees(1, 1, 1), 1, style="loop")
 
 
 def test_recomputation_is_obeyed() -> None:
@@ -225,11 +225,11 @@ def test_recomputation_is_obeyed() -> None:
 
 def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
     given = open_problem()
-    looped = Grid(pipeline=2, data=2, tensor=2, chunks=2).run(given)
+    looped = Grid(pipeline=2, data=2, tensor=2, stages_per_rank=2).run(given)
     assert [stage.devices[0] for stage in looped.stages] == [0, 4, 0, 4]
     own = resized(given, 2)
     InterleavedOneForwardOneBackward().requires(own, _of_size(own, looped))
-    folded = Grid(pipeline=2, data=2, tensor=2, chunks=2, wave=True).run(given)
+    folded = Grid(pipeline=2, data=2, tensor=2, stages_per_rank=2, style="v").run(given)
     assert [stage.devices[0] for stage in folded.stages] == [0, 4, 4, 0]
     ZeroBubbleV().requires(own, _of_size(own, folded))
 

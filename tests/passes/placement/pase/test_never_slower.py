@@ -15,7 +15,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.handcrafted import Expert, OneWeirdTrick
+from autopipe.passes.placement.handcrafted import Handcrafted, OneWeirdTrick
 from autopipe.passes.placement.pase.strategy import Mcmc, Pase
 from autopipe.passes.registry import Strategy
 from tests.passes.cost.graphs import cluster
@@ -23,8 +23,8 @@ from tests.passes.placement.pase.paper.models import model_graph
 
 BASELINES: tuple[Strategy, ...] = (
     DataParallel(),
-    Expert(),
-    Expert(tensor=2),
+    Handcrafted(),
+    Handcrafted(tensor=2),
     OneWeirdTrick(),
     Mcmc(iterations=1000, temperature=0.5),
 )

@@ -117,5 +117,5 @@ def test_a_constraint_or_an_option_lets_a_stage_straddle() -> None:
     assert [stage.devices for stage in PipeDream().run(asked).stages] == [(0, 1)]
     assert all(len(stage.devices) == 1 for stage in PipeDream(max_stages=2).run(both).stages)
     slower = mixed_cluster([(1, kind(0.001)), (1, kind(0.0011))])
-    free = problem(perceptron([512, 512, 512], batch=12), replace(slower, straddle=True))
+    free = problem(perceptron([512, 512, 512], batch=12), replace(slower, allow_mixed_stages=True))
     assert [stage.devices for stage in PipeDream(max_stages=1).run(free).stages] == [(0, 1)]

@@ -41,7 +41,7 @@ def test_groups_are_equal_within_each_kind_and_straddle_none() -> None:
         "1 stage of 2 x 2 devices and 1 stage of 2 x 2 devices"
     ]
     assert crossed in (((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 2, 1, 3), (4, 6, 5, 7)))
-    free = replace(given().cluster, straddle=True)
+    free = replace(given().cluster, allow_mixed_stages=True)
     assert [mesh.stages for mesh in meshes(free)] == [1, 2, 3, 6]
 
 

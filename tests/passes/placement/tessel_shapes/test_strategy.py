@@ -146,8 +146,8 @@ def test_v_and_x_run_over_the_devices_and_back() -> None:
 
 def test_chunks_go_round_or_back_and_forth() -> None:
     problem = model_problem("gpt", GPT)
-    assert groups(placed(problem, shape="v", chunks=2)) == [(0,), (1,), (2,), (3,)] * 2
-    assert groups(placed(problem, shape="v", chunks=2, wave=True)) == [
+    assert groups(placed(problem, shape="v", stages_per_rank=2)) == [(0,), (1,), (2,), (3,)] * 2
+    assert groups(placed(problem, shape="v", stages_per_rank=2, style="v")) == [
         (0,),
         (1,),
         (2,),
@@ -157,7 +157,11 @@ def test_chunks_go_round_or_back_and_forth() -> None:
         (1,),
         (0,),
     ]
-    assert groups(placed(problem, shape="m", chunks=2)) == [ALL, *[(0,), (1,), (2,), (3,)] * 2, ALL]
+    assert groups(placed(problem, shape="m", stages_per_rank=2)) == [
+        ALL,
+        *[(0,), (1,), (2,), (3,)] * 2,
+        ALL,
+    ]
 
 
 def test_lookups_in_the_middle_can_be_made_first() -> None:
@@ -216,7 +220,7 @@ def test_small_tables_and_no_branches_make_a_v() -> None:
             {"shape": "m"},
             "shares lookups in large tables among all devices, and the model has none",
         ),
-        ("gpt", GPT, {"shape": "v", "chunks": 100}, "cannot be cut into 400 stages"),
+        ("gpt", GPT, {"shape": "v", "stages_per_rank": 100}, "cannot be cut into 400 stages"),
     ],
 )
 def test_models_without_the_shape(
@@ -229,7 +233,7 @@ def test_models_without_the_shape(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"shape": "w"}, "there is no shape 'w'"), ({"chunks": 0}, "chunks is 0")],
+    [({"shape": "w"}, "there is no shape 'w'"), ({"stages_per_rank": 0}, "stages_per_rank is 0")],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

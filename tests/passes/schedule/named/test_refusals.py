@@ -43,7 +43,7 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
             VALLEY,
             8,
             r"such as 0 1 2 0 1 2, "
-            r"but they are on pipeline ranks 0 1 2 3 3 2 1 0 \(.*chunks: 2 or more",
+            r"but they are on pipeline ranks 0 1 2 3 3 2 1 0 \(.*stages_per_rank: 2 or more",
         ),
         ("looped_bfs", VALLEY, 8, r"but they are on pipeline ranks 0 1 2 3 3 2 1 0"),
         ("chimera", CHAIN, 8, r"requires 2 pipelines, but the placement has 1 \(.*shape: x"),
@@ -65,7 +65,7 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
             "hanayo",
             LOOPS,
             8,
-            r"such as 0 1 2 2 1 0, but they are on pipeline ranks 0 1 2 3 0 1 2 3 \(.*wave: true",
+            r"such as 0 1 2 2 1 0, but they are on pipeline ranks 0 1 2 3 0 1 2 3 \(.*style: v",
         ),
         (
             "zb_h1",

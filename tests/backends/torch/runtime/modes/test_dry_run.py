@@ -32,8 +32,8 @@ SIZES = {
 }
 PIPELINE = ("--strategy", "grid", "--set", "strategy.pipeline=2")
 PLANS = {
-    "replicas with state in shares": ("--strategy", "data_parallel", "--set", "optimizer.shard=true"),
-    "tensor parallel, bf16": ("--strategy", "expert", "--set", "strategy.tensor=4", "--set", "precision=bf16"),
+    "replicas with state in shares": ("--strategy", "data_parallel", "--set", "optimizer.zero_stage=1"),
+    "tensor parallel, bf16": ("--strategy", "handcrafted", "--set", "strategy.tensor=4", "--set", "precision=bf16"),
     "all three, bf16, recomputed": (
         *PIPELINE, "--set", "strategy.tensor=2", "--schedule", "1f1b", "--set", "recompute=full",
         "--set", "precision=bf16",

@@ -6,12 +6,12 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Problem
-from autopipe.passes.placement.handcrafted import Expert
+from autopipe.passes.placement.handcrafted import Handcrafted
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
 
 def placed(given: Problem, tensor: int = 0) -> Placement:
-    strategy = Expert(tensor)
+    strategy = Handcrafted(tensor)
     strategy.requires(given)
     placement = strategy.run(given)
     placement.verify(given.graph)
