@@ -1,7 +1,10 @@
-"""TePDist: stages, the mesh of each, micro-batches and splits in one search (Alibaba PAI, 2023):
-`strategy` tries meshes, `intra_stage` the splits of their stages, by the `levels` on cones and
-`segments`, solved as `integer_programs`.
+"""Strategy `tepdist`: searches stages, their device meshes, micro-batch size and splits (Alibaba
+PAI, "TePDist", 2023).
 
-It imports what stands below placement (schedule, sharding, partition, cost, analysis, solvers), and
-no other strategy.
+`strategy` runs the outer search over meshes. `intra_stage` searches the splits inside the stages.
+`levels` contains the solvers O2, O3 and O4, which use the cones and segments of `segments` and the
+`integer_programs`.
+
+This package imports schedule, sharding, partition, cost, analysis and solvers, and no other
+strategy.
 """

@@ -1,9 +1,9 @@
-"""A min-sum model as one integer linear program, made small before it is written.
+"""Solve a min-sum model as one integer linear program, after reducing the model.
 
-The dual of the program's relaxation (`min_sum.branch_and_bound.Dual`) says of each configuration
-what a choice with it costs at least; those above a choice that is known are dropped, as solvers of
-integer programs do by reduced costs. Where that is not enough, only the most promising are kept,
-and what was left out bounds what is proven.
+The dual of the program's linear relaxation (`min_sum.branch_and_bound.Dual`) gives a lower bound on
+the cost of all choices that contain a given configuration. A configuration whose bound exceeds the
+cost of a known choice is removed (reduced-cost fixing). If too many configurations remain, only the
+most promising are kept, and the bounds of the removed ones limit the proven bound.
 """
 
 from __future__ import annotations
@@ -29,45 +29,53 @@ from autopipe.passes.solvers.min_sum.model import (
 )
 from autopipe.passes.solvers.pulp_client import AUTO
 
-CLOSE = 1e-4  # Gap that is none, within a memory limit.
-# Of the search within a memory limit, whose relaxation says little: programs are done or stuck by
-# then.
+CLOSE = 1e-4
+"""Relative gap at which a search within a memory limit stops."""
 NODES = 50
-PATIENCE_S = 15.0  # For one program within a memory limit.
-SAME = 1e-9  # Gap that is rounding.
-ROUNDING = 1e-6  # Share of a memory limit by which a solver may miss it.
+"""Maximum number of branch-and-bound nodes within a memory limit; more nodes rarely help, because
+the relaxation is weak.
+"""
+PATIENCE_S = 15.0
+"""Maximum seconds for one program within a memory limit."""
+SAME = 1e-9
+"""Relative gap that is attributed to rounding."""
+ROUNDING = 1e-6
+"""Fraction of a memory limit by which a solver may exceed it."""
 
 
-def least_choice(
+def cheapest_choice(
     model: MinSum,
     seconds: float,
     known: Sequence[int] = (),
     limit: float | None = None,
     solver: str = AUTO,
 ) -> Assignment:
-    """The best choice of a merged model by one program, within `limit` bytes where that is given.
-    `known` is one that fits. Of the time given the best that is found by then is the answer; within
-    a limit the search ends at a gap of `CLOSE`, or at a limit of nodes. Raises InfeasibleError
-    where there is none, or none was found in time and none is known.
+    """Return the cheapest choice of a merged model by one integer program, within `limit` bytes
+    unless it is None.
+
+    `known` is a choice that satisfies the limit, or () if there is none. After `seconds`, the best
+    choice found is returned. Within a memory limit the search also stops at a relative gap of
+    `CLOSE` and after `NODES` nodes. Raise InfeasibleError if there is no choice, or if none was
+    found in time and none is known.
     """
-    answer = _solved(model, seconds, known, limit, solver)
-    if limit is not None and answer.memory > limit:
-        # The solver took the limit for kept, which it missed by its rounding.
+    assignment = _solved(model, seconds, known, limit, solver)
+    if limit is not None and assignment.memory > limit:
+        # The solver's solution exceeds the limit by rounding.
         stricter = _solved(model, seconds, known, limit * (1 - ROUNDING), solver)
-        answer = replace(stricter, bound=min(answer.bound, stricter.bound), proven=False)
-    return answer
+        assignment = replace(stricter, bound=min(assignment.bound, stricter.bound), proven=False)
+    return assignment
 
 
 def _solved(
     model: MinSum, seconds: float, known: Sequence[int], limit: float | None, solver: str
 ) -> Assignment:
-    program, places, pairs = _program(conditioned(model), limit)
+    program, node_columns, edge_columns = _program(conditioned(model), limit)
     start = None
     if known:
         start = program.lower.copy()
-        for columns, number in zip(places, known, strict=True):
+        for columns, number in zip(node_columns, known, strict=True):
             start[columns[number]] = 1.0
-        for edge, columns in pairs:
+        for edge, columns in edge_columns:
             start[columns[known[edge.source], known[edge.target]]] = 1.0
     if limit is None:
         found = milp.solve(program, seconds, 0.0, start, None, solver)
@@ -75,7 +83,7 @@ def _solved(
         found = milp.solve(program, min(seconds, PATIENCE_S), CLOSE, start, NODES, solver)
     if not found.found:
         raise InfeasibleError(f"integer program of splits: {found.status.value}")
-    choice = tuple(int(found.values[columns].argmax()) for columns in places)
+    choice = tuple(int(found.values[columns].argmax()) for columns in node_columns)
     cost = model.cost_of(choice)
     memory = model.memory_of(choice)
     proven = found.proven and (limit is None or found.gap <= SAME)
@@ -86,22 +94,24 @@ def _solved(
 def _program(
     model: MinSum, limit: float | None
 ) -> tuple[milp.Model, list[Array], list[tuple[Edge, Array]]]:
-    """The program of a model without edges at variables of one configuration; with a binary a
-    configuration of each variable, and one a pair of them on each edge (-1 where it is forbidden).
+    """Return (program, columns of each variable, columns of each edge) for a model.
 
-    With x[v, i] for "variable v has configuration i" and y[e, i, j] for "the ends of edge e have i
-    and j":
+    The model has no edges at variables with one configuration. There is one binary variable per
+    configuration, and one continuous variable per allowed pair of configurations of an edge; the
+    column of a forbidden pair is -1.
+
+    With x[v, i] = 1 if variable v has configuration i, and y[e, i, j] = 1 if the source of edge e
+    has i and its target has j:
 
         minimise    sum of costs[v][i] x[v, i]  +  sum of costs[e][i, j] y[e, i, j]
-        subject to  sum over i of x[v, i] = 1                     one configuration a variable
-                    sum over j of y[e, i, j] = x[source, i]       the pairs of an edge add up, along either side,
-                    sum over i of y[e, i, j] = x[target, j]       to what its ends choose
-                    sum of memory x + sum of memory y <= limit    where there is one
+        subject to  sum over i of x[v, i] = 1              each variable has one configuration
+                    sum over j of y[e, i, j] = x[source, i]    pairs agree with the source
+                    sum over i of y[e, i, j] = x[target, j]    pairs agree with the target
+                    sum of memory x + sum of memory y <= limit   only with a memory limit
 
-    Pairs need not be declared whole: they are, where their ends' are. Forbidden ones are left out.
-    Costs are counted from the least of their array, so that the relaxation is scaled well; a
-    variable fixed at 1 costs the sum of these. Raises InfeasibleError where all of a variable or an
-    edge is forbidden.
+    If all x are integral, all y are too. Each array of costs is reduced by its minimum, which
+    improves the scaling of the relaxation; one variable that is fixed at 1 carries the sum of these
+    minima. Raise InfeasibleError if all entries of a variable or edge are forbidden.
     """
     builder = milp.Builder()
     constant = 0.0
@@ -109,14 +119,14 @@ def _program(
     pairs: list[tuple[Edge, Array]] = []
     needed: list[tuple[Array, Array | None]] = []
     for costs, needs in zip(model.costs, model.node_memory, strict=True):
-        least, own = _above_least(costs)
+        least, own = _above_minimum(costs)
         constant += least
         columns = builder.add_variables(len(own), cost=own, upper=np.isfinite(costs))
         builder.add_rows(np.zeros_like(columns), columns, lower=1, upper=1)
         places.append(columns)
         needed.append((columns, needs))
     for edge in model.edges:
-        least, own = _above_least(edge.costs)
+        least, own = _above_minimum(edge.costs)
         constant += least
         allowed = np.isfinite(edge.costs)
         columns = np.full(own.shape, -1)
@@ -135,7 +145,7 @@ def _program(
             builder.add_rows(rows, variables, factors, lower=0, upper=0)
         pairs.append((edge, columns))
         needed.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
-    if limit is not None:  # In shares of the limit.
+    if limit is not None:  # Memory is measured in units of the limit.
         counted = [
             (each, needs.ravel()) for each, needs in needed if needs is not None and needs.any()
         ]
@@ -143,148 +153,175 @@ def _program(
         needs = np.concatenate([np.zeros(0), *(each for _, each in counted)])
         unit = max(limit, 1.0)
         builder.add_rows(np.zeros_like(columns), columns, needs / unit, upper=limit / unit, count=1)
-    # Gaps are shares of all that is paid.
+    # With the constant in the objective, the solver's relative gap refers to the total cost.
     builder.add_variables(1, cost=constant, lower=1.0)
     return builder.model(), places, pairs
 
 
-def _above_least(costs: Array) -> tuple[float, Array]:
-    """The least of some costs, and what each is above it; 0 for forbidden ones."""
+def _above_minimum(costs: Array) -> tuple[float, Array]:
+    """Return (minimum, costs above the minimum), with 0 for forbidden entries. Raise
+    InfeasibleError if all entries are forbidden.
+    """
     least = float(costs.min())
     if math.isinf(least):
         raise no_choice()
     return least, np.where(np.isfinite(costs), costs - least, 0.0)
 
 
-ROUNDS = 60  # Sweeps forth and back at most.
-PROGRESS = 0.02  # They go on while one of each closes this share of the gap.
-SLACK = 1e-9  # Of a cost: what rounding may do to a sum of many.
-SHARES = (
-    0.3,
-    0.1,
-    0.03,
-    0.01,
-    0.0,
-)  # Of the gap: thresholds that are tried where too much is left.
+ROUNDS = 60
+"""Maximum number of forward and backward sweeps."""
+PROGRESS = 0.02
+"""Minimum fraction of the gap that a forward and backward sweep must close for the sweeps to
+continue.
+"""
+SLACK = 1e-9
+"""Relative rounding error of a sum of many costs."""
+GAP_FRACTIONS = (0.3, 0.1, 0.03, 0.01, 0.0)
+"""Thresholds, as fractions of the gap, that are tried in order while too many configurations
+remain.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedModel:
-    """A model with fewer configurations."""
-
-    kept: tuple[Array, ...]  # Of every variable, ascending.
-    reach: tuple[Array, ...]  # Of each of these: no choice with it costs less.
-    choice: tuple[int, ...]
-    """The best that was met, or known before; among what is kept, unless it costs more than the
-    cutoff.
+    """A model with fewer configurations, and a choice and bounds that were found while
+    reducing it.
     """
-    cost: float  # Of that choice.
-    bound: float  # No choice costs less.
-    left_out: float = np.inf
-    """No choice costs less that has another configuration, but for those that cost more than
-    `choice`.
+
+    kept: tuple[Array, ...]
+    """For each variable: the remaining configurations, ascending."""
+    reach: tuple[Array, ...]
+    """For each remaining configuration: a lower bound on the cost of the choices that
+    contain it.
+    """
+    choice: tuple[int, ...]
+    """The cheapest choice that was found or known. All its configurations remain unless its cost
+    exceeds the cutoff.
+    """
+    cost: float
+    """The cost of `choice`."""
+    bound: float
+    """A lower bound on the cost of all choices."""
+    removed_bound: float = np.inf
+    """A lower bound on the cost of the choices that contain a removed configuration, except choices
+    that cost more than `choice`.
     """
 
     @property
-    def is_met(self) -> bool:
-        """True if no choice costs less than the one that was met."""
+    def is_optimal(self) -> bool:
+        """True if the bound proves that no choice is cheaper than `choice`."""
         return self.cost - self.bound <= SLACK * abs(self.cost)
 
-    def answer(self, model: MinSum) -> Assignment:
-        """The choice that was met, where none costs less."""
+    def assignment(self, model: MinSum) -> Assignment:
+        """Return `choice` as a proven assignment. `is_optimal` must be true."""
         return Assignment(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
 
 
 def fix_by_reduced_cost(
     model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None
 ) -> ReducedModel:
-    """Reduce a merged model until it has at most `most` pairs of configurations, or bounds get no
-    better. A choice with a configuration costs no less than its reach (`Dual.reach`); so one whose
-    reach is above a cost that is known is in no choice of that cost. A configuration stays if it
-    may be in a choice that costs no more than `cutoff`; or, where none is given, than the best
-    choice that is met or `known`. Raises InfeasibleError where every choice is forbidden, as far as
-    pairs show it.
+    """Reduce a merged model until at most `most` pairs of configurations remain, or the bound stops
+    improving.
+
+    Let reach(c) be the lower bound on all choices that contain configuration c (`Dual.reach`).
+    Configuration c is removed if reach(c) exceeds the threshold, because no choice of at most that
+    cost contains c. The threshold is `cutoff`, or, if it is None, the cost of the cheapest choice
+    found so far, `known` included. Raise InfeasibleError if the arrays of costs show that all
+    choices are forbidden.
     """
     part = Subproblem(model, everything(model))
     choice = tuple(known)
     cost = float(model.cost_of(known)) if known else np.inf
-    top = _at_most(cost if cutoff is None else cutoff)
-    before = -np.inf
+    threshold = _with_slack(cost if cutoff is None else cutoff)
+    previous_bound = -np.inf
     for _ in range(ROUNDS):
         if choice and part.dual.cells([len(keep) for keep in part.kept]) <= most:
             break
         for forward in (True, False):
-            met = part.sweep(forward)
-            if (cost_met := float(model.cost_of(met))) < cost or not choice:
-                choice = met
-                cost = cost_met
-        top = _at_most(cost) if cutoff is None else top
-        part.narrow(top)
+            found_choice = part.sweep(forward)
+            if (found_cost := float(model.cost_of(found_choice))) < cost or not choice:
+                choice = found_choice
+                cost = found_cost
+        threshold = _with_slack(cost) if cutoff is None else threshold
+        part.narrow(threshold)
         bound = part.bound
-        if cost - bound <= SLACK * abs(cost) or bound - before < PROGRESS * (cost - before):
+        if cost - bound <= SLACK * abs(cost) or bound - previous_bound < PROGRESS * (
+            cost - previous_bound
+        ):
             break
-        before = bound
-    positions = part.within(top)
+        previous_bound = bound
+    positions = part.within(threshold)
     reach = tuple(
-        each[places] - part.dual.rounding
-        for each, places in zip(part.dual.reach, positions, strict=True)
+        each[kept_positions] - part.dual.rounding
+        for each, kept_positions in zip(part.dual.reach, positions, strict=True)
     )
     return ReducedModel(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))
 
 
-def promising(model: MinSum, found: ReducedModel, most: float) -> ReducedModel:
-    """The same with at most `most` pairs of configurations, or with no more than promise the least,
-    and its choice.
+def promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> ReducedModel:
+    """Return the reduced model with at most `maximum_pairs` pairs, or, if that is not reached, with
+    the smallest threshold.
+
+    Configurations whose lower bound is above the threshold are removed, except those of the model's
+    choice.
     """
     top = max(float(reach.max()) for reach in found.reach)
-    for share in SHARES:
-        if _pairs(model, found.kept) <= most:
+    for fraction in GAP_FRACTIONS:
+        if _pairs(model, found.kept) <= maximum_pairs:
             break
-        threshold = found.bound + share * max(0.0, top - found.bound)
+        threshold = found.bound + fraction * max(0.0, top - found.bound)
         every = list(zip(found.kept, found.reach, found.choice, strict=True))
         stays = [(reach <= threshold) | (kept == number) for kept, reach, number in every]
         kept = tuple(each[stay] for each, stay in zip(found.kept, stays, strict=True))
         reach = tuple(each[stay] for each, stay in zip(found.reach, stays, strict=True))
-        found = replace(found, kept=kept, reach=reach, left_out=threshold)
+        found = replace(found, kept=kept, reach=reach, removed_bound=threshold)
     return found
 
 
 def _pairs(model: MinSum, kept: Sequence[Array]) -> int:
-    """Pairs of configurations on edges whose ends have a choice."""
+    """Return the number of pairs of configurations on the edges whose ends both have a choice."""
     sizes = [len(keep) for keep in kept]
     ends = ((sizes[edge.source], sizes[edge.target]) for edge in model.edges)
-    return sum(one * other for one, other in ends if min(one, other) > 1)
+    return sum(
+        source_size * target_size
+        for source_size, target_size in ends
+        if min(source_size, target_size) > 1
+    )
 
 
-def _at_most(cost: float) -> float:
+def _with_slack(cost: float) -> float:
     return cost + SLACK * abs(cost)
 
 
-MOST_PAIRS = 50_000  # Of configurations on edges: what an integer program may have.
-MOST_PAIRS_WITHIN = 10_000  # The same within a memory limit, where programs take longest.
+MAXIMUM_PAIRS = 50_000
+"""Maximum number of pairs of configurations in an integer program."""
+MAXIMUM_PAIRS_WITHIN_MEMORY = 10_000
+"""Maximum number of pairs of configurations in an integer program with a memory limit, which takes
+longer.
+"""
 
 
-def least_by_program(
-    model: MinSum, seconds: float, most: float = MOST_PAIRS, solver: str = AUTO
+def cheapest_by_program(
+    model: MinSum, seconds: float, most: float = MAXIMUM_PAIRS, solver: str = AUTO
 ) -> Assignment:
-    """Return the choice of minimum cost of a merged model, by an integer program of about `most`
-    pairs of configurations, solved by `solver` (`milp.solve`).
+    """Return the cheapest choice of a merged model, by an integer program of about `most` pairs of
+    configurations.
 
-    No program is solved if the dual bound of the relaxation equals the cost of a known choice.
-    Raises InfeasibleError if every choice is forbidden.
+    `solver` solves the program (`milp.solve`) within `seconds`. No program is solved if the dual
+    bound equals the cost of a known choice. Raise InfeasibleError if all choices are forbidden.
     """
-    left = fix_by_reduced_cost(model)
-    if left.is_met:
-        return left.answer(model)
-    left = promising(model, left, most)
-    known = _places(left, left.choice)
-    found = least_choice(restricted(model, left.kept), seconds, known or (), solver=solver)
-    bound = max(left.bound, min(float(found.bound), left.left_out))
-    proven = found.proven and found.cost <= left.left_out
-    return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)
+    reduced = fix_by_reduced_cost(model)
+    if reduced.is_optimal:
+        return reduced.assignment(model)
+    reduced = promising(model, reduced, most)
+    known = _positions_of(reduced, reduced.choice)
+    found = cheapest_choice(restricted(model, reduced.kept), seconds, known or (), solver=solver)
+    bound = max(reduced.bound, min(float(found.bound), reduced.removed_bound))
+    proven = found.proven and found.cost <= reduced.removed_bound
+    return replace(found, choice=chosen(reduced.kept, found.choice), bound=bound, proven=proven)
 
 
-def least_within(
+def cheapest_within_memory(
     model: MinSum,
     limit: float,
     rate: float,
@@ -293,27 +330,30 @@ def least_within(
     seconds: float,
     solver: str = AUTO,
 ) -> Assignment:
-    """Return the choice of minimum cost of a merged model among those of at most `limit` bytes and
-    cost `cutoff`.
+    """Return the cheapest choice of a merged model of at most `limit` bytes and at most cost
+    `cutoff`.
 
-    Configurations are left out of the program by their reduced costs at `rate` per byte. The search
-    starts from `known` if that choice is within the limit. Raises InfeasibleError if there is no
-    such choice, or if `solver` finds none in time.
+    Configurations are removed by their reduced costs if each byte costs `rate`. The search starts
+    from `known` if that choice is within the limit. Raise InfeasibleError if there is no such
+    choice, or if `solver` finds none within `seconds`.
     """
-    at_price = priced(model, rate)
-    left = fix_by_reduced_cost(at_price, 0, known, cutoff + rate * limit)
-    left = promising(at_price, left, MOST_PAIRS_WITHIN)
-    start = _places(left, known) if model.memory_of(known) <= limit else None
-    found = least_choice(restricted(model, left.kept), seconds, start or (), limit, solver)
-    left_out = left.left_out - rate * limit
-    proven = found.proven and found.cost <= left_out
-    bound = min(float(found.bound), left_out)
-    return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)
+    with_byte_cost = priced(model, rate)
+    reduced = fix_by_reduced_cost(with_byte_cost, 0, known, cutoff + rate * limit)
+    reduced = promising(with_byte_cost, reduced, MAXIMUM_PAIRS_WITHIN_MEMORY)
+    start = _positions_of(reduced, known) if model.memory_of(known) <= limit else None
+    found = cheapest_choice(restricted(model, reduced.kept), seconds, start or (), limit, solver)
+    removed_bound = reduced.removed_bound - rate * limit
+    proven = found.proven and found.cost <= removed_bound
+    bound = min(float(found.bound), removed_bound)
+    return replace(found, choice=chosen(reduced.kept, found.choice), bound=bound, proven=proven)
 
 
-def _places(left: ReducedModel, choice: Sequence[int]) -> list[int] | None:
-    """Where a choice is among what is left; None where a part of it is not."""
-    places = [
-        np.flatnonzero(keep == number) for keep, number in zip(left.kept, choice, strict=True)
+def _positions_of(reduced: ReducedModel, choice: Sequence[int]) -> list[int] | None:
+    """Return the position of each configuration of `choice` among the remaining ones, or None if
+    one was removed.
+    """
+    positions = [
+        np.flatnonzero(configurations == number)
+        for configurations, number in zip(reduced.kept, choice, strict=True)
     ]
-    return [int(place[0]) for place in places] if all(map(len, places)) else None
+    return [int(position[0]) for position in positions] if all(map(len, positions)) else None

@@ -1,5 +1,5 @@
-"""The splits inside all stages of a placement; equal stages, layers that repeat, are searched
-once.
+"""Search for the splits inside all stages of a placement. Equal stages, such as repeated layers,
+are searched once.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import SplitProblem, make_tables
 
-# How often stages that are equal are fitted into memory again, because others have changed beside
-# them.
 _ROUNDS = 2
+"""Maximum number of times that equal stages are fitted into memory; changes of other stages can
+make it necessary again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CostedPlacement:
-    """A placement, what its stages cost, and by how much the fullest device of each is over its
-    limit.
-    """
+    """A placement with the costs of its stages and the excess of their memory."""
 
     placement: Placement
     costs: tuple[StageCost, ...]
     excess: tuple[tuple[int, int], ...]
-    """For each stage bytes (below zero where there is room) and the device."""
+    """For each stage: (bytes by which its most overfull device exceeds the limit, the device).
+    Negative bytes are free memory.
+    """
 
     @property
     def fits(self) -> bool:
-        """True if memory holds it under 1F1B."""
+        """True if all stages fit into memory under schedule 1F1B."""
         return all(excess <= 0 for excess, _ in self.excess)
 
 
 class IntraStageSearch:
-    """The search inside stages of one problem, which remembers what it found for stages that come
-    again. `required` are the splits that constraints ask for, by node. Raises ConfigurationError
-    for constraints that cannot be followed.
+    """Search for splits inside the stages of one problem, which caches its results for equal
+    stages.
+
+    `required` contains the splits that constraints require, by node. Raise ConfigurationError for
+    constraints that contradict the problem.
     """
 
     def __init__(self, problem: Problem, solver: Level) -> None:
@@ -64,44 +67,58 @@ class IntraStageSearch:
         self._found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = {}
 
     def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:
-        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight
-        do not count.
+        """Return a key that is equal for stages whose searches are equal, node by node in order.
+
+        The number of micro-batches in flight is not part of the key.
         """
         graph = self.problem.graph
-        known = dict[str, int]()
+        number_of_value = dict[str, int]()
 
         def value(name: str, given: bool = False) -> Hashable:
-            known[name] = len(known)
-            own = graph.type_of(name)
-            return own.dtype, own.shape, self._widths.get(name), name in self._gradient, given
+            number_of_value[name] = len(number_of_value)
+            value_type = graph.type_of(name)
+            return (
+                value_type.dtype,
+                value_type.shape,
+                self._widths.get(name),
+                name in self._gradient,
+                given,
+            )
 
         def read(name: str) -> Hashable:
-            """A value by its number where it is known; what else it is where it is new."""
-            if name in known:
-                return known[name]
+            """Return the number of a value that occurred before, and otherwise a description of the
+            new value.
+            """
+            if name in number_of_value:
+                return number_of_value[name]
             if (constant := graph.constant(name)) is not None:
                 return value(name), constant.array.tobytes()
             if (parameter := graph.parameter(name)) is not None:
                 return value(name), parameter.trainable, name in options.whole
             return value(name)
 
-        parts: list[Hashable] = [reach(self.problem.cluster, devices), options.recompute]
+        key_parts: list[Hashable] = [reach(self.problem.cluster, devices), options.recompute]
         for node in nodes:
-            each = graph.nodes[node]
-            inputs = tuple(read(name) if name else None for name in each.inputs)
+            operation = graph.nodes[node]
+            inputs = tuple(read(name) if name else None for name in operation.inputs)
             outputs = tuple(
-                value(name, name in options.given) if name else None for name in each.outputs
+                value(name, name in options.given) if name else None for name in operation.outputs
             )
             splits = self.samples.axes[node], options.allowed.get(node)
-            parts.append((each.op, each.domain, each.attributes, *splits, inputs, outputs))
-        return tuple(parts)
+            key_parts.append(
+                (operation.op, operation.domain, operation.attributes, *splits, inputs, outputs)
+            )
+        return tuple(key_parts)
 
     def placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
-        """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes
-        split as asked. Every stage is split as the solver finds it best, or by its samples, or the
-        faster of both. Where memory is short for the first, stages recompute if they may, and
-        splits are searched within memory, unless a step of it as it is would take `limit_s`
-        already. Raises InfeasibleError where there is none, with the least excess.
+        """Return placements with the stages of `skeleton` that fit into memory under 1F1B. Nodes in
+        `required` have the required splits.
+
+        The candidates split each stage as the solver proposes, by samples, or by the faster of
+        both. If the first does not fit into memory, placements with recomputation (if it is
+        permitted) and with splits searched within memory are added, unless a step of the first
+        already takes `limit_s` seconds. Raise InfeasibleError with the minimum excess if there is
+        no placement.
         """
         plain = self._unlimited(skeleton)
         fitting = [each for each in plain if each.fits]
@@ -110,8 +127,8 @@ class IntraStageSearch:
             or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s
         ):
             return fitting
-        # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the
-        # search before these.
+        # A single stage can also fit with smaller micro-batches. A plan with recomputation would
+        # end the search before they are tried.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
             fitting += self._recomputing(plain[0])
         try:
@@ -122,8 +139,8 @@ class IntraStageSearch:
         return fitting
 
     def proof(self, placement: Placement) -> SplitProof:
-        """Proof of the splits of a single stage, from the solver's bound where memory is no
-        limit.
+        """Return the proof of the splits of a placement with a single stage, from the solver's
+        bound without a memory limit.
         """
         inside = SplitProblem(self.problem, placement, self.required)
         _, proof = self._searched(inside, placement, 0)
@@ -132,10 +149,12 @@ class IntraStageSearch:
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
     def _unlimited(self, skeleton: Placement) -> list[CostedPlacement]:
-        """Placements without regard to memory, as the solver finds it best first."""
+        """Return placements that ignore memory; the first one has the splits that the solver
+        proposes.
+        """
         inside = SplitProblem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
-        searched = self._weighed(
+        searched = self._with_costs(
             skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]
         )
         by_samples = [self._by_samples(stage) for stage in skeleton.stages]
@@ -144,7 +163,7 @@ class IntraStageSearch:
         ]
         if others == list(searched.placement.stages):
             return [searched]
-        sampled = self._weighed(skeleton, others)
+        sampled = self._with_costs(skeleton, others)
 
         def rank(which: int, stage: int) -> tuple[bool, float]:
             seconds = step_seconds(
@@ -156,12 +175,14 @@ class IntraStageSearch:
         if len(set(faster)) == 1:
             return [searched, sampled]
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
-        return [searched, sampled, self._weighed(skeleton, stages)]
+        return [searched, sampled, self._with_costs(skeleton, stages)]
 
     def _searched(
         self, inside: SplitProblem, placement: Placement, index: int
     ) -> tuple[Stage, SplitProof]:
-        """A stage as the solver finds it best without regard to memory."""
+        """Return stage `index` with the splits that the solver proposes without a memory limit, and
+        their proof.
+        """
         stage = placement.stages[index]
         options = inside.options[index]
         nodes = [node for node, _ in inside.plans[index].nodes]
@@ -176,8 +197,8 @@ class IntraStageSearch:
         return replace(stage, splits=_of_nodes(nodes, splits)), proof
 
     def _by_samples(self, stage: Stage) -> Stage | None:
-        """The stage with nothing but its samples shared; None where they cannot be, or something
-        else is asked for.
+        """Return the stage split by samples only, or None if that is impossible or constraints
+        require other splits.
         """
         width = len(stage.devices)
         if any(
@@ -187,26 +208,29 @@ class IntraStageSearch:
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
     def _recomputing(self, plain: CostedPlacement) -> list[CostedPlacement]:
-        """The same with recomputation in the stages that memory does not hold, in all where that is
-        not enough.
+        """Return the placements that fit if the stages that exceed memory recompute their forward.
+
+        If none fits, all stages recompute. Return [] if this does not fit either.
         """
         stages = plain.placement.stages
-        full = [
+        overfull = [
             replace(stage, recompute=excess > 0)
             for stage, (excess, _) in zip(stages, plain.excess, strict=True)
         ]
-        for some in (full, [replace(stage, recompute=True) for stage in stages]):
-            bare = replace(
-                plain.placement, stages=tuple(replace(stage, splits=()) for stage in some)
+        for stages_to_try in (overfull, [replace(stage, recompute=True) for stage in stages]):
+            unsplit = replace(
+                plain.placement, stages=tuple(replace(stage, splits=()) for stage in stages_to_try)
             )
-            if fitting := [each for each in self._unlimited(bare) if each.fits]:
+            if fitting := [each for each in self._unlimited(unsplit) if each.fits]:
                 return fitting
         return []
 
     def _within(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
-        """The placement with other splits in the stages that memory does not hold: in equal ones
-        those of the fullest. Splits under which a stage alone takes `limit_s` a step are as good as
-        any others that do. Raises InfeasibleError, with the least excess, where nothing fits.
+        """Return `plain` with new splits, searched within memory, in the stages that exceed memory.
+
+        The fullest stage is searched, and equal stages that exceed memory get its splits. The
+        search does not distinguish splits under which the stage alone takes at least `limit_s`
+        seconds per step. Raise InfeasibleError with the minimum excess if the stages do not fit.
         """
         inside = SplitProblem(self.problem, plain.placement, self.required)
         keys = [
@@ -223,7 +247,7 @@ class IntraStageSearch:
                 device = plain.excess[worst][1]
                 need = self.problem.memory_of(device) + plain.excess[worst][0]
                 raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
-            self._check_least(inside, plain, worst)
+            self._check_minimum_memory(inside, plain, worst)
             fitted = inside.split(
                 plain.placement, worst, self.solver.below(limit_s), resized_problem=self.problem
             ).placement
@@ -237,25 +261,29 @@ class IntraStageSearch:
             stages = list(plain.placement.stages)
             for stage in same:
                 stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
-            plain = self._weighed(plain.placement, stages)
+            plain = self._with_costs(plain.placement, stages)
         return plain
 
-    def _check_least(self, inside: SplitProblem, plain: CostedPlacement, index: int) -> None:
-        """Raise InfeasibleError where a stage needs more than there is however each node is split
-        by itself.
+    def _check_minimum_memory(
+        self, inside: SplitProblem, plain: CostedPlacement, index: int
+    ) -> None:
+        """Raise InfeasibleError if stage `index` exceeds memory even if each node uses its
+        configuration of minimum memory.
         """
         nodes = [node for node, _ in inside.plans[index].nodes]
         tables = make_tables(
             self.problem, nodes, plain.placement.stages[index].devices, inside.options[index]
         )
-        stays = sum(int(each.min()) for each in tables.model.memory or ())
-        least = stays + max(int(each.min()) for each in tables.passing)
+        persistent = sum(int(each.min()) for each in tables.model.memory or ())
+        minimum = persistent + max(int(each.min()) for each in tables.passing)
         device = plain.excess[index][1]
-        if least > self.problem.memory_of(device):
-            raise out_of_memory(self.problem, [index], len(inside.plans), device, least, least=True)
+        if minimum > self.problem.memory_of(device):
+            raise out_of_memory(
+                self.problem, [index], len(inside.plans), device, minimum, least=True
+            )
 
-    def _weighed(self, placement: Placement, stages: Sequence[Stage]) -> CostedPlacement:
-        """The placement with other stages, and its costs."""
+    def _with_costs(self, placement: Placement, stages: Sequence[Stage]) -> CostedPlacement:
+        """Return `placement` with `stages`, its costs and its excess of memory."""
         placement = replace(placement, stages=tuple(stages))
         costs = stage_costs(self.problem, placement)
         used = device_memory(self.problem, placement, costs)
@@ -267,5 +295,5 @@ class IntraStageSearch:
 
 
 def _of_nodes(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:
-    """As `Stage.splits` has them."""
+    """Return (node, splits) pairs of the split nodes, as in `Stage.splits`."""
     return tuple((node, own) for node, own in zip(nodes, splits, strict=True) if own)

@@ -1,9 +1,13 @@
-"""The levels of TePDist's search for splits inside a stage, solvers of the tables that every search
-shares.
+"""The optimisation levels of TePDist's search for splits inside a stage: solvers of the tables of
+`sharding.search`.
 
-O2: cones, segments between critical nodes by integer programs, dynamic programming over segments.
-O3: one integer program over all cones. O4: one over all operators. Within a memory limit all begin
-with prices for bytes, as the exact search does (`min_sum.memory_limit`).
+- O2: contracts operators into cones, solves the segments between critical nodes by integer
+  programs, and combines segments by dynamic programming ("SPMD Strategy" of the TePDist paper).
+- O3: one integer program over all cones.
+- O4: one integer program over all operators.
+
+Within a memory limit, each level first searches a cost per byte (a Lagrange multiplier), as the
+exact search does (`min_sum.memory_limit`).
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ import numpy as np
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.integer_programs import (
     ReducedModel,
+    cheapest_by_program,
+    cheapest_within_memory,
     fix_by_reduced_cost,
-    least_by_program,
-    least_within,
 )
 from autopipe.passes.placement.tepdist.segments import (
     Cones,
     EqualSegments,
     choice_of,
-    cut,
     fill_cones,
     is_over,
+    partition,
     ranks,
     shortest,
     unfilled,
@@ -53,102 +57,123 @@ from autopipe.passes.solvers.min_sum.model import (
 )
 from autopipe.passes.solvers.pulp_client import AUTO
 
-ROUNDS = 8  # Prices that are tried at most.
-CLOSE = 1e-3  # Share of the cost that is not worth another price.
-SAME = 1e-9  # Share of a cost that is rounding: below it another is no better.
-MOST_GIVEN = 8  # Combinations of wide variables' strategies.
-_PATIENCE_S = 60.0  # For one integer program, where there is no time limit.
-_LEAST_S = 0.1  # For one integer program, where time is over.
+ROUNDS = 8
+"""Maximum number of costs per byte that are tried."""
+CLOSE = 1e-3
+"""Relative gap at which no further cost per byte is tried."""
+SAME = 1e-9
+"""Relative difference of costs that is attributed to rounding."""
+MAXIMUM_COMBINATIONS = 8
+"""Maximum number of combinations of the high-degree variables' strategies that are tried."""
+_PATIENCE_S = 60.0
+"""Seconds for one integer program if there is no time limit."""
+_MINIMUM_S = 0.1
+"""Minimum seconds for one integer program, also after the time limit."""
 
 
 def best_mixture(
     model: MinSum, rank: Array, first: Sequence[int], last: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """`first` for the variables up to some rank and `last` for all others, as costs least within
-    `limit` bytes; None where no place will do. Equal layers choose alike at any price of memory, so
-    that their choices need either too much or far too little; what lies between are mixtures. Costs
-    and memory of all places are sums of what changes at each: a variable changes at its own place,
-    an edge at those of both its ends.
+    """Return the cheapest mixture of two choices within `limit` bytes, or None if no mixture fits.
+
+    A mixture has the configurations of `first` for all variables below some rank, and of `last` for
+    all others. Equal layers have equal configurations at each cost per byte, so their choices need
+    either too much memory or far too little; mixtures are between.
+
+    The costs and bytes of all mixtures are prefix sums of changes: a variable changes at its own
+    rank, and an edge at the ranks of both ends. Time O(variables + edges).
     """
     order = np.unique(rank, return_inverse=True)[1]
-    places = int(order.max()) + 2
-    at, cost, need = (
+    mixtures = int(order.max()) + 2
+    index, cost, need = (
         np.array(list(_changes(model, order, first, last)), dtype=float).reshape(-1, 3).T
     )
     forbidden = np.isinf(cost)
-    steps = np.zeros((3, places))
+    changes = np.zeros((3, mixtures))
     for step, change in zip(
-        steps, (np.where(forbidden, 0.0, cost), need, np.sign(cost) * forbidden), strict=True
+        changes, (np.where(forbidden, 0.0, cost), need, np.sign(cost) * forbidden), strict=True
     ):
-        np.add.at(step, at.astype(np.int64), change)
-    costs, memory, infinite = steps.cumsum(axis=1)
+        np.add.at(step, index.astype(np.int64), change)
+    costs, memory, infinite = changes.cumsum(axis=1)
     costs[(infinite > 0.5) | (memory > limit)] = np.inf
-    place = int(costs.argmin())
-    return (
-        tuple(np.where(order < place, first, last).tolist()) if np.isfinite(costs[place]) else None
-    )
+    best = int(costs.argmin())
+    return tuple(np.where(order < best, first, last).tolist()) if np.isfinite(costs[best]) else None
 
 
 def _changes(
     model: MinSum, order: Array, first: Sequence[int], last: Sequence[int]
 ) -> Iterator[tuple[int, float, float]]:
-    """Places from which on, counted in variables that choose as in `first`, cost and memory are so
-    much more.
+    """Yield (rank index, cost, bytes): how much cost and memory change if the variables below this
+    rank index are from `first`.
     """
 
     def reads() -> Iterator[
         tuple[Array, Array | None, tuple[int, ...], tuple[int | tuple[int, int], ...]]
     ]:
-        """Every array of the model, and where it is read from each place on."""
+        """Yield each array of costs with its memory, the rank indices at which the entry changes,
+        and the entry from each index on.
+        """
         for variable, (costs, memory) in enumerate(
             zip(model.costs, model.node_memory, strict=True)
         ):
             yield costs, memory, (0, int(order[variable]) + 1), (last[variable], first[variable])
         for edge in model.edges:
-            one = edge.source
-            other = edge.target
-            near, far = sorted((one, other), key=lambda variable: int(order[variable]))
-            between = (first[one], last[other]) if near == one else (last[one], first[other])
-            numbers = (last[one], last[other]), between, (first[one], first[other])
-            yield edge.costs, edge.memory, (0, int(order[near]) + 1, int(order[far]) + 1), numbers
+            source = edge.source
+            target = edge.target
+            lower, higher = sorted((source, target), key=lambda variable: int(order[variable]))
+            between = (
+                (first[source], last[target]) if lower == source else (last[source], first[target])
+            )
+            entries = (last[source], last[target]), between, (first[source], first[target])
+            yield (
+                edge.costs,
+                edge.memory,
+                (0, int(order[lower]) + 1, int(order[higher]) + 1),
+                entries,
+            )
 
-    for costs, memory, places, numbers in reads():
-        before = 0.0, 0.0
-        for place, number in zip(places, numbers, strict=True):
-            now = float(costs[number]), 0.0 if memory is None else float(memory[number])
-            yield place, *now
-            yield place, -before[0], -before[1]
-            before = now
+    for costs, memory, indices, entries in reads():
+        previous = 0.0, 0.0
+        for index, entry in zip(indices, entries, strict=True):
+            current = float(costs[entry]), 0.0 if memory is None else float(memory[entry])
+            yield index, *current
+            yield index, -previous[0], -previous[1]
+            previous = current
 
 
-class PricedSearch(Incumbent):
-    """The best within a memory limit of what prices and mixtures find; nothing within it costs less
-    than `bound`.
+class MemoryLimitSearch(Incumbent):
+    """The best choice within a memory limit that was found so far. No choice within the limit costs
+    less than `bound`.
     """
 
-    rate = 0.0  # The price of the highest bound.
+    rate = 0.0
+    """The cost per byte that gave the highest bound."""
 
     @property
     def answer(self) -> Assignment:
+        """Return the best choice with its bound; it is proven optimal if both agree up
+        to rounding.
+        """
         proven = self.cost - self.bound <= SAME * abs(self.cost)
         return Assignment(self.choice, self.cost, self.bound, proven, self.memory)
 
     def raise_bound(self, bound: float) -> None:
-        """Nothing that fits costs less than this."""
+        """Raise the lower bound to `bound`, but not above the cost of the best choice."""
         self.bound = min(max(self.bound, bound), float(self.cost))
 
     def mix(self, rank: Array, one: Sequence[int], other: Sequence[int]) -> None:
-        """Take the best mixture of two choices, if that is better."""
+        """Update the best choice by the best mixture of `one` and `other`, in either order."""
         for first, last in ((one, other), (other, one)):
             if found := best_mixture(self.model, rank, first, last, self.limit):
                 self.offer(found)
 
 
 class Level(ABC):
-    """A search for the best choice of `Tables`, within `time_limit` seconds from its construction.
+    """A solver of `Tables`: finds a choice of minimum cost within `time_limit` seconds from
+    construction.
 
-    Integer programs are solved by `solver` (a name of `pulp_client.SOLVER_NAMES`). When the time is
-    over, the answer is the best choice found.
+    `solver` is the integer-program solver (a name of `pulp_client.SOLVER_NAMES`). After the time
+    limit, the result is the best choice found so far.
     """
 
     fill: Callable[..., Cones] = staticmethod(fill_cones)
@@ -159,48 +184,52 @@ class Level(ABC):
         self._enough = math.inf
 
     def below(self, cost: float) -> Self:
-        """The same, but within memory an answer that costs as much is good enough: no better one is
-        looked for.
+        """Return a copy that stops a search within memory as soon as no choice below `cost` can
+        exist.
         """
         other = copy.copy(self)
         other._enough = cost
         return other
 
     def __call__(self, tables: Tables, limit: float | None) -> Assignment:
-        """The best choice that is found, of those that need at most `limit` bytes where that is
-        given. Cost and memory are counted in the tables' own model. Raises InfeasibleError where
-        every choice is forbidden.
+        """Return the cheapest choice that is found, within `limit` bytes unless it is None.
+
+        Cost and memory are those of the tables' own model. Raise InfeasibleError if all choices are
+        forbidden.
         """
         model = tables.model
-        if not model.costs:  # A stage may compute nothing but what others compute, too.
+        if not model.costs:  # All nodes of the stage may be recomputed copies of other stages'.
             return Assignment((), 0.0, 0.0, proven=True, memory=0)
         if limit is None:
-            return counted(self.least(model), model)
-        # Least memory is found sooner than least cost, and says where that need not be looked for.
-        least = self.least(memory_alone(model))
-        fitting = counted(replace(least, proven=False), model)
-        beyond = replace(fitting, bound=fitting.cost, proven=least.proven, fits=False)
-        if fitting.memory > limit and least.proven:
-            return beyond
-        free = counted(self.least(model), model)
+            return counted(self.cheapest(model), model)
+        # Minimum memory is found faster than minimum cost, and shows if the limit is infeasible.
+        smallest = self.cheapest(memory_alone(model))
+        fitting = counted(replace(smallest, proven=False), model)
+        infeasible = replace(fitting, bound=fitting.cost, proven=smallest.proven, fits=False)
+        if fitting.memory > limit and smallest.proven:
+            return infeasible
+        free = counted(self.cheapest(model), model)
         if free.memory <= limit:
             return free
         if fitting.memory > limit:
-            return beyond
+            return infeasible
         if free.bound >= self._enough:
             return replace(fitting, bound=free.bound)
         return counted(
-            self.within(model, self._priced(model, HullEdge(limit, free, fitting))), model
+            self.within(model, self._search_byte_costs(model, HullEdge(limit, free, fitting))),
+            model,
         )
 
-    def _priced(self, model: MinSum, edge: HullEdge) -> PricedSearch:
-        """The best that prices and mixtures find; the price moves to where the bound is highest.
-        Mixtures of choices on either side of the limit come closer to it than any price does. No
-        price is tried once nothing that costs little enough can fit.
+    def _search_byte_costs(self, model: MinSum, edge: HullEdge) -> MemoryLimitSearch:
+        """Return the best choice that costs per byte and mixtures find.
+
+        The cost per byte moves towards the one with the highest bound. Mixtures of the choices on
+        either side of the limit come closer to the limit than any cost per byte does. The search
+        stops if the bound shows that no sufficiently cheap choice fits.
         """
         rank = ranks(model)
         limit = edge.limit
-        found = PricedSearch(model, limit, float(edge.over.bound))
+        found = MemoryLimitSearch(model, limit, float(edge.over.bound))
         found.offer(edge.under.choice)
         found.mix(rank, edge.over.choice, edge.under.choice)
         for _ in range(ROUNDS):
@@ -222,103 +251,128 @@ class Level(ABC):
         return found
 
     @abstractmethod
-    def least(self, model: MinSum) -> Assignment:
-        """The choice of least cost, whatever memory it needs."""
+    def cheapest(self, model: MinSum) -> Assignment:
+        """Return the cheapest choice without a memory limit."""
 
     @abstractmethod
     def at_price(self, model: MinSum, rate: float) -> Assignment:
-        """A choice that costs little when a byte costs `rate`; its bound is one of all choices'
-        cost and price.
+        """Return a choice of low total cost if each byte costs `rate`. Its bound is a lower bound
+        on cost plus `rate` times bytes.
         """
 
     @abstractmethod
-    def within(self, model: MinSum, found: PricedSearch) -> Assignment:
-        """The best within the limit, prices being searched."""
+    def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
+        """Return the best choice within the memory limit, given the result of the search over costs
+        per byte.
+        """
 
     @property
     def seconds(self) -> float:
-        """Time for one integer program."""
-        return _PATIENCE_S if self._end is None else max(_LEAST_S, self._end - time.monotonic())
+        """Return the seconds available for one integer program."""
+        return _PATIENCE_S if self._end is None else max(_MINIMUM_S, self._end - time.monotonic())
 
 
 def by_segments(
     model: MinSum, rank: Array, seconds: float, end: float | None, close: float, solver: str
 ) -> Assignment:
-    """The best choice of a merged model whose edges lead to higher `rank`; at `end` of the clock,
-    what is known. Strategies of the wide variables are given one combination after the other, those
-    first that promise most by the dual bound of the whole model, until what is left promises no
-    better: what may be less by a share of `close` at most is not looked for. Raises InfeasibleError
-    where every choice is forbidden.
+    """Return the cheapest choice of a merged model whose edges lead to higher `rank`.
+
+    The strategies of the high-degree variables are fixed to one combination after the other, in
+    ascending order of the dual bound of the whole model. For each combination, `shortest` solves
+    the segments. The search stops if the next bound is not lower than the best cost by more than
+    the fraction `close`, or at time `end` (`time.monotonic`, None for no limit). Raise
+    InfeasibleError if all choices are forbidden.
     """
-    parts = cut(model, rank)
-    left = fix_by_reduced_cost(model, 0 if parts.wide else np.inf)
-    if left.is_met:
-        return left.answer(model)
-    given, others = _given(left, parts.wide)
+    segmented = partition(model, rank)
+    reduced = fix_by_reduced_cost(model, 0 if segmented.high_degree else np.inf)
+    if reduced.is_optimal:
+        return reduced.assignment(model)
+    combinations, others = _combinations(reduced, segmented.high_degree)
     segments = EqualSegments()
     best = np.inf
-    choice = left.choice
+    choice = reduced.choice
     bounds = [others]
-    for bound, strategies in given:
+    for bound, strategies in combinations:
         if bound >= best * (1 - close) or is_over(end):
             bounds.append(bound)
             break
-        kept = everything(model)
-        for variable, number in zip(parts.wide, strategies, strict=True):
-            kept[variable] = np.array([number])
-        fixed = conditioned(restricted(model, kept))  # Its wide variables have no edges.
-        pairs = segments.pairs(fixed, parts)
-        apart = float(sum(fixed.costs[variable][0] for variable in parts.wide))
-        path = shortest(fixed, parts, pairs, seconds, best * (1 - close) - apart, end, solver)
-        bounds.append(max(bound, apart + path.bound))
-        if path.settled and apart + path.cost < best:
-            best = apart + path.cost
-            choice = choice_of(path, parts, pairs, strategies)
-    if left.cost < best * (1 - SAME):
-        choice = left.choice
+        domains = everything(model)
+        for variable, number in zip(segmented.high_degree, strategies, strict=True):
+            domains[variable] = np.array([number])
+        fixed = conditioned(restricted(model, domains))  # The fixed variables have no edges.
+        pairs = segments.pairs(fixed, segmented)
+        fixed_cost = float(sum(fixed.costs[variable][0] for variable in segmented.high_degree))
+        path = shortest(
+            fixed, segmented, pairs, seconds, best * (1 - close) - fixed_cost, end, solver
+        )
+        bounds.append(max(bound, fixed_cost + path.bound))
+        if path.solved and fixed_cost + path.cost < best:
+            best = fixed_cost + path.cost
+            choice = choice_of(path, segmented, pairs, strategies)
+    if reduced.cost < best * (1 - SAME):
+        choice = reduced.choice
     cost = float(model.cost_of(choice))
-    bound = min(cost, max(left.bound, min(bounds)))
+    bound = min(cost, max(reduced.bound, min(bounds)))
     return Assignment(
         choice, cost, bound, cost - bound <= SAME * abs(cost), model.memory_of(choice)
     )
 
 
-def _given(
-    left: ReducedModel, wide: Sequence[int]
+def _combinations(
+    reduced: ReducedModel, high_degree: Sequence[int]
 ) -> tuple[list[tuple[float, tuple[int, ...]]], float]:
-    """Bounds and combinations of what is left, the most promising first; what any other one costs
-    at least.
+    """Return (combinations, bound on all others) of strategies of the high-degree variables.
+
+    Each combination has its lower bound, and they are sorted by it. While there are more than
+    `MAXIMUM_COMBINATIONS`, the strategy with the highest bound is dropped.
     """
-    reach = {v: dict(zip(left.kept[v].tolist(), left.reach[v].tolist(), strict=True)) for v in wide}
-    others = np.inf
-    while prod(map(len, reach.values())) > MOST_GIVEN:
-        open_reach = {variable: numbers for variable, numbers in reach.items() if len(numbers) > 1}
-        bound, variable, number = max(
-            (bound, v, number) for v in open_reach for number, bound in reach[v].items()
+    reach = {
+        variable: dict(
+            zip(reduced.kept[variable].tolist(), reduced.reach[variable].tolist(), strict=True)
         )
-        del reach[variable][number]
+        for variable in high_degree
+    }
+    others = np.inf
+    while prod(map(len, reach.values())) > MAXIMUM_COMBINATIONS:
+        droppable = {
+            variable: strategies for variable, strategies in reach.items() if len(strategies) > 1
+        }
+        bound, variable, strategy = max(
+            (bound, variable, strategy)
+            for variable in droppable
+            for strategy, bound in reach[variable].items()
+        )
+        del reach[variable][strategy]
         others = min(others, bound)
-    found = [
+    combinations = [
         (
             max(
-                (reach[v][number] for v, number in zip(wide, each, strict=True)), default=left.bound
+                (
+                    reach[variable][strategy]
+                    for variable, strategy in zip(high_degree, each, strict=True)
+                ),
+                default=reduced.bound,
             ),
             each,
         )
-        for each in product(*(reach[variable] for variable in wide))
+        for each in product(*(reach[variable] for variable in high_degree))
     ]
-    return sorted(found), others
+    return sorted(combinations), others
 
 
 class O2(Level):
-    """Three levels: cones, segments, the whole graph. Within a memory limit bytes have a price."""
+    """Level O2: cones, segments, and dynamic programming over the whole graph. Within a memory
+    limit, each byte has a cost.
+    """
 
-    def least(self, model: MinSum) -> Assignment:
-        """The choice of least cost; proven, but for time, and for many wide variables."""
+    def cheapest(self, model: MinSum) -> Assignment:
+        """Return the cheapest choice. It is proven unless time ran out or too many combinations
+        were dropped.
+        """
         return self.at_price(model, 0.0)
 
     def at_price(self, model: MinSum, rate: float) -> Assignment:
-        """The same with a price for bytes."""
+        """Return the cheapest choice if each byte costs `rate`."""
         cones = fill_cones(model, rate)
         rank = ranks(model)[list(cones.roots)]
         close = CLOSE / 2 if rate else SAME
@@ -327,36 +381,43 @@ class O2(Level):
         )
         return replace(found, choice=cones.expanded(found.choice))
 
-    def within(self, model: MinSum, found: PricedSearch) -> Assignment:
+    def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
         return found.answer
 
 
 class O3(Level):
-    """All cones at once. A memory limit is a row of the program, for cones filled at one price of a
-    byte.
+    """Level O3: one integer program over all cones. A memory limit is a row of the program; cones
+    are filled at one cost per byte.
     """
 
-    def least(self, model: MinSum) -> Assignment:
-        """The choice of least cost; proven, but for time and size."""
+    def cheapest(self, model: MinSum) -> Assignment:
+        """Return the cheapest choice. It is proven unless time ran out or configurations were
+        dropped.
+        """
         cones = self.fill(model)
-        found = least_by_program(cones.model, self.seconds, solver=self._solver)
+        found = cheapest_by_program(cones.model, self.seconds, solver=self._solver)
         return replace(found, choice=cones.expanded(found.choice))
 
     def at_price(self, model: MinSum, rate: float) -> Assignment:
-        """Choice that meets the dual of the program, and its bound."""
+        """Return the best choice that solving the dual of the program finds, with the
+        dual bound.
+        """
         cones = self.fill(model, rate)
         left = fix_by_reduced_cost(priced(cones.model, rate))
         return Assignment(cones.expanded(left.choice), left.cost, left.bound, proven=False)
 
-    def within(self, model: MinSum, found: PricedSearch) -> Assignment:
-        """The program of all that may be better than what prices found. What it proves is for cones
-        that are filled so; of the model it proves something where none are.
+    def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
+        """Return the best choice of a program that contains all configurations that can improve on
+        `found`.
+
+        Its bound holds for cones filled at one cost per byte. It is a bound of the model only if no
+        cones are filled.
         """
         cones = self.fill(model, found.rate)
         known = [found.choice[root] for root in cones.roots]
         try:
             cutoff = float(found.cost)
-            answer = least_within(
+            answer = cheapest_within_memory(
                 cones.model, found.limit, found.rate, cutoff, known, self.seconds, self._solver
             )
         except InfeasibleError:
@@ -368,7 +429,7 @@ class O3(Level):
 
 
 class O4(O3):
-    """All operators at once. A memory limit is a row of the program."""
+    """Level O4: one integer program over all operators. A memory limit is a row of the program."""
 
     fill = staticmethod(unfilled)
 

@@ -1,6 +1,13 @@
-"""The three levels of TePDist's search for splits, on a model whose edges lead from operands to
-users: cones of operators around a root, segments of cones between critical nodes, and the path
-through all segments (TePDist, "SPMD Strategy").
+"""The three levels of TePDist's search for splits ("SPMD Strategy"), on a model whose edges lead
+from operands to users.
+
+1. Cones: each operator with one user and at most one operand is merged into its neighbours, for
+   each of their strategies.
+2. Segments: critical nodes divide the graph into segments; an integer program solves a segment for
+   given strategies of its ends.
+3. The whole graph: dynamic programming over the critical nodes.
+
+A strategy is a configuration of a variable of the min-sum model.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from operator import attrgetter
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.integer_programs import least_by_program
+from autopipe.passes.placement.tepdist.integer_programs import cheapest_by_program
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.elimination import Contraction, neighbours
@@ -32,29 +39,31 @@ from autopipe.passes.solvers.min_sum.model import (
 
 
 def is_root(model: MinSum) -> Array:
-    """True if a variable is the root of a cone, of [variables]. Roots are operators with several
-    users or none, of several operands, and heavy ones, which take more than all do on average; so
-    is a value that several operators read. All others have one operand at most and one user:
-    together with the operand's root they are a line. (TePDist, "SPMD Strategy: Cone Structure".)
+    """Return a boolean array of shape [variables] that is true for the roots of cones ("SPMD
+    Strategy: Cone Structure").
+
+    A variable is a root if it has several operands, no user, or several users, or if its minimum
+    cost is above the mean of all minimum costs. All other variables have at most one operand and
+    exactly one user.
     """
     users, operands = (np.zeros(len(model.costs), dtype=np.int64) for _ in range(2))
     for edge in model.edges:
         users[edge.source] += 1
         operands[edge.target] += 1
-    least = np.array([costs.min() for costs in model.costs], dtype=float)
-    roots: Array = (users != 1) | (operands > 1) | (least > least.mean())
+    minimum_costs = np.array([costs.min() for costs in model.costs], dtype=float)
+    roots: Array = (users != 1) | (operands > 1) | (minimum_costs > minimum_costs.mean())
     return roots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Cost of choices, and the bytes that they need."""
+    """Costs and memory of partial choices, two arrays of equal shape."""
 
     costs: Array
     memory: Array
 
-    def turned(self) -> Sums:
-        """The same with both axes exchanged."""
+    def transposed(self) -> Sums:
+        """Return the sums with both axes exchanged."""
         return Sums(self.costs.T, self.memory.T)
 
     def __add__(self, other: Sums) -> Sums:
@@ -63,8 +72,8 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledVariable:
-    """A non-root, its one or two neighbours, and its best configuration for each of theirs, an axis
-    a neighbour.
+    """A variable merged into its one or two neighbours `ends`. `best` is its best configuration,
+    with one axis per neighbour.
     """
 
     variable: int
@@ -74,14 +83,19 @@ class FilledVariable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cones:
-    """A model of roots alone; without a price for memory its least cost is that of the whole."""
+    """A model of the roots. Without a cost per byte, its minimum cost equals that of the full
+    model.
+    """
 
     model: MinSum
-    roots: tuple[int, ...]  # Of the model's variables: those that they were.
+    roots: tuple[int, ...]
+    """For each variable of `model`: the number of the variable in the full model."""
     filled: tuple[FilledVariable, ...] = ()
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice for all variables that goes with one for the roots."""
+        """Return the choice for all variables of the full model that belongs to a choice for the
+        roots.
+        """
         best = dict(zip(self.roots, choice, strict=True))
         for each in reversed(self.filled):
             best[each.variable] = int(each.best[tuple(best[end] for end in each.ends)])
@@ -89,16 +103,18 @@ class Cones:
 
 
 def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
-    """Every variable as a root."""
+    """Return the merged model in which each variable is a root."""
     return Cones(merged(model), tuple(range(len(model.costs))))
 
 
 def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
-    """`model` with its cones filled so that cost, and `rate` for each byte, are least. A cone's
-    non-roots are filled for each strategy of its root and of the root that it reads from. With one
-    filling for each strategy of its own root alone a cone could not go along with what its operand
-    offers; with one for both ends, a choice for the roots costs what the best choice for everything
-    around it does.
+    """Return `model` reduced to its roots, minimising cost plus `rate` times bytes over the other
+    variables.
+
+    Each variable that is not a root gets its best configuration for each combination of its
+    neighbours' configurations. So a choice for the roots costs as much as the best choice for all
+    variables that contains it. (If the configuration depended on the cone's own root only, it could
+    not adapt to the operand's strategy.)
     """
     once = Once()
     simple = merged(model)
@@ -106,34 +122,34 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
     def sums(costs: Array, memory: Array | None) -> Sums:
         return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
 
-    left = Contraction(
+    contraction = Contraction(
         [once(sums, *each) for each in zip(simple.costs, simple.node_memory, strict=True)],
         [(edge.source, edge.target, once(sums, edge.costs, edge.memory)) for edge in simple.edges],
-        partial(once, Sums.turned),
+        partial(once, Sums.transposed),
         partial(once, Sums.__add__),
     )
     filling = partial(_filling, rate)
     filled = []
     for variable in np.flatnonzero(~is_root(model)).tolist():
-        if left.around[variable]:
-            least, best = once(filling, *left.tables(variable))
-            filled.append(FilledVariable(variable, left.take(variable, least), best))
-    roots, edges = left.left()
-    own = left.own.values()
-    made = MinSum(
-        tuple(each.costs for each in own),
-        tuple(Edge(one, other, each.costs, each.memory) for one, other, each in edges),
-        tuple(each.memory for each in own),
+        if contraction.around[variable]:
+            sums_of_best, best = once(filling, *contraction.tables(variable))
+            filled.append(FilledVariable(variable, contraction.take(variable, sums_of_best), best))
+    roots, edges = contraction.left()
+    root_sums = contraction.own.values()
+    root_model = MinSum(
+        tuple(each.costs for each in root_sums),
+        tuple(Edge(source, target, each.costs, each.memory) for source, target, each in edges),
+        tuple(each.memory for each in root_sums),
     )
-    return Cones(made, roots, tuple(filled))
+    return Cones(root_model, roots, tuple(filled))
 
 
 def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
-    """Of a variable's own sums and those with its one or two ends the least, and which
-    configuration that is.
+    """Return (sums, best): the minimum over a variable's configurations for each combination of its
+    neighbours', and its index.
     """
-    nothing = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
-    first, second = (*ends, nothing)[:2]
+    no_neighbour = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
+    first, second = (*ends, no_neighbour)[:2]
     best = np.empty((first.costs.shape[1], second.costs.shape[1]), np.int64)
     behind = Sums(own.costs[:, None] + second.costs, own.memory[:, None] + second.memory)
     priced = behind.costs + rate * behind.memory
@@ -149,8 +165,8 @@ def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
 
 
 def ranks(model: MinSum) -> Array:
-    """As soon as possible: how many others at most come before a variable on a way to it, of
-    [variables].
+    """Return the rank of each variable, of shape [variables]: the number of edges on the longest
+    path that leads to it.
     """
     users: list[list[int]] = [[] for _ in model.costs]
     operands = np.zeros(len(model.costs), dtype=np.int64)
@@ -159,7 +175,7 @@ def ranks(model: MinSum) -> Array:
         operands[edge.target] += 1
     found = np.zeros_like(operands)
     ready = np.flatnonzero(operands == 0).tolist()
-    for source in ready:  # It grows on the way.
+    for source in ready:  # The loop appends to the list.
         for user in users[source]:
             found[user] = max(found[user], found[source] + 1)
             operands[user] -= 1
@@ -168,114 +184,129 @@ def ranks(model: MinSum) -> Array:
     return found
 
 
-MOST_WIDE = 6  # Wide variables at most.
-SMALL = 10  # Variables of a segment for which nothing needs to be wide.
+MAXIMUM_HIGH_DEGREE = 6
+"""Maximum number of high-degree variables."""
+SMALL = 10
+"""Number of variables up to which a segment is small enough; no further high-degree variables are
+needed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Variables between critical nodes."""
+    """A connected set of variables between critical nodes."""
 
     ends: tuple[int, ...]
-    """Places, among the critical nodes, of those that it has edges with: none, one, or two that
-    follow each other.
+    """Indices into the critical nodes of the ones that the segment has edges with: none, one, or
+    two consecutive ones.
     """
-    inner: tuple[int, ...]  # Ascending; none where two critical nodes share an edge.
+    inner: tuple[int, ...]
+    """The variables, ascending; () for an edge between two critical nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentedModel:
-    """A model's variables, each of them wide, critical (from the first to the last) or inside of a
+    """The variables of a model, each of them high-degree, critical (in order of rank), or inside a
     segment.
     """
 
-    wide: tuple[int, ...]
+    high_degree: tuple[int, ...]
     critical: tuple[int, ...]
     segments: tuple[Segment, ...]
 
     @property
     def largest(self) -> int:
-        """Variables of the largest segment, or as many as are no trouble."""
+        """Return the number of variables of the largest segment, but at least `SMALL`."""
         return max(SMALL, *(len(segment.inner) for segment in self.segments), 0)
 
 
-def cut(model: MinSum, rank: Array) -> SegmentedModel:
-    """The cut with small segments; of such the one with fewest wide variables. Edges lead from
-    lower to higher `rank`. A mask or a tied table is read in every layer: no node parts the graph
-    as long as it is there. Such wide variables are given before segments are searched
-    (`levels.by_segments`), so that nothing that leads past a critical node is left out.
+def partition(model: MinSum, rank: Array) -> SegmentedModel:
+    """Return the partition of the model that minimises the size of the largest segment.
+
+    Among equal sizes, the partition with the fewest high-degree variables is returned. Edges lead
+    from lower to higher `rank`.
+
+    A variable that is read in all layers, such as an attention mask or a tied embedding, prevents a
+    partition. Such high-degree variables are fixed before the segments are searched
+    (`levels.by_segments`). Their edges then disappear, so the partition loses nothing. Candidates
+    are the 0 to `MAXIMUM_HIGH_DEGREE` variables of farthest reach; then each is dropped again if
+    that does not enlarge the largest segment.
     """
-    parter = _Cutter(model, rank)
-    widest = parter.widest()
+    partitioner = _Partitioner(model, rank)
+    highest_degree = partitioner.highest_degree()
     best = min(
-        (parter.cut(widest[:count]) for count in range(len(widest) + 1)), key=attrgetter("largest")
+        (partitioner.partition(highest_degree[:count]) for count in range(len(highest_degree) + 1)),
+        key=attrgetter("largest"),
     )
-    for variable in best.wide:
-        fewer = parter.cut(tuple(other for other in best.wide if other != variable))
+    for variable in best.high_degree:
+        fewer = partitioner.partition(
+            tuple(other for other in best.high_degree if other != variable)
+        )
         best = min(fewer, best, key=attrgetter("largest"))
     return best
 
 
-class _Cutter:
-    """Cuts of one model without some variables."""
+class _Partitioner:
+    """Partitions of one model after the removal of high-degree variables."""
 
     def __init__(self, model: MinSum, rank: Array) -> None:
         self.around = neighbours(model)
         self.rank = rank.tolist()
-        self.order: list[int] = np.argsort(rank, kind="stable").tolist()  # From low to high rank.
+        self.order: list[int] = np.argsort(rank, kind="stable").tolist()
+        """The variables in order of rank."""
         self.behind = [
             sorted(other for other in near if self.rank[other] < own)
             for near, own in zip(self.around, self.rank, strict=True)
         ]
-        """Of every variable: its neighbours of lower rank, ascending."""
-        least = [float(costs.min()) for costs in model.costs]
-        self.weight = [
-            seconds if math.isfinite(seconds) else 0.0 for seconds in least
-        ]  # Seconds of each at least.
+        """For each variable: its neighbours of lower rank, ascending."""
+        minimum_costs = [float(costs.min()) for costs in model.costs]
+        self.weight = [seconds if math.isfinite(seconds) else 0.0 for seconds in minimum_costs]
+        """Minimum seconds of each variable."""
 
-    def widest(self) -> tuple[int, ...]:
-        """Values that reach farthest, all their neighbours taken together, one after the other. A
-        value that reads one of them far away reaches as far through it alone, and no more once it
-        is wide.
+    def highest_degree(self) -> tuple[int, ...]:
+        """Return up to `MAXIMUM_HIGH_DEGREE` variables in descending order of reach.
+
+        The reach of a variable is the sum of the rank distances to its neighbours. Once a variable
+        is selected, its edges no longer count for its neighbours.
         """
         far = [
             sum(abs(self.rank[other] - self.rank[own]) for other in near)
             for own, near in enumerate(self.around)
         ]
         found: dict[int, None] = {}
-        while len(found) < min(MOST_WIDE, len(self.around)):
+        while len(found) < min(MAXIMUM_HIGH_DEGREE, len(self.around)):
             variable = max(range(len(far)), key=lambda own: (own not in found, far[own]))
             found[variable] = None
             for other in self.around[variable]:
                 far[other] -= abs(self.rank[other] - self.rank[variable])
         return tuple(found)
 
-    def cut(self, wide: tuple[int, ...]) -> SegmentedModel:
-        """The critical nodes without some variables, and the segments between them."""
-        without = set(wide)
-        if len(without) == len(self.around):
-            return SegmentedModel(wide, (), ())
-        critical = self.critical_nodes(self.heaviest_path(without), without)
-        place = {variable: number for number, variable in enumerate(critical)}
+    def partition(self, high_degree: tuple[int, ...]) -> SegmentedModel:
+        """Return the critical nodes without the variables `high_degree`, and the segments between
+        them.
+        """
+        removed = set(high_degree)
+        if len(removed) == len(self.around):
+            return SegmentedModel(high_degree, (), ())
+        critical = self.critical_nodes(self.heaviest_path(removed), removed)
+        critical_index = {variable: number for number, variable in enumerate(critical)}
         segments = [
             Segment((number, number + 1), ())
-            for number, (one, other) in enumerate(pairwise(critical))
-            if other in self.around[one]
+            for number, (source, neighbour) in enumerate(pairwise(critical))
+            if neighbour in self.around[source]
         ]
-        for inner in self.parts(without | place.keys()):
+        for inner in self.parts(removed | critical_index.keys()):
             ends = {
-                place[other]
+                critical_index[neighbour]
                 for variable in inner
-                for other in self.around[variable]
-                if other in place
+                for neighbour in self.around[variable]
+                if neighbour in critical_index
             }
             segments.append(Segment(tuple(sorted(ends)), inner))
-        return SegmentedModel(wide, critical, tuple(segments))
+        return SegmentedModel(high_degree, critical, tuple(segments))
 
     def heaviest_path(self, without: Set[int]) -> list[int]:
-        """The variables that take most together of any way from low to high rank, none of them in
-        `without`.
-        """
+        """Return the path of maximum total weight from low to high rank that avoids `without`."""
         total = [
             -math.inf if variable in without else own for variable, own in enumerate(self.weight)
         ]
@@ -291,15 +322,19 @@ class _Cutter:
         return path[::-1]
 
     def critical_nodes(self, path: Sequence[int], without: Set[int]) -> tuple[int, ...]:
-        """Of the heaviest path's variables those that no way leads past but through `without`. On
-        the heaviest path a node has no freedom: its rank is the same as soon and as late as
-        possible. Where another way leads past it, as a residual does past a product, what is before
-        and behind it would still know of one another; so only those are critical that part the
-        graph.
+        """Return the variables of `path` that separate the graph after the removal of the variables
+        `without`.
+
+        On the heaviest path, a node's earliest rank equals its latest rank. But if another path
+        bypasses the node, as a residual connection bypasses a matmul, the parts before and after
+        the node still depend on each other. So only nodes that separate the graph are critical.
+
+        Each edge or connected part beside the path that touches it at indices i < j bypasses the
+        nodes i+1 … j-1. A prefix sum over these intervals finds the nodes that are not bypassed.
         """
         around = self.around
         place = {variable: number for number, variable in enumerate(path)}
-        # Places of the path that are joined by one edge, or by variables beside it.
+        # Sets of path indices that one edge, or one connected part beside the path, joins.
         ways = [
             {place[one], place[other]} for one in place for other in around[one] if other in place
         ]
@@ -321,8 +356,8 @@ class _Cutter:
         )
 
     def parts(self, without: Set[int]) -> list[tuple[int, ...]]:
-        """The connected parts of what is left of the graph without some variables, each
-        ascending.
+        """Return the connected components of the graph without the variables `without`, each in
+        ascending order.
         """
         seen = set(without)
         found = []
@@ -339,57 +374,59 @@ class _Cutter:
         return found
 
 
-ROUNDS = 5  # Sweeps forth and back for bounds.
-MOST_PAIRS = 20_000  # Of configurations on edges: what a segment's integer program may have.
-Ends = tuple[
-    int, ...
-]  # A strategy for each of a segment's ends: none, its head's, or its head's and its tail's.
+ROUNDS = 5
+"""Number of forward and backward sweeps that tighten the bounds of a segment."""
+MAXIMUM_PAIRS = 20_000
+"""Maximum number of pairs of configurations in a segment's integer program."""
+Ends = tuple[int, ...]
+"""A strategy for each end of a segment: (), (head,) or (head, tail)."""
 
 
 class Pairs:
-    """A segment as a merged model of its own: its inner variables first, then its ends, which cost
-    nothing here. Not every pair of strategies of its ends is solved: all begin with bounds, and the
-    dynamic programming settles those on its best path by an integer program over the segment's
-    cones. `costs`, `bounds` and `settled` have an axis for each end: what the best inside that is
-    known costs where that is settled, else a bound; below which nothing costs; and whether it is
-    settled, as what has no inside is.
+    """A segment as a min-sum model: its inner variables first, and then its ends, whose costs are
+    not included.
+
+    `costs`, `bounds` and `solved` have one axis per end, over its strategies. `bounds` are lower
+    bounds on the cost of the inside. Entries start as bounds; the dynamic programming solves the
+    entries on its best path (`approach`). An entry of `solved` is true if it is solved; then
+    `costs` contains the cost of the best inside, and otherwise the bound.
     """
 
     def __init__(self, model: MinSum, inner: int) -> None:
         self.model = model
         self.inner = inner
-        self.choices: dict[
-            Ends, tuple[int, ...]
-        ] = {}  # The best inside, where there is one and it is settled.
-        self.headed: set[int] = (
-            set()
-        )  # Strategies of the head of which there are bounds of their own.
+        self.choices: dict[Ends, tuple[int, ...]] = {}
+        """The best choice of the inner variables for each solved entry that has one."""
+        self.headed: set[int] = set()
+        """Head strategies whose row of `bounds` was tightened with the head fixed."""
         if inner:
             self.bounds = _bounds(model, inner)
             self.costs = self.bounds.copy()
-            self.settled = np.asarray(np.isinf(self.bounds))
+            self.solved = np.asarray(np.isinf(self.bounds))
         else:
-            # Ends of one strategy have no edges.
+            # If an end has one strategy, the edge was merged into the other end's costs.
             self.costs = (
                 model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
             )
-            self.bounds, self.settled = self.costs, np.ones(self.costs.shape, dtype=bool)
+            self.bounds, self.solved = self.costs, np.ones(self.costs.shape, dtype=bool)
 
     def approach(self, ends: Ends, seconds: float, solver: str) -> None:
-        """Come closer to what the inside costs: by bounds for the head's strategy and all of the
-        tail's, and then by the integer program for one strategy of each end.
+        """Tighten the entry for the strategies `ends`.
+
+        For two ends, the first call with a head strategy tightens the bounds of all tail
+        strategies. Further calls solve the integer program for the strategies of both ends.
         """
         if len(ends) == 2 and ends[0] not in self.headed:
             head = ends[0]
             self.headed.add(head)
             bounds = np.maximum(self.bounds[head], _bounds(self._given((head,)), self.inner)[0])
             self.bounds[head] = bounds
-            self.costs[head] = np.where(self.settled[head], self.costs[head], bounds)
-            self.settled[head] |= np.isinf(bounds)
+            self.costs[head] = np.where(self.solved[head], self.costs[head], bounds)
+            self.solved[head] |= np.isinf(bounds)
             return
-        self.settled[ends] = True
+        self.solved[ends] = True
         try:
-            found = least_by_program(self._given(ends), seconds, MOST_PAIRS, solver)
+            found = cheapest_by_program(self._given(ends), seconds, MAXIMUM_PAIRS, solver)
         except InfeasibleError:
             self.costs[ends] = self.bounds[ends] = np.inf
         else:
@@ -398,7 +435,7 @@ class Pairs:
             self.choices[ends] = found.choice[: self.inner]
 
     def _given(self, ends: Ends) -> MinSum:
-        """The model with one strategy for the first ends."""
+        """Return the model with the strategies of the first ends fixed."""
         kept = everything(self.model)
         for place, number in enumerate(ends, self.inner):
             kept[place] = np.array([number])
@@ -406,12 +443,12 @@ class Pairs:
 
 
 def _bounds(model: MinSum, inner: int) -> Array:
-    """For each strategy of the ends what the inside costs at least, an axis for each end."""
+    """Return lower bounds on the cost of the inside, with one axis per end over its strategies."""
     ends = list(range(inner, len(model.costs)))
     shape = tuple(len(model.costs[end]) for end in ends)
     found = np.full(shape, np.inf)
     if len(ends) == 2:
-        # What the dual knows of both ends together gathers on an edge between them.
+        # The dual's costs for pairs of both ends accumulate on an edge between them.
         model = MinSum(model.costs, (*model.edges, Edge(ends[0], ends[1], np.zeros(shape))))
     try:
         part = Subproblem(model, everything(model))
@@ -432,80 +469,94 @@ class Path:
     """A strategy for each critical node."""
 
     strategies: tuple[int, ...]
-    cost: float  # Of nodes and segments, the wide variables' left out.
-    bound: float  # No path costs less.
-    settled: bool  # True if the integer programs on it are solved: else the cost is a bound, too.
+    cost: float
+    """The cost of critical nodes and segments, without the high-degree variables."""
+    bound: float
+    """A lower bound on the cost of all paths."""
+    solved: bool
+    """True if all entries on the path are solved; otherwise `cost` is a lower bound too."""
 
 
 def shortest(
     model: MinSum,
-    cut: SegmentedModel,
+    segmented: SegmentedModel,
     pairs: Sequence[Pairs],
     seconds: float,
     known: float,
     end: float | None,
     solver: str,
 ) -> Path:
-    """The path that costs least, where that is less than `known`; what is found by `end` of the
-    clock otherwise. Dynamic programming over segments by the strategies of the critical nodes that
-    they share. Segments on the best path are settled until all of them are: then no other can cost
-    less, as what is not settled stands with its bound.
+    """Return the cheapest path if its cost is less than `known`; otherwise a bound or the state at
+    time `end`.
+
+    The dynamic programming runs over the critical nodes c = 0, 1, …, with segment tables T between
+    consecutive nodes:
+
+        reached[c, s] = own[c, s] + min over r of (reached[c-1, r] + T[c-1][r, s])
+
+    Unsolved entries of T are lower bounds. The entries on the best path are solved until all of
+    them are; then no other path can be cheaper, because its unsolved entries are bounds. `seconds`
+    limits each integer program.
     """
-    own = [model.costs[variable] for variable in cut.critical]
+    node_costs = [model.costs[variable] for variable in segmented.critical]
     while True:
-        strategies, cost = _path_least(own, cut, [each.costs for each in pairs])
-        ends = [tuple(strategies[place] for place in segment.ends) for segment in cut.segments]
-        left = {
-            (id(each), at): each
-            for each, at in zip(pairs, ends, strict=True)
-            if not each.settled[at]
+        strategies, cost = _cheapest_path(node_costs, segmented, [each.costs for each in pairs])
+        ends = [
+            tuple(strategies[place] for place in segment.ends) for segment in segmented.segments
+        ]
+        unsolved = {
+            (id(each), entry): each
+            for each, entry in zip(pairs, ends, strict=True)
+            if not each.solved[entry]
         }
-        if not left or cost >= known or is_over(end):
-            _, bound = _path_least(own, cut, [each.bounds for each in pairs])
-            return Path(strategies, cost, bound, not left)
-        for (_, at), each in left.items():
-            each.approach(at, seconds, solver)
+        if not unsolved or cost >= known or is_over(end):
+            _, bound = _cheapest_path(node_costs, segmented, [each.bounds for each in pairs])
+            return Path(strategies, cost, bound, not unsolved)
+        for (_, entry), each in unsolved.items():
+            each.approach(entry, seconds, solver)
 
 
 def is_over(end: float | None) -> bool:
-    """True if the clock has come to `end`."""
+    """True if `end` is not None and the clock (`time.monotonic`) has reached it."""
     return end is not None and time.monotonic() >= end
 
 
 def choice_of(
-    path: Path, cut: SegmentedModel, pairs: Sequence[Pairs], wide: Sequence[int]
+    path: Path, segmented: SegmentedModel, pairs: Sequence[Pairs], high_degree: Sequence[int]
 ) -> tuple[int, ...]:
-    """The choice for all variables that goes with a settled path."""
-    chosen = dict(zip(cut.wide, wide, strict=True)) | dict(
-        zip(cut.critical, path.strategies, strict=True)
+    """Return the choice for all variables that belongs to a solved path. `high_degree` are the
+    strategies of those variables.
+    """
+    chosen = dict(zip(segmented.high_degree, high_degree, strict=True)) | dict(
+        zip(segmented.critical, path.strategies, strict=True)
     )
-    for segment, each in zip(cut.segments, pairs, strict=True):
+    for segment, each in zip(segmented.segments, pairs, strict=True):
         ends = tuple(path.strategies[place] for place in segment.ends)
         chosen.update(zip(segment.inner, each.choices.get(ends, ()), strict=True))
     return tuple(chosen[variable] for variable in range(len(chosen)))
 
 
-def _path_least(
-    own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Array]
+def _cheapest_path(
+    node_costs: Sequence[Array], segmented: SegmentedModel, tables: Sequence[Array]
 ) -> tuple[tuple[int, ...], float]:
-    """The strategies that cost least by the tables of all segments, and what they cost."""
-    alone = [costs.astype(float) for costs in own]
+    """Return (strategies, cost) of the cheapest path for the given segment tables."""
+    unary = [costs.astype(float) for costs in node_costs]
     between: dict[int, Array] = {}
     constant = 0.0
-    for segment, table in zip(cut.segments, tables, strict=True):
+    for segment, table in zip(segmented.segments, tables, strict=True):
         match segment.ends:
             case ():
                 constant += float(table)
             case (one,):
-                alone[one] += table
+                unary[one] += table
             case (one, _):
                 between[one] = between[one] + table if one in between else table
-    if not own:
+    if not node_costs:
         return (), constant
-    reached = alone[0]
+    reached = unary[0]
     came_from: list[Array] = []
-    for place, costs in enumerate(alone[1:]):
-        through = reached[:, None] + between.get(place, 0.0)
+    for index, costs in enumerate(unary[1:]):
+        through = reached[:, None] + between.get(index, 0.0)
         came_from.append(np.broadcast_to(through.argmin(axis=0), costs.shape))
         reached = through.min(axis=0) + costs
     strategies = [int(reached.argmin())]
@@ -515,39 +566,48 @@ def _path_least(
 
 
 class EqualSegments:
-    """Segments by what they are made of: equal layers have the same arrays, and pairs settled once
-    for all of them.
+    """Cache of segments by their arrays: equal layers have identical arrays, so they share one
+    `Pairs`.
     """
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, Pairs] = {}  # By where their arrays lie, all of which they hold.
+        self.known: dict[Hashable, Pairs] = {}
+        """By the ids of the arrays. The values keep the arrays alive, so the ids stay valid."""
 
-    def pairs(self, model: MinSum, cut: SegmentedModel) -> list[Pairs]:
-        """Pairs of each segment of a merged model, whose wide variables have no edges."""
+    def pairs(self, model: MinSum, segmented: SegmentedModel) -> list[Pairs]:
+        """Return the `Pairs` of each segment of a merged model whose high-degree variables have no
+        edges.
+        """
         around: list[list[Edge]] = [[] for _ in model.costs]
         for edge in model.edges:
             around[edge.source].append(edge)
             around[edge.target].append(edge)
-        return [self._pairs(model, around, segment, cut) for segment in cut.segments]
+        return [self._pairs(model, around, segment, segmented) for segment in segmented.segments]
 
     def _pairs(
-        self, model: MinSum, around: Sequence[Sequence[Edge]], segment: Segment, cut: SegmentedModel
+        self,
+        model: MinSum,
+        around: Sequence[Sequence[Edge]],
+        segment: Segment,
+        segmented: SegmentedModel,
     ) -> Pairs:
-        ends = [cut.critical[place] for place in segment.ends]
-        own = [model.costs[variable] for variable in segment.inner]
-        free = [len(model.costs[end]) for end in ends]
-        place = {variable: number for number, variable in enumerate((*segment.inner, *ends))}
-        # The edges of the inner variables; without any the one between the two ends.
+        ends = [segmented.critical[index] for index in segment.ends]
+        inner_costs = [model.costs[variable] for variable in segment.inner]
+        end_sizes = [len(model.costs[end]) for end in ends]
+        index_of = {variable: number for number, variable in enumerate((*segment.inner, *ends))}
+        # The edges of the inner variables, or, if there are none, the edge between the two ends.
         edges = {
-            (place[edge.source], place[edge.target]): edge.costs
-            for variable in list(place)[: len(own) or 1]
+            (index_of[edge.source], index_of[edge.target]): edge.costs
+            for variable in list(index_of)[: len(inner_costs) or 1]
             for edge in around[variable]
-            if edge.source in place and edge.target in place
+            if edge.source in index_of and edge.target in index_of
         }
         joined = sorted(edges.items(), key=lambda item: item[0])
-        key = (*map(id, own), *free, *((*both, id(costs)) for both, costs in joined))
+        key = (*map(id, inner_costs), *end_sizes, *((*both, id(costs)) for both, costs in joined))
         if key not in self.known:
             forward = (Edge(*both, costs) for both, costs in joined)
             links = tuple(edge if edge.source < edge.target else edge.reversed for edge in forward)
-            self.known[key] = Pairs(MinSum((*own, *map(np.zeros, free)), links), len(own))
+            self.known[key] = Pairs(
+                MinSum((*inner_costs, *map(np.zeros, end_sizes)), links), len(inner_costs)
+            )
         return self.known[key]

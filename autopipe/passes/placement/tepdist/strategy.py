@@ -1,8 +1,8 @@
-"""TePDist: the strategy, its options, and its outer search (Alibaba PAI, "TePDist", 2023).
+"""Strategy `tepdist`: its options and its outer search (Alibaba PAI, "TePDist", 2023).
 
-The outer search has the factorisations of a cluster's devices into stages and the mesh of each, a
-bound and an estimate of each before any of its splits are searched, and the micro-batches under
-which it is tried.
+The outer search enumerates the factorisations of a cluster's devices into stages and the mesh of
+each stage, and the micro-batch sizes. A factorisation is skipped if a lower bound on its step
+exceeds the best step so far. An estimate of the step orders the factorisations.
 """
 
 from __future__ import annotations
@@ -48,18 +48,21 @@ from autopipe.passes.sharding.regions import (
     constrained_stages,
 )
 
-Group = tuple[int, ...]  # The devices of a stage, in the order in which splits count them.
-Nodes = tuple[tuple[int, ...], ...]  # The nodes of each stage, ascending.
+Group = tuple[int, ...]
+"""The devices of a stage, in the order in which splits number them."""
+Nodes = tuple[tuple[int, ...], ...]
+"""The nodes of each stage, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The devices of each stage: what is split outermost, samples first, goes over the outer level
-    of the mesh.
+    """The devices of each stage. The outermost split of a node, usually of its samples, uses the
+    outer level of the stage's mesh.
     """
 
     groups: tuple[Group, ...]
-    name: str  # Stages and the levels of each one's mesh, such as `2 stages of 2 x 4 devices`.
+    name: str
+    """The number of stages and the mesh of each, such as `2 stages of 2 x 4 devices`."""
 
     @property
     def stages(self) -> int:
@@ -67,60 +70,68 @@ class Mesh:
 
 
 def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
-    """Every way to make equal groups of all devices, into `stages` stages where that is given.
-    Groups are neighbours in the cluster, so that a stage's mesh lies in one node where it can. One
-    of several whole nodes has two levels, and both orders of them: nodes outside, so that samples
-    are shared among nodes and other axes within one, and the other way around. Where devices are of
-    several kinds, groups are equal within each kind.
+    """Yield the ways to form equal groups of all devices; only those with `stages` groups unless it
+    is None.
+
+    The devices of a group are neighbours in the cluster, so that a stage lies inside one node if
+    possible. A group of several complete nodes has two meshes: nodes outermost (samples are split
+    over nodes and other axes within a node), and devices outermost. If the devices have several
+    types, groups are equal within each type. Meshes with the largest groups come first.
     """
     runs = equal_device_runs(cluster)
-    # The widest groups first, so that few stages come first.
+    # The largest groups first, so that meshes with few stages come first.
     for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
         count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
         if stages not in (None, count):
             continue
-        ways = [_ways(cluster, run, width) for run, width in zip(runs, widths, strict=True)]
-        for way in range(max(map(len, ways))):
-            parts = [each[min(way, len(each) - 1)] for each in ways]
-            names = " and ".join(
+        options_by_run = [
+            _group_orders(cluster, run, width) for run, width in zip(runs, widths, strict=True)
+        ]
+        for option in range(max(map(len, options_by_run))):
+            chosen = [each[min(option, len(each) - 1)] for each in options_by_run]
+            name = " and ".join(
                 (
                     f"{len(groups)} stage{'s' * (len(groups) > 1)} of {levels} "
                     f"device{'s' * (len(groups[0]) > 1)}"
                 )
-                for groups, levels in parts
+                for groups, levels in chosen
             )
-            yield Mesh(tuple(group for groups, _ in parts for group in groups), names)
+            yield Mesh(tuple(group for groups, _ in chosen for group in groups), name)
 
 
-def _ways(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, ...], str]]:
-    """The ways to count the devices of equal groups of a run, along nodes, and across where it has
-    whole ones; and the extents of each one's mesh, such as `2 x 4`.
+def _group_orders(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, ...], str]]:
+    """Return (groups, mesh text) pairs for groups of `width` devices of a run, such as `2 x 4`.
+
+    There are two pairs if a group consists of several complete nodes: devices in node order, and
+    devices interleaved across nodes.
     """
     groups = tuple(
         tuple(range(first, first + width)) for first in range(run.start, run.stop, width)
     )
     first, levels = cluster.part(run.start)
-    of_node = levels[0].size
-    nodes, rest = divmod(width, of_node)
-    if nodes <= 1 or rest or of_node == 1 or cluster.part(run.stop - 1)[0] != first:
+    per_node = levels[0].size
+    nodes, remainder = divmod(width, per_node)
+    if nodes <= 1 or remainder or per_node == 1 or cluster.part(run.stop - 1)[0] != first:
         return [(groups, str(width))]
-    crossed = tuple(
-        tuple(group[node * of_node + place] for place in range(of_node) for node in range(nodes))
+    interleaved = tuple(
+        tuple(group[node * per_node + index] for index in range(per_node) for node in range(nodes))
         for group in groups
     )
-    return [(groups, f"{nodes} x {of_node}"), (crossed, f"{of_node} x {nodes}")]
+    return [(groups, f"{nodes} x {per_node}"), (interleaved, f"{per_node} x {nodes}")]
 
 
 def constrained_meshes(
     cluster: Cluster, stages: int | None, resolved: Sequence[ResolvedConstraint]
 ) -> tuple[Mesh, ...]:
-    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave.
-    Where they ask for devices, each group asked for is a stage's, in the order asked for: in equal
-    groups of all devices, or in stages of just these groups, which need not be equal. Raises
-    ConfigurationError, naming a constraint, where no mesh has them.
+    """Return the meshes of `cluster` that satisfy the constraints on devices; only those with
+    `stages` stages unless it is None.
+
+    Each group of devices that constraints require is the group of a stage, in the required order of
+    devices. If no equal grouping contains all required groups, the required groups themselves are
+    the stages. Raise ConfigurationError with a constraint if no mesh satisfies them.
     """
     found = tuple(meshes(cluster, stages))
-    # By the stage that is asked for with them, else by their first node.
+    # Groups are ordered by their required stage, or otherwise by their first node.
     ranks: dict[frozenset[int], tuple[tuple[int, int], Group]] = {}
     for each in resolved:
         if each.devices is not None:
@@ -131,33 +142,32 @@ def constrained_meshes(
     required = {frozenset(group): group for _, group in sorted(ranks.values())}
     if not required:
         return found
-    with_them = dict.fromkeys(
+    matching = dict.fromkeys(
         replace(mesh, groups=tuple(required.get(frozenset(group), group) for group in mesh.groups))
         for mesh in found
         if required.keys() <= set(map(frozenset, mesh.groups))
     )
-    if with_them:
-        return tuple(with_them)
+    if matching:
+        return tuple(matching)
     count = len(required)
-    apart = sum(map(len, required)) == len(frozenset().union(*required))
-    if stages in (None, count) and apart:
-        return (Mesh(tuple(required.values()), f"{count} stage{'s' * (count > 1)} as asked for"),)
+    are_disjoint = sum(map(len, required)) == len(frozenset().union(*required))
+    if stages in (None, count) and are_disjoint:
+        return (Mesh(tuple(required.values()), f"{count} stage{'s' * (count > 1)} as required"),)
     constraint = next(each for each in resolved if each.devices is not None)
-    many = f" with {stages} {plural(stages, 'stage')}" if stages else ""
+    with_stages = f" with {stages} {plural(stages, 'stage')}" if stages else ""
     raise ConfigurationError(
         (
-            f"{constraint} asks for devices {list(constraint.devices or ())}, which no stage can "
-            f"have{many}"
+            f"{constraint} requires devices {list(constraint.devices or ())}, but no stage can "
+            f"have them{with_stages}"
         ),
-        hint="stages have equal groups of neighbours, or just the groups asked for, if no two of "
-        "them overlap; "
-        "strategy manual follows any constraint",
+        hint="require equal groups of neighbouring devices, or groups that do not overlap and "
+        "are all stages, or use strategy manual",
     )
 
 
 class Bounds:
-    """Bounds and estimates of a mesh's step, for micro-batches of any size up to the problem's
-    (`StepSeconds`).
+    """Lower bounds and estimates of the step of a mesh, for all micro-batch sizes up to the
+    problem's (`StepSeconds`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -168,8 +178,8 @@ class Bounds:
         )
 
     def check_memory(self) -> None:
-        """Raise InfeasibleError where parameters and their state, shared by all devices, are more
-        than memory holds.
+        """Raise InfeasibleError if parameters and optimizer state, split over all devices, exceed
+        memory.
         """
         check_least(
             self.problem,
@@ -179,37 +189,49 @@ class Bounds:
         )
 
     def step_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """Seconds that no step can be shorter than: the fullest stage does a fair part of the work
-        at least. Whatever stages weigh, that one takes as long as their weighted mean at least, and
-        so does, node by node, where the node weighs least: the weights are the stages' speeds.
+        """Return a lower bound on the seconds of a step for all partitions of the nodes into the
+        mesh's stages.
+
+        The slowest stage takes at least the weighted mean of all stages' times, for any weights.
+        The weights are the stages' speeds, where speed = 1 / (seconds for the full model). For each
+        node, the minimum weight · seconds over the device types is counted:
+
+            bound = micro_batches · sum over nodes of
+                min over types (speed / total speed · seconds of the node)
         """
-        kinds = self._kinds(mesh)
-        seconds = [self._node_s(groups[0], micro_batches) for groups in kinds]
-        if len(kinds) == 1:
+        groups_by_type = self._kinds(mesh)
+        seconds = [self._node_s(groups[0], micro_batches) for groups in groups_by_type]
+        if len(groups_by_type) == 1:
             return micro_batches * float(seconds[0].sum()) / mesh.stages
         totals = [float(each.sum()) for each in seconds]
         if 0.0 in totals:  # The graph only moves data.
             return 0.0
         speeds = [1 / total for total in totals]
-        whole = sum(speed * len(groups) for speed, groups in zip(speeds, kinds, strict=True))
-        least = np.minimum.reduce(
-            [speed / whole * each for speed, each in zip(speeds, seconds, strict=True)]
+        total_speed = sum(
+            speed * len(groups) for speed, groups in zip(speeds, groups_by_type, strict=True)
         )
-        return micro_batches * float(least.sum())
+        minimum = np.minimum.reduce(
+            [speed / total_speed * each for speed, each in zip(speeds, seconds, strict=True)]
+        )
+        return micro_batches * float(minimum.sum())
 
     def divided_s(self, mesh: Mesh, micro_batches: int, stages: Nodes) -> float:
-        """The same where it is known which nodes a stage has: all of it in turn, as fast as its
-        devices compute. Before its first task a micro-batch comes through the stages before it, and
-        after its last goes back.
+        """Return a lower bound on the seconds of a step for a given partition.
+
+        A stage computes all its micro-batches one after the other. Before its first task, one
+        micro-batch passes through the stages before it, and after its last task, one passes back.
         """
-        own = [
+        stage_seconds = [
             float(self._node_s(group, micro_batches)[list(nodes)].sum())
             for group, nodes in zip(mesh.groups, stages, strict=True)
         ]
-        before = [0.0] * len(own)
+        before = [0.0] * len(stage_seconds)
         for source, target in stage_edges(self.problem.graph, _unsplit(self.problem, mesh, stages)):
-            before[target] = max(before[target], before[source] + own[source])
-        return max(micro_batches * each + way for each, way in zip(own, before, strict=True))
+            before[target] = max(before[target], before[source] + stage_seconds[source])
+        return max(
+            micro_batches * each + path_seconds
+            for each, path_seconds in zip(stage_seconds, before, strict=True)
+        )
 
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
         """Return the estimated seconds of a step if all stages take equally long.
@@ -235,7 +257,7 @@ class Bounds:
         return (micro_batches + mesh.stages - 1) * even + end
 
     def _kinds(self, mesh: Mesh) -> list[list[Group]]:
-        """The groups with as many devices of the same kinds."""
+        """Return the groups, grouped by device types and number of devices."""
         found: dict[Hashable, list[Group]] = {}
         for group in mesh.groups:
             found.setdefault((self.problem.cluster.kinds_among(group), len(group)), []).append(
@@ -244,13 +266,15 @@ class Bounds:
         return list(found.values())
 
     def _node_s(self, group: Group, micro_batches: int) -> Seconds:
-        """Seconds of one micro-batch for each node of the whole model, shared by such a group."""
+        """Return the seconds of each node of the full model for one micro-batch, split evenly over
+        the devices of `group`.
+        """
         parts = len(group) * micro_batches // self.problem.micro_batches
         return self._seconds.of(self.problem.cluster.kinds_among(group), parts)
 
 
 def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
-    """The stages of a mesh with their nodes."""
+    """Return a placement with these stages and no splits."""
     size = problem.micro_batch_size
     again = problem.recomputes_all
     groups = zip(stages, mesh.groups, strict=True)
@@ -258,39 +282,43 @@ def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
 
 
 _PATIENCE_S = 10.0
-"""For one integer program, where there is no time limit: one of 96 layers in 16 stages takes three
-on an idle core.
+"""Maximum seconds for one integer program without a time limit. 96 layers in 16 stages take 3
+seconds on an idle CPU core.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MeshTrial:
-    """Result of a factorisation with one number of micro-batches."""
+    """The result of trying one mesh with one number of micro-batches."""
 
     mesh: Mesh
     micro_batches: int
-    step_s: float = math.inf  # Seconds of a step; infinite where no placement was found.
+    step_s: float = math.inf
+    """Seconds of a step; infinite if no placement was found."""
     placement: Placement | None = None
     least_s: float = 0.0
-    """Seconds that no step can be shorter than, where it was looked into no further."""
-    late: bool = False  # True if that was for want of time.
-    refused: AutopipeError | None = None  # Reason why it has no step.
+    """A lower bound on the seconds of a step if the trial was skipped because of it;
+    otherwise 0.
+    """
+    late: bool = False
+    """True if the trial was skipped because the time limit was reached."""
+    refused: AutopipeError | None = None
+    """The error because of which there is no placement."""
 
 
 @dataclass(eq=False)
 class Outer:
-    """One outer search: what it has looked into, and the best of that."""
+    """One outer search: its trials and the best of them."""
 
     problem: Problem
     solver: Level
     unbalance: float
-    end: float | None = None  # When to stop, by `time.monotonic`, once there is a placement.
+    end: float | None = None
+    """The time (`time.monotonic`) at which to stop once there is a placement; None for no limit."""
     trials: list[MeshTrial] = field(default_factory=list)
     best: MeshTrial | None = None
     undivided: dict[str, str] = field(default_factory=dict)
-    """By a factorisation's name why not all ways to divide the nodes were possible; empty where
-    they were.
-    """
+    """By the name of a mesh: why one of the partition methods was not possible; '' if all were."""
 
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.problem)
@@ -303,8 +331,8 @@ class Outer:
         )
 
     def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> MeshTrial:
-        """The best of all `meshes` on micro-batches of `sizes` samples. Raises the reason against
-        the most promising of them where none has a placement.
+        """Return the best trial over all `meshes` and micro-batches of `sizes` samples. Raise the
+        most relevant error if there is no placement.
         """
         self.bounds.check_memory()
         counts = sorted(self.problem.batch_size // size for size in sizes)
@@ -314,11 +342,13 @@ class Outer:
         for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
             climb(counts, seconds.index(min(seconds)), partial(self._try, mesh))
         if self.best is None:
-            # Memory, if it is that somewhere, else what is said of the most promising.
+            # An InfeasibleError if there is one, otherwise the error of the most promising mesh.
             refusals = [each.refused for each in self.trials if each.refused is not None]
             if self.problem.known_s < math.inf:
                 refusals.append(
-                    InfeasibleError(f"no step is shorter than {self.problem.known_s:.6g} s")
+                    InfeasibleError(
+                        f"found no step shorter than the known step of {self.problem.known_s:.6g} s"
+                    )
                 )
             assert refusals, "there is a placement, or a reason against each"
             raise next(
@@ -327,22 +357,24 @@ class Outer:
         return self.best
 
     def _try(self, mesh: Mesh, count: int) -> float | None:
-        """Seconds of the best placement's step, as `climb` wants them: smaller micro-batches may
-        fit into memory where larger ones do not. Infinite where the rest of the search has nothing
-        to gain.
+        """Try one mesh with `count` micro-batches, and return the seconds of its best step for
+        `climb`.
+
+        Return None if the trial is infeasible: smaller micro-batches may fit into memory. Return
+        infinity if the mesh cannot improve on the best step.
         """
-        least = self.bounds.step_s(mesh, count)
+        bound = self.bounds.step_s(mesh, count)
         late = self.best is not None and self.end is not None and time.monotonic() > self.end
-        if late or least >= self._known_s():
-            found = MeshTrial(mesh, count, least_s=least, late=late)
+        if late or bound >= self._known_s():
+            found = MeshTrial(mesh, count, least_s=bound, late=late)
         else:
             try:
                 inside = self.in_micro_batches(count)
-                divided = [
+                placed = [
                     self._placed(inside, mesh, count, stages)
                     for stages in self._divided(inside, mesh)
                 ]
-                found = min(divided, key=lambda each: (each.step_s, each.refused is not None))
+                found = min(placed, key=lambda each: (each.step_s, each.refused is not None))
             except REFUSALS as error:
                 found = MeshTrial(mesh, count, refused=error)
         self.trials.append(found)
@@ -351,15 +383,15 @@ class Outer:
         return None if isinstance(found.refused, InfeasibleError) else found.step_s
 
     def _divided(self, inside: IntraStageSearch, mesh: Mesh) -> Iterable[Nodes]:
-        """The divisions that there are, each once. Raises the first one's reason where there is
-        none.
+        """Return the distinct partitions of the nodes into stages. Raise the first method's error
+        if there is none.
         """
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
-        settled = constrained_stages(inside.resolved, mesh.groups, "this number of stages")
-        for division in (cut_into_stages, self._evenly):
+        fixed_stages = constrained_stages(inside.resolved, mesh.groups, "this number of stages")
+        for method in (cut_into_stages, self._evenly):
             try:
-                found[division(inside.problem, mesh.groups, settled)] = None
+                found[method(inside.problem, mesh.groups, fixed_stages)] = None
             except InfeasibleError as error:
                 refused[error.message] = error
         self.undivided.setdefault(mesh.name, "; ".join(refused))
@@ -367,24 +399,31 @@ class Outer:
             raise next(iter(refused.values()))
         return found
 
-    def _evenly(self, problem: Problem, groups: Sequence[Group], settled: dict[int, int]) -> Nodes:
-        """Even stages between which the fewest bytes cross, once for each number of stages: samples
-        do not change it. Raises InfeasibleError where `unbalance` allows none, with the least that
-        does.
+    def _evenly(
+        self, problem: Problem, groups: Sequence[Group], fixed_stages: dict[int, int]
+    ) -> Nodes:
+        """Return balanced stages with the fewest bytes between them, cached by number of stages;
+        the batch does not matter.
+
+        Raise InfeasibleError if the imbalance tolerance permits no partition; the message contains the minimum
+        that does.
         """
         if len({problem.cluster.devices[group[0]] for group in groups}) > 1:
             raise InfeasibleError(
-                "the integer program makes stages even, and their devices are of different kinds"
+                "the integer program balances stages on equal devices, but the stages have "
+                "devices of different types"
             )
         if len(groups) == 1:
             return (tuple(range(len(problem.graph.nodes))),)
-        key = len(groups), tuple(sorted(settled.items()))
+        key = len(groups), tuple(sorted(fixed_stages.items()))
         if key not in self._even:
             limit = (
                 _PATIENCE_S if problem.time_limit is None else min(_PATIENCE_S, problem.time_limit)
             )
             try:
-                self._even[key] = divide(problem, len(groups), self.unbalance, settled, limit).nodes
+                self._even[key] = divide(
+                    problem, len(groups), self.unbalance, fixed_stages, limit
+                ).nodes
             except InfeasibleError as error:
                 self._even[key] = error
         found = self._even[key]
@@ -393,14 +432,14 @@ class Outer:
         return found
 
     def _placed(self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
-        """The best placement of stages as divided. Raises ConfigurationError for splits that are
-        asked for and that a stage's devices cannot have.
+        """Return the best placement of the given stages. Raise ConfigurationError for required
+        splits that a stage's devices cannot execute.
         """
         problem = inside.problem
         known_s = self._known_s()
-        least = self.bounds.divided_s(mesh, count, stages)
-        if least >= known_s:
-            return MeshTrial(mesh, count, least_s=least)
+        bound = self.bounds.divided_s(mesh, count, stages)
+        if bound >= known_s:
+            return MeshTrial(mesh, count, least_s=bound)
         skeleton = _unsplit(problem, mesh, stages)
         check_degrees(problem, inside.required, skeleton)
         found = list[MeshTrial]()
@@ -416,25 +455,27 @@ class Outer:
                     refused = error
         except InfeasibleError as error:
             return MeshTrial(mesh, count, refused=error)
-        nothing = MeshTrial(mesh, count, refused=refused, least_s=0.0 if refused else known_s)
-        return min(found, key=lambda each: each.step_s, default=nothing)
+        no_placement = MeshTrial(mesh, count, refused=refused, least_s=0.0 if refused else known_s)
+        return min(found, key=lambda each: each.step_s, default=no_placement)
 
     def _known_s(self) -> float:
         return self.problem.known_s if self.best is None else self.best.step_s
 
 
 def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
-    """A line a factorisation, the best first: its step, or what speaks against it."""
+    """Return one line per mesh, the fastest first: its step, or why it has none."""
     by_mesh: dict[str, list[MeshTrial]] = {}
     for each in sorted(outer.trials, key=lambda each: each.step_s):
         by_mesh.setdefault(each.mesh.name, []).append(each)
-    notes = tuple(f"{name}: {_told(trials, best)}" for name, trials in by_mesh.items())
+    notes = tuple(f"{name}: {_result_text(trials, best)}" for name, trials in by_mesh.items())
     reason = outer.undivided.get(best.mesh.name)
-    return (*notes, f"the operators were divided in one line: {reason}") if reason else notes
+    return (
+        (*notes, f"the operators were partitioned as a chain only: {reason}") if reason else notes
+    )
 
 
-def _told(trials: list[MeshTrial], best: MeshTrial) -> str:
-    """Return the step of the fastest trial, which is the first one, or the reason why no trial has
+def _result_text(trials: list[MeshTrial], best: MeshTrial) -> str:
+    """Return the text for the fastest trial, which is the first one, or the reason why no trial has
     a step.
     """
     fastest = trials[0]
@@ -443,15 +484,15 @@ def _told(trials: list[MeshTrial], best: MeshTrial) -> str:
         f"micro-batch{'es' * (fastest.micro_batches > 1)}"
     )
     if fastest is best:
-        return f"{step}, the best of {len(trials)} tried"
+        return f"{step}, the best of {len(trials)} {plural(len(trials), 'trial')}"
     if math.isfinite(fastest.step_s):
-        return f"{step}, {fastest.step_s / best.step_s:.2f} times that" if best.step_s else step
+        return f"{step}, {fastest.step_s / best.step_s:.2f} times the best" if best.step_s else step
     refused = next((each.refused for each in trials if each.refused), None)
     beaten = [each for each in trials if each.least_s]
     if beaten or refused is None:
         beaten = beaten or trials  # If no work takes time, each bound is 0.
-        why = ", left out as time was up" if any(each.late for each in beaten) else ""
-        return f"{_ms(min(each.least_s for each in beaten))} at least{why}"
+        why = ", skipped because time was up" if any(each.late for each in beaten) else ""
+        return f"at least {_ms(min(each.least_s for each in beaten))}{why}"
     return str(refused).partition("\n")[0]
 
 
@@ -461,26 +502,26 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TePDist:
-    """Tries every way to share the devices among stages and the mesh of each, and splits every
-    operator inside.
+    """Search all ways to partition the devices into stages with a mesh each, and split all
+    operators inside the stages.
 
-    The number of micro-batches is chosen, too, where it is open. What is best is what a step under
-    1F1B, as it is simulated, takes least with.
+    The number of micro-batches is searched too if it is not given. The placement with the shortest
+    simulated step under schedule 1F1B is returned.
     """
 
     level: LevelName = "O2"
-    """How splits are searched inside a stage. `O2`: segments between critical operators, then the
-    whole stage by dynamic programming. `O3`: all cones in one integer programme. `O4`: all
-    operators in one.
+    """Search for splits inside a stage. `O2`: segments between critical operators, combined by
+    dynamic programming. `O3`: one integer program over all cones. `O4`: one integer program over
+    all operators.
     """
     stages: int | None = None
-    """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried
-    where it is open.
+    """Number of pipeline stages with equal groups of devices. Default: all numbers that divide the
+    devices are tried.
     """
     imbalance_tolerance: Annotated[float, FormerKey("unbalance")] = 0.08
-    """Maximum compute time of a stage above the mean, as a fraction of the mean, in the partition
-    that an integer program makes with the minimum bytes between stages. The contiguous partition
-    with the fastest slowest stage, which is tried too, has no such limit.
+    """Maximum fraction by which a stage's computation may exceed the mean in the partition by the
+    integer program, which minimises the bytes between stages. The alternative partition of a chain
+    of operators, which minimises the slowest stage, has no such limit.
     """
 
     name: ClassVar[str] = "tepdist"
@@ -489,33 +530,35 @@ class TePDist:
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
+        """Raise ConfigurationError for options out of range, and InfeasibleError for an empty
+        model.
+        """
         if self.imbalance_tolerance < 0:
             raise ConfigurationError(
-                f"imbalance_tolerance is {self.imbalance_tolerance}",
-                hint="set a fraction of at least 0, such as 0.08",
+                f"imbalance_tolerance is {self.imbalance_tolerance}, but must not be negative",
+                hint="set imbalance_tolerance to a fraction, such as 0.08",
                 where="strategy",
             )
         if self.stages is not None:
-            # Groups of devices that constraints ask for need not be equal.
-            asked = any(constraint.devices for constraint in problem.constraints)
+            # Groups of devices that constraints require need not be equal.
+            has_device_constraints = any(constraint.devices for constraint in problem.constraints)
             counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
-            if self.stages < 1 or (self.stages not in counts and not asked):
+            if self.stages < 1 or (self.stages not in counts and not has_device_constraints):
                 raise ConfigurationError(
-                    f"stages is {self.stages}, and {problem.cluster.size} "
-                    f"{plural(problem.cluster.size, 'device')} cannot be shared equally by so many",
-                    hint=f"one of {', '.join(map(str, counts))}",
+                    f"stages is {self.stages}, but {problem.cluster.size} "
+                    f"{plural(problem.cluster.size, 'device')} cannot form that many equal groups",
+                    hint=f"set stages to one of {', '.join(map(str, counts))}",
                     where="strategy.stages",
                 )
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the least simulated step. Raises InfeasibleError where memory holds
-        none, ConfigurationError for constraints that cannot be followed.
+        """Return the placement with the shortest simulated step. Raise InfeasibleError if none fits
+        into memory, and ConfigurationError for constraints that cannot be satisfied.
         """
         found = best_order(problem, self._placed)
         count = len(found.stages)
-        # Only some kinds of devices may have a stage, and then the option can have no such value.
+        # If only some device types are used, the option cannot express the number of stages.
         is_option = any(mesh.stages == count for mesh in meshes(problem.cluster))
         return (
             replace(found, options=(("stages", count),))
@@ -528,8 +571,8 @@ class TePDist:
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
             raise InfeasibleError(
-                f"no equal groups of these devices make {self.stages} "
-                f"{plural(self.stages or 0, 'stage')}"
+                f"the devices cannot form {self.stages} equal "
+                f"{plural(self.stages or 0, 'group')}, one for each stage"
             )
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
         outer = Outer(

@@ -12,8 +12,8 @@ from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.integer_programs import (
+    cheapest_choice,
     fix_by_reduced_cost,
-    least_choice,
     promising,
 )
 from autopipe.passes.solvers.min_sum import MinSum
@@ -27,9 +27,9 @@ def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
     best = best_choice(model, limit)
     if best == np.inf:
         with pytest.raises(InfeasibleError):
-            least_choice(simple, 60.0, limit=limit)
+            cheapest_choice(simple, 60.0, limit=limit)
         return
-    answer = least_choice(simple, 60.0, limit=limit)
+    answer = cheapest_choice(simple, 60.0, limit=limit)
     assert answer.cost == pytest.approx(best, rel=1e-9)
     assert answer.memory <= limit
     assert answer.bound <= answer.cost
@@ -50,4 +50,4 @@ def test_what_is_dropped_is_in_no_better_choice(model: MinSum) -> None:
             others = [each[:] for each in simple.costs]
             others[variable] = np.where(np.arange(len(costs)) == number, costs, np.inf)
             with_it = best_choice(MinSum(tuple(others), simple.edges))
-            assert with_it >= min(left.cost, left.left_out) * (1 - 1e-9)
+            assert with_it >= min(left.cost, left.removed_bound) * (1 - 1e-9)

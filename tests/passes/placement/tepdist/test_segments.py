@@ -1,4 +1,4 @@
-"""Cones, critical nodes and segments: what parts a model, and what must not."""
+"""Tests of cones, segments and critical nodes in TePDist's search for splits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from random_layers import best_choice, layered
 
 from autopipe.passes.placement.tepdist.segments import (
-    MOST_WIDE,
+    MAXIMUM_HIGH_DEGREE,
     EqualSegments,
-    cut,
     fill_cones,
     is_root,
+    partition,
     ranks,
 )
 from autopipe.passes.sharding.node_costs import StageOptions
@@ -25,7 +25,9 @@ MATRIX = np.array([[0.0, 3.0], [2.0, 0.0]])
 
 
 def joined(count: int, *ends: tuple[int, int], heavy: tuple[int, ...] = ()) -> MinSum:
-    """A model of two configurations a variable; `heavy` ones take a hundred times as long."""
+    """Return a model with two configurations per variable; the variables in `heavy` cost 100 times
+    as much.
+    """
     costs = [
         np.array([100.0, 101.0]) if variable in heavy else np.array([1.0, 1.0])
         for variable in range(count)
@@ -33,7 +35,7 @@ def joined(count: int, *ends: tuple[int, int], heavy: tuple[int, ...] = ()) -> M
     return MinSum(tuple(costs), tuple(Edge(*each, MATRIX) for each in ends))
 
 
-def test_roots_have_several_users_none_several_operands_or_much_to_do() -> None:
+def test_roots_are_joins_branches_outputs_and_heavy_variables() -> None:
     #  0 -> 1 -> 2 -> 4 -> 5 -> 6, 2 -> 3 -> 5; 4 is heavy.
     model = joined(7, (0, 1), (1, 2), (2, 3), (2, 4), (3, 5), (4, 5), (5, 6), heavy=(4,))
     assert np.flatnonzero(is_root(model)).tolist() == [2, 4, 5, 6]
@@ -41,7 +43,7 @@ def test_roots_have_several_users_none_several_operands_or_much_to_do() -> None:
 
 @settings(max_examples=20)
 @given(layered())
-def test_filled_cones_cost_what_the_best_around_their_roots_does(model: MinSum) -> None:
+def test_filled_cones_preserve_the_minimum_cost(model: MinSum) -> None:
     cones = fill_cones(model)
     best = best_choice(model)
     assert best_choice(cones.model) == best
@@ -52,7 +54,7 @@ def test_filled_cones_cost_what_the_best_around_their_roots_does(model: MinSum) 
 
 @settings(max_examples=15)
 @given(layered(memory=True))
-def test_filled_cones_tell_cost_and_memory_of_their_filling(model: MinSum) -> None:
+def test_filled_cones_report_the_cost_and_memory_of_the_expanded_choice(model: MinSum) -> None:
     cones = fill_cones(model, rate=3.0)
     for choice in np.ndindex(*(len(costs) for costs in cones.model.costs)):
         whole = cones.expanded(choice)
@@ -61,10 +63,10 @@ def test_filled_cones_tell_cost_and_memory_of_their_filling(model: MinSum) -> No
             assert cones.model.memory_of(choice) == model.memory_of(whole)
 
 
-def test_a_residual_leads_past_what_is_between() -> None:
-    # 0 -> 1 -> 2 -> 3 -> 4 with 0 -> 2 beside it: 1 parts nothing.
+def test_a_bypassed_node_is_not_critical() -> None:
+    # 0 -> 1 -> 2 -> 3 -> 4 and 0 -> 2: node 1 does not separate the graph.
     model = joined(5, (0, 1), (1, 2), (0, 2), (2, 3), (3, 4), heavy=(1,))
-    found = cut(model, ranks(model))
+    found = partition(model, ranks(model))
     assert found.critical == (0, 2, 3, 4)
     assert {(segment.ends, segment.inner) for segment in found.segments} == {
         ((0, 1), ()),
@@ -74,34 +76,34 @@ def test_a_residual_leads_past_what_is_between() -> None:
     }
 
 
-def test_what_every_layer_reads_is_set_apart() -> None:
+def test_a_variable_read_by_all_layers_is_high_degree() -> None:
     layers = [(each, each + 1) for each in range(19)]
     model = joined(21, *layers, *((20, each) for each in range(1, 20)))
-    found = cut(model, ranks(model))
-    assert found.wide == (20,)
+    found = partition(model, ranks(model))
+    assert found.high_degree == (20,)
     assert found.critical == tuple(range(20))
 
 
-def test_what_reads_a_wide_variable_far_away_hides_no_other_one() -> None:
+def test_readers_of_high_degree_variables_are_not_selected_instead_of_them() -> None:
     layers = [(each, each + 1) for each in range(19)]
     tables = [(table, each) for table in (20, 21, 22, 23) for each in range(1, 20)]
     model = joined(24, *layers, *tables)
-    found = cut(model, ranks(model))
-    assert found.wide == (20, 21, 22, 23)
+    found = partition(model, ranks(model))
+    assert found.high_degree == (20, 21, 22, 23)
     assert found.critical == tuple(range(20))
 
 
 @settings(max_examples=60)
 @given(layered())
-def test_no_edge_leads_past_a_critical_node(model: MinSum) -> None:
+def test_no_edge_bypasses_a_critical_node(model: MinSum) -> None:
     simple = merged(model)
-    found = cut(simple, ranks(model))
+    found = partition(simple, ranks(model))
     place = {variable: number for number, variable in enumerate(found.critical)}
     inside = {variable: segment for segment in found.segments for variable in segment.inner}
-    assert sorted([*found.wide, *found.critical, *inside]) == list(range(len(model.costs)))
-    assert len(found.wide) <= MOST_WIDE
+    assert sorted([*found.high_degree, *found.critical, *inside]) == list(range(len(model.costs)))
+    assert len(found.high_degree) <= MAXIMUM_HIGH_DEGREE
     for edge in simple.edges:
-        ends = {edge.source, edge.target} - set(found.wide)
+        ends = {edge.source, edge.target} - set(found.high_degree)
         segments = {id(inside[variable]) for variable in ends if variable in inside}
         assert len(segments) <= 1
         places = {place[variable] for variable in ends if variable in place}
@@ -111,16 +113,16 @@ def test_no_edge_leads_past_a_critical_node(model: MinSum) -> None:
 
 
 def test_equal_layers_are_solved_once() -> None:
-    """GPT-3 125M has 12 layers and 1.3B has 24: as many segments that differ."""
+    """The number of distinct segments is equal for GPT-3 125M (12 layers) and 1.3B (24 layers)."""
     different = []
     for size in ("125m", "1.3b"):
         graph = model_graph("gpt", 8, size)
         terms = StageOptions(given=frozenset({"loss"}))
         tables = make_tables(problem_of(graph, 4), range(len(graph.nodes)), tuple(range(4)), terms)
         cones = fill_cones(tables.model)
-        parts = cut(cones.model, ranks(tables.model)[list(cones.roots)])
+        parts = partition(cones.model, ranks(tables.model)[list(cones.roots)])
         kept = everything(cones.model)
-        for variable in parts.wide:
+        for variable in parts.high_degree:
             kept[variable] = np.array([0])
         equal = EqualSegments()
         assert len(equal.pairs(conditioned(restricted(cones.model, kept)), parts)) > 30

@@ -85,7 +85,7 @@ def test_notes_have_a_line_for_each_factorisation_the_best_first() -> None:
 
 def test_a_time_that_is_up_ends_the_search_with_what_there_is() -> None:
     found = TePDist().run(open_problem(8, time_limit=1e-9))
-    assert [note.endswith("left out as time was up") for note in found.notes[:4]] == [
+    assert [note.endswith("skipped because time was up") for note in found.notes[:4]] == [
         False,
         True,
         True,
