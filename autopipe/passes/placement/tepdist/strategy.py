@@ -405,8 +405,8 @@ class Outer:
         """Return balanced stages with the fewest bytes between them, cached by number of stages;
         the batch does not matter.
 
-        Raise InfeasibleError if the imbalance tolerance permits no partition; the message contains the minimum
-        that does.
+        Raise InfeasibleError if the imbalance tolerance permits no partition; the message contains
+        the minimum that does.
         """
         if len({problem.cluster.devices[group[0]] for group in groups}) > 1:
             raise InfeasibleError(
