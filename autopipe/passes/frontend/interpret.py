@@ -222,6 +222,8 @@ def interpret(
     Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for
     tensors, types and attributes that are not supported.
     """
+    import onnx.helper
+
     stated: dict[str, list[onnx.ValueInfoProto]] = {}
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
@@ -255,8 +257,8 @@ def interpret(
             _padded_lookup(sweep, read, row)
     for name in sweep.results:
         if name in dynamic_shapes:
-            for node in dynamic_shapes.output_nodes(name):
-                _visit(sweep, node)
+            identity = onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name)
+            dynamic_shapes.write_output(_file_rewriter(sweep, identity, (name,)))
     for name, most in bounds.items():
         if name in sweep.types:
             raise ConfigurationError(
@@ -477,7 +479,9 @@ def _in_other_words(
     if sweep.sequences.concern(node):
         return sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays)
     if sweep.dynamic_shapes.concerns(node, operands, sweep.types, sweep.arrays, sweep.declared):
-        return sweep.dynamic_shapes.make_static(node, operands, sweep.types, sweep.arrays)
+        rewriter = _file_rewriter(sweep, node, operands)
+        sweep.dynamic_shapes.replace_node(rewriter, sweep.types, sweep.arrays)
+        return ()  # The rewriter has visited the nodes.
     return None
 
 
@@ -547,6 +551,11 @@ class _TypedScope(_FileScope):
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
         self._sweep.types.update((value.name, value) for value in results)
         self._sweep.nodes.append(replace(node, name=_unique(self._sweep, node.name)))
+
+
+def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> FileRewriter:
+    scope = _FileScope(sweep)
+    return FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
 
 
 def _decomposed(

@@ -74,10 +74,10 @@ def gather_by_rank(context: NodeContext) -> bool:
     column = data.axis if is_nd else None
     name = nonnegative_ranks(context, name, rows.selection, index_type, column)
     if indices is None:
-        write.origin_with([packed.name, name], [result])
+        write.replaced_node([packed.name, name], [result])
         return True
     value = f"{result}/rows"
-    write.origin_with([packed.name, name], [value])
+    write.replaced_node([packed.name, name], [value])
     outer = () if is_nd else packed.shape[:depth]
     inner = packed.shape[depth if is_nd else depth + 1 :]
     found = index_type.shape[:-1] if is_nd else index_type.shape

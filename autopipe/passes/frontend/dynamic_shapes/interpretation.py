@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,16 +24,17 @@ from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
 from autopipe.passes.frontend.dynamic_shapes.node_context import (
     SHAPE_OPERANDS,
     NodeContext,
+    NodeFacts,
     RowAxes,
 )
 from autopipe.passes.frontend.dynamic_shapes.producers import select, select_first
 from autopipe.passes.frontend.dynamic_shapes.regrouping import in_joined_selection
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.dynamic_shapes.size_operators import (
-    compute_sizes,
-    count_mask,
+    counted_mask,
     measure,
     run_time_numbers,
+    size_results,
 )
 from autopipe.passes.frontend.dynamic_shapes.sizes import MINIMA, SIZE_OPERATORS, SizeArray
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import onnx
 
     from autopipe.passes.frontend.inference import Inference
+    from autopipe.passes.frontend.rewriter import FileRewriter
     from autopipe.passes.frontend.uses import Uses
 
 _SELECTING_OPERAND = {
@@ -118,40 +120,36 @@ class DynamicShapes(dict[str, Fact]):
         slots = [slot for slot in SHAPE_OPERANDS.get(node.op_type, ()) if slot < len(operands)]
         if any(operands[slot] in self._static_counts for slot in slots):
             return node.op_type != "Slice" or operands[0] not in self._static_counts
-        context = self._context(node, operands, types, arrays)
+        context = self._node_facts(node, operands, types, arrays)
         with contextlib.suppress(ModelError, *_FAILURES):
             if node.op_type == "ReduceSum":
-                count_mask(context, self._roots)
-            elif node.op_type in SIZE_OPERATORS - MINIMA:
-                compute_sizes(context)
-            counts = {
-                name: each for name, each in context.results.items() if isinstance(each, Counted)
-            }
-            self._static_counts.update(counts)
+                count = counted_mask(context, self._roots)
+                if count is not None:
+                    self._static_counts[node.output[0]] = count
+            elif node.op_type not in MINIMA:
+                selection = next(each.selection for each in context.facts if each is not None)
+                for name, each in (size_results(context) or {}).items():
+                    if each.degree:
+                        self._static_counts[name] = Counted(selection, each)
         return False
 
-    def make_static(
-        self,
-        node: onnx.NodeProto,
-        operands: tuple[str, ...],
-        types: Mapping[str, Value],
-        arrays: Mapping[str, np.ndarray],
-    ) -> list[onnx.NodeProto]:
-        """Return the nodes of static shapes that replace a node, and record its results. Raises
-        ModelError if there are none.
+    def replace_node(
+        self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Write the nodes of static shapes that replace the node of `rewriter`, and record its
+        results. Raises ModelError if no law applies.
         """
-        context = self._context(node, operands, types, arrays)
+        context = self._context(rewriter, types, arrays)
         try:
             self._interpret(context)
         except _FAILURES as error:
             raise context.unsupported() from error
         self.update(context.results)
         operand = context.fact(0)
-        result = node.output[0]
-        if node.op_type == "Cast" and isinstance(operand, Counted) and result not in self:
+        result = context.node.output[0]
+        if context.node.op_type == "Cast" and isinstance(operand, Counted) and result not in self:
             coefficients = [each.astype(np.float64) for each in operand.numbers.coefficients]
             self._static_counts[result] = Counted(operand.selection, SizeArray.of(coefficients))
-        return context.write.nodes
 
     def _interpret(self, context: NodeContext) -> None:
         """Record the facts of the node's results."""
@@ -170,12 +168,20 @@ class DynamicShapes(dict[str, Fact]):
             apply_laws(context)
 
     def _context(
+        self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+    ) -> NodeContext:
+        """Return the node of a rewriter with the facts of its operands."""
+        facts = self._node_facts(rewriter.proto, rewriter.node.inputs, types, arrays)
+        held = {each.name: getattr(facts, each.name) for each in fields(facts)}
+        return NodeContext(**held, write=RowWriter(rewriter))
+
+    def _node_facts(
         self,
         node: onnx.NodeProto,
         operands: tuple[str, ...],
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
-    ) -> NodeContext:
+    ) -> NodeFacts:
         """Return the node with the facts of its operands. Counts among static values are used for
         size operands, and for all operands of a shape computation.
         """
@@ -187,17 +193,16 @@ class DynamicShapes(dict[str, Fact]):
         for slot in slots:
             if slot < len(facts) and facts[slot] is None:
                 facts[slot] = self._static_counts.get(operands[slot])
-        context = NodeContext(
-            node,
-            operands,
-            tuple(facts),
-            types,
-            arrays,
-            self._inference,
-            self._opset,
-            RowWriter(node, self._opset),
-            self._row_axes_cache,
-            self._derived_selections,
+        context = NodeFacts(
+            node=node,
+            operands=operands,
+            facts=tuple(facts),
+            types=types,
+            arrays=arrays,
+            inference=self._inference,
+            opset=self._opset,
+            row_axes_cache=self._row_axes_cache,
+            derived_selections=self._derived_selections,
         )
         expressed = [
             in_joined_selection(context, each)
@@ -207,19 +212,18 @@ class DynamicShapes(dict[str, Fact]):
         ]
         return replace(context, facts=tuple(expressed))
 
-    def output_nodes(self, name: str) -> list[onnx.NodeProto]:
-        """Return the nodes of an output of the model that has a fact, which is removed. The output
-        has its selected rows first, followed by zeros up to the capacity of the selection.
+    def write_output(self, rewriter: FileRewriter) -> None:
+        """Write an output of the model that has a fact, the operand of the rewriter's node. The
+        fact is removed. The output has its selected rows first, followed by zeros up to the
+        capacity of the selection.
         """
-        import onnx.helper
-
-        identity = onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name)
-        context = self._context(identity, (name,), {}, {})
+        name = rewriter.required(0)
+        context = self._context(rewriter, {}, {})
         fact = self.pop(name)
         write = context.write
         if isinstance(fact, Counted):
             write.node("Identity", [run_time_numbers(context, name, fact)], name)
-            return write.nodes
+            return
         rows = as_selected_rows(write, fact)
         rows = write.filled(rows, 0, rows.selection.axes)
         if rows.pair_axis is not None:
@@ -227,4 +231,3 @@ class DynamicShapes(dict[str, Fact]):
                 raise context.unsupported()
             rows = write.filled_pairs(rows, 0)
         write.node("Identity", [write.packed(rows).name], name)
-        return write.nodes

@@ -89,9 +89,11 @@ def reduce_rows(context: NodeContext) -> bool:
             selection, first.row_type, first.axis, selection.axes, f"{result}/rows"
         )
     is_intermediate = operator in _RETURN_ROWS | _RETURN_POSITIONS or operator == "ReduceMean"
-    write.origin_with(names, [f"{result}/rows"] if is_intermediate else context.node.output)
+    added = {}
     if operator in LOSSES and not context.has_attribute("ignore_index"):
-        write.set_attribute("ignore_index", _IGNORED_LABEL)
+        added = {"ignore_index": _IGNORED_LABEL}
+    results = [f"{result}/rows"] if is_intermediate else context.node.output
+    write.replaced_node(names, results, **added)
     if operator in _RETURN_POSITIONS:
         write.node("Gather", [write.ranks(selection), f"{result}/rows"], result, axis=0)
     if operator == "ReduceMean":
@@ -176,10 +178,10 @@ def sort_rows(context: NodeContext) -> bool:
     packed = write.packed(write.filled(rows, neutral, rows.selection.axes))
     results = (*context.node.output, "")[:2]
     if kept is None:
-        write.origin_with([packed.name, write.vector([count])], results)
+        write.replaced_node([packed.name, write.vector([count])], results)
         return True
     names = [f"{name}/rows" if name else "" for name in results]
-    write.origin_with([packed.name, write.vector([count])], names)
+    write.replaced_node([packed.name, write.vector([count])], names)
     for result, name, dtype in zip(results, names, (packed.dtype, DType.INT64), strict=True):
         if not result:
             continue

@@ -59,8 +59,8 @@ class RowAxes(NamedTuple):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class NodeContext:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
     """A node and its operands, which are names with aliases resolved, with their facts and types."""
 
     node: onnx.NodeProto
@@ -73,7 +73,6 @@ class NodeContext:
     """The static values whose elements are known before running."""
     inference: Inference
     opset: int
-    write: RowWriter
     row_axes_cache: dict[object, RowAxes]
     """Results of `row_axes` by node and operands, since nodes of a file repeat."""
     derived_selections: dict[object, Selection]
@@ -225,12 +224,19 @@ class NodeContext:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeContext(NodeFacts):
+    """A node that is replaced, and the writer of the nodes that replace it."""
+
+    write: RowWriter
+
+
 def _position(dimensions: Sequence[object], name: object) -> int | None:
     return next((place for place, each in enumerate(dimensions) if each == name), None)
 
 
 def selection_of(
-    context: NodeContext,
+    context: NodeFacts,
     mask: str,
     mask_shape: Sequence[int],
     shape: tuple[int, ...],

@@ -22,7 +22,11 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     row_type_of,
 )
 from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
-from autopipe.passes.frontend.dynamic_shapes.node_context import SHAPE_OPERANDS, NodeContext
+from autopipe.passes.frontend.dynamic_shapes.node_context import (
+    SHAPE_OPERANDS,
+    NodeContext,
+    NodeFacts,
+)
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
@@ -187,7 +191,7 @@ def _joined_selection(
     return joined
 
 
-def in_joined_selection(context: NodeContext, counted: Counted) -> Counted:
+def in_joined_selection(context: NodeFacts, counted: Counted) -> Counted:
     """Return the numbers as polynomials in the number of rows of a selection that was derived from
     theirs: if all elements that depend on n are the same `scale * n + offset` and a selection with
     as many rows is recorded, they are its number of rows.

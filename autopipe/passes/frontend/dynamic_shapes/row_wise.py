@@ -134,7 +134,7 @@ def compute_rows(context: NodeContext) -> bool:
     first = next(iter(rows.values()))
     selection = first.selection
     fix_sizes(context, names, selection.extent(first.over))
-    write.origin_with(names, [f"{name}/rows" if name else "" for name in context.node.output])
+    write.replaced_node(names, [f"{name}/rows" if name else "" for name in context.node.output])
     weight = first.weight if keeps_weights else ""
     if weight and operator == "Cast":
         weight = write.cast(weight, types[0].dtype)

@@ -1,7 +1,7 @@
-"""Writes the nodes of static shapes that replace one node of the file.
+"""Writes nodes of static shapes, through the `FileRewriter` of the node that they replace.
 
-Besides single operators, a `RowWriter` converts between the representations of selected rows: one
-row per element of the mask, selected rows first, and rows of unselected elements filled.
+A `RowWriter` converts between the representations of selected rows: one row per element of the
+mask, selected rows first, and rows of unselected elements filled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from autopipe.ir.graph import DType, Value
 from autopipe.passes.frontend.dynamic_shapes.domain import (
@@ -18,59 +20,65 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     row_type_of,
     with_extent,
 )
-from autopipe.passes.frontend.elements import NUMBERS, made_node, renamed
-
-if TYPE_CHECKING:
-    import onnx
+from autopipe.passes.frontend.elements import NUMBERS, renamed
+from autopipe.passes.frontend.rewriter import (
+    REDUCE_SUM_OPERANDS_SINCE,
+    SLICE_OPERANDS_SINCE,
+    FileRewriter,
+)
 
 
 class RowWriter:
-    """Collects the nodes that replace `origin`, which give the nodes their names."""
+    """Writes nodes that have the name of the replaced node. New values are called
+    RESULT/rows/NUMBER after its first result.
+    """
 
-    def __init__(self, origin: onnx.NodeProto, opset: int) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self._origin = origin
-        self._opset = opset
+    def __init__(self, rewriter: FileRewriter) -> None:
+        self._rewriter = rewriter
         self._count = 0
 
     def node(
         self, operator: str, operands: Sequence[str], result: str = "", **attributes: Any
     ) -> str:
         """Write a node with one result, by default with a new name. Return the result's name."""
-        name = result or self._new_name()
-        if result:
-            self._count += 1
-        self.nodes.append(made_node(self._origin, operator, operands, [name], **attributes))
-        return name
+        name = self._new_name()
+        return self._add(operator, operands, [result or name], **attributes)
 
     def _new_name(self) -> str:
         self._count += 1
-        return f"{next(filter(None, self._origin.output))}/rows/{self._count}"
+        return f"{next(filter(None, self._rewriter.node.outputs))}/rows/{self._count}"
 
-    def origin_with(self, operands: Sequence[str], results: Sequence[str]) -> None:
-        """Write the file's node with other operands and results."""
-        self.nodes.append(renamed(self._origin, operands, results))
+    def _add(
+        self, operator: str, operands: Sequence[str], results: Sequence[str], **attributes: Any
+    ) -> str:
+        name = self._rewriter.node.name or operator
+        return self._rewriter.add(operator, operands, results=results, name=name, **attributes)
 
-    def set_attribute(self, name: str, number: int) -> None:
-        """Add an attribute to the node that was written last."""
+    def replaced_node(
+        self, operands: Sequence[str], results: Sequence[str], **attributes: int
+    ) -> None:
+        """Write the replaced node with other operands and results, and with more attributes."""
         import onnx.helper
 
-        self.nodes[-1].attribute.append(onnx.helper.make_attribute(name, number))
+        node = renamed(self._rewriter.proto, operands, results)
+        added = (onnx.helper.make_attribute(name, each) for name, each in attributes.items())
+        node.attribute.extend(added)
+        self._rewriter.copy(node)
+
+    def _constant(self, array: np.ndarray) -> str:
+        name = self._new_name()
+        self._rewriter.scope.hold(Value(name, DType(array.dtype.name), array.shape), array)
+        return name
 
     def vector(self, values: Sequence[int]) -> str:
         """Write an int64 constant with one dimension."""
-        import onnx.helper
-
-        tensor = onnx.helper.make_tensor(
-            "value", onnx.TensorProto.INT64, [len(values)], [int(each) for each in values]
-        )
-        return self.node("Constant", [], value=tensor)
+        return self._constant(np.array([int(each) for each in values], np.int64))
 
     def scalar(self, value: float, dtype: DType) -> str:
         """Write a constant without dimensions."""
         is_whole = abs(value) < 1 << 62 and value == int(value)
-        attributes = {"value_int": int(value)} if is_whole else {"value_float": value}
-        return self.cast(self.node("Constant", [], **attributes), dtype)
+        array = np.array(int(value), np.int64) if is_whole else np.array(value, np.float32)
+        return self.cast(self._constant(array), dtype)
 
     def arange(self, count: int) -> str:
         """Write the integers from 0 to count - 1."""
@@ -98,13 +106,13 @@ class RowWriter:
 
     def sum_over(self, name: str, axes: Sequence[int]) -> str:
         """Write the sum along `axes`, which stay as axes of extent 1."""
-        if self._opset < 13:
+        if self._rewriter.opset < REDUCE_SUM_OPERANDS_SINCE:
             return self.node("ReduceSum", [name], axes=list(axes), keepdims=1)
         return self.node("ReduceSum", [name, self.vector(axes)], keepdims=1)
 
     def slice(self, name: str, axis: int, start: int, end: int, result: str = "") -> str:
         """Write the elements from `start` to before `end` along one axis."""
-        if self._opset < 10:
+        if self._rewriter.opset < SLICE_OPERANDS_SINCE:
             return self.node("Slice", [name], result, axes=[axis], starts=[start], ends=[end])
         bounds = [self.vector([each]) for each in (start, end, axis)]
         return self.node("Slice", [name, *bounds], result)
@@ -114,10 +122,10 @@ class RowWriter:
         values and of their positions in the vector.
         """
         values = self._new_name()
+        positions = f"{values}/places"
         operands = [name, self.vector([count])]
-        results = [values, f"{values}/places"]
-        self.nodes.append(made_node(self._origin, "TopK", operands, results, axis=0, largest=0))
-        return values, results[1]
+        self._add("TopK", operands, [values, positions], axis=0, largest=0)
+        return values, positions
 
     def selected_first(self, mask: str, count: int) -> str:
         """Write the positions of a boolean vector of `count` elements: first those of true

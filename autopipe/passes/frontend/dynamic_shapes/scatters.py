@@ -79,7 +79,7 @@ def _scatter_into_rows(
         positions = nonnegative_ranks(
             context, context.operands[1], rows.selection, index_type, column
         )
-        write.origin_with([packed.name, positions, context.operands[2]], [written.name])
+        write.replaced_node([packed.name, positions, context.operands[2]], [written.name])
     else:
         index_rows = as_selected_rows(write, indices)
         if isinstance(indices, SelectedRows):

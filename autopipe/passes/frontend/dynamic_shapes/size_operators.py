@@ -21,7 +21,11 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
 )
 from autopipe.passes.frontend.dynamic_shapes.indices import as_rows
 from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
-from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext, selection_of
+from autopipe.passes.frontend.dynamic_shapes.node_context import (
+    NodeContext,
+    NodeFacts,
+    selection_of,
+)
 from autopipe.passes.frontend.dynamic_shapes.prefixes import (
     at_most,
     in_base_selection,
@@ -30,7 +34,6 @@ from autopipe.passes.frontend.dynamic_shapes.prefixes import (
 from autopipe.passes.frontend.dynamic_shapes.sizes import (
     MINIMA,
     SIZE_OPERATORS,
-    Evaluate,
     Number,
     SizeArray,
     evaluate_with_sizes,
@@ -99,26 +102,34 @@ def compute_sizes(context: NodeContext) -> bool:
         return True
     if is_complete and operator in MINIMA and _clamp_count(context, selection):
         return True
-    if is_complete and operator in SIZE_OPERATORS and _has_integer_result(context):
-        found = evaluate_with_sizes(context.node, numbers, _evaluator(context))
-        if found is not None:
-            for name, each in zip(context.node.output, found, strict=True):
-                _record(context, name, selection, each)
-            return True
+    found = size_results(context)
+    if found is not None:
+        for name, each in found.items():
+            _record(context, name, selection, each)
+        return True
     names = [
         run_time_numbers(context, name, each) if isinstance(each, Counted) else name
         for name, each in zip(context.operands, context.facts, strict=True)
     ]
-    context.write.origin_with(names, context.node.output)
+    context.write.replaced_node(names, context.node.output)
     return True
 
 
-def _has_integer_result(context: NodeContext) -> bool:
-    return context.node.op_type != "Cast" or context.integer("to") in _INTEGER_TYPES
-
-
-def _evaluator(context: NodeContext) -> Evaluate:
-    return lambda arrays: context.inference.evaluate(context.node, tuple(arrays), ())
+def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
+    """Return the results of a shape computation by name; None if an operand is unknown, or if a
+    result is not known to be polynomials in n.
+    """
+    node = context.node
+    numbers = context.numbers()
+    named = zip(context.operands, numbers, strict=True)
+    if node.op_type not in SIZE_OPERATORS or any(name and each is None for name, each in named):
+        return None
+    if node.op_type == "Cast" and context.integer("to") not in _INTEGER_TYPES:
+        return None
+    found = evaluate_with_sizes(
+        node, numbers, lambda arrays: context.inference.evaluate(node, tuple(arrays), ())
+    )
+    return None if found is None else dict(zip(node.output, found, strict=True))
 
 
 def _clamp_count(context: NodeContext, selection: Selection) -> bool:
@@ -160,7 +171,7 @@ def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
         raise context.unsupported()
     count = context.types[context.operands[0]].elements // others
     shape = context.write.vector([count if each == _N else int(each[0]) for each in elements])
-    context.write.origin_with([context.operands[0], shape], context.node.output)
+    context.write.replaced_node([context.operands[0], shape], context.node.output)
 
 
 def run_time_numbers(context: NodeContext, name: str, counted: Counted) -> str:
@@ -203,7 +214,7 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
         context.results[result] = Indices(selection, context.types[operand].dtype, axis, terms)
         return
     value = f"{result}/rows"
-    write.origin_with([*([operand] if operand else []), write.vector(row_shape)], [value])
+    write.replaced_node([*([operand] if operand else []), write.vector(row_shape)], [value])
     dtype = context.types[operand].dtype if operand else _constant_type(context)
     context.results[result] = SelectedRows(selection, Value("", dtype, row_shape), axis, (), value)
 
@@ -299,9 +310,9 @@ def cut_to_count(context: NodeContext) -> bool:
     return True
 
 
-def count_mask(context: NodeContext, roots: MaskRoots) -> None:
-    """Record a ReduceSum of all elements of a mask, cast to integers, as its number of true
-    elements. Records nothing for another ReduceSum.
+def counted_mask(context: NodeFacts, roots: MaskRoots) -> Counted | None:
+    """Return the fact of a ReduceSum of all elements of a mask that is cast to integers: its number
+    of true elements. Returns None for another ReduceSum.
     """
     data = context.types.get(context.operands[0])
     root = roots.root(context.operands[0], context.types, context.arrays)
@@ -313,14 +324,14 @@ def count_mask(context: NodeContext, roots: MaskRoots) -> None:
     if axes_array is not None:
         axes = axes_array.reshape(-1).tolist()
     if data is None or not data.dtype.is_integer:
-        return
+        return None
     if mask is None or mask.dtype is not DType.BOOL or not mask.shape:
-        return
+        return None
     has_unknown_axes = len(context.operands) > 1 and context.operands[1] and axes_array is None
     if has_unknown_axes or (axes and len(axes) < len(data.shape)):
-        return
+        return None
     if not axes and context.integer("noop_with_empty_axes"):
-        return
+        return None
     shape = (1,) * len(data.shape) if context.integer("keepdims", 1) else ()
     selection = selection_of(context, mask.name, mask.shape, mask.shape, root)
-    context.results[context.node.output[0]] = Counted(selection, SizeArray.affine(shape, 1, 0))
+    return Counted(selection, SizeArray.affine(shape, 1, 0))

@@ -42,7 +42,7 @@ def compute_windows(context: NodeContext) -> bool:
     write = context.write
     result = context.node.output[0]
     filled = write.filled(write.weighted(rows), fill, rows.selection.axes)
-    write.origin_with([filled.value, *context.operands[1:]], [f"{result}/rows"])
+    write.replaced_node([filled.value, *context.operands[1:]], [f"{result}/rows"])
     context.results[result] = SelectedRows(
         selection, row_type_of(inferred, rows.axis), rows.axis, (0,), f"{result}/rows"
     )

@@ -3,17 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 
-from autopipe.ir.graph import DType, Value
+from autopipe.ir.graph import DType, Node, Value
+from autopipe.passes.frontend.decompositions.registry import node_of
 from autopipe.passes.frontend.dynamic_shapes.domain import Fact
 from autopipe.passes.frontend.dynamic_shapes.interpretation import DynamicShapes
 from autopipe.passes.frontend.inference import Inference
+from autopipe.passes.frontend.rewriter import FileRewriter
 from autopipe.passes.frontend.uses import Uses
 
 OPSET = 20
+
+
+class Reader:
+    """A scope that types every node and computes the results of nodes with known operands."""
+
+    opset = OPSET
+
+    def __init__(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        inputs: Mapping[str, Value],
+        held: Mapping[str, np.ndarray],
+        bounds: Mapping[str, int],
+    ) -> None:
+        self.inference = Inference((("", OPSET),))
+        self.dynamic_shapes = DynamicShapes(nodes, self.inference, OPSET, Uses(nodes), bounds)
+        self.types = dict(inputs)
+        self.arrays: dict[str, np.ndarray] = {}
+        for name, array in held.items():
+            self.hold(Value(name, DType(array.dtype.name), array.shape), array)
+
+    def type_of(self, name: str) -> Value:
+        return self.types[name]
+
+    def array(self, name: str) -> np.ndarray | None:
+        return self.arrays.get(name)
+
+    def free(self, name: str) -> str:
+        return name
+
+    def hold(self, value: Value, array: np.ndarray) -> None:
+        self.types[value.name] = value
+        self.arrays[value.name] = array
+
+    def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        attributes: dict[str, Any] = dict(node.attributes)
+        made = onnx.helper.make_node(
+            node.op, node.inputs, node.outputs, name=node.name, domain=node.domain, **attributes
+        )
+        self.visit(made)
+
+    def visit(self, node: onnx.NodeProto) -> None:
+        operands = tuple(node.input)
+        if self.dynamic_shapes.concerns(node, operands, self.types, self.arrays, lambda name: None):
+            rewriter = FileRewriter(self, node_of(node, operands), node, self.visit)
+            self.dynamic_shapes.replace_node(rewriter, self.types, self.arrays)
+            return
+        known = tuple(self.arrays.get(name) if name else None for name in operands)
+        types = [self.types[name] if name else None for name in operands]
+        inferred = self.inference.types(node, tuple(zip(types, known, strict=True)))
+        for name, each in zip(node.output, inferred, strict=True):
+            if name and each is not None:
+                self.types[name] = Value(name, each.dtype, each.shape)
+        if all(name in self.arrays for name in operands if name):
+            results = self.inference.evaluate(node, known, inferred) or ()
+            for name, array in zip(node.output, results, strict=False):
+                self.hold(Value(name, DType(array.dtype.name), array.shape), array)
 
 
 def facts_of(
@@ -23,42 +83,7 @@ def facts_of(
     bounds: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Fact], dict[str, Value]]:
     """Return the facts of the values that have one, and the types of the static values."""
-    inference = Inference((("", OPSET),))
-    dynamic_shapes = DynamicShapes(nodes, inference, OPSET, Uses(nodes), bounds or {})
-    arrays = dict(held)
-    types = {**inputs}
-    types |= {name: Value(name, DType(each.dtype.name), each.shape) for name, each in held.items()}
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop(0)
-        operands = tuple(node.input)
-        if dynamic_shapes.concerns(node, operands, types, arrays, lambda name: None):
-            waiting[:0] = dynamic_shapes.make_static(node, operands, types, arrays)
-            continue
-        if node.op_type == "Constant":
-            (stated,) = node.attribute
-            if stated.name == "value":
-                array = onnx.numpy_helper.to_array(stated.t)
-            elif stated.name == "value_int":
-                array = np.array(stated.i)
-            else:
-                array = np.array(stated.f, np.float32)
-            results: tuple[np.ndarray, ...] | None = (array,)
-        else:
-            known = tuple(arrays.get(name) if name else None for name in operands)
-            inferred = inference.types(
-                node,
-                tuple(
-                    (types[name] if name else None, each)
-                    for name, each in zip(operands, known, strict=True)
-                ),
-            )
-            for name, each in zip(node.output, inferred, strict=True):
-                if name and each is not None:
-                    types[name] = Value(name, each.dtype, each.shape)
-            is_known = all(name in arrays for name in operands if name)
-            results = inference.evaluate(node, known, inferred) if is_known else None
-        for name, array in zip(node.output, results or (), strict=False):
-            arrays[name] = array
-            types[name] = Value(name, DType(array.dtype.name), array.shape)
-    return dict(dynamic_shapes), types
+    reader = Reader(nodes, inputs, held, bounds or {})
+    for node in nodes:
+        reader.visit(node)
+    return dict(reader.dynamic_shapes), reader.types
