@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autopipe.ir.problem import Work
     from autopipe.passes.analysis.batch_forms import LossForm
     from autopipe.passes.frontend import Model
-    from autopipe.passes.frontend.cleanup import Branch
+    from autopipe.passes.frontend.branches import Branch
 
 
 _MOST = 8
@@ -47,7 +47,7 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     from autopipe.passes.analysis.loss_division import form_of
     from autopipe.passes.cost.roofline import annotate
     from autopipe.passes.frontend import read_model
-    from autopipe.passes.frontend.cleanup import branches_of
+    from autopipe.passes.frontend.branches import branches_of
 
     asked = configuration.model
     reader = partial(

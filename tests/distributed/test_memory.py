@@ -11,7 +11,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
-from autopipe.passes.frontend.fusion.cross_entropy import FEWEST_CLASSES
+from autopipe.passes.frontend.fusion.cross_entropy import MIN_CLASSES
 from tests.distributed.support.allocations import peak_of_rank
 
 pytestmark = pytest.mark.distributed
@@ -129,13 +129,13 @@ def test_scores_of_a_large_vocabulary_are_never_all_in_memory(
     """Two samples of 64 tokens have 8 MiB of scores in single precision, of which there are 2 at a
     time.
     """
-    model = gpt(tmp_path, 64, layers="1", vocabulary=str(FEWEST_CLASSES))
+    model = gpt(tmp_path, 64, layers="1", vocabulary=str(MIN_CLASSES))
     settings = f"precision={precision}", "loss.scores=recompute"
     folders = [planned(model, "gpipe", count, *settings, stages=1) for count in (3, 6)]
     plan, timeline = open_prediction(folders[1])
     few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
     kept = plan.prediction.stages[0].kept_bytes
-    assert kept < 4 * 2 * 64 * FEWEST_CLASSES / 8
+    assert kept < 4 * 2 * 64 * MIN_CLASSES / 8
     assert (
         0.99 <= (many - few) / 3 / kept <= 1.02
     )  # Tokens and labels of each micro-batch are held, too.
@@ -199,13 +199,13 @@ def test_scores_that_are_kept_are_predicted(precision: str, tmp_path: Path) -> N
     """Two samples of 64 tokens keep 8 MiB of logarithms of probabilities, in single precision
     whatever products are.
     """
-    model = gpt(tmp_path, 64, layers="1", vocabulary=str(FEWEST_CLASSES))
+    model = gpt(tmp_path, 64, layers="1", vocabulary=str(MIN_CLASSES))
     settings = f"precision={precision}", "loss.scores=keep"
     folders = [planned(model, "gpipe", count, *settings, stages=1) for count in (3, 6)]
     plan, timeline = open_prediction(folders[1])
     few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
     kept = plan.prediction.stages[0].kept_bytes
-    assert kept > 4 * 2 * 64 * FEWEST_CLASSES
+    assert kept > 4 * 2 * 64 * MIN_CLASSES
     assert (
         0.99 <= (many - few) / 3 / kept <= 1.02
     )  # Tokens and labels of each micro-batch are held, too.

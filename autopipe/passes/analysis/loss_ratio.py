@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.graph import COUNTED_LABELS, Attribute, DType, Graph, Node
-from autopipe.passes.frontend.cleanup import Additions
 from autopipe.passes.frontend.elements import NUMBERS
 from autopipe.passes.frontend.loss import LOSSES
+from autopipe.passes.frontend.rewriter import GraphEdit
 
 Stated = tuple[str, Attribute]
 """An attribute of a node: its name and its value."""
@@ -67,7 +67,7 @@ def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | No
         if building.counted() is None:
             return None
         outputs.append(COUNTED_LABELS)
-    return dataclasses.replace(building.added.graph(building.nodes), outputs=tuple(outputs)), total
+    return dataclasses.replace(building.added.build(building.nodes), outputs=tuple(outputs)), total
 
 
 def summed_elements(graph: Graph, total: str) -> int:
@@ -94,7 +94,7 @@ class _Totals:
         self._graph = graph
         self._ratio = ratio
         self._values = frozenset(ratio.values)
-        self.added = Additions(graph)
+        self.added = GraphEdit(graph)
         self.nodes = list(graph.nodes)
         self._totals: dict[str, str | None] = {}
         self._counted: str | None = None
@@ -189,7 +189,7 @@ class _Totals:
         """Return the name of a value of one element as one float32 number."""
         if shape:
             number = self.added.value(f"{total}_number", self._graph.type_of(total).dtype, ())
-            total = self._node("Reshape", (total, self.added.shape(number, ())), number)
+            total = self._node("Reshape", (total, self.added.shape_operand(number, ())), number)
         counted = self.added.value(COUNTED_LABELS, DType.FLOAT32, ())
         return self._node("Cast", (total,), counted, ("to", NUMBERS[DType.FLOAT32]))
 

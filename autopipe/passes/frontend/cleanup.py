@@ -1,236 +1,201 @@
-"""Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All
-linear.
+"""Passes that simplify a graph and keep what it computes. Each takes linear time.
 
-Besides: gathers that spell a broadcast, as attention masks are exported (`mask[batch_index,
-key_index]`), become Reshape and Expand; a model exported in training mode at inference; and the
-branches that may run side by side.
+`cleaned` removes Identity nodes that rename outputs, repeated computations, unread values, and
+gathers that only broadcast. Other passes turn a graph that was exported in training mode into one
+for inference.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from autopipe.ir.graph import Constant, DType, Graph, Node, Value
+from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.elementwise import is_active
 from autopipe.ir.ops.loop import body_of, operand_ports
 from autopipe.ir.ops.normalization import trains
 from autopipe.passes.frontend.inference import RANDOM, ConstantFolder
+from autopipe.passes.frontend.rewriter import GraphEdit, Rewriter
 from autopipe.passes.frontend.uses import VIEWS
 
-_LOOKS = 8
-"""Operations on each index until it is known what a gather spells."""
+_OPERATIONS_PER_INDEX = 8
+"""Operations per index that the analysis of a gather with known indices costs."""
 GATHERS = frozenset({"Gather", "GatherND"})
 
 
 STOP_GRADIENT = "StopGradient"
-"""Operator of domain `autopipe` whose result is its operand, with no gradient."""
-TAKEN_APART = frozenset({"Unpack", "DequantizeLinear"})
-"""Operators that make numbers of packed and quantised parameters."""
-
-
-class Additions:
-    """Values and constants that are added to a graph, under names that it has not."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._taken = set[str]()
-        self.constants = list(graph.constants)
-        self.values = list(graph.values)
-
-    def free(self, name: str) -> str:
-        while self._graph.has(name) or name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        return name
-
-    def value(self, name: str, dtype: DType, shape: tuple[int, ...]) -> str:
-        """The name of a new value of this type."""
-        self.values.append(Value(self.free(name), dtype, shape))
-        return self.values[-1].name
-
-    def shape(self, name: str, shape: tuple[int, ...]) -> str:
-        """The name of a new constant that holds the shape that `name` is to have."""
-        return self.constant(f"{name}_shape", np.asarray(shape, dtype=np.int64))
-
-    def constant(self, name: str, array: np.ndarray) -> str:
-        value = Value(self.free(name), DType(array.dtype.name), array.shape)
-        self.constants.append(Constant(value, array))
-        return value.name
-
-    def graph(self, nodes: Iterable[Node]) -> Graph:
-        """The graph with all of them, and with these nodes."""
-        return dataclasses.replace(
-            self._graph,
-            nodes=tuple(nodes),
-            constants=tuple(self.constants),
-            values=tuple(self.values),
-        )
+"""Operator of domain `autopipe` that returns its operand and stops the gradient, like `detach`."""
+UNPACKING = frozenset({"Unpack", "DequantizeLinear"})
+"""Operators that convert packed and quantised parameters."""
 
 
 def with_plain_gathers(graph: Graph) -> Graph:
-    """Replace gathers that read all elements in order, each for a block of results, by Reshape and
-    Expand.
+    """Return the graph with Reshape and Expand in place of gathers that read all elements in order,
+    each for a block of results. Attention masks are exported so: `mask[batch_index, key_index]`.
     """
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
     known = ConstantFolder(graph)
-    added = Additions(graph)
+    edit = GraphEdit(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
-        apart = _apart(graph, known, node) if node.op in GATHERS and not node.domain else None
-        if apart is None:
+        is_gather = node.op in GATHERS and not node.domain
+        shape = _expanded_shape(graph, known, node) if is_gather else None
+        if shape is None:
             nodes.append(node)
             continue
+        rewriter = Rewriter(edit, node)
         result = graph.type_of(node.outputs[0])
         source = node.inputs[0]
-        operator = "Reshape"
-        if apart != result.shape:
-            middle = added.value(f"{result.name}_apart", result.dtype, apart)
-            operands = (source, added.shape(middle, apart))
-            nodes.append(Node(added.free(f"{node.name}/apart"), "Reshape", operands, (middle,)))
-            source = middle
-            operator = "Expand"
-        nodes.append(
-            Node(
-                node.name, operator, (source, added.shape(result.name, result.shape)), node.outputs
-            )
-        )
-    return added.graph(nodes)
+        op = "Reshape"
+        if shape != result.shape:
+            op = "Expand"
+            middle = edit.free(f"{result.name}_apart")
+            operands = [source, edit.shape_operand(middle, shape)]
+            title = edit.free(f"{node.name}/apart")
+            source = rewriter.add("Reshape", operands, shape, results=[middle], name=title)
+        operands = [source, edit.shape_operand(result.name, result.shape)]
+        rewriter.add(op, operands, result.shape, result=0, name=node.name)
+        nodes.extend(rewriter.nodes)
+    return edit.build(nodes)
 
 
-def with_places_from_front(graph: Graph) -> Graph:
-    """Count from the front where a Gather's indices are differences, such as widths of boxes: ONNX
-    counts negative ones from the end, and torch's embedding refuses them.
+def with_indices_from_start(graph: Graph) -> Graph:
+    """Return the graph with indices that count from the start for each Gather whose indices are
+    differences, such as widths of boxes: negative indices count from the end in ONNX, but torch's
+    embedding rejects them.
     """
-    found = [
+    is_difference = [
         node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1])
         for node in graph.nodes
     ]
-    if not any(found):
+    if not any(is_difference):
         return graph
-    added = Additions(graph)
+    edit = GraphEdit(graph)
     nodes = list[Node]()
-    for node, counts_back in zip(graph.nodes, found, strict=True):
-        if counts_back:
-            indices = graph.type_of(node.inputs[1])
-            data = graph.type_of(node.inputs[0])
-            numbers = (0, data.shape[node.integer("axis") % len(data.shape)])
-            zero, extent = (
-                added.constant(f"{indices.name}_{each}", np.asarray(each, indices.dtype.value))
-                for each in numbers
+    for node, may_be_negative in zip(graph.nodes, is_difference, strict=True):
+        if not may_be_negative:
+            nodes.append(node)
+            continue
+        rewriter = Rewriter(edit, node)
+        indices = graph.type_of(node.inputs[1])
+        data = graph.type_of(node.inputs[0])
+        numbers = (0, data.shape[node.integer("axis") % len(data.shape)])
+        zero, size = (
+            edit.constant(f"{indices.name}_{each}", np.asarray(each, indices.dtype.value))
+            for each in numbers
+        )
+        steps = (
+            ("negative", "Less", [indices.name, zero], DType.BOOL),
+            ("moved", "Add", [indices.name, size], indices.dtype),
+        )
+        negative, moved = (
+            rewriter.add(
+                op,
+                operands,
+                indices.shape,
+                dtype=dtype,
+                results=[edit.free(f"{indices.name}_{title}")],
+                name=edit.free(f"{node.name}/{title}"),
             )
-            signs, moved, places = (
-                added.value(f"{indices.name}_{title}", dtype, indices.shape)
-                for title, dtype in (
-                    ("negative", DType.BOOL),
-                    ("moved", indices.dtype),
-                    ("places", indices.dtype),
-                )
-            )
-            nodes.append(
-                Node(added.free(f"{node.name}/negative"), "Less", (indices.name, zero), (signs,))
-            )
-            nodes.append(
-                Node(added.free(f"{node.name}/moved"), "Add", (indices.name, extent), (moved,))
-            )
-            nodes.append(
-                Node(
-                    added.free(f"{node.name}/places"),
-                    "Where",
-                    (signs, moved, indices.name),
-                    (places,),
-                )
-            )
-            node = dataclasses.replace(node, inputs=(node.inputs[0], places))
-        nodes.append(node)
-    return added.graph(nodes)
+            for title, op, operands, dtype in steps
+        )
+        places = rewriter.add(
+            "Where",
+            [negative, moved, indices.name],
+            indices.shape,
+            dtype=indices.dtype,
+            results=[edit.free(f"{indices.name}_places")],
+            name=edit.free(f"{node.name}/places"),
+        )
+        nodes.extend(rewriter.nodes)
+        nodes.append(dataclasses.replace(node, inputs=(node.inputs[0], places)))
+    return edit.build(nodes)
 
 
 def _is_difference(graph: Graph, name: str) -> bool:
-    while (place := graph.producer(name)) is not None and not graph.nodes[place].domain:
-        made = graph.nodes[place]
-        if made.op not in VIEWS:
-            return made.op in ("Neg", "Sub")
-        name = made.inputs[0]
+    """True if a Sub or Neg writes a value, seen through reshapes, transposes and casts."""
+    while (index := graph.producer(name)) is not None and not graph.nodes[index].domain:
+        node = graph.nodes[index]
+        if node.op not in VIEWS:
+            return node.op in ("Neg", "Sub")
+        name = node.inputs[0]
     return False
 
 
-def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
-    """The shape under which the data expands to the result; None where the gather is no such thing.
+def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
+    """Return the shape in which the data of a gather expand to its result; None if the gather does
+    more than reshape and expand.
 
-    Parameters are left alone: their gathers are embeddings.
+    Gathers from parameters are embeddings and are kept.
     """
     data = graph.type_of(node.inputs[0])
     result = graph.type_of(node.outputs[0])
     if graph.parameter(data.name) is not None or not data.elements:
         return None
     indices = known.array(node.inputs[1])
-    if indices is None or not known.inference.operations.takes(_LOOKS * indices.size):
+    if indices is None or not known.inference.operations.takes(
+        _OPERATIONS_PER_INDEX * indices.size
+    ):
         return None
     found = _rows(node, data.shape, indices)
     if found is None:
         return None
-    before, places, after = found
-    if (*before, *places.shape, *after) != result.shape:
+    before, rows, after = found
+    if (*before, *rows.shape, *after) != result.shape:
         return None
     if not result.elements:
         return (1,) * len(result.shape) if data.elements == 1 else None
-    moving = _moving(places, data.elements // (math.prod(before) * math.prod(after)))
-    return None if moving is None else (*before, *moving, *after)
+    shape = _range_shape(rows, data.elements // (math.prod(before) * math.prod(after)))
+    return None if shape is None else (*before, *shape, *after)
 
 
-def _moving(places: np.ndarray, rows: int) -> tuple[int, ...] | None:
-    """The shape under which the numbers from 0 to `rows` in order expand to `places`, which are not
-    empty.
+def _range_shape(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
+    """Return the shape in which the integers 0 … count − 1, in order, broadcast to `rows`, an array
+    that is not empty; None if there is none.
     """
-    if places.size < rows:
+    if rows.size < count:
         return None
     # A dimension along which nothing changes is broadcast; the others must read all rows, in order.
-    moving = tuple(
-        extent if extent > 1 and (places.take(0, axis) != places.take(1, axis)).any() else 1
-        for axis, extent in enumerate(places.shape)
+    shape = tuple(
+        size if size > 1 and (rows.take(0, axis) != rows.take(1, axis)).any() else 1
+        for axis, size in enumerate(rows.shape)
     )
-    if math.prod(moving) != rows:
+    if math.prod(shape) != count:
         return None
-    return (
-        moving
-        if np.array_equal(places, np.broadcast_to(np.arange(rows).reshape(moving), places.shape))
-        else None
-    )
+    expected = np.broadcast_to(np.arange(count).reshape(shape), rows.shape)
+    return shape if np.array_equal(rows, expected) else None
 
 
 def _rows(
     node: Node, shape: tuple[int, ...], indices: np.ndarray
 ) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...]] | None:
-    """Which row each index reads, between the dimensions before and after the rows, which are read
-    whole and in order.
+    """Return (before, rows, after) of a gather from data with `shape`: the dimensions before and
+    after those that the indices address, and the number of the row that each index reads.
 
-    A row is what one index takes; rows are counted in row-major order. None where an index is out
-    of range.
+    A row is the part of the data that one index reads; rows are counted in row-major order. None if
+    an index is out of range, and for gathers that cannot be a broadcast.
     """
     if node.op == "Gather":
         axis = node.integer("axis") % max(len(shape), 1)
         limits = shape[axis : axis + 1]
-        places = indices[..., None]
+        columns = indices[..., None]
     else:
         if node.integer("batch_dims") or not indices.size:
             return None
         axis = 0
         limits = shape[: indices.shape[-1]]
-        places = indices
-    if math.prod(limits) > max(
-        places.size, 1
-    ):  # Also where the numbers of rows would be too large for numpy.
+        columns = indices
+    # A broadcast reads all rows. This also excludes row numbers that are too large for numpy.
+    if math.prod(limits) > max(columns.size, 1):
         return None
     rows: np.ndarray | None = None
     for position, limit in enumerate(limits):
-        column = places[..., position]
+        column = columns[..., position]
         if column.size and not -limit <= column.min() <= column.max() < limit:
             return None
         column = column % limit
@@ -241,9 +206,9 @@ def _rows(
 
 
 def with_late_weights(graph: Graph) -> Graph:
-    """Weights become numbers where they are used: what only takes packed or quantised parameters
-    apart stands right before its first reader. Files name all of it at their beginning, where it
-    would be held at once.
+    """Return the graph with the nodes that unpack or dequantise parameters moved right before the
+    first node that reads them. Files often have all of these nodes at the beginning, and then all
+    unpacked weights would be in memory at once.
     """
     held = (
         {each.value.name for each in graph.parameters}
@@ -253,22 +218,24 @@ def with_late_weights(graph: Graph) -> Graph:
     waiting: dict[str, Node] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
-        own = node.op in TAKEN_APART or not waiting.keys().isdisjoint(node.inputs)
+        is_unpacking = node.op in UNPACKING or not waiting.keys().isdisjoint(node.inputs)
         if (
-            own
+            is_unpacking
             and all(name in held or name in waiting for name in node.inputs)
             and len(node.outputs) == 1
         ):
             waiting[node.outputs[0]] = node
             continue
-        nodes.extend(_taken(waiting, node.inputs))
+        nodes.extend(_take(waiting, node.inputs))
         nodes.append(node)
-    nodes.extend(_taken(waiting, graph.outputs))
+    nodes.extend(_take(waiting, graph.outputs))
     return with_nodes(graph, nodes) if tuple(nodes) != graph.nodes else graph
 
 
-def _taken(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
-    """The nodes that make values, and those before them, in order; they wait no longer."""
+def _take(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
+    """Remove the nodes that the values `names` depend on from `waiting`, which maps results to
+    nodes; return them in topological order.
+    """
     found: list[Node] = []
     stack = [name for name in names if name in waiting]
     while stack:
@@ -283,27 +250,31 @@ def _taken(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
 
 
 def cleaned(graph: Graph) -> Graph:
-    """The same function with fewer nodes; parameters that matter are kept as they are."""
-    plain = with_places_from_front(with_plain_gathers(with_named_outputs(graph)))
+    """Return a graph that computes the same with fewer nodes. Parameters that an output depends on
+    are kept unchanged.
+    """
+    plain = with_indices_from_start(with_plain_gathers(with_named_outputs(graph)))
     return with_late_weights(without_unread(without_repeats(merged_constants(plain))))
 
 
 def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """The graph with these nodes, which write values that it knows."""
+    """Return the graph with other nodes, which write values whose types the graph has."""
     nodes = tuple(nodes)
     values = tuple(graph.type_of(name) for node in nodes for name in node.outputs if name)
     return dataclasses.replace(graph, nodes=nodes, values=values)
 
 
 def _reading(node: Node, names: dict[str, str]) -> Node:
-    """The node, reading `names[x]` wherever it read x."""
+    """Return the node with operand `names[x]` in place of each operand x of `names`."""
     if names.keys().isdisjoint(node.inputs):
         return node
     return dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
 
 
 def with_named_outputs(graph: Graph) -> Graph:
-    """Drop an Identity that only names an output, giving that name to the node that computes it."""
+    """Return the graph without Identity nodes that only name an output: the node that computes the
+    value writes the output itself.
+    """
     names: dict[str, str] = {}
     kept: list[Node] = []
     results = frozenset(graph.outputs)
@@ -330,7 +301,9 @@ def with_named_outputs(graph: Graph) -> Graph:
 
 
 def without_repeats(graph: Graph) -> Graph:
-    """Keep one of several nodes that compute the same from the same."""
+    """Return the graph with one of several nodes with equal operator, operands and attributes.
+    Operators that draw random numbers are kept.
+    """
     first: dict[object, Node] = {}
     names: dict[str, str] = {}
     kept: list[Node] = []
@@ -349,7 +322,7 @@ def without_repeats(graph: Graph) -> Graph:
 
 
 def merged_constants(graph: Graph) -> Graph:
-    """Keep one of several equal constants. Parameters are never merged."""
+    """Return the graph whose nodes read one of several equal constants. Parameters are not merged."""
     first: dict[object, str] = {}
     names: dict[str, str] = {}
     for constant in graph.constants:
@@ -361,7 +334,7 @@ def merged_constants(graph: Graph) -> Graph:
 
 
 def without_unread(graph: Graph) -> Graph:
-    """Drop nodes, parameters and constants on which no output depends."""
+    """Return the graph without nodes, parameters and constants on which no output depends."""
     needed = set(graph.outputs)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -369,7 +342,7 @@ def without_unread(graph: Graph) -> Graph:
             node = node if node.body is None else _read_results(node, needed)
             kept.append(node)
             needed.update(node.inputs)
-            needed.discard("")  # An operand that is absent.
+            needed.discard("")  # The name of an absent operand.
     return dataclasses.replace(
         with_nodes(graph, reversed(kept)),
         parameters=tuple(
@@ -380,7 +353,9 @@ def without_unread(graph: Graph) -> Graph:
 
 
 def _read_results(loop: Node, needed: set[str]) -> Node:
-    """A loop without the states and results on which no other value depends."""
+    """Return a loop without the states and results that are not needed. `needed` has the names of
+    values that nodes after the loop, or the graph's outputs, read.
+    """
     body = body_of(loop)
     states = loop.integer("states")
     names = [value.name for value in body.inputs]
@@ -425,102 +400,17 @@ def _read_results(loop: Node, needed: set[str]) -> Node:
     )
 
 
-HEAVY = 1e-3
-"""Share of all operations from which a node counts when paths are compared."""
-TRUNK = 0.05
-"""A node is on the trunk where less than this share of all operations may run beside it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A connected part of a graph beside which others may run."""
-
-    first: str
-    """Name of its first node."""
-    nodes: int
-    flops: float
-
-
-def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
-    """The largest set of branches that are independent of one another, in topological order; () for
-    a chain.
-
-    `flops` are the operations of each node. A branch is a connected part off the trunk with a share
-    of at least `TRUNK` of all operations; heads of one attention, or its three projections, are
-    less unless the model is small.
-    """
-    total = sum(flops)
-    heavy = [index for index, count in enumerate(flops) if total and count >= HEAVY * total]
-    if len(heavy) < 2:
-        return ()
-    before = _reached(graph, heavy)
-    after = _reached(graph, heavy, backwards=True)
-    weights = np.asarray([flops[index] for index in heavy])
-    beside = weights.sum() - (before | after) @ weights
-    positions = {index: position for position, index in enumerate(heavy)}
-    found: list[tuple[Branch, list[int]]] = []
-    for nodes in _parts(
-        graph, [index for index in range(len(graph.nodes)) if beside[index] >= TRUNK * total]
-    ):
-        work = sum(flops[index] for index in nodes)
-        inside = [positions[index] for index in nodes if index in positions]
-        if work < TRUNK * total or not inside:
-            continue
-        pairs = [pair for _, others in found for pair in ((inside, others), (others, inside))]
-        if not any(before[[heavy[each] for each in last]][:, first].any() for first, last in pairs):
-            found.append((Branch(graph.nodes[nodes[0]].name, len(nodes), work), inside))
-    return tuple(branch for branch, _ in found) if len(found) > 1 else ()
-
-
-def _reached(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
-    """[nodes, heavy nodes]: which heavy nodes lie before (or after) each node, itself included."""
-    table = np.zeros((len(graph.nodes), len(heavy)), dtype=bool)
-    table[heavy, np.arange(len(heavy))] = True
-    edges = [
-        (source, index) for index, sources in enumerate(graph.sources()) for _, source in sources
-    ]
-    for source, index in reversed(edges) if backwards else edges:
-        if backwards:
-            table[source] |= table[index]
-        else:
-            table[index] |= table[source]
-    return table
-
-
-def _parts(graph: Graph, nodes: list[int]) -> list[list[int]]:
-    """Return the connected components of these nodes, each ascending, in order of their first
-    nodes.
-
-    By union and find with halved paths; scipy's function would take longer to import than `inspect`
-    takes in all.
-    """
-    parents = {each: each for each in nodes}
-
-    def root(node: int) -> int:
-        while parents[node] != node:
-            parents[node] = parents[parents[node]]
-            node = parents[node]
-        return node
-
-    for each in nodes:
-        for _, source in graph.sources()[each]:
-            if source in parents:
-                parents[root(source)] = root(each)
-    parts: dict[int, list[int]] = {}
-    for each in nodes:
-        parts.setdefault(root(each), []).append(each)
-    return list(parts.values())
-
-
 def at_inference(graph: Graph) -> Graph:
-    """The graph without Dropout, whose BatchNormalization reads running statistics; itself where it
-    is so already.
+    """Return the graph without Dropout, and with BatchNormalization by running statistics; the
+    graph itself if it has neither.
     """
     return _without_batch_statistics(without_dropout(graph))
 
 
 def without_dropout(graph: Graph) -> Graph:
-    """The graph in which nothing is dropped; itself where nothing is."""
+    """Return the graph without Dropout nodes that drop elements; the graph itself if there are
+    none. A Dropout whose mask is used stays, with is_test=1.
+    """
     names: dict[str, str] = {}
     kept: list[Node] = []
     for node in graph.nodes:
@@ -540,9 +430,10 @@ def without_dropout(graph: Graph) -> Graph:
 
 
 def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
-    """The graph without each StopGradient that stops none: no trained parameter is behind it, or
-    nothing `trains`; nor a Where of a value and the same value stopped. The graph itself if it has
-    no such node.
+    """Return the graph without StopGradient nodes that stop no gradient: their operand depends on
+    no trained parameter, or the graph is not trained (`trains` is False). A Where that selects
+    between a value and the same value with stopped gradient is removed, too. Return the graph
+    itself if nothing changes.
     """
     if not any(node.op == STOP_GRADIENT for node in graph.nodes):
         return graph
@@ -557,8 +448,8 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
             computed.update(node.outputs)
         if node.op == STOP_GRADIENT and node.inputs[0] not in computed:
             same = node.inputs[0]
-        elif node.op == "Where" and names and (chosen := _one_of_equals(graph, node, names)):
-            same = chosen
+        elif node.op == "Where" and names and (choice := _only_choice(graph, node, names)):
+            same = choice
         else:
             kept.append(node)
             continue
@@ -571,9 +462,9 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
     return without_unread(with_nodes(graph, (_reading(node, names) for node in kept)))
 
 
-def _one_of_equals(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
-    """Return the value that a Where chooses from twice, with `names` read in other values' place;
-    "" if the two differ or the Where repeats the value.
+def _only_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
+    """Return the value between which and itself a Where selects, after replacing operands by
+    `names`; "" if the two values differ, or if the Where broadcasts the value.
     """
     first, second = (names.get(each, each) for each in node.inputs[1:])
     is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape
@@ -581,13 +472,16 @@ def _one_of_equals(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
 
 
 def _without_batch_statistics(graph: Graph) -> Graph:
+    """Return the graph with each BatchNormalization in training mode turned into one by running
+    statistics, unless the graph uses the new statistics.
+    """
     kept: list[Node] = []
     for node in graph.nodes:
         is_plain = (
             node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node))
         )
         if is_plain or any(_is_used(graph, name) for name in node.outputs[1:3]):
-            kept.append(node)  # A graph that gives the new statistics is about them.
+            kept.append(node)
         else:
             settings = tuple(each for each in node.attributes if each[0] != "training_mode")
             kept.append(dataclasses.replace(node, outputs=node.outputs[:1], attributes=settings))

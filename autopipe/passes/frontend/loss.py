@@ -11,8 +11,8 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
-from autopipe.passes.frontend.cleanup import Additions
 from autopipe.passes.frontend.model import only_reached
+from autopipe.passes.frontend.rewriter import GraphEdit
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"})
 
@@ -139,7 +139,7 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
         counted = counted[:-1]
     labels = Value(choice.labels, DType.INT64, counted[:-1])
     graph = _with_labels(graph, labels, choice.logits)
-    added = Additions(graph)
+    added = GraphEdit(graph)
     nodes = list(graph.nodes)
 
     def append(
@@ -150,7 +150,7 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
 
     def rows(value: Value, *columns: int) -> str:
         shape = (math.prod(labels.shape), *columns)
-        operands = (value.name, added.shape(value.name, shape))
+        operands = (value.name, added.shape_operand(value.name, shape))
         return append("Reshape", operands, added.value(f"{value.name}_rows", value.dtype, shape))
 
     # ONNX's loss has the classes on axis 1.
@@ -159,7 +159,7 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     loss = added.value("loss", logits.dtype, ())
     ignored = () if choice.ignored is None else (("ignore_index", choice.ignored),)
     append("SoftmaxCrossEntropyLoss", (scores, targets), loss, *ignored, ("reduction", "mean"))
-    return dataclasses.replace(added.graph(nodes), outputs=(*graph.outputs, loss)), loss
+    return dataclasses.replace(added.build(nodes), outputs=(*graph.outputs, loss)), loss
 
 
 def _is_scalar(value: Value) -> bool:

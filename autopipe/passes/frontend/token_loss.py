@@ -12,9 +12,9 @@ import dataclasses
 import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import COUNTED_LABELS, Constant, DType, Graph, Node, Value
-from autopipe.passes.frontend.cleanup import Additions
+from autopipe.ir.graph import COUNTED_LABELS, DType, Graph, Node
 from autopipe.passes.frontend.loss import LOSSES
+from autopipe.passes.frontend.rewriter import GraphEdit
 
 _KEY = "loss.normalize"
 
@@ -52,7 +52,7 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
         raise ConfigurationError(
             f"the model has a value called {COUNTED_LABELS!r} already", hint="rename it"
         )
-    added = Additions(graph)
+    added = GraphEdit(graph)
     labels = graph.type_of(node.inputs[1])
     own = (("ignore_index", node.integer("ignore_index")), ("reduction", "sum"))
     total = added.value(f"{loss}_sum", graph.type_of(loss).dtype, graph.type_of(loss).shape)
@@ -62,9 +62,7 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
     ]
 
     def constant(name: str, numbers: object, dtype: DType) -> str:
-        array = np.asarray(numbers, dtype.value)
-        added.constants.append(Constant(Value(added.free(name), dtype, array.shape), array))
-        return added.constants[-1].value.name
+        return added.constant(name, np.asarray(numbers, dtype.value), dtype)
 
     def append(op: str, inputs: tuple[str, ...], result: str, *attributes: tuple[str, int]) -> str:
         nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
@@ -85,5 +83,5 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
         ("keepdims", 0),
     )
     return dataclasses.replace(
-        added.graph(nodes), outputs=(*graph.outputs, total, COUNTED_LABELS)
+        added.build(nodes), outputs=(*graph.outputs, total, COUNTED_LABELS)
     ), total

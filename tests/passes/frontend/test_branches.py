@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.cleanup import branches_of
+from autopipe.passes.frontend.branches import branches_of
 from tests.passes.frontend.building import Shape, floats, model, node, saved
 
 

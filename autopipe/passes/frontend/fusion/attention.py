@@ -1,94 +1,104 @@
-"""Attention, softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, section 3.2.1), as torch's
-exporters write it.
+"""Fusion of attention, softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, section 3.2.1), as
+torch's exporters write it.
 
-Scale on the scores or its root on each side, scores capped by tanh (Gemma 2, arXiv:2408.00118,
-section 2), masks that are added or that choose, NaN rows of a fully masked softmax replaced by
-zeros, key-value heads repeated for the query heads that share them (Ainslie et al. 2023), samples
-and heads in one dimension or in more than two, a score of each head that takes part in the softmax
-and has no value (Xiao et al. 2023).
+Variants that match:
+
+- the scale on the scores, or its root on Q and K;
+- scores capped by tanh (Gemma 2, arXiv:2408.00118, section 2);
+- masks that are added, and masks that select scores (Where);
+- rows of NaN, from a softmax over hidden keys only, replaced by zeros;
+- key-value heads repeated for the query heads that share them (Ainslie et al. 2023);
+- samples and heads in one dimension, or in more than two;
+- an attention sink: one extra score per head that takes part in the softmax and has no value (Xiao
+  et al. 2023).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from autopipe.ir.graph import Attribute, Node
+from autopipe.ir.graph import Node
 from autopipe.passes.frontend.fusion.scores import (
     Mask,
     Scores,
     Shape,
-    keeps_rows,
+    changes_leading_axes,
     kind_of_mask,
     parts,
     scores_of,
 )
 from autopipe.passes.frontend.fusion.view import View
+from autopipe.passes.frontend.rewriter import Rewriter
 
-SINKS = 7
-"""The operand of Attention that has a score for each head: see `ir.ops.attention`."""
-SOFTMAX_SINCE = 13
-"""The opset from which Softmax's default axis is the last."""
+SINK_OPERAND = 7
+"""Index of Attention's operand with one score per head: see `ir.ops.attention`."""
+SOFTMAX_LAST_AXIS_SINCE = 13
+"""The opset since which the default axis of Softmax is the last one."""
 
 
 def attention(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A product of softmaxed scores and values, or of values and them, both transposed."""
+    """Match P · V for probabilities P = softmax(scores), or Vᵀ · Pᵀ."""
     weights, value = node.inputs
+    is_transposed = False
     softmax = _softmax(view, weights)
-    turned = False
-    if (
-        softmax is None
-        and (transpose := view.made_by(value, "Transpose")) is not None
-        and _swaps(transpose)
-    ):
-        weights, value, turned = transpose.inputs[0], weights, True
+    transpose = view.made_by(value, "Transpose")
+    if softmax is None and transpose is not None and _swaps_last_axes(transpose):
+        weights, value = transpose.inputs[0], weights
+        is_transposed = True
         softmax = _softmax(view, weights)
-    if softmax is None or not _multiplies(view.shape(weights), view.shape(value), turned):
+    if softmax is None or not _multiplies(view.shape(weights), view.shape(value), is_transposed):
         return None
     name, sinks = _scores_and_sinks(view, softmax, view.shape(weights)[-1])
     scores = scores_of(view, name) if name else None
     if scores is None or view.type_of(scores.query).dtype is not view.type_of(value).dtype:
         return None
-    lead = _lead(view, scores)
-    return None if lead is None else _Writer(view, node, lead).written(scores, value, turned, sinks)
+    lead = _samples_and_heads(view, scores)
+    if lead is None:
+        return None
+    return _AttentionWriter(view, node, lead).write(scores, value, is_transposed, sinks)
 
 
-def _multiplies(weights: Shape, value: Shape, turned: bool) -> bool:
-    """True if values have the samples and heads of probabilities, or one head for all."""
+def _multiplies(weights: Shape, value: Shape, is_transposed: bool) -> bool:
+    """True if V has the samples and heads of P, or one head for all heads of P."""
     lead = weights[:-2]
     own = value[:-2]
-    return own == lead or (len(lead) == 2 and own == (lead[0], 1) and not turned)
+    return own == lead or (len(lead) == 2 and own == (lead[0], 1) and not is_transposed)
 
 
 def _softmax(view: View, name: str) -> Node | None:
-    """The softmax over the last dimension that makes probabilities, which may have other dimensions
-    before it.
+    """Return the softmax over the last axis that computes the probabilities `name`; None if there
+    is none. Casts, a guard against NaN, a Reshape of the leading axes, and a Slice that removes the
+    probability of an attention sink may follow it.
     """
-    name = view.uncast(name)
+    name = view.without_casts(name)
     node = view.made_by(name, "Reshape", "Squeeze", "Unsqueeze")
-    if node is not None and keeps_rows(view, node):
-        name = view.uncast(node.inputs[0])
-    source, places = view.taken(name)
-    name = view.uncast(source) if places == range(view.shape(source)[-1] - 1) else name
-    softmax = view.made_by(_unguarded(view, name), "Softmax")
+    if node is not None and changes_leading_axes(view, node):
+        name = view.without_casts(node.inputs[0])
+    source, indices = view.sliced(name)
+    if indices == range(view.shape(source)[-1] - 1):
+        name = view.without_casts(source)
+    softmax = view.made_by(_without_nan_guard(view, name), "Softmax")
     rank = len(view.shape(name))
-    axis = -1 if view.graph.opset >= SOFTMAX_SINCE else 1
-    if softmax is None or rank < 3 or softmax.integer("axis", axis) not in (-1, rank - 1):
+    default_axis = -1 if view.graph.opset >= SOFTMAX_LAST_AXIS_SINCE else 1
+    if softmax is None or rank < 3 or softmax.integer("axis", default_axis) not in (-1, rank - 1):
         return None
     return softmax
 
 
 def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
-    """The scores of `keys` that a softmax reads, less their largest or not, and a column behind
-    them, "" where there is none; no scores where it reads others.
+    """Return (scores, sinks) of a softmax: the scores of `keys` keys that it reads, and the column
+    that is concatenated behind them, "" if there is none. ("", "") if the softmax reads something
+    else. A maximum per row that is subtracted before the softmax is skipped.
     """
-    name = view.uncast(softmax.inputs[0])
+    name = view.without_casts(softmax.inputs[0])
     shifted = view.made_by(name, "Sub")
     largest = view.made_by(shifted.inputs[1], "ReduceMax") if shifted is not None else None
     if shifted is not None and largest is not None and largest.inputs[0] == shifted.inputs[0]:
-        is_of_rows = view.shape(largest.outputs[0]) == (*view.shape(name)[:-1], 1)
-        name = shifted.inputs[0] if is_of_rows else name
+        is_per_row = view.shape(largest.outputs[0]) == (*view.shape(name)[:-1], 1)
+        name = shifted.inputs[0] if is_per_row else name
     if view.shape(name)[-1] == keys:
         return name, ""
     join = view.made_by(name, "Concat")
@@ -97,8 +107,8 @@ def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
     return join.inputs[0], join.inputs[1]
 
 
-def _unguarded(view: View, name: str) -> str:
-    """The softmax within Where(IsNaN(softmax), 0, softmax)."""
+def _without_nan_guard(view: View, name: str) -> str:
+    """Return x of a value Where(IsNaN(x), 0, x); another value itself."""
     node = view.made_by(name, "Where")
     test = view.made_by(node.inputs[0], "IsNaN") if node is not None else None
     if (
@@ -111,9 +121,13 @@ def _unguarded(view: View, name: str) -> str:
     return node.inputs[2]
 
 
-def _lead(view: View, scores: Scores) -> tuple[int, int] | None:
-    """Samples and heads: as scores have them anywhere, or queries before; else the first dimension
-    and the others.
+def _samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
+    """Return the numbers of samples and heads.
+
+    They are the first two dimensions of a tensor with four dimensions: of the scores between the
+    softmax and the product, or of the queries before a Reshape. If there is no such tensor, the
+    first dimension counts samples and the product of the others heads; None if the shapes of the
+    scores do not allow this.
     """
     source = view.made_by(scores.query, "Reshape")
     shapes = [*scores.shapes, view.shape(source.inputs[0])] if source is not None else scores.shapes
@@ -126,20 +140,20 @@ def _lead(view: View, scores: Scores) -> tuple[int, int] | None:
     return found if all(parts(shape[:-2], found) is not None for shape in scores.shapes) else None
 
 
-def _swaps(transpose: Node) -> bool:
-    """True if a Transpose exchanges the last two dimensions."""
+def _swaps_last_axes(transpose: Node) -> bool:
+    """True if a Transpose exchanges the last two axes of at least three."""
     perm = transpose.integers("perm")
     return len(perm) > 2 and perm == (*range(len(perm) - 2), len(perm) - 1, len(perm) - 2)
 
 
 def _may_hide_rows(view: View, mask: Mask) -> bool:
-    """Return True if data may hide every key from one query by a number in place of the scores:
-    then no gradient flows to the scores of that query, whereas it flows through a mask that is
-    added.
+    """True if a mask that selects scores may hide all keys from a query, depending on the data.
 
-    A mask that all queries share hides every key only in a sample without content.
+    Such a mask cannot become an added mask: no gradient flows to scores that a number replaces,
+    whereas gradients flow through a sum. A mask that all queries share is accepted: it hides all
+    keys only in a sample without content.
     """
-    if mask.low is None or math.isinf(mask.low) or view.known.array(mask.name) is not None:
+    if mask.low is None or math.isinf(mask.low) or view.array(mask.name) is not None:
         return False
     name = mask.name
     while (node := view.made_by(name, "Not", "Cast", "Expand")) is not None:
@@ -147,183 +161,202 @@ def _may_hide_rows(view: View, mask: Mask) -> bool:
     return view.shape(name)[-2:-1] not in ((), (1,))
 
 
-class _Writer:
-    """The nodes of one attention: `Attention` on four dimensions, and what its operands are made
-    of.
+class _AttentionWriter:
+    """Writes the `Attention` node of one match, and the nodes that give its operands four
+    dimensions: samples, heads, positions, features.
     """
 
     def __init__(self, view: View, node: Node, lead: tuple[int, int]) -> None:
         self.view = view
         self.node = node
         self.lead = lead
-        self.nodes = list[Node]()
+        """Numbers of samples and of heads."""
+        self.rewriter = Rewriter(view, node)
 
-    def written(
-        self, scores: Scores, value: str, turned: bool, sinks: str
+    def write(
+        self, scores: Scores, value: str, is_transposed: bool, sinks: str
     ) -> tuple[Node, ...] | None:
+        """Return the nodes in place of the product; None if an operand cannot be brought into the
+        form that Attention reads. With `is_transposed`, `value` and the result are transposed.
+        """
         view = self.view
         masks = [
-            (mask, shown) for mask in scores.masks if (shown := kind_of_mask(view, mask)) != "blank"
+            (mask, kind) for mask in scores.masks if (kind := kind_of_mask(view, mask)) != "blank"
         ]
-        if any(shown == "other" and _may_hide_rows(view, mask) for mask, shown in masks):
+        if any(kind == "other" and _may_hide_rows(view, mask) for mask, kind in masks):
             return None
         causal = masks[0][1] if len(masks) == 1 and masks[0][1] not in ("some", "other") else ""
-        value = self.turned(value, "value") if turned else value
+        value = self.transposed(value, "value") if is_transposed else value
         key, key_scale = self.keys(scores.transposed, value)
-        value = self.headed(value, "value")
-        query = self.headed(scores.query, "query")
-        shared = [_shared_head(view, name) for name in (key, value)]
-        if shared[0] is not None and shared[1] is not None:
-            key = shared[0]
-            value = shared[1]
+        value = self.by_head(value, "value")
+        query = self.by_head(scores.query, "query")
+        shared_key, shared_value = (_unrepeated(view, name) for name in (key, value))
+        if shared_key is not None and shared_value is not None:
+            key = shared_key
+            value = shared_value
         elif view.shape(key)[:2] != view.shape(value)[:2]:
             return None
-        attributes: list[tuple[str, Attribute]] = [("scale", scores.scale * key_scale)]
+        attributes: dict[str, Any] = {"scale": scores.scale * key_scale}
         if scores.softcap:
-            attributes.append(("softcap", scores.softcap))
+            attributes["softcap"] = scores.softcap
         operands = [query, key, value]
         if causal:
-            attributes.append(("is_causal", 1))
-            attributes += [("left_window_size", int(causal))] if causal != "causal" else []
+            attributes["is_causal"] = 1
+            if causal != "causal":
+                attributes["left_window_size"] = int(causal)
         elif masks:
-            added = [self.added(mask) for mask, _ in masks]
+            added = [self.added_mask(mask) for mask, _ in masks]
             if None in added:
                 return None
-            operands.append(self.summed([each for each in added if each]))
+            operands.append(self.sum_of([each for each in added if each]))
         if sinks:
-            found = self.sinks(sinks)
-            if not found:
+            sink = self.sink_per_head(sinks)
+            if not sink:
                 return None
-            operands += [""] * (SINKS - len(operands)) + [found]
-        return self.ended(operands, tuple(sorted(attributes)), turned)
+            operands += [""] * (SINK_OPERAND - len(operands)) + [sink]
+        self.write_result(operands, attributes, is_transposed)
+        return tuple(self.rewriter.nodes)
 
-    def ended(
-        self, operands: list[str], attributes: tuple[tuple[str, Attribute], ...], turned: bool
-    ) -> tuple[Node, ...]:
-        """All nodes, the last of which writes what the product wrote."""
+    def write_result(
+        self, operands: list[str], attributes: dict[str, Any], is_transposed: bool
+    ) -> None:
+        """Write the Attention, and the nodes that bring its result into the form of the product."""
         view = self.view
         node = self.node
-        result = self.node.outputs[0]
         shape = (*self.lead, view.shape(operands[0])[2], view.shape(operands[2])[3])
-        steps = [("Transpose", _swapped(shape))] if turned else []
-        if shape[:2] != view.shape(result)[:-2]:
-            steps.append(("Reshape", view.shape(result)))
-        name = (
-            view.add(f"{result}_heads", view.type_of(operands[0]).dtype, shape) if steps else result
+        target = view.shape(node.outputs[0])
+        steps = [("Transpose", _swapped(shape))] if is_transposed else []
+        if shape[:2] != target[:-2]:
+            steps.append(("Reshape", target))
+        result = view.free(f"{node.outputs[0]}_heads") if steps else node.outputs[0]
+        name = self.rewriter.add(
+            "Attention", operands, shape, results=[result], name=node.name, **attributes
         )
-        self.nodes.append(Node(node.name, "Attention", tuple(operands), (name,), attributes))
-        for number, (operator, made) in enumerate(steps):
-            last = number == len(steps) - 1
-            name = self.step(operator, name, "result", made, result if last else "")
-        return tuple(self.nodes)
+        for number, (operator, step_shape) in enumerate(steps):
+            is_last = number == len(steps) - 1
+            result = node.outputs[0] if is_last else ""
+            name = self.move(operator, name, "result", step_shape, result)
 
-    def step(
-        self, operator: str, name: str, what: str, shape: Shape, result: str = "", perm: Shape = ()
+    def add(self, op: str, operands: list[str], shape: Shape, role: str, result: str = "") -> str:
+        """Write a node whose result has the type of its last operand. `role` becomes a part of the
+        node's name and, unless `result` names the value, of the value's name.
+        """
+        return self.rewriter.add(
+            op,
+            operands,
+            shape,
+            dtype=self.view.type_of(operands[-1]).dtype,
+            results=[result or self.view.free(f"{self.node.outputs[0]}_{role}")],
+            name=f"{self.node.name}/{role}_{len(self.rewriter.nodes)}",
+        )
+
+    def move(
+        self, op: str, name: str, role: str, shape: Shape, result: str = "", perm: Shape = ()
     ) -> str:
-        """The result of a new Reshape, Expand or Transpose (of the last two dimensions, where
-        `perm` is not given).
+        """Write a Reshape, Expand or Transpose to `shape`. A Transpose without `perm` exchanges the
+        last two axes.
         """
-        view = self.view
-        node = self.node
-        result = result or view.add(f"{node.outputs[0]}_{what}", view.type_of(name).dtype, shape)
-        label = f"{node.name}/{what}_{len(self.nodes)}"
-        if operator == "Transpose":
+        operands = [name]
+        attributes: dict[str, Any] = {}
+        if op == "Transpose":
             rank = len(shape)
-            perm = perm or (*range(rank - 2), rank - 1, rank - 2)
-            self.nodes.append(Node(label, operator, (name,), (result,), (("perm", perm),)))
-        else:
-            self.nodes.append(Node(label, operator, (name, view.shape_constant(shape)), (result,)))
-        return result
+            attributes["perm"] = perm or (*range(rank - 2), rank - 1, rank - 2)
+        result = result or self.view.free(f"{self.node.outputs[0]}_{role}")
+        if op != "Transpose":
+            operands.append(self.view.shape_constant(shape))
+        return self.rewriter.add(
+            op,
+            operands,
+            shape,
+            results=[result],
+            name=f"{self.node.name}/{role}_{len(self.rewriter.nodes)}",
+            **attributes,
+        )
 
-    def headed(self, name: str, what: str) -> str:
-        """A value as samples, heads, positions, features, before it was reshaped where that is how
-        it was.
+    def by_head(self, name: str, role: str) -> str:
+        """Return a value as [samples, heads, positions, features]. If a Reshape wrote it from that
+        shape, return the operand of the Reshape.
         """
         view = self.view
-        shape = self.view.shape(name)
+        shape = view.shape(name)
         if len(shape) == 4 and shape[:2] in (self.lead, (self.lead[0], 1)):
             return name
-        wanted = (*self.lead, *shape[-2:])
+        target = (*self.lead, *shape[-2:])
         source = view.made_by(name, "Reshape")
-        if source is not None and view.shape(source.inputs[0]) == wanted:
+        if source is not None and view.shape(source.inputs[0]) == target:
             return source.inputs[0]
-        return self.step("Reshape", name, what, wanted)
+        return self.move("Reshape", name, role, target)
 
-    def turned(self, name: str, what: str) -> str:
-        """A value with the last two dimensions exchanged, as it was before where it was
-        transposed.
+    def transposed(self, name: str, role: str) -> str:
+        """Return a value with the last two axes exchanged. If a Transpose wrote the value, both are
+        combined, or cancel out.
         """
         view = self.view
-        perm = tuple(range(len(self.view.shape(name))))
-        shape = _swapped(self.view.shape(name))
+        order = tuple(range(len(view.shape(name))))
+        shape = _swapped(view.shape(name))
         transpose = view.made_by(name, "Transpose")
+        perm = order
         if transpose is not None:
             name = transpose.inputs[0]
-            perm = transpose.integers("perm", perm[::-1])
+            perm = transpose.integers("perm", order[::-1])
         perm = (*perm[:-2], perm[-1], perm[-2])
-        return (
-            name
-            if perm == tuple(range(len(perm)))
-            else self.step("Transpose", name, what, shape, perm=perm)
-        )
+        if perm == order:
+            return name
+        return self.move("Transpose", name, role, shape, perm=perm)
 
     def keys(self, transposed: str, value: str) -> tuple[str, float]:
-        """K, and the number it is multiplied by."""
+        """Return the keys K of a value Kᵀ, and the number by which K was multiplied."""
         view = self.view
-        found = _key(view, transposed)
+        found = _keys_before_transpose(view, transposed)
         if found is not None:
-            scale, key = view.scaled(found)
-            shared = _shared_head(view, key) is not None and _shared_head(view, value) is not None
-            if shared or (
-                len(view.shape(key)) == 4 and view.shape(key)[:2] in (self.lead, (self.lead[0], 1))
-            ):
+            scale, key = view.without_scale(found)
+            is_repeated = (
+                _unrepeated(view, key) is not None and _unrepeated(view, value) is not None
+            )
+            shape = view.shape(key)
+            has_heads = len(shape) == 4 and shape[:2] in (self.lead, (self.lead[0], 1))
+            if is_repeated or has_heads:
                 return key, scale
         if view.made_by(transposed, "Reshape") is not None:
-            return self.turned(self.headed(transposed, "key"), "key"), 1.0
-        scale, key = view.scaled(self.turned(transposed, "key"))
-        return self.headed(key, "key"), scale
+            return self.transposed(self.by_head(transposed, "key"), "key"), 1.0
+        scale, key = view.without_scale(self.transposed(transposed, "key"))
+        return self.by_head(key, "key"), scale
 
-    def added(self, mask: Mask) -> str | None:
-        """A mask as it is added to scores of four dimensions; None where it does not go with
-        samples and heads.
+    def added_mask(self, mask: Mask) -> str | None:
+        """Return the tensor to add to scores [samples, heads, queries, keys]; None if the mask does
+        not broadcast to samples and heads.
         """
         view = self.view
         name = mask.name
         if mask.low is not None:
             dtype = view.type_of(self.node.outputs[0]).dtype
             ends = [view.number_constant(each, dtype) for each in (0.0, mask.low)]
-            name = self.made(
-                "Where", (name, *(ends if mask.shown else ends[::-1])), view.shape(name), "mask"
-            )
+            choices = ends if mask.shown else ends[::-1]
+            name = self.add("Where", [name, *choices], view.shape(name), "mask")
         elif mask.factor != 1.0:
             factor = view.number_constant(mask.factor, view.type_of(name).dtype)
-            name = self.made("Mul", (name, factor), view.shape(name), "mask")
-        return self.spread(name, mask.scores[:-2])
+            name = self.add("Mul", [name, factor], view.shape(name), "mask")
+        return self.mask_by_head(name, mask.scores[:-2])
 
-    def sinks(self, column: str) -> str:
-        """The number of each head that a column repeats for all samples and queries; "" where it is
-        no such one.
+    def sink_per_head(self, column: str) -> str:
+        """Return the vector [heads] that a column of scores repeats for all samples and queries; ""
+        if the column is something else.
         """
         view = self.view
         name = column
-        axis = 1
+        axis = 1  # The axis of the heads.
         heads = self.lead[1]
         if view.shape(column)[:-2] != self.lead:
             return ""
         while axis >= 0 and view.shape(name)[axis : axis + 1] == (heads,):
             shape = view.shape(name)
             if math.prod(shape) == heads:
-                made = view.made_by(name, "Reshape", "Unsqueeze")
-                name = (
-                    made.inputs[0]
-                    if made is not None and view.shape(made.inputs[0]) == (heads,)
-                    else name
-                )
-                return (
-                    name
-                    if view.shape(name) == (heads,)
-                    else self.step("Reshape", name, "sinks", (heads,))
-                )
+                reshape = view.made_by(name, "Reshape", "Unsqueeze")
+                if reshape is not None and view.shape(reshape.inputs[0]) == (heads,):
+                    name = reshape.inputs[0]
+                if view.shape(name) == (heads,):
+                    return name
+                return self.move("Reshape", name, "sinks", (heads,))
             node = view.made_by(name, "Expand", "Transpose", "Gather")
             if node is None:
                 break
@@ -333,54 +366,48 @@ class _Writer:
             else:
                 axis -= len(shape) - len(source)
                 if node.op == "Gather" and (axis < 1 or node.integer("axis") or source[0] != 1):
-                    break  # Else it repeats the only row.
+                    break  # Only a Gather that repeats a single row is a broadcast.
             name = node.inputs[0]
         return ""
 
-    def made(self, operator: str, operands: tuple[str, ...], shape: Shape, what: str) -> str:
-        """The result of a new node, of the type of its last operand."""
-        result = self.view.add(
-            f"{self.node.outputs[0]}_{what}", self.view.type_of(operands[-1]).dtype, shape
-        )
-        self.nodes.append(
-            Node(f"{self.node.name}/{what}_{len(self.nodes)}", operator, operands, (result,))
-        )
-        return result
-
-    def spread(self, name: str, scores: Shape) -> str | None:
-        """A mask of scores that have these dimensions before the last two, as one of samples and
-        heads.
+    def mask_by_head(self, name: str, lead: Shape) -> str | None:
+        """Return a mask that broadcasts to `lead` before its last two axes as one that broadcasts
+        to [samples, heads]; None if the dimensions of `lead` cannot be grouped into these two.
         """
         shape = self.view.shape(name)
-        own = (1,) * (len(scores) + 2 - len(shape)) + shape[:-2]
-        count = parts(scores, self.lead)
-        if scores == self.lead or set(own) <= {1}:
-            return (
-                name if len(shape) <= 4 else self.step("Reshape", name, "mask", (1, 1, *shape[-2:]))
-            )
-        if own == scores:
-            return self.headed_mask(name, (*self.lead, *shape[-2:]))
+        own = (1,) * (len(lead) + 2 - len(shape)) + shape[:-2]
+        if lead == self.lead or set(own) <= {1}:
+            if len(shape) <= 4:
+                return name
+            return self.move("Reshape", name, "mask", (1, 1, *shape[-2:]))
+        if own == lead:
+            return self.reshaped_mask(name, (*self.lead, *shape[-2:]))
+        count = parts(lead, self.lead)
         if count is None:
             return None
-        groups = [(own[:count], scores[:count]), (own[count:], scores[count:])]
-        full = [group if set(group) <= {1} else whole for group, whole in groups]
-        whole = (*full[0], *full[1])
-        if whole != own:
-            name = self.step("Expand", name, "mask", (*whole, *shape[-2:]))
-        return self.headed_mask(name, (math.prod(full[0]), math.prod(full[1]), *shape[-2:]))
+        # A group of dimensions that the mask covers only in part is expanded.
+        groups = [(own[:count], lead[:count]), (own[count:], lead[count:])]
+        expanded = [held if set(held) <= {1} else full for held, full in groups]
+        target = (*expanded[0], *expanded[1])
+        if target != own:
+            name = self.move("Expand", name, "mask", (*target, *shape[-2:]))
+        merged = (math.prod(expanded[0]), math.prod(expanded[1]), *shape[-2:])
+        return self.reshaped_mask(name, merged)
 
-    def headed_mask(self, name: str, wanted: Shape) -> str:
+    def reshaped_mask(self, name: str, target: Shape) -> str:
+        """Return a mask in a shape. If a Reshape wrote it from that shape, return the operand of
+        the Reshape.
+        """
         source = self.view.made_by(name, "Reshape")
-        if source is not None and self.view.shape(source.inputs[0]) == wanted:
+        if source is not None and self.view.shape(source.inputs[0]) == target:
             return source.inputs[0]
-        return self.step("Reshape", name, "mask", wanted)
+        return self.move("Reshape", name, "mask", target)
 
-    def summed(self, masks: list[str]) -> str:
-        """The sum of masks."""
+    def sum_of(self, masks: list[str]) -> str:
         total = masks[0]
         for mask in masks[1:]:
             shape = np.broadcast_shapes(self.view.shape(total), self.view.shape(mask))
-            total = self.made("Add", (total, mask), shape, "mask")
+            total = self.add("Add", [total, mask], shape, "mask")
         return total
 
 
@@ -388,9 +415,10 @@ def _swapped(shape: Shape) -> Shape:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-def _key(view: View, transposed: str) -> str | None:
-    """K where a value of four dimensions is Kᵀ and K is at hand, perhaps not yet merged from
-    (samples, heads, sharers, …).
+def _keys_before_transpose(view: View, transposed: str) -> str | None:
+    """Return K if `transposed` is Kᵀ [samples, heads, features, positions] and a value holds K,
+    perhaps as [samples, heads, sharers, positions, features] before repeated heads were merged;
+    otherwise None.
     """
     node = view.made_by(transposed, "Transpose")
     if node is not None:
@@ -402,23 +430,22 @@ def _key(view: View, transposed: str) -> str | None:
     if view.shape(path[1].inputs[0]) != (samples * heads, positions, features):
         return None
     source = view.shape(path[2].inputs[0])
-    return (
-        path[2].inputs[0]
-        if (samples, heads, positions, features) in (source, _merged_heads(source))
-        else None
-    )
+    is_keys = (samples, heads, positions, features) in (source, _with_merged_heads(source))
+    return path[2].inputs[0] if is_keys else None
 
 
-def _merged_heads(shape: Shape) -> Shape:
-    """The shape (samples, heads, sharers, …) with one dimension of heads · sharers."""
+def _with_merged_heads(shape: Shape) -> Shape:
+    """Return the shape (samples, heads, sharers, …) with one dimension heads · sharers."""
     return (*shape[:1], math.prod(shape[1:3]), *shape[3:])
 
 
-def _shared_head(view: View, name: str) -> str | None:
-    """The keys or values of fewer heads that were repeated, head by head, to make `name`."""
+def _unrepeated(view: View, name: str) -> str | None:
+    """Return the keys or values with fewer heads that were repeated, each head for several query
+    heads, to make `name`; None if `name` is not made so.
+    """
     if len(view.shape(name)) == 4:
         merged = view.made_by(name, "Reshape")
-        if merged is None or _merged_heads(view.shape(merged.inputs[0])) != view.shape(name):
+        if merged is None or _with_merged_heads(view.shape(merged.inputs[0])) != view.shape(name):
             return None
         name = merged.inputs[0]
     path = view.path(name, "Expand", "Unsqueeze|Reshape")

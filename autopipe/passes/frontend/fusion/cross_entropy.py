@@ -1,11 +1,11 @@
-"""Fusion of a matrix product and the cross-entropy of its scores into one operator that recomputes
-the scores.
+"""Fusion of a matrix product and the cross-entropy of its logits into one operator that recomputes
+the logits.
 
-The scores of tokens by vocabulary (logits) are the largest tensor of a language model's training.
-The fused operator (`autopipe.LinearCrossEntropy`) never holds all of them: backward computes them
-again. It replaces the product and the loss if nothing else reads the scores. Between both, files
-have casts, a softcap (Gemma Team, "Gemma 2", 2024, section 2), slices of tokens and reshapes to
-rows; nodes that move rows of scores move rows of x instead.
+The logits [tokens, vocabulary] are the largest tensor in the training of a language model. The
+fused operator (`autopipe.LinearCrossEntropy`) never stores all logits: the backward pass computes
+them again. It replaces the product and the loss if nothing else reads the logits. Between the two,
+files have casts, a softcap (Gemma Team, "Gemma 2", 2024, section 2), slices of tokens and reshapes
+to rows. Slices and reshapes of the logits are applied to the product's operand x instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, classes_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.operator import positive, signature_of
-from autopipe.passes.frontend.cleanup import Additions, without_unread
-from autopipe.passes.frontend.fusion.view import View, near
+from autopipe.passes.frontend.cleanup import without_unread
+from autopipe.passes.frontend.fusion.view import View, is_near
 
-FEWEST_CLASSES = 16_384
-"""Minimum number of classes for which `loss.scores: auto` considers to recompute scores: fewer save
-little memory.
+MIN_CLASSES = 16_384
+"""Minimum number of classes for which `loss.scores: auto` considers recomputing the logits. With
+fewer classes, this saves little memory.
 """
 _LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 _NARROW = frozenset({DType.FLOAT16, DType.BFLOAT16})
@@ -33,45 +33,44 @@ _ATTRIBUTES = frozenset({"ignore_index", "reduction"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Product:
-    """x @ weight + bias; `softcap` is 0 where there is none."""
+    """softcap · tanh((x @ weight + bias) / softcap), or without the softcap if `softcap` is 0."""
 
     x: str
     weight: str
     bias: str = ""
     transposed: bool = False
+    """True if `weight` is [classes, features]."""
     softcap: float = 0.0
 
 
 def is_large(graph: Graph) -> bool:
-    """True if a fused loss of the graph has at least `FEWEST_CLASSES` classes."""
+    """True if a fused loss of the graph has at least `MIN_CLASSES` classes."""
     losses = (node for node in graph.nodes if qualified_name(node) == LINEAR_CROSS_ENTROPY)
-    return any(classes_of(signature_of(graph, node)) >= FEWEST_CLASSES for node in losses)
+    return any(classes_of(signature_of(graph, node)) >= MIN_CLASSES for node in losses)
 
 
 def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
-    """Return the graph with each cross-entropy that the values `wanted` depend on fused with the
-    product of its scores.
+    """Return the graph in which each cross-entropy that the values `wanted` depend on is fused with
+    the product of its logits; the graph itself if there is no such cross-entropy.
 
-    The graph's other outputs, such as the scores, stay. Return `graph` itself if there is no such
-    cross-entropy.
+    Outputs of the graph that are not in `wanted`, such as the logits, are still computed.
     """
     if all(node.op not in _LOSSES for node in graph.nodes):
         return graph
     view = View(graph)
-    added = Additions(graph)
     nodes = list[Node]()
     view.readers = _readers(graph, wanted)
     changed = False
     for node in graph.nodes:
         view.writers.update({name: node for name in node.outputs if name})
-        own = _loss(view, added, node) if view.readers[node.outputs[0]] else ()
+        own = _loss(view, node) if view.readers[node.outputs[0]] else ()
         changed |= bool(own)
         nodes.extend(own or (node,))
-    return without_unread(added.graph(nodes)) if changed else graph
+    return without_unread(view.build(nodes)) if changed else graph
 
 
 def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
-    """How often each value is read on the way to what is wanted."""
+    """Return how often each value is read by nodes that the values `wanted` depend on."""
     found = Counter(wanted)
     for node in reversed(graph.nodes):
         if any(found[name] for name in node.outputs):
@@ -79,29 +78,31 @@ def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
     return found
 
 
-def _loss(view: View, added: Additions, node: Node) -> tuple[Node, ...]:
-    """The nodes in place of a loss; () where they are no others."""
-    scores = _scores(view, node) if node.op in _LOSSES else ""
-    if not scores or len(view.shape(scores)) < 2:
+def _loss(view: View, node: Node) -> tuple[Node, ...]:
+    """Return the nodes in place of a loss; () if the pattern does not match."""
+    logits = _logits(view, node) if node.op in _LOSSES else ""
+    if not logits or len(view.shape(logits)) < 2:
         return ()
-    name, labels = _classes_last(view, node, scores)
+    name, labels = _classes_last(view, node, logits)
     moves: list[Node] = []
     while (move := _row_move(view, name)) is not None:
         name = move.inputs[0]
         if move.op != "Cast":
             moves.append(move)
     product = _product(view, name) if name else None
-    # A slice that takes all classes takes all of no more features.
-    if product is None or view.shape(product.x)[-1] > view.shape(scores)[1]:
+    # The bounds of a slice that keeps all classes keep all features of x only if x has no more
+    # features than there are classes.
+    if product is None or view.shape(product.x)[-1] > view.shape(logits)[1]:
         return ()
-    nodes = _moved(view, added, product.x, moves[::-1])
+    nodes = _moved(view, product.x, moves[::-1])
     x = nodes[-1].outputs[0] if nodes else product.x
     attributes: list[tuple[str, Attribute]] = [
         each for each in node.attributes if each[0] in _ATTRIBUTES
     ]
-    attributes += [("softcap", product.softcap)] * bool(product.softcap) + [
-        ("transB", 1)
-    ] * product.transposed
+    if product.softcap:
+        attributes.append(("softcap", product.softcap))
+    if product.transposed:
+        attributes.append(("transB", 1))
     weight = node.inputs[2] if len(node.inputs) > 2 else ""
     inputs = (x, labels, weight, product.weight, product.bias)[: 5 if product.bias else 4]
     return (
@@ -112,39 +113,41 @@ def _loss(view: View, added: Additions, node: Node) -> tuple[Node, ...]:
     )
 
 
-def _classes_last(view: View, node: Node, scores: str) -> tuple[str, str]:
-    """The scores of a loss with classes in their last dimension, "" where there are none such, and
-    labels of the same other dimensions: those before both became rows, where they did and the
-    result does not show it.
+def _classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
+    """Return (logits, labels) of a loss, where the last dimension of the logits counts classes and
+    the other dimensions are those of the labels. logits is "" if there is no such tensor.
+
+    If Reshapes merged several dimensions of both into rows, return the tensors before them, unless
+    the loss returns one value per row.
     """
     labels = node.inputs[1]
-    rank = len(view.shape(scores))
+    rank = len(view.shape(logits))
     if rank > 2:
-        turned = _alone(view, scores, "Transpose")
-        is_turned = turned is not None and turned.integers("perm") == (
-            0,
-            rank - 1,
-            *range(1, rank - 1),
-        )
-        return turned.inputs[0] if turned is not None and is_turned else "", labels
-    rows = _alone(view, scores, "Reshape")
+        transpose = _alone(view, logits, "Transpose")
+        classes_second = (0, rank - 1, *range(1, rank - 1))
+        if transpose is None or transpose.integers("perm") != classes_second:
+            return "", labels
+        return transpose.inputs[0], labels
+    rows = _alone(view, logits, "Reshape")
     before = view.made_by(labels, "Reshape")
     if rows is not None and before is not None and node.text("reduction", "mean") != "none":
         (given, *_) = rows.inputs
         (own, *_) = before.inputs
-        if view.shape(given) == (*view.shape(own), view.shape(scores)[-1]):
+        if view.shape(given) == (*view.shape(own), view.shape(logits)[-1]):
             return given, own
-    return scores, labels
+    return logits, labels
 
 
-def _moved(view: View, added: Additions, x: str, moves: Iterable[Node]) -> list[Node]:
-    """Nodes that move the rows of x as `moves` do those of scores."""
+def _moved(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
+    """Return copies of the nodes `moves`, which move rows of logits, that move rows of x."""
     nodes = list[Node]()
     value = view.type_of(x)
     for move in moves:
         shape = (*view.shape(move.outputs[0])[:-1], value.shape[-1])
-        name = added.value(f"{x}_rows", value.dtype, shape)
-        inputs = (x, added.shape(name, shape)) if move.op == "Reshape" else (x, *move.inputs[1:])
+        name = view.value(f"{x}_rows", value.dtype, shape)
+        inputs = (
+            (x, view.shape_operand(name, shape)) if move.op == "Reshape" else (x, *move.inputs[1:])
+        )
         nodes.append(
             dataclasses.replace(
                 move, inputs=inputs, outputs=(name,), name=f"autopipe/{move.op}/{name}"
@@ -154,8 +157,8 @@ def _moved(view: View, added: Additions, x: str, moves: Iterable[Node]) -> list[
     return nodes
 
 
-def _scores(view: View, node: Node) -> str:
-    """The scores of a loss that nothing else reads, "" for another node."""
+def _logits(view: View, node: Node) -> str:
+    """Return the logits of a loss node whose further results are not read; "" for other nodes."""
     if node.domain or any(view.readers[name] for name in node.outputs[1:] if name):
         return ""
     if node.op == "SoftmaxCrossEntropyLoss":
@@ -172,13 +175,15 @@ def _scores(view: View, node: Node) -> str:
 
 
 def _alone(view: View, name: str, *operators: str) -> Node | None:
-    """The node of one of the operators that writes a value which is read once."""
+    """Return the node that writes a value, if its operator is one of `operators` and the value is
+    read once; else None.
+    """
     return view.made_by(name, *operators) if view.readers[name] == 1 else None
 
 
 def _row_move(view: View, name: str) -> Node | None:
-    """A node that widens scores to single precision, or moves or takes rows of them, whose last
-    dimension is the classes.
+    """Return the node that writes the logits `name` if it casts them to float32, or reshapes or
+    slices them and keeps the dimension of classes; else None.
     """
     node = _alone(view, name, "Cast", "Reshape", "Slice")
     if node is None:
@@ -190,16 +195,16 @@ def _row_move(view: View, name: str) -> Node | None:
         return node if widens or before.dtype is after.dtype else None
     if len(before.shape) < 2 or before.shape[-1] != after.shape[-1]:
         return None
-    whole = 0, before.shape[-1], 1
-    return (
-        node
-        if node.op == "Reshape" or slices(signature_of(view.graph, node))[-1] == whole
-        else None
-    )
+    all_classes = 0, before.shape[-1], 1
+    if node.op == "Reshape" or slices(signature_of(view.graph, node))[-1] == all_classes:
+        return node
+    return None
 
 
 def _product(view: View, name: str) -> _Product | None:
-    """The product that makes scores, with its bias and the softcap over both."""
+    """Return the product that computes the logits `name`, with its bias and softcap; None if there
+    is none of a supported form.
+    """
     softcap, inner = _capped(view, name)
     node = _alone(view, inner, "MatMul", "Gemm", "Add")
     found = None
@@ -226,12 +231,12 @@ def _product(view: View, name: str) -> _Product | None:
 
 
 def _capped(view: View, name: str) -> tuple[float, str]:
-    """c and s where a value is c · tanh(s / c), else 0 and the value."""
-    softcap, bent = view.scaled(name)
-    bend = _alone(view, bent, "Tanh") if view.readers[name] == 1 else None
-    if bend is None:
+    """Return (c, s) of a value c · tanh(s / c); (0, the value itself) for other values."""
+    softcap, inner = view.without_scale(name)
+    tanh = _alone(view, inner, "Tanh") if view.readers[name] == 1 else None
+    if tanh is None:
         return 0.0, name
-    share, inner = view.scaled(bend.inputs[0])
-    while (widened := _row_move(view, inner)) is not None and widened.op == "Cast":
-        inner = widened.inputs[0]
-    return (softcap, inner) if near(share * softcap, 1.0) else (0.0, name)
+    scale, inner = view.without_scale(tanh.inputs[0])
+    while (cast := _row_move(view, inner)) is not None and cast.op == "Cast":
+        inner = cast.inputs[0]
+    return (softcap, inner) if is_near(scale * softcap, 1.0) else (0.0, name)

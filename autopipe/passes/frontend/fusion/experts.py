@@ -1,9 +1,12 @@
-"""Mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017) as torch's
-exporters write them.
+"""Fusion of mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017), as
+torch's exporters write them.
 
-Either each token's experts are looked up in the stacked weights, a matrix a token, or every expert
-computes every token and a mask chooses. In both each expert is a gated unit between two products.
-Put together, only chosen experts compute.
+Each expert is a gated unit between two matrix products. Exports either gather the weight matrices
+of each token's experts (`gathered_experts`), or compute all experts for all tokens and mask the
+results (`masked_experts`). The fused operator computes only the chosen experts.
+
+A router chooses k experts per token by TopK; `chosen` [tokens, k] has their numbers, `shares`
+[tokens, k] the factor of each chosen expert's result.
 """
 
 from __future__ import annotations
@@ -13,33 +16,38 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopipe.ir.graph import Attribute, Node, Value
-from autopipe.passes.frontend.fusion.view import MOST_STEPS, MaskedSum, View
+from autopipe.ir.graph import Attribute, Node
+from autopipe.passes.frontend.fusion.view import MAX_STEPS, PartialMixture, View
+from autopipe.passes.frontend.rewriter import Rewriter
 
 _RESHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _HALVES = 2
-_IN_TURN = 1
-"""How rows of a first layer are gates and what they gate, as ONNX Runtime's `swiglu_fusion` counts.
+_INTERLEAVED = 1
+"""Order of gates and gated features in the rows of the first layer, as values of ONNX Runtime's
+attribute `swiglu_fusion`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A product with an expert's matrix, of stacked `weight`, and what is multiplied; the matrix is
-    transposed where `turned`.
-    """
+    """A linear layer of an expert: `source` times the matrix weight[index], plus bias[index]."""
 
     source: str
     weight: str
-    turned: bool
+    """The weights of all experts, stacked; or one matrix, if `index` is ""."""
+    is_transposed: bool
+    """True if matrices are stored as [inputs, outputs]; operator Experts reads [outputs, inputs]."""
     index: str
+    """The value that holds the expert's number, or one number per token."""
     bias: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The two layers of an expert, and the attributes of what lies between. Of an expert with
-    matrices of its own `first` has the gate's, and `up` that of what it gates.
+    """The two layers of an expert, and the attributes of the gated unit between them.
+
+    If each expert has separate parameters, `first` is the layer of the gate, and `up` the weight of
+    the gated features.
     """
 
     first: Layer
@@ -49,13 +57,19 @@ class Unit:
 
     @property
     def common(self) -> tuple[object, ...]:
-        """Everything that all experts of a mixture share."""
+        """The values and settings that all experts of a mixture must share."""
         first = self.first
         second = self.second
         stacked = (
             ()
             if self.up
-            else (first.weight, first.turned, second.weight, second.turned, self.attributes)
+            else (
+                first.weight,
+                first.is_transposed,
+                second.weight,
+                second.is_transposed,
+                self.attributes,
+            )
         )
         return first.source, *stacked
 
@@ -64,13 +78,13 @@ class Unit:
         return self.first.weight, self.up, self.second.weight
 
 
-def looked_up(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A sum over each token's experts of their results times their shares: [tokens, k, features]
-    along axis 1.
+def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Match the sum over each token's experts of result · share: a ReduceSum of [tokens, k,
+    features] over axis 1.
     """
     rank = len(view.shape(node.inputs[0]))
-    axes = view.known.array(node.inputs[1]) if len(node.inputs) > 1 else None
-    product = view.made_by(_flat(view, node.inputs[0]), "Mul")
+    axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
+    product = view.made_by(_before_reshapes(view, node.inputs[0]), "Mul")
     if (
         rank != 3
         or axes is None
@@ -80,11 +94,11 @@ def looked_up(view: View, node: Node) -> tuple[Node, ...] | None:
     ):
         return None
     for result, share in (product.inputs, product.inputs[::-1]):
-        unit = _unit(view, result, _of_each)
+        unit = _unit(view, result, _gathered_layer)
         if unit is None or unit.first.index != unit.second.index:
             continue
         source = _repeated(view, unit.first.source)
-        shares = _shaped(view, share, view.shape(unit.first.index))
+        shares = _reshaped_source(view, share, view.shape(unit.first.index))
         if (
             source
             and shares
@@ -94,25 +108,27 @@ def looked_up(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def masked(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A sum over all experts of their results for all tokens, 0 where an expert was not chosen."""
+def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Match the sum over all experts of result · share, 0 for tokens that did not choose the
+    expert. Each Add of the sum adds one expert; the Add of the last expert is replaced.
+    """
     for before, name in (node.inputs, node.inputs[::-1]):
         term = _term(view, name)
         if term is None:
             continue
         unit, chosen, shares, (vector, expert) = term
         common = (*unit.common, chosen, shares, vector)
-        total = view.sums.pop(before, None) or MaskedSum(common, {})
+        total = view.sums.pop(before, None) or PartialMixture(common, {})
         if (
             total.common != common
             or expert in total.experts
-            or not (total.experts or view.zeros(before))
+            or not (total.experts or view.is_zero(before))
         ):
             continue
         total.experts[expert] = unit.matrices
         view.sums[node.outputs[0]] = total
         read = unit.first.source, chosen, shares
-        count = _hit(view, vector, chosen) if vector else _count(view, chosen)
+        count = _listed_experts(view, vector, chosen) if vector else _expert_count(view, chosen)
         if len(total.experts) < count or not total.experts.keys() <= set(range(count)):
             return None
         if unit.up:
@@ -123,9 +139,9 @@ def masked(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def _count(view: View, chosen: str) -> int:
-    """How many experts a router has whose TopK chose `chosen` of them along the last axis; 0 for
-    anything else.
+def _expert_count(view: View, chosen: str) -> int:
+    """Return the number of experts among which a TopK along the last axis chose `chosen`; 0 if no
+    such TopK writes `chosen`.
     """
     writer = view.writers.get(chosen)
     if (
@@ -141,11 +157,13 @@ def _count(view: View, chosen: str) -> int:
 def _listed(
     view: View, node: Node, experts: dict[int, tuple[str, ...]], read: tuple[str, str, str]
 ) -> tuple[Node, ...] | None:
-    """Of experts with matrices of their own, all of one shape."""
+    """Return the node of a mixture whose experts have separate matrices; None if shapes or types
+    differ between experts or do not fit. `read` has the tokens, the chosen experts and the shares.
+    """
     tokens = view.shape(read[0])
     chosen = view.shape(read[1])
     names = [name for _, matrices in sorted(experts.items()) for name in matrices]
-    gates, ups, downs = ({view.shape(name) for name in names[place::3]} for place in range(3))
+    gates, ups, downs = ({view.shape(name) for name in names[start::3]} for start in range(3))
     types = {view.type_of(name).dtype for name in (read[0], node.outputs[0], *names)}
     inner = next(iter(gates))[-1]
     fits = (
@@ -153,7 +171,7 @@ def _listed(
     )
     if (
         not fits
-        or sorted(experts) != list(range(_count(view, read[1])))
+        or sorted(experts) != list(range(_expert_count(view, read[1])))
         or view.shape(node.outputs[0]) != tokens
     ):
         return None
@@ -168,46 +186,43 @@ def _listed(
 
 
 def _mixture(view: View, node: Node, unit: Unit, read: tuple[str, str, str]) -> tuple[Node, ...]:
-    nodes = []
+    """Return the nodes of a mixture with stacked weights, which are transposed if they are stored
+    as [experts, inputs, outputs]. `read` has the tokens, the chosen experts and the shares.
+    """
+    rewriter = Rewriter(view, node)
     operands = list(read)
     for layer in (unit.first, unit.second):
         weight = layer.weight
-        if layer.turned:
-            type_ = view.type_of(layer.weight)
-            weight = f"{node.outputs[0]}_weight_{len(operands)}"
-            shape = (type_.shape[0], type_.shape[2], type_.shape[1])
-            view.made[weight] = Value(weight, type_.dtype, shape)
-            perm = (("perm", (0, 2, 1)),)
-            nodes.append(
-                Node(
-                    f"{node.name}/weight_{len(operands)}",
-                    "Transpose",
-                    (layer.weight,),
-                    (weight,),
-                    perm,
-                )
+        if layer.is_transposed:
+            experts, rows, columns = view.shape(weight)
+            slot = len(operands)
+            weight = rewriter.add(
+                "Transpose",
+                [weight],
+                (experts, columns, rows),
+                results=[f"{node.outputs[0]}_weight_{slot}"],
+                name=f"{node.name}/weight_{slot}",
+                perm=(0, 2, 1),
             )
         operands += [weight, layer.bias]
     operands = operands if operands[-1] else operands[:-1]
-    return (
-        *nodes,
-        Node(node.name, "Experts", tuple(operands), node.outputs, unit.attributes, "autopipe"),
-    )
+    mixture = Node(node.name, "Experts", tuple(operands), node.outputs, unit.attributes, "autopipe")
+    return (*rewriter.nodes, mixture)
 
 
 def _fits(view: View, unit: Unit, source: str, chosen: str, shares: str, result: str) -> bool:
-    """True if tokens, what a TopK chose for them, and layers have shapes that go together, and one
-    type.
+    """True if the shapes of tokens, chosen experts, shares, layers and result fit together, and
+    their types are equal.
     """
     first, second = (
-        (shape[0], shape[2], shape[1]) if layer.turned else shape
+        (shape[0], shape[2], shape[1]) if layer.is_transposed else shape
         for layer, shape in ((each, view.shape(each.weight)) for each in (unit.first, unit.second))
     )
     tokens = view.shape(source)
     return (
         len(tokens) == len(view.shape(chosen)) == 2
         and tokens[0] == view.shape(chosen)[0]
-        and first[0] == _count(view, chosen)
+        and first[0] == _expert_count(view, chosen)
         and view.shape(shares) == view.shape(chosen)
         and view.shape(result) == tokens
         and first == (first[0], 2 * second[2], tokens[1])
@@ -227,20 +242,20 @@ def _fits(view: View, unit: Unit, source: str, chosen: str, shares: str, result:
     )
 
 
-def _flat(view: View, name: str) -> str:
-    """The value of which `name` has the elements in the same order."""
-    for _ in range(MOST_STEPS):
+def _before_reshapes(view: View, name: str) -> str:
+    """Return the value before Reshape, Squeeze, Unsqueeze and Flatten."""
+    for _ in range(MAX_STEPS):
         if (node := view.made_by(name, *_RESHAPING)) is None:
             break
         name = node.inputs[0]
     return name
 
 
-def _shaped(view: View, name: str, shape: tuple[int, ...]) -> str:
-    """The value of this shape that has the elements of `name` in the same order, "" where there is
-    none.
+def _reshaped_source(view: View, name: str, shape: tuple[int, ...]) -> str:
+    """Return the value of a shape among `name` and the values before it that were only reshaped;
+    "" if none has the shape.
     """
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if view.shape(name) == shape:
             return name
         if (node := view.made_by(name, *_RESHAPING)) is None:
@@ -250,8 +265,10 @@ def _shaped(view: View, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _repeated(view: View, name: str) -> str:
-    """[tokens, features] where each row is repeated for the token's experts, else ""."""
-    path = view.path(_flat(view, name), "Expand|Tile", "|".join(_RESHAPING))
+    """Return the value [tokens, features] whose rows `name` repeats for each of the token's
+    experts; "" if there is none.
+    """
+    path = view.path(_before_reshapes(view, name), "Expand|Tile", "|".join(_RESHAPING))
     if not path:
         return ""
     source = path[1].inputs[0]
@@ -266,20 +283,26 @@ def _repeated(view: View, name: str) -> str:
 
 
 def _unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> Unit | None:
-    """A gated unit of Swish between two layers."""
+    """Return the unit with result `name`: a SwiGLU between two layers that `layer` matches; None
+    if it does not match.
+    """
     second = layer(view, name)
-    node = view.made_by(_flat(view, second.source), "SwiGLU") if second is not None else None
+    node = (
+        view.made_by(_before_reshapes(view, second.source), "SwiGLU")
+        if second is not None
+        else None
+    )
     if second is None or node is None:
         return None
     gates, beta, limit = _settings(view, node)
-    source, in_turn = view.halves(*gates)
+    source, is_interleaved = view.halves(*gates)
     first = layer(view, source) if source else None
     if first is None:
         return None
     alpha = node.number("alpha", 1.0)
     attributes: dict[str, Attribute] = {
         "activation_type": "swiglu",
-        "swiglu_fusion": _IN_TURN if in_turn else _HALVES,
+        "swiglu_fusion": _INTERLEAVED if is_interleaved else _HALVES,
     }
     attributes |= {"activation_alpha": alpha} if alpha != 1.0 else {}
     attributes |= {"activation_beta": beta} if beta else {}
@@ -288,11 +311,11 @@ def _unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> 
 
 
 def _settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
-    """Gates and what they gate, what is added to the latter, and the number that clamps gates from
-    above and the others on both sides.
+    """Return ((gates, gated), beta, limit) of a SwiGLU: beta is added to the gated features; gates
+    are clamped to at most `limit`, the gated features to ±limit (infinite if not clamped).
     """
     gate, up = node.inputs
-    value, beta = view.sum_with(up)
+    value, beta = view.plus_number(up)
     up, beta = (up, 0.0) if math.isnan(beta) else (value, beta)
     clips = [view.made_by(each, "Clip") for each in (gate, up)]
     if clips[0] is None or clips[1] is None:
@@ -307,32 +330,32 @@ def _settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
     return (gate, up), beta, math.inf
 
 
-def _of_each(view: View, name: str) -> Layer | None:
-    """A product of each row with the matrix that a number of its own looks up, and a bias looked up
-    alike.
+def _gathered_layer(view: View, name: str) -> Layer | None:
+    """Match a layer that gathers one matrix per row, and perhaps one bias per row, by equal
+    indices.
     """
     bias = index = ""
-    added = view.made_by(_flat(view, name), "Add")
+    added = view.made_by(_before_reshapes(view, name), "Add")
     for left, right in (added.inputs, added.inputs[::-1]) if added is not None else ():
-        bias, index = _row_of(view, right, 2)
+        bias, index = _gathered_rows(view, right, 2)
         if bias:
             name = left
             break
-    product = view.made_by(_flat(view, name), "MatMul")
+    product = view.made_by(_before_reshapes(view, name), "MatMul")
     for matrix, vector in (product.inputs, product.inputs[::-1]) if product is not None else ():
-        weight, own = _row_of(view, matrix, 3)
+        weight, own = _gathered_rows(view, matrix, 3)
         if not weight or index not in ("", own) or product is None:
             continue
-        turned = matrix == product.inputs[1]
+        is_transposed = matrix == product.inputs[1]
         (rows, *sides) = view.shape(matrix)
-        if view.shape(vector) == ((rows, 1, sides[0]) if turned else (rows, sides[1], 1)):
-            return Layer(_flat(view, vector), weight, turned, own, bias)
+        if view.shape(vector) == ((rows, 1, sides[0]) if is_transposed else (rows, sides[1], 1)):
+            return Layer(_before_reshapes(view, vector), weight, is_transposed, own, bias)
     return None
 
 
-def _row_of(view: View, name: str, rank: int) -> tuple[str, str]:
-    """A parameter of `rank` and the numbers by which its rows are looked up; ("", "") for anything
-    else.
+def _gathered_rows(view: View, name: str, rank: int) -> tuple[str, str]:
+    """Return (weight, indices) of a Gather along the first axis of a parameter with `rank`
+    dimensions; ("", "") for other values.
     """
     node = view.made_by(name, "GatherND", "Gather")
     if node is None or node.integer("batch_dims") or node.integer("axis"):
@@ -344,11 +367,11 @@ def _row_of(view: View, name: str, rank: int) -> tuple[str, str]:
         or len(view.shape(name)) != rank
     ):
         return "", ""
-    return weight, _flat(view, index)
+    return weight, _before_reshapes(view, index)
 
 
-def _of_one(view: View, name: str) -> Layer | None:
-    """A product of all rows with the matrix of one expert, whose number is known."""
+def _indexed_layer(view: View, name: str) -> Layer | None:
+    """Match a product of all rows with the matrix of one expert, gathered by a scalar index."""
     product = view.made_by(name, "MatMul")
     if product is None:
         return None
@@ -361,8 +384,8 @@ def _of_one(view: View, name: str) -> Layer | None:
     return Layer(product.inputs[0], matrix.inputs[0], transpose is None, matrix.inputs[1])
 
 
-def _own(view: View, name: str) -> Unit | None:
-    """A gated unit of Swish whose matrices are an expert's own."""
+def _separate_unit(view: View, name: str) -> Unit | None:
+    """Match a unit whose three matrices are separate parameters; None if it does not match."""
     down = _product(view, name)
     node = view.made_by(down.source, "SwiGLU") if down is not None else None
     gate, up = (_product(view, each) for each in node.inputs) if node is not None else (None, None)
@@ -375,16 +398,19 @@ def _own(view: View, name: str) -> Unit | None:
     ):
         return None
     gate, up = (
-        dataclasses.replace(each, source=_unturned(view, each.source)) for each in (gate, up)
+        dataclasses.replace(each, source=_earliest_of_shape(view, each.source))
+        for each in (gate, up)
     )
     return Unit(gate, down, up=up.weight) if gate.source == up.source else None
 
 
-def _unturned(view: View, name: str) -> str:
-    """The first value of this shape that has the elements of `name` in the same order."""
+def _earliest_of_shape(view: View, name: str) -> str:
+    """Return the earliest value that has the shape of `name` and of which `name` is a reshaped
+    copy.
+    """
     shape = view.shape(name)
     found = name
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         node = view.made_by(name, *_RESHAPING)
         if node is None:
             break
@@ -394,7 +420,7 @@ def _unturned(view: View, name: str) -> str:
 
 
 def _product(view: View, name: str) -> Layer | None:
-    """A product with a parameter that is a matrix."""
+    """Match a product with a parameter that is a matrix."""
     node = view.made_by(name, "MatMul")
     if (
         node is None
@@ -406,90 +432,92 @@ def _product(view: View, name: str) -> Layer | None:
 
 
 def _term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
-    """A chosen expert's unit, what is chosen, the shares, and the expert's place (see `_place`), of
-    the results of one expert times its share of each token, 0 for tokens that did not choose it.
+    """Match one expert's term of the sum: Where(any slot chose it, result · share, 0). Return
+    (unit, chosen, shares, expert); `expert` is what `_expert_number` returns.
     """
     node = view.made_by(name, "Where")
     product = view.made_by(node.inputs[1], "Mul") if node is not None else None
-    if node is None or product is None or not view.zeros(node.inputs[2]):
+    if node is None or product is None or not view.is_zero(node.inputs[2]):
         return None
-    unit = _unit(view, product.inputs[0], _of_one) or _own(view, product.inputs[0])
-    total = view.made_by(_flat(view, product.inputs[1]), "ReduceSum")
+    unit = _unit(view, product.inputs[0], _indexed_layer) or _separate_unit(view, product.inputs[0])
+    total = view.made_by(_before_reshapes(view, product.inputs[1]), "ReduceSum")
     if unit is None or total is None or view.shape(product.inputs[1])[1:] != (1,):
         return None
     share = view.made_by(total.inputs[0], "Where")
-    if share is None or not view.zeros(share.inputs[2]) or not _by_slots(view, total):
+    if share is None or not view.is_zero(share.inputs[2]) or not _sums_slots(view, total):
         return None
-    chosen, index = _choice(view, share.inputs[0])
-    shares = _turned(view, share.inputs[1], view.shape(share.inputs[0]))
-    place = _place(view, index) if chosen else None
+    chosen, index = _chosen_and_index(view, share.inputs[0])
+    shares = _transposed_source(view, share.inputs[1], view.shape(share.inputs[0]))
+    expert = _expert_number(view, index) if chosen else None
     layers = () if unit.up else (unit.first, unit.second)
-    if not shares or place is None or (unit.up and place[0]):
+    if not shares or expert is None or (unit.up and expert[0]):
         return None
-    if any(_place(view, each.index) != place for each in layers):
+    if any(_expert_number(view, each.index) != expert for each in layers):
         return None
-    if not _any(view, node.inputs[0], share.inputs[0]):
+    if not _any_slot(view, node.inputs[0], share.inputs[0]):
         return None
-    return unit, chosen, shares, place
+    return unit, chosen, shares, expert
 
 
-def _by_slots(view: View, node: Node) -> bool:
-    """True for a sum along the first of two axes."""
-    axes = view.known.array(node.inputs[1]) if len(node.inputs) > 1 else None
+def _sums_slots(view: View, node: Node) -> bool:
+    """True if a ReduceSum reduces the first of two axes."""
+    axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = tuple(axes.tolist()) if axes is not None else node.integers("axes")
     return stated in ((0,), (-2,)) and len(view.shape(node.inputs[0])) == 2
 
 
-def _choice(view: View, name: str) -> tuple[str, str]:
-    """The chosen experts, [tokens, k], and the name of an expert's number, of a mask [k, tokens]
-    where it was chosen; "" for anything else.
+def _chosen_and_index(view: View, name: str) -> tuple[str, str]:
+    """Return (chosen, index) of a mask [k, tokens] that is true where the expert with the number in
+    `index` was chosen; ("", "") for other values.
     """
     path = view.path(name, "Cast", "Gather", "Transpose", "OneHot")
     if not path:
         return "", ""
     _, row, transpose, hot = path
     is_row = not view.shape(row.inputs[1]) and not row.integer("axis")
-    return (hot.inputs[0], row.inputs[1]) if is_row and _is_hot(view, transpose, hot) else ("", "")
+    return (
+        (hot.inputs[0], row.inputs[1]) if is_row and _is_one_hot(view, transpose, hot) else ("", "")
+    )
 
 
-def _is_hot(view: View, transpose: Node, hot: Node) -> bool:
-    """True for ones where an expert was chosen, [experts, k, tokens]."""
-    values = view.known.array(hot.inputs[2])
+def _is_one_hot(view: View, transpose: Node, hot: Node) -> bool:
+    """True if the transposed OneHot is [experts, k, tokens], 1 where an expert was chosen."""
+    values = view.array(hot.inputs[2])
     is_hot = values is not None and values.tolist() == [0, 1] and hot.integer("axis", -1) in (-1, 2)
     return is_hot and transpose.integers("perm") == (2, 1, 0)
 
 
-def _place(view: View, index: str) -> tuple[str, int] | None:
-    """ "" and an expert's number where it is known, else a vector that a Split takes apart and the
-    place in it.
+def _expert_number(view: View, index: str) -> tuple[str, int] | None:
+    """Return ("", number) of an expert whose number is a constant; (vector, i) if its number is
+    element i of a vector that a Split divides; None otherwise.
     """
     number = view.scalar(index)
     if number is not None:
         return "", int(number)
-    name = _flat(view, index)
+    name = _before_reshapes(view, index)
     split = view.writers.get(name)
     if split is None or split.op != "Split" or split.domain or math.prod(view.shape(name)) != 1:
         return None
     return split.inputs[0], split.outputs.index(name)
 
 
-def _hit(view: View, vector: str, chosen: str) -> int:
-    """How many numbers a vector has that are those of experts with tokens, in order; a large number
-    for anything else.
+def _listed_experts(view: View, vector: str, chosen: str) -> int:
+    """Return the length of a vector that lists the experts with at least one token, in order; a
+    huge number for other vectors.
 
-    A traced loop runs over as many as its example had. Where there are others the file is not
-    defined.
+    A traced loop has as many iterations as experts had tokens in the example input. For inputs that
+    choose another number of experts, the file's result is undefined.
     """
-    name = _flat(view, vector)
+    name = _before_reshapes(view, vector)
     unknown = 1 << 62
-    turned = view.made_by(name, "Transpose")
-    if turned is not None and 1 in view.shape(name) and len(view.shape(name)) == 2:
-        name = _flat(view, turned.inputs[0])
+    transpose = view.made_by(name, "Transpose")
+    if transpose is not None and 1 in view.shape(name) and len(view.shape(name)) == 2:
+        name = _before_reshapes(view, transpose.inputs[0])
     first = view.made_by(name, "Gather")
-    places = view.known.array(first.inputs[1]) if first is not None else None
+    indices = view.array(first.inputs[1]) if first is not None else None
     order = view.writers.get(first.inputs[0]) if first is not None else None
     if (
-        places is None
+        indices is None
         or order is None
         or order.op != "TopK"
         or order.outputs[1:] != (first and first.inputs[0],)
@@ -503,31 +531,33 @@ def _hit(view: View, vector: str, chosen: str) -> int:
         not path
         or len(shape) != 1
         or order.integer("largest", 1)
-        or places.tolist() != list(range(places.size))
+        or indices.tolist() != list(range(indices.size))
     ):
         return unknown
-    ranks = view.known.array(path[0].inputs[1])
-    extent = view.scalar(path[1].inputs[1])
-    is_ranked = ranks is not None and ranks.tolist() == list(range(shape[0])) and extent == shape[0]
+    ranks = view.array(path[0].inputs[1])
+    size = view.scalar(path[1].inputs[1])
+    is_ranked = ranks is not None and ranks.tolist() == list(range(shape[0])) and size == shape[0]
     is_counted = view.scalar(path[4].inputs[1]) == 0 and not path[5].integer("keepdims", 1)
-    is_chosen = path[7].inputs[0] == chosen and _is_hot(view, path[6], path[7])
-    return places.size if is_ranked and is_counted and is_chosen else unknown
+    is_chosen = path[7].inputs[0] == chosen and _is_one_hot(view, path[6], path[7])
+    return indices.size if is_ranked and is_counted and is_chosen else unknown
 
 
-def _turned(view: View, name: str, shape: tuple[int, ...]) -> str:
-    """[tokens, k] of which a value of `shape` [k, tokens] is the transpose, else ""."""
-    transpose = view.made_by(_flat(view, name), "Transpose")
+def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
+    """Return the value [tokens, k] of which `name`, of `shape` [k, tokens], is the transpose; "" if
+    there is none.
+    """
+    transpose = view.made_by(_before_reshapes(view, name), "Transpose")
     if transpose is None or view.shape(name) != shape:
         return ""
     perm = transpose.integers("perm")
     read = view.shape(transpose.inputs[0])
-    is_turned = (
+    is_transposed = (
         perm[:2] == (1, 0) and perm[2:] == tuple(range(2, len(read))) and read[:2] == shape[::-1]
     )
-    return _shaped(view, transpose.inputs[0], shape[::-1]) if is_turned else ""
+    return _reshaped_source(view, transpose.inputs[0], shape[::-1]) if is_transposed else ""
 
 
-def _any(view: View, name: str, mask: str) -> bool:
-    """True if a mask of tokens is where any of the slots of `mask` [k, tokens] chose."""
-    path = view.path(_flat(view, name), "Cast", "ReduceSum", "Cast")
-    return bool(path) and path[2].inputs[0] == mask and _by_slots(view, path[1])
+def _any_slot(view: View, name: str, mask: str) -> bool:
+    """True if `name` is true for the tokens for which any of the k rows of `mask` [k, tokens] is."""
+    path = view.path(_before_reshapes(view, name), "Cast", "ReduceSum", "Cast")
+    return bool(path) and path[2].inputs[0] == mask and _sums_slots(view, path[1])

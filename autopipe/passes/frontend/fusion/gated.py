@@ -1,63 +1,60 @@
-"""Swish, x · sigmoid(α x) (Ramachandran et al. 2017), and units that such an activation gates
-(Shazeer, "GLU Variants Improve Transformer", 2020): act(gate) · up, of two products or the halves
-of one.
+"""Swish, x · sigmoid(αx) (Ramachandran et al. 2017), and gated units, act(gate) · up (Shazeer, "GLU
+Variants Improve Transformer", 2020). Gate and up are two values, such as two matrix products or the
+halves of one.
 """
 
 from __future__ import annotations
 
 from autopipe.ir.graph import Attribute, Node
-from autopipe.passes.frontend.fusion.view import View, near
+from autopipe.passes.frontend.fusion.view import View, is_near
 
 _DOMAIN = "autopipe"
-"""Of units that ONNX has no operator for."""
+"""Domain of gated units for which ONNX has no operator."""
 
 
 def swish(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A product of x and the sigmoid of x, or of x times a number."""
+    """Match x · sigmoid(αx) for a constant α."""
     for x, gate in (node.inputs, node.inputs[::-1]):
         sigmoid = view.made_by(gate, "Sigmoid")
         if sigmoid is None:
             continue
-        alpha, inner = (1.0, x) if sigmoid.inputs[0] == x else view.scaled(sigmoid.inputs[0])
+        alpha = 1.0
+        inner = sigmoid.inputs[0]
+        if inner != x:
+            alpha, inner = view.without_scale(inner)
         if inner == x and view.shape(x) == view.shape(node.outputs[0]):
-            attributes = () if near(alpha, 1.0) else (("alpha", alpha),)
+            attributes = () if is_near(alpha, 1.0) else (("alpha", alpha),)
             return (Node(node.name, "Swish", (x,), node.outputs, attributes),)
     return None
 
 
 def gated(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A product of an activation, that nothing else reads, and another value of its shape."""
+    """Match act(gate) · up of equal shapes, if nothing else reads act(gate)."""
     for active, up in (node.inputs, node.inputs[::-1]):
         found = _activation(view, active) if view.readers[active] == 1 else None
         if found is None or len({view.shape(each) for each in (found[0], up, node.outputs[0])}) > 1:
             continue
-        gate, name, attributes = found
-        if name == "silu":
-            return (Node(node.name, "SwiGLU", (gate, up), node.outputs, attributes),)
-        return (
-            Node(
-                node.name, "GatedUnit", (gate, up), node.outputs, (("activation", name),), _DOMAIN
-            ),
-        )
+        gate, kind, attributes = found
+        operands = (gate, up)
+        if kind == "silu":
+            return (Node(node.name, "SwiGLU", operands, node.outputs, attributes),)
+        setting = (("activation", kind),)
+        return (Node(node.name, "GatedUnit", operands, node.outputs, setting, _DOMAIN),)
     return None
 
 
 def _activation(view: View, name: str) -> tuple[str, str, tuple[tuple[str, Attribute], ...]] | None:
-    """Operand, kind and attributes of an activation: Swish, Gelu in both forms, or the square of
-    Relu.
+    """Return (operand, kind, attributes) of an activation: kind `silu` for Swish, `gelu` or `tanh`
+    for the two forms of Gelu, `relu2` for the square of Relu. None for other values.
     """
     node = view.made_by(name, "Swish", "Gelu")
     if node is not None:
-        kind = (
-            "silu"
-            if node.op == "Swish"
-            else "tanh"
-            if node.text("approximate") == "tanh"
-            else "gelu"
-        )
+        kind = "silu"
+        if node.op == "Gelu":
+            kind = "tanh" if node.text("approximate") == "tanh" else "gelu"
         return node.inputs[0], kind, node.attributes
     coefficient, factors = view.product(name)
-    relu = (
-        view.made_by(factors[0], "Relu") if len(factors) == 2 and factors[0] == factors[1] else None
-    )
-    return (relu.inputs[0], "relu2", ()) if relu is not None and coefficient == 1.0 else None
+    if len(factors) != 2 or factors[0] != factors[1] or coefficient != 1.0:
+        return None
+    relu = view.made_by(factors[0], "Relu")
+    return None if relu is None else (relu.inputs[0], "relu2", ())

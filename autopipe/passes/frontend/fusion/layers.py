@@ -1,7 +1,7 @@
-"""Gelu, LayerNormalization and RMSNormalization spelled out.
+"""Fusion of Gelu, LayerNormalization and RMSNormalization from elementary operators.
 
-Gelu is x · ½ · (1 + erf(x / √2)) or its approximation by tanh (Hendrycks & Gimpel 2016, section 2);
-normalizations follow Ba et al. (2016) and Zhang & Sennrich (2019).
+Gelu is x · ½ · (1 + erf(x / √2)), or its approximation by tanh (Hendrycks & Gimpel 2016, section
+2). The normalizations are those of Ba et al. (2016) and Zhang & Sennrich (2019).
 """
 
 from __future__ import annotations
@@ -10,35 +10,38 @@ import dataclasses
 import math
 
 from autopipe.ir.graph import Node
-from autopipe.passes.frontend.fusion.view import View, near
+from autopipe.passes.frontend.fusion.view import View, is_near
 
 ROOT_HALF = math.sqrt(0.5)
 TANH_SCALE = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
+"""Constants of Gelu: erf(√½ x), and tanh(√(2/π) · (x + 0.044715 x³))."""
 
 
 def gelu(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A product of ½, x and 1 + erf or tanh of x, in any order."""
+    """Match ½ · x · (1 + erf(…)) and ½ · x · (1 + tanh(…)), with factors in any order."""
     coefficient, factors = view.product(node.outputs[0])
-    if len(factors) != 2 or not near(coefficient, 0.5):
+    if len(factors) != 2 or not is_near(coefficient, 0.5):
         return None
     for x, gate in (factors, factors[::-1]):
-        approximate = _gate(view, gate, x)
+        approximate = _gelu_kind(view, gate, x)
         if approximate and view.shape(x) == view.shape(node.outputs[0]):
             return (Node(node.name, "Gelu", (x,), node.outputs, (("approximate", approximate),)),)
     return None
 
 
-def _gate(view: View, name: str, x: str) -> str:
-    """`none` for 1 + erf(x / √2), `tanh` for its approximation, "" for anything else."""
-    value, one = view.sum_with(name)
-    bend = view.made_by(value, "Erf", "Tanh") if near(one, 1.0) else None
+def _gelu_kind(view: View, name: str, x: str) -> str:
+    """Return the value of Gelu's attribute `approximate`: `none` if the value `name` is
+    1 + erf(x / √2), `tanh` for the approximation, "" for other values.
+    """
+    value, one = view.plus_number(name)
+    bend = view.made_by(value, "Erf", "Tanh") if is_near(one, 1.0) else None
     if bend is None:
         return ""
     coefficient, factors = view.product(bend.inputs[0])
     if bend.op == "Erf":
-        return "none" if near(coefficient, ROOT_HALF) and factors == (x,) else ""
-    return "tanh" if near(coefficient, TANH_SCALE) and _is_cubic(view, factors, x) else ""
+        return "none" if is_near(coefficient, ROOT_HALF) and factors == (x,) else ""
+    return "tanh" if is_near(coefficient, TANH_SCALE) and _is_cubic(view, factors, x) else ""
 
 
 def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
@@ -49,20 +52,22 @@ def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
         one = 1.0
         power = 3
     elif len(factors) == 2 and x in factors:
-        (bend, one) = view.sum_with(factors[factors[0] == x])
+        (bend, one) = view.plus_number(factors[factors[0] == x])
         power = 2
     else:
         return False
-    if not near(one, 1.0):
+    if not is_near(one, 1.0):
         return False
     coefficient, powers = view.product(bend)
-    return near(coefficient, CUBIC) and powers == (x,) * power
+    return is_near(coefficient, CUBIC) and powers == (x,) * power
 
 
 def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A product of a scale and x / √(mean x² + ε), x less its mean for LayerNormalization."""
+    """Match scale · x / √(mean(x²) + ε), RMSNormalization; if x is y − mean(y), it is a
+    LayerNormalization of y.
+    """
     for scale, normal in (node.inputs, node.inputs[::-1]):
-        found = _normal(view, view.uncast(normal))
+        found = _normal(view, view.without_casts(normal))
         if found is None:
             continue
         deviation, axis, epsilon = found
@@ -70,7 +75,7 @@ def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
         op, x = (
             ("RMSNormalization", deviation) if centred is None else ("LayerNormalization", centred)
         )
-        x = view.uncast(x)
+        x = view.without_casts(x)
         type_ = view.type_of(x)
         scales = view.type_of(scale)
         is_typed = (
@@ -83,8 +88,10 @@ def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def offset(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A LayerNormalization without offset, and the offset added to it."""
+def normalization_bias(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Match LayerNormalization(x) + bias, if the LayerNormalization has no bias yet and nothing
+    else reads its result.
+    """
     for normal, bias in (node.inputs, node.inputs[::-1]):
         made = view.made_by(normal, "LayerNormalization")
         if made is None or len(made.inputs) != 2 or view.readers[normal] != 1:
@@ -95,58 +102,64 @@ def offset(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _normal(view: View, name: str) -> tuple[str, int, float] | None:
-    """x, first axis and ε of a value that is x / √(mean x² + ε)."""
+    """Return (x, first axis, ε) of a value x / √(mean(x²) + ε), whose mean is over the first axis
+    and all later ones; None for other values.
+    """
     node = view.made_by(name, "Mul", "Div")
     if node is None:
         return None
     if node.op == "Div":
-        pairs = [(node.inputs[0], _squared(view, node.inputs[1]))]
+        pairs = [(node.inputs[0], _root_operand(view, node.inputs[1]))]
     else:
-        pairs = [(x, _inverse_squared(view, y)) for x, y in (node.inputs, node.inputs[::-1])]
+        pairs = [(x, _inverse_root_operand(view, y)) for x, y in (node.inputs, node.inputs[::-1])]
     for x, square in pairs:
-        value, epsilon = view.sum_with(square)
+        value, epsilon = view.plus_number(square)
         mean = view.made_by(value, "ReduceMean")
         if mean is not None and view.product(mean.inputs[0]) == (1.0, (x, x)):
-            axis = _trailing(view, mean)
+            axis = _first_mean_axis(view, mean)
             if axis is not None:
                 return x, axis, epsilon
     return None
 
 
-def _squared(view: View, name: str) -> str:
-    """v where a value is √v, else ""."""
+def _root_operand(view: View, name: str) -> str:
+    """Return v of a value √v; "" for other values."""
     root = view.made_by(name, "Sqrt")
     return root.inputs[0] if root is not None else ""
 
 
-def _inverse_squared(view: View, name: str) -> str:
-    """v where a value is 1 / √v, else ""."""
+def _inverse_root_operand(view: View, name: str) -> str:
+    """Return v of a value 1 / √v; "" for other values."""
     node = view.made_by(name, "Reciprocal", "Div", "Pow")
     if node is None or (node.op == "Div" and view.scalar(node.inputs[0]) != 1.0):
         return ""
     if node.op == "Pow":
         return node.inputs[0] if view.scalar(node.inputs[1]) == -0.5 else ""
-    return _squared(view, node.inputs[-1])
+    return _root_operand(view, node.inputs[-1])
 
 
 def _centred(view: View, name: str, axis: int) -> str | None:
-    """x where a value is x − mean x over the dimensions from `axis` on."""
+    """Return x of a value x − mean(x), whose mean is over `axis` and all later axes; None for other
+    values.
+    """
     node = view.made_by(name, "Sub")
     mean = view.made_by(node.inputs[1], "ReduceMean") if node is not None else None
     if (
         node is None
         or mean is None
         or mean.inputs[0] != node.inputs[0]
-        or _trailing(view, mean) != axis
+        or _first_mean_axis(view, mean) != axis
     ):
         return None
     return node.inputs[0]
 
 
-def _trailing(view: View, node: Node) -> int | None:
-    """The first axis of a ReduceMean over all dimensions from there on that keeps them."""
+def _first_mean_axis(view: View, node: Node) -> int | None:
+    """Return the first axis of a ReduceMean over that axis and all later ones that keeps the
+    dimensions; None for other reductions.
+    """
     rank = len(view.shape(node.inputs[0]))
-    stated = view.known.array(node.inputs[1]) if len(node.inputs) > 1 else None
+    stated = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
     axes = tuple(int(axis) for axis in stated) if stated is not None else node.integers("axes")
     found = sorted(axis % rank for axis in axes) if rank else []
     if not found or found != list(range(found[0], rank)) or not node.integer("keepdims", 1):

@@ -1,6 +1,9 @@
-"""Rotary positions (Su et al., "RoFormer", 2021) as exporters write them: x · cos + turned x · sin,
-or both results of each pair; of all numbers of a head or of the first ones, pairs half a head apart
-or neighbours.
+"""Fusion of rotary position embeddings (Su et al., "RoFormer", 2021), as exporters write them.
+
+Each pair (a, b) of a head's features is rotated to (a · cos − b · sin, b · cos + a · sin). The
+pattern is x · cos + rotated(x) · sin with rotated pairs (−b, a), or computes both results. A pair
+is half a head apart, or two neighbours (`interleaved`). Only the first features of a head may be
+rotated.
 """
 
 from __future__ import annotations
@@ -9,17 +12,17 @@ from autopipe.ir.graph import Attribute, Node
 from autopipe.passes.frontend.fusion.view import View
 
 Angles = tuple[str, str]
-"""Cosines and sines."""
+"""Names of the cosines and the sines."""
 
 
-def summed(view: View, node: Node) -> tuple[Node, ...] | None:
-    """x · cos + turned x · sin, where a pair (a, b) is turned into (−b, a)."""
+def rotary_sum(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Match x · cos + rotated(x) · sin, where `rotated` replaces each pair (a, b) by (−b, a)."""
     products = [view.made_by(each, "Mul") for each in node.inputs]
     if products[0] is None or products[1] is None:
         return None
     for straight, crossed in ((products[0], products[1]), (products[1], products[0])):
-        for turned, sines in (crossed.inputs, crossed.inputs[::-1]):
-            x, interleaved = _source(view, turned)
+        for rotated, sines in (crossed.inputs, crossed.inputs[::-1]):
+            x, interleaved = _rotated_source(view, rotated)
             if x and x in straight.inputs:
                 cosines = straight.inputs[straight.inputs[0] == x]
                 attributes = ("interleaved",) if interleaved else ()
@@ -27,9 +30,9 @@ def summed(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def joined(view: View, node: Node) -> tuple[Node, ...] | None:
-    """The halves of a turned head, its pairs neighbours before or not, or a part that is turned and
-    the rest.
+def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Match a Concat of both results of all pairs, or of the rotated first features and the other
+    features of a head.
     """
     if len(node.inputs) != 2 or node.integer("axis") not in (
         -1,
@@ -41,30 +44,30 @@ def joined(view: View, node: Node) -> tuple[Node, ...] | None:
     if x:
         attributes = ("interleaved", "apart") if interleaved else ()
         return _rotary(view, node, x, angles, attributes, view.shape(x)[-1] // 2)
-    turned = view.writers.get(first)
+    rotated = view.writers.get(first)
     if (
-        turned is None
-        or (turned.op, turned.domain) != ("Rotary", "autopipe")
+        rotated is None
+        or (rotated.op, rotated.domain) != ("Rotary", "autopipe")
         or view.readers[first] != 1
     ):
         return None
-    (x, places) = view.taken(turned.inputs[0])
-    (other, rest) = view.taken(second)
-    width = len(places)
-    extent = view.shape(x)[-1]
-    if turned.integer("rotary_embedding_dim") or x != other or x == second:
+    (x, indices) = view.sliced(rotated.inputs[0])
+    (other, rest) = view.sliced(second)
+    width = len(indices)
+    size = view.shape(x)[-1]
+    if rotated.integer("rotary_embedding_dim") or x != other or x == second:
         return None
-    if (places, rest) != (range(width), range(width, extent)) or view.shape(
+    if (indices, rest) != (range(width), range(width, size)) or view.shape(
         node.outputs[0]
     ) != view.shape(x):
         return None
-    own = (*turned.attributes, ("rotary_embedding_dim", width))
-    return (Node(node.name, "Rotary", (x, *turned.inputs[1:]), node.outputs, own, "autopipe"),)
+    own = (*rotated.attributes, ("rotary_embedding_dim", width))
+    return (Node(node.name, "Rotary", (x, *rotated.inputs[1:]), node.outputs, own, "autopipe"),)
 
 
-def stacked(view: View, node: Node) -> tuple[Node, ...] | None:
-    """The results of neighbours, put side by side again."""
-    pair = _side_by_side(view, node.outputs[0])
+def rotary_reshape(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Match a Reshape that interleaves both results of neighbouring features."""
+    pair = _interleaved_parts(view, node.outputs[0])
     x, angles, interleaved = _results(view, *pair) if pair else ("", ("", ""), False)
     return (
         _rotary(view, node, x, angles, ("interleaved",), view.shape(x)[-1] // 2)
@@ -76,7 +79,9 @@ def stacked(view: View, node: Node) -> tuple[Node, ...] | None:
 def _rotary(
     view: View, node: Node, x: str, angles: Angles, flags: tuple[str, ...], count: int
 ) -> tuple[Node, ...] | None:
-    """A node that turns all of x by `count` angles a head."""
+    """Return a Rotary node for all features of x, with `count` angles per head; None if shapes or
+    types do not fit.
+    """
     result = view.type_of(node.outputs[0])
     types = {view.type_of(each).dtype for each in (x, *angles)}
     if (
@@ -89,21 +94,21 @@ def _rotary(
     return (Node(node.name, "Rotary", (x, *angles), node.outputs, attributes, "autopipe"),)
 
 
-def _source(view: View, turned: str) -> tuple[str, bool]:
-    """x where a value is (−b, a) for each pair (a, b) of x, and True where pairs are neighbours; ""
-    for others.
+def _rotated_source(view: View, rotated: str) -> tuple[str, bool]:
+    """Return (x, interleaved) of a value that has (−b, a) for each pair (a, b) of x; ("", False)
+    for other values.
     """
-    join = view.made_by(turned, "Concat")
-    is_joined = join is not None and join.integer("axis") in (-1, len(view.shape(turned)) - 1)
-    pair = join.inputs if join is not None and is_joined else _side_by_side(view, turned)
+    join = view.made_by(rotated, "Concat")
+    is_joined = join is not None and join.integer("axis") in (-1, len(view.shape(rotated)) - 1)
+    pair = join.inputs if join is not None and is_joined else _interleaved_parts(view, rotated)
     negated = view.made_by(pair[0], "Neg") if len(pair) == 2 else None
     x, interleaved = view.halves(pair[1], negated.inputs[0]) if negated is not None else ("", False)
     return (x, interleaved) if interleaved != is_joined else ("", False)
 
 
-def _side_by_side(view: View, name: str) -> tuple[str, ...]:
-    """The two values whose numbers stand in turn along the last axis of a value; () for any
-    other.
+def _interleaved_parts(view: View, name: str) -> tuple[str, ...]:
+    """Return the two values whose elements alternate along the last axis of a value; () for other
+    values.
     """
     path = view.path(name, "Reshape", "Concat")
     if not path or len(path[1].inputs) != 2:
@@ -118,8 +123,8 @@ def _side_by_side(view: View, name: str) -> tuple[str, ...]:
 
 
 def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
-    """x and the angles of which a · cos − b · sin and b · cos + a · sin are, and True where (a, b)
-    are neighbours.
+    """Return (x, angles, interleaved) if the two values are a · cos − b · sin and b · cos + a · sin
+    for the pairs (a, b) of x; x is "" otherwise.
     """
     minus = view.made_by(first, "Sub")
     plus = view.made_by(second, "Add")
@@ -134,7 +139,7 @@ def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
             set(each.inputs) if each is not None else set[str]() for each in products
         )
         for third, last in (others, others[::-1]):
-            # left a · c, right b · s, third b · c, last a · s: each factor is in two products.
+            # left is a · cos, right b · sin, third b · cos, last a · sin: each factor is in two of them.
             shared = [left & last, right & third, left & third, right & last]
             if all(len(each) == 1 for each in shared):
                 a, b, cosines, sines = (next(iter(each)) for each in shared)

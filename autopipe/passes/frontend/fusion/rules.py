@@ -1,19 +1,16 @@
-"""One pass from the front, linear in the number of nodes: each rule looks at one node and the few
-that lead to it; what a fused operator replaces is dropped where nothing else reads it.
-"""
+"""The fusion rules by operator, and the pass that applies them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.passes.frontend.cleanup import without_repeats, without_unread
 from autopipe.passes.frontend.fusion.attention import attention
-from autopipe.passes.frontend.fusion.experts import looked_up, masked
+from autopipe.passes.frontend.fusion.experts import gathered_experts, masked_experts
 from autopipe.passes.frontend.fusion.gated import gated, swish
-from autopipe.passes.frontend.fusion.layers import gelu, normalization, offset
-from autopipe.passes.frontend.fusion.rotary import joined, stacked, summed
+from autopipe.passes.frontend.fusion.layers import gelu, normalization, normalization_bias
+from autopipe.passes.frontend.fusion.rotary import rotary_concat, rotary_reshape, rotary_sum
 from autopipe.passes.frontend.fusion.unmerged import unmerged
 from autopipe.passes.frontend.fusion.view import View
 
@@ -32,46 +29,50 @@ FUSED = frozenset(
         "Swish",
     }
 )
-"""Operators that rules put together; a loss only once it is known what is wanted
-(`fusion.cross_entropy`).
+"""Operators that fusion writes. `fusion.cross_entropy` writes LinearCrossEntropy in a pass of its
+own, after the loss is chosen.
 """
-RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
+Rule = Callable[[View, Node], tuple[Node, ...] | None]
+"""A rule gets a node, which is the last one of the pattern, and returns the nodes in its place, or
+None if the pattern does not match. The last of these nodes writes the node's results.
+"""
+RULES: dict[str, tuple[Rule, ...]] = {
     "Mul": (gelu, normalization, swish, gated),
-    "Add": (offset, summed, masked),
-    "Concat": (joined,),
-    "Reshape": (stacked, unmerged),
-    "ReduceSum": (looked_up,),
+    "Add": (normalization_bias, rotary_sum, masked_experts),
+    "Concat": (rotary_concat,),
+    "Reshape": (rotary_reshape, unmerged),
+    "ReduceSum": (gathered_experts,),
     "MatMul": (attention,),
 }
-"""By the operator at which a pattern ends: from a node and what leads to it to those in its place,
-or None.
-
-The last of them writes the node's result; a rule puts the types of what the others write into
-`View.made`.
-"""
+"""Rules by the operator of the node at which a pattern ends. The first match counts."""
 
 
 def fused(graph: Graph) -> Graph:
-    """The same function in terms of the operators `FUSED` where it spells them out.
+    """Return the graph with the operators `FUSED` in place of the nodes that compute the same; the
+    graph itself if no rule matches.
 
     Fused operators have the meaning of opset 23, or of the opset that introduced them, whatever
     `graph.opset` is.
     """
     view = View(graph)
     nodes: list[Node] = []
+    is_changed = False
     for node in graph.nodes:
         view.writers.update({name: node for name in node.outputs if name})
-        rules = RULES.get(node.op, ()) if not node.domain else ()
-        found = next(
-            (replacement for rule in rules if (replacement := rule(view, node)) is not None),
-            (node,),
-        )
-        for each in found:
+        replacement = None if node.domain else _replacement(view, node)
+        if replacement is None:
+            nodes.append(node)
+            continue
+        is_changed = True
+        for each in replacement:
             view.writers.update({name: each for name in each.outputs if name})
-        nodes.extend(found)
-    if len(nodes) == len(graph.nodes) and all(map(lambda new, old: new is old, nodes, graph.nodes)):
-        return graph
-    values = tuple(view.type_of(name) for node in nodes for name in node.outputs if name)
-    constants = (*graph.constants, *view.constants.values())
-    made = dataclasses.replace(graph, nodes=tuple(nodes), values=values, constants=constants)
-    return without_unread(without_repeats(made))
+        nodes.extend(replacement)
+    return without_unread(without_repeats(view.build(nodes))) if is_changed else graph
+
+
+def _replacement(view: View, node: Node) -> tuple[Node, ...] | None:
+    for rule in RULES.get(node.op, ()):
+        found = rule(view, node)
+        if found is not None:
+            return found
+    return None

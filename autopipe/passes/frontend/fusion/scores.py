@@ -1,5 +1,5 @@
-"""From a softmax back to the product of queries and keys: what scales, caps, biases and hides its
-scores.
+"""Matching of attention scores, from the softmax back to the product of queries and keys, through
+scales, a cap, and masks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.graph import DType, Node
-from autopipe.passes.frontend.fusion.view import MOST_STEPS, View
+from autopipe.passes.frontend.fusion.view import MAX_STEPS, View
 from autopipe.passes.frontend.tables import HIDDEN
 
 ABSORBING = {DType.FLOAT16: -6e4}
-"""By type the number from which on a sum with scores is that number, as far as the type can tell;
-else -1e9.
+"""By element type, the largest (negative) number whose sum with usual scores rounds to the number
+itself; −1e9 for other types.
 """
 
 Shape = tuple[int, ...]
@@ -23,22 +23,24 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A tensor added to scores, or that hides some: `factor` multiplies what is added; where `low`
-    is a number it stands in the place of the scores that the truth values `name` hide, which are
-    those that are not `shown`.
+    """A mask: `factor` · `name` is added to the scores; or, if `low` is a number, `low` replaces
+    the scores that the boolean tensor `name` hides.
     """
 
     name: str
     scores: Shape
-    """Of the scores at this place."""
+    """Shape of the scores that the mask applies to."""
     factor: float = 1.0
     low: float | None = None
     shown: bool = True
+    """The value of the boolean tensor for scores that stay."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """softcap · tanh(scale · Q Kᵀ / softcap) + masks, without a cap where it is 0."""
+    """Scores softcap · tanh(scale · Q Kᵀ / softcap) + masks. A softcap of 0 means that there is no
+    cap. `transposed` is Kᵀ.
+    """
 
     query: str = ""
     transposed: str = ""
@@ -46,13 +48,15 @@ class Scores:
     softcap: float = 0.0
     masks: list[Mask] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
-    """Of the scores, from the softmax to the product."""
+    """Shapes of the scores, from the softmax back to the product."""
 
 
 def scores_of(view: View, name: str) -> Scores | None:
-    """The scores that a softmax reads, None where they are no product."""
+    """Return the scores in the value that a softmax reads; None if it is not computed from a
+    product in a way that matches.
+    """
     found = Scores()
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         found.shapes.append(view.shape(name))
         node = _step(view, name, found)
         if node is None:
@@ -75,22 +79,31 @@ def scores_of(view: View, name: str) -> Scores | None:
 
 
 def _step(view: View, name: str, found: Scores) -> Node | None:
-    """The node that makes scores, but for a scale that goes to what was found."""
-    scale, name = view.scaled(view.uncast(name))
+    """Return the node that writes the scores `name` before casts and a scale, which is multiplied
+    into `found.scale`; None if its operator cannot be a part of the pattern.
+    """
+    scale, name = view.without_scale(view.without_casts(name))
     node = view.made_by(
-        view.uncast(name), "MatMul", "Add", "Where", "Tanh", "Reshape", "Squeeze", "Unsqueeze"
+        view.without_casts(name),
+        "MatMul",
+        "Add",
+        "Where",
+        "Tanh",
+        "Reshape",
+        "Squeeze",
+        "Unsqueeze",
     )
     found.scale *= scale
     if node is None or (
-        node.op not in ("MatMul", "Add", "Where", "Tanh") and not keeps_rows(view, node)
+        node.op not in ("MatMul", "Add", "Where", "Tanh") and not changes_leading_axes(view, node)
     ):
         return None
     return node
 
 
-def keeps_rows(view: View, node: Node) -> bool:
-    """True if a node gives what it reads other dimensions before the last two, three at least in
-    all.
+def changes_leading_axes(view: View, node: Node) -> bool:
+    """True if a node only changes dimensions before the last two. Operand and result have at least
+    three dimensions.
     """
     before = view.shape(node.inputs[0])
     after = view.shape(node.outputs[0])
@@ -98,7 +111,8 @@ def keeps_rows(view: View, node: Node) -> bool:
 
 
 def _factored(view: View, node: Node, found: Scores) -> Scores | None:
-    (query_scale, found.query), (key_scale, found.transposed) = map(view.scaled, node.inputs)
+    """Add the factors Q and Kᵀ of the product `node`; return None if shapes or masks do not fit."""
+    (query_scale, found.query), (key_scale, found.transposed) = map(view.without_scale, node.inputs)
     found.scale *= query_scale * key_scale
     query, keys, scores = (
         view.type_of(name) for name in (found.query, found.transposed, node.outputs[0])
@@ -109,44 +123,51 @@ def _factored(view: View, node: Node, found: Scores) -> Scores | None:
     found.shapes.append(scores.shape)
     return (
         found
-        if fits and all(_is_applied(view, mask, query.dtype) for mask in found.masks)
+        if fits and all(_is_supported(view, mask, query.dtype) for mask in found.masks)
         else None
     )
 
 
-def _is_applied(view: View, mask: Mask, dtype: DType) -> bool:
+def _is_supported(view: View, mask: Mask, dtype: DType) -> bool:
+    """True if a mask can be an operand of Attention: an added mask has the scores' type, and `low`
+    is so small that the hidden keys get no weight.
+    """
     type_ = view.type_of(mask.name)
     if mask.low is None:
         return type_.dtype is dtype and len(type_.shape) > 1
     if kind_of_mask(view, mask) != "other":
-        return mask.low <= HIDDEN  # each row shows something, and what is hidden weighs nothing
+        return mask.low <= HIDDEN  # Each row shows a key, so hidden keys get weight 0.
     return mask.low <= ABSORBING.get(dtype, -1e9) and len(type_.shape) > 1
 
 
 def _masked(view: View, node: Node, found: Scores) -> str | None:
-    """The scores that a node adds to, or hides some of; the mask goes to what was found."""
+    """Add the mask of an Add or a Where to `found.masks`; return the scores that the mask applies
+    to, None if no operand of the node is recognised as scores of the result's shape.
+    """
     scores = ""
     result = view.shape(node.outputs[0])
     if node.op == "Add":
         first = [each for each in node.inputs if _reaches(view, each, 1)]
         scores = next(
-            iter(first or [each for each in node.inputs if _reaches(view, each, MOST_STEPS)]), ""
+            iter(first or [each for each in node.inputs if _reaches(view, each, MAX_STEPS)]), ""
         )
         other = node.inputs[node.inputs[0] == scores]
         found.masks.append(Mask(other, result, found.scale))
     else:
-        for place in (1, 2):
-            low = view.scalar(node.inputs[3 - place])
+        for slot in (1, 2):
+            low = view.scalar(node.inputs[3 - slot])
             if low is not None:
-                scores = node.inputs[place]
+                scores = node.inputs[slot]
                 found.masks.append(
-                    Mask(node.inputs[0], result, low=low * found.scale, shown=place == 1)
+                    Mask(node.inputs[0], result, low=low * found.scale, shown=slot == 1)
                 )
     return scores if scores and view.shape(scores) == result else None
 
 
 def _reaches(view: View, name: str, steps: int) -> bool:
-    """True if a value is a product with a scale, a cap and masks, of at most `steps` nodes."""
+    """True if a product is found within `steps` nodes before a value, through the operators that
+    `scores_of` accepts.
+    """
     waiting = [name]
     for _ in range(steps):
         if not waiting:
@@ -162,38 +183,45 @@ def _reaches(view: View, name: str, steps: int) -> bool:
 
 
 def kind_of_mask(view: View, mask: Mask) -> str:
-    """`blank` for a mask that changes nothing, `causal` for one that shows each position itself and
-    those before it, a number W for one that shows itself and the W before it, `some` for one that
-    chooses and hides no row, else `other`.
+    """Return the kind of a mask.
 
-    Layers share their masks, and a mask of a long sequence is large: each is looked at once.
+    `blank`: it changes nothing. `causal`: each query attends to its own position and all earlier
+    ones. A number W in decimal: to its own position and the W before it. `some`: a mask that
+    selects scores, with at least one visible key in each row. `other`: any other mask, and masks
+    whose data are not known.
+
+    Layers share masks, and the mask of a long sequence is large, so results are cached.
     """
     key = mask.name if mask.low is None else f"{mask.name} {'shown' if mask.shown else 'hidden'}"
     if key not in view.masks:
-        numbers = view.known.array(mask.name)
+        numbers = view.array(mask.name)
         if numbers is None:
             view.masks[key] = "other"
         elif mask.low is not None:
             shown = numbers == mask.shown
-            view.masks[key] = "blank" if shown.all() else _band(shown)
+            view.masks[key] = "blank" if shown.all() else _kind_of_band(shown)
             if view.masks[key] == "other" and bool(shown.any(-1).all()):
                 view.masks[key] = "some"
         else:
-            view.masks[key] = _added(numbers)
+            view.masks[key] = _kind_of_added(numbers)
     return view.masks[key]
 
 
-def _added(numbers: np.ndarray) -> str:
+def _kind_of_added(numbers: np.ndarray) -> str:
+    """Return the kind of a mask that is added."""
     if not numbers.any():
         return "blank"
     if numbers.dtype.kind not in "fV":
         return "other"
     numbers = numbers.astype(np.float32, copy=False)
     shown = numbers == 0
-    return _band(shown) if bool(np.all(shown | (numbers <= HIDDEN))) else "other"
+    return _kind_of_band(shown) if bool(np.all(shown | (numbers <= HIDDEN))) else "other"
 
 
-def _band(shown: np.ndarray) -> str:
+def _kind_of_band(shown: np.ndarray) -> str:
+    """Return the kind of a boolean mask that is true for visible keys: causal, with or without a
+    sliding window, or `other`.
+    """
     if shown.ndim < 2 or shown.shape[-1] != shown.shape[-2]:
         return "other"
     square = shown.reshape(-1, *shown.shape[-2:])
@@ -207,8 +235,8 @@ def _band(shown: np.ndarray) -> str:
 
 
 def parts(shape: Shape, lead: tuple[int, int]) -> int | None:
-    """How many of the dimensions of `shape` make up the first one of `lead`, where the others make
-    up the second.
+    """Return how many leading dimensions of `shape` have `lead[0]` elements while the others have
+    `lead[1]`; None if there is no such number.
     """
     for count in range(len(shape) + 1):
         if (math.prod(shape[:count]), math.prod(shape[count:])) == lead:

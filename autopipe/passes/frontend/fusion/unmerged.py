@@ -1,5 +1,5 @@
-"""Products whose rows are several dimensions that a Reshape merges before and another one separates
-behind.
+"""Matrix products between a Reshape that merges several dimensions into rows and a Reshape that
+separates them again.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import math
 
 from autopipe.ir.graph import Node
 from autopipe.passes.frontend.fusion.view import View
+from autopipe.passes.frontend.rewriter import Rewriter
 
 
 def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Return the nodes of a product of separate dimensions, for a Reshape that separates the rows
-    of a product.
+    """Return nodes that compute the product on separate dimensions, for the second Reshape; None if
+    the pattern does not match.
 
-    Sequences of nn.MultiheadAttention have positions outside of samples, and a projection of merged
-    rows. Merged rows cannot be shared over devices by samples, which are an inner part of them. A
-    merge that keeps the dimension in front, mostly the samples, stays as it is.
+    nn.MultiheadAttention has sequences [positions, samples, features] and projects rows
+    [positions · samples, features]. Merged rows cannot be sharded over devices by samples, because
+    samples are the inner part of a row's number. A merge whose first dimension stays first (mostly
+    the samples) is kept.
     """
     product = view.made_by(node.inputs[0], "Gemm", "MatMul")
     if (
@@ -33,54 +35,63 @@ def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
         or len(view.shape(merge.outputs[0])) != 2
     ):
         return None
-    if not _moves_the_front(view, merge.inputs[0]) or not _is_plain(product):
+    if not _moves_first_axis(view, merge.inputs[0]) or not _is_plain(product):
         return None
     rows, width = view.shape(merge.outputs[0])
     target = view.shape(node.outputs[0])
-    lead = next(
-        (
-            count
-            for count, size in enumerate(itertools.accumulate(target, int.__mul__), 1)
-            if size == rows
-        ),
-        0,
-    )
-    if lead < 2:
+    row_axes = _leading_axes(target, rows)
+    if row_axes < 2:
         return None
-    separate = target[:lead]
-    dtype = view.type_of(merge.outputs[0]).dtype
-    data = view.add(f"{merge.outputs[0]}_separate", dtype, (*separate, width))
-    nodes = [
-        Node(
-            merge.name,
-            "Reshape",
-            (merge.inputs[0], view.shape_constant((*separate, width))),
-            (data,),
-        )
-    ]
+    separate = target[:row_axes]
+    rewriter = Rewriter(view, node)
+    shape = (*separate, width)
+    data = rewriter.add(
+        "Reshape",
+        [merge.inputs[0], view.shape_constant(shape)],
+        shape,
+        dtype=view.type_of(merge.outputs[0]).dtype,
+        results=[view.free(f"{merge.outputs[0]}_separate")],
+        name=merge.name,
+    )
     weight = product.inputs[1]
     if product.integer("transB"):
-        turned = view.add(
-            f"{weight}_transposed", view.type_of(weight).dtype, view.shape(weight)[::-1]
+        weight = rewriter.add(
+            "Transpose",
+            [weight],
+            view.shape(weight)[::-1],
+            results=[view.free(f"{weight}_transposed")],
+            name=f"{product.name}/transpose",
+            perm=(1, 0),
         )
-        nodes.append(
-            Node(
-                f"{product.name}/transpose", "Transpose", (weight,), (turned,), (("perm", (1, 0)),)
-            )
-        )
-        weight = turned
-    columns = view.shape(product.outputs[0])[1]
-    result = view.add(f"{product.outputs[0]}_separate", dtype, (*separate, columns))
-    nodes.append(Node(product.name, "MatMul", (data, weight), (result,)))
+    shape = (*separate, view.shape(product.outputs[0])[1])
+    result = rewriter.add(
+        "MatMul",
+        [data, weight],
+        shape,
+        results=[view.free(f"{product.outputs[0]}_separate")],
+        name=product.name,
+    )
     if len(product.inputs) > 2 and product.inputs[2]:
-        biased = view.add(f"{product.outputs[0]}_biased", dtype, (*separate, columns))
-        nodes.append(Node(f"{product.name}/bias", "Add", (result, product.inputs[2]), (biased,)))
-        result = biased
-    return (*nodes, Node(node.name, "Reshape", (result, view.shape_constant(target)), node.outputs))
+        result = rewriter.add(
+            "Add",
+            [result, product.inputs[2]],
+            shape,
+            results=[view.free(f"{product.outputs[0]}_biased")],
+            name=f"{product.name}/bias",
+        )
+    operands = [result, view.shape_constant(target)]
+    rewriter.add("Reshape", operands, target, result=0, name=node.name)
+    return tuple(rewriter.nodes)
 
 
-def _moves_the_front(view: View, name: str) -> bool:
-    """True if a Transpose makes a value and puts another dimension in front."""
+def _leading_axes(shape: tuple[int, ...], elements: int) -> int:
+    """Return how many leading dimensions have `elements` elements together; 0 if no number has."""
+    sizes = itertools.accumulate(shape, int.__mul__)
+    return next((count for count, size in enumerate(sizes, 1) if size == elements), 0)
+
+
+def _moves_first_axis(view: View, name: str) -> bool:
+    """True if a Transpose writes a value that is not empty and puts another axis first."""
     node = view.made_by(name, "Transpose")
     if node is None or math.prod(view.shape(name)) == 0:
         return False
@@ -89,6 +100,8 @@ def _moves_the_front(view: View, name: str) -> bool:
 
 
 def _is_plain(product: Node) -> bool:
-    """True if a product is one of the operands as they are, but for a transposed weight."""
+    """True if a product scales no operand and does not transpose the first one."""
+    if product.op == "MatMul":
+        return True
     factors = product.number("alpha", 1.0), product.number("beta", 1.0)
-    return product.op == "MatMul" or (factors == (1.0, 1.0) and not product.integer("transA"))
+    return factors == (1.0, 1.0) and not product.integer("transA")

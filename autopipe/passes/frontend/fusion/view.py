@@ -1,84 +1,82 @@
-"""A graph as rules of fusion see it."""
+"""The graph that fusion rules match against, and helpers that recognise parts of patterns."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopipe.ir.graph import Constant, DType, Fill, Graph, Node, Value
+from autopipe.ir.graph import DType, Fill, Graph, Node
 from autopipe.passes.frontend.elements import number_array
 from autopipe.passes.frontend.inference import ConstantFolder
+from autopipe.passes.frontend.rewriter import GraphEdit
 
-MOST_STEPS = 32
-"""Multiplications that are looked back through: a chain of thousands would take the square of its
-length.
+MAX_STEPS = 32
+"""Maximum number of nodes that a rule walks back from its node. Without a limit, a chain of n
+multiplications would take O(n²).
 """
 
 
 @dataclass(slots=True)
-class MaskedSum:
-    """A sum over experts so far: the matrices of each by its number, and what they have in
-    common.
-    """
+class PartialMixture:
+    """A sum over some experts of a mixture of experts, as matched so far."""
 
     common: tuple[object, ...]
+    """The values and settings that all experts of the mixture must share."""
     experts: dict[int, tuple[str, ...]]
+    """The weight matrices of each expert, by its number."""
 
 
-class View:
-    """Graph as patterns see it: nodes before the current one are already rewritten."""
+class View(GraphEdit):
+    """A graph, and the values that rules add to it. Rules run on the nodes in order: the nodes
+    before the current one have already been replaced.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        super().__init__(graph)
         self.known = ConstantFolder(graph)
         self.readers = Counter(
             (*(name for node in graph.nodes for name in node.inputs if name), *graph.outputs)
         )
+        """How often each value is read, counting graph outputs."""
         self.writers: dict[str, Node] = {}
-        self.made: dict[str, Value] = {}
-        """Values that rules have added to those of `graph`."""
-        self.constants: dict[str, Constant] = {}
-        """Constants that rules have added."""
+        """The node that writes a value, after the replacements so far."""
         self.masks: dict[str, str] = {}
-        """Positions hidden by the masks seen so far: see `_mask_kind`."""
-        self.sums: dict[str, MaskedSum] = {}
-        """Mixtures of experts that are added up so far, by the last sum."""
+        """Results of `scores.kind_of_mask`, by mask."""
+        self.sums: dict[str, PartialMixture] = {}
+        """Mixtures of experts that are not complete yet, by the value of the sum so far."""
+        self._shared: dict[str, str] = {}
 
-    def type_of(self, name: str) -> Value:
-        return self.made.get(name) or self.graph.type_of(name)
-
-    def add(self, name: str, dtype: DType, shape: tuple[int, ...]) -> str:
-        """The name of a new value of this type."""
-        while name in self.made or self.graph.has(name):
-            name += "_"
-        self.made[name] = Value(name, dtype, shape)
-        return name
+    def array(self, name: str) -> np.ndarray | None:
+        """Return the data of a value that depends on no input and no parameter; None for other
+        values, and if computing the data would be too expensive.
+        """
+        return self.known.array(name)
 
     def shape_constant(self, shape: tuple[int, ...]) -> str:
-        """The name of a constant that holds a shape."""
-        return self._constant(
-            "shape_" + "x".join(map(str, shape)), np.asarray(shape, np.int64), DType.INT64
-        )
+        """Return the name of a constant that holds a shape. Equal shapes share one constant."""
+        key = "shape_" + "x".join(map(str, shape))
+        return self._constant(key, lambda: np.asarray(shape, np.int64), DType.INT64)
 
     def number_constant(self, number: float, dtype: DType) -> str:
-        """The name of a constant of one number."""
-        return self._constant(f"{dtype.value}_{number!r}", number_array(number, dtype), dtype)
+        """Return the name of a scalar constant. Equal numbers of one type share one constant."""
+        key = f"{dtype.value}_{number!r}"
+        return self._constant(key, lambda: number_array(number, dtype), dtype)
 
-    def _constant(self, key: str, array: np.ndarray, dtype: DType) -> str:
-        if key not in self.constants:
-            name = self.add(key, dtype, array.shape)
-            self.constants[key] = Constant(self.made[name], array)
-        return self.constants[key].value.name
+    def _constant(self, key: str, array: Callable[[], np.ndarray], dtype: DType) -> str:
+        if key not in self._shared:
+            self._shared[key] = self.constant(key, array(), dtype)
+        return self._shared[key]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.type_of(name).shape
 
     def made_by(self, name: str, *operators: str) -> Node | None:
-        """The node that writes `name` as its first result, if it is one of ONNX's own
-        `operators`.
+        """Return the node that writes `name` as its first result if its operator is one of ONNX's
+        `operators`, else None.
         """
         node = self.writers.get(name)
         if node is None or node.domain or node.op not in operators or node.outputs[0] != name:
@@ -86,8 +84,9 @@ class View:
         return node
 
     def path(self, name: str, *operators: str) -> tuple[Node, ...]:
-        """The nodes that make `name`, each of the first operand of the one before; () unless they
-        are `operators`.
+        """Return the nodes that lead to `name`, last one first: each writes the first operand of
+        the node before it in the tuple. `operators` has the operator of each node, or several
+        joined by "|". () if another operator is found.
         """
         found: list[Node] = []
         for operator in operators:
@@ -99,30 +98,32 @@ class View:
         return tuple(found)
 
     def scalar(self, name: str) -> float | None:
-        """The number of a constant of one element."""
+        """Return the number that a constant of one element holds; None for other values, and for
+        booleans and complex numbers.
+        """
         constant = self.graph.constant(name)
         if constant is None or constant.array.size != 1 or constant.array.dtype.kind in "bc":
             return None
         return float(constant.array.reshape(-1)[0])
 
-    def zeros(self, name: str) -> bool:
-        """True for a constant of zeros, stored, in its place a tensor filled with them, or spread
-        over a shape.
+    def is_zero(self, name: str) -> bool:
+        """True if all elements of a value are known to be 0: a constant, a frozen parameter filled
+        with zeros, ConstantOfShape, or an expanded constant.
         """
         node = self.made_by(name, "ConstantOfShape", "Expand")
         if node is not None and node.op == "ConstantOfShape":
             return node.number("value") == 0
-        held = self.graph.parameter(name)
-        if held is not None:
-            return not held.trainable and held.storage == Fill(0.0)
+        parameter = self.graph.parameter(name)
+        if parameter is not None:
+            return not parameter.trainable and parameter.storage == Fill(0.0)
         constant = self.graph.constant(name if node is None else node.inputs[0])
         return constant is not None and not constant.array.any()
 
-    def uncast(self, name: str) -> str:
-        """The value before casts between floating-point types: half precision is written as a cast
-        there and back.
+    def without_casts(self, name: str) -> str:
+        """Return the value before casts between floating-point types. Exports of half-precision
+        models cast to float32 and back.
         """
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             node = self.made_by(name, "Cast")
             if node is None or not all(
                 self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)
@@ -131,12 +132,12 @@ class View:
             name = node.inputs[0]
         return name
 
-    def scaled(self, name: str) -> tuple[float, str]:
-        """A value as coefficient times another, multiplications and divisions by one number taken
-        off.
+    def without_scale(self, name: str) -> tuple[float, str]:
+        """Return (c, x) with value = c · x: multiplications and divisions by constants of one
+        element are collected in c.
         """
         coefficient = 1.0
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             node = self.made_by(name, "Mul", "Div")
             if node is None:
                 break
@@ -151,9 +152,11 @@ class View:
         return coefficient, name
 
     def product(self, name: str) -> tuple[float, tuple[str, ...]]:
-        """A value as coefficient · f₁ · f₂ ⋯, constants of one element gathered in the coefficient.
+        """Return (c, factors) with value = c · factor₁ · factor₂ ⋯, factors sorted by name.
+        Constants of one element are collected in c.
 
-        The factors, sorted, are values read more than once or made otherwise.
+        Squares and cubes (Pow) count as repeated factors. An inner product that is read more than
+        once is one factor.
         """
         coefficient = 1.0
         factors = []
@@ -163,7 +166,7 @@ class View:
             top = waiting.pop()
             steps = steps + 1
             number = self.scalar(top)
-            inside = steps <= MOST_STEPS and (top == name or self.readers[top] == 1)
+            inside = steps <= MAX_STEPS and (top == name or self.readers[top] == 1)
             node = self.made_by(top, "Mul", "Div", "Pow") if inside else None
             operand = self.scalar(node.inputs[1]) if node is not None else None
             if number is not None:
@@ -179,8 +182,10 @@ class View:
                 factors.append(top)
         return coefficient, tuple(sorted(factors))
 
-    def sum_with(self, name: str) -> tuple[str, float]:
-        """A value as another plus a number; ("", NaN) where it is no such sum."""
+    def plus_number(self, name: str) -> tuple[str, float]:
+        """Return (x, c) with value = x + c for a constant c of one element; ("", NaN) if the value
+        is no such sum.
+        """
         node = self.made_by(name, "Add")
         for value, other in (node.inputs, node.inputs[::-1]) if node is not None else ():
             number = self.scalar(other)
@@ -188,47 +193,48 @@ class View:
                 return value, number
         return "", math.nan
 
-    def taken(self, name: str) -> tuple[str, range]:
-        """A value, and the places along its last axis that a Slice or a Split takes; all of it for
-        any other.
+    def sliced(self, name: str) -> tuple[str, range]:
+        """Return (source, indices) with value = source[..., indices], if a Slice or Split along the
+        last axis writes the value; otherwise the value itself and all its indices.
         """
         node = self.writers.get(name)
         everything = name, range(self.shape(name)[-1] if self.shape(name) else 0)
         if node is None or node.domain or node.op not in ("Slice", "Split"):
             return everything
         shape = self.shape(node.inputs[0])
-        last = (-1, len(shape) - 1)
+        last_axis = (-1, len(shape) - 1)
         if node.op == "Split":
-            first = sum(self.shape(each)[-1] for each in node.outputs[: node.outputs.index(name)])
-            found = first, first + self.shape(name)[-1]
-            return (node.inputs[0], range(*found)) if node.integer("axis") in last else everything
-        numbers = [self.known.array(each) for each in node.inputs[1:]]
-        if len(numbers) < 3 or any(each is None or each.size != 1 for each in numbers):
+            if node.integer("axis") not in last_axis:
+                return everything
+            before = node.outputs[: node.outputs.index(name)]
+            first = sum(self.shape(each)[-1] for each in before)
+            return node.inputs[0], range(first, first + self.shape(name)[-1])
+        operands = [self.array(each) for each in node.inputs[1:]]
+        if len(operands) < 3 or any(each is None or each.size != 1 for each in operands):
             return everything
-        start, end, axis, step = (
-            *(int(each.reshape(())) for each in numbers if each is not None),
-            1,
-        )[:4]
-        places = range(*slice(start, end, step).indices(shape[axis])) if axis in last else range(0)
-        return (node.inputs[0], places) if axis in last else everything
+        numbers = [int(each.reshape(())) for each in operands if each is not None]
+        start, end, axis, step = (*numbers, 1)[:4]
+        if axis not in last_axis:
+            return everything
+        return node.inputs[0], range(*slice(start, end, step).indices(shape[axis]))
 
     def halves(self, first: str, second: str) -> tuple[str, bool]:
-        """The value of which two others are halves, or (True) stand in turn along the last axis; ""
-        where there is none.
+        """Return (x, interleaved): the value x of which two others are the first and the second
+        half of the last axis, or its even and its odd elements if interleaved. x is "" if there is
+        no such value.
         """
-        (source, ones) = self.taken(first)
-        (other, twos) = self.taken(second)
-        extent = self.shape(source)[-1] if source == other and self.shape(source) else 1
-        places = range(extent)
-        if extent % 2 == 0 and ones == places[: extent // 2] and twos == places[extent // 2 :]:
+        (source, first_indices) = self.sliced(first)
+        (other, second_indices) = self.sliced(second)
+        size = self.shape(source)[-1] if source == other and self.shape(source) else 1
+        if size % 2:
+            return "", False
+        indices = range(size)
+        found = first_indices, second_indices
+        if found == (indices[: size // 2], indices[size // 2 :]):
             return source, False
-        return (
-            (source, True)
-            if extent % 2 == 0 and (ones, twos) == (places[::2], places[1::2])
-            else ("", False)
-        )
+        return (source, True) if found == (indices[::2], indices[1::2]) else ("", False)
 
 
-def near(number: float, expected: float) -> bool:
-    """True if a constant is the one meant, as far as a file in half precision can tell."""
+def is_near(number: float, expected: float) -> bool:
+    """True if a constant equals the expected number up to the precision of half-precision files."""
     return math.isclose(number, expected, rel_tol=1e-3)

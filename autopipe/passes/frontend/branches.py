@@ -1,0 +1,109 @@
+"""Parallel branches of a graph, such as the towers of a multi-modal model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.graph import Graph
+
+MIN_NODE_WORK = 1e-3
+"""Nodes with less than this fraction of the graph's operations are ignored when paths are compared.
+"""
+MIN_PARALLEL_WORK = 0.05
+"""A branch has at least this fraction of the graph's operations, and so have the nodes that may run
+in parallel with each of its nodes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A connected part of a graph that may run in parallel with other branches."""
+
+    first: str
+    """Name of its first node."""
+    nodes: int
+    """Number of its nodes."""
+    flops: float
+
+
+def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
+    """Return branches of a graph that are independent of each other, in topological order; () if
+    there are fewer than two.
+
+    `flops` has the operations of each node. The trunk are the nodes with which less than
+    `MIN_PARALLEL_WORK` of all operations may run in parallel. A branch is a connected component of
+    the other nodes with at least `MIN_PARALLEL_WORK` of all operations. Heads of one attention, or
+    its three projections, are smaller except in small models. Components are taken in order of
+    their first nodes; one that depends on an earlier branch is skipped.
+    """
+    total = sum(flops)
+    heavy = [index for index, count in enumerate(flops) if total and count >= MIN_NODE_WORK * total]
+    if len(heavy) < 2:
+        return ()
+    before = _heavy_relatives(graph, heavy)
+    after = _heavy_relatives(graph, heavy, backwards=True)
+    weights = np.asarray([flops[index] for index in heavy])
+    parallel = weights.sum() - (before | after) @ weights
+    positions = {index: position for position, index in enumerate(heavy)}
+    found: list[tuple[Branch, list[int]]] = []
+    for nodes in _components(
+        graph,
+        [
+            index
+            for index in range(len(graph.nodes))
+            if parallel[index] >= MIN_PARALLEL_WORK * total
+        ],
+    ):
+        work = sum(flops[index] for index in nodes)
+        inside = [positions[index] for index in nodes if index in positions]
+        if work < MIN_PARALLEL_WORK * total or not inside:
+            continue
+        pairs = [pair for _, others in found for pair in ((inside, others), (others, inside))]
+        if not any(before[[heavy[each] for each in last]][:, first].any() for first, last in pairs):
+            found.append((Branch(graph.nodes[nodes[0]].name, len(nodes), work), inside))
+    return tuple(branch for branch, _ in found) if len(found) > 1 else ()
+
+
+def _heavy_relatives(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
+    """Return a boolean table [nodes, heavy nodes]: entry (i, j) is true if node i depends on heavy
+    node j, or, with `backwards`, if heavy node j depends on node i. A node is related to itself.
+    """
+    table = np.zeros((len(graph.nodes), len(heavy)), dtype=bool)
+    table[heavy, np.arange(len(heavy))] = True
+    edges = [
+        (source, index) for index, sources in enumerate(graph.sources()) for _, source in sources
+    ]
+    for source, index in reversed(edges) if backwards else edges:
+        if backwards:
+            table[source] |= table[index]
+        else:
+            table[index] |= table[source]
+    return table
+
+
+def _components(graph: Graph, nodes: list[int]) -> list[list[int]]:
+    """Return the connected components of these nodes, each ascending, in order of their first
+    nodes.
+
+    A union-find with path halving. scipy has such a function, but importing it takes longer than
+    the whole command `inspect`.
+    """
+    parents = {each: each for each in nodes}
+
+    def root(node: int) -> int:
+        while parents[node] != node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    for each in nodes:
+        for _, source in graph.sources()[each]:
+            if source in parents:
+                parents[root(source)] = root(each)
+    components: dict[int, list[int]] = {}
+    for each in nodes:
+        components.setdefault(root(each), []).append(each)
+    return list(components.values())
