@@ -1,10 +1,13 @@
-"""If, Loop, Scan and SequenceMap, resolved while a file is read: branches that are taken, bodies
-repeated as they run.
+"""If, Loop, Scan and SequenceMap, which the reader replaces: an If by the nodes of its branch, a loop
+by copies of its body, one per iteration (unrolling).
 
-That takes conditions and numbers of iterations that are known once dimensions are bound. A branch
-that depends on data is computed beside the other, and one of the two results chosen; a Loop that
-may end early is computed to the end that is known, and what it would no longer do is undone. A body
-that would become too many nodes stays one, of an operator that runs it.
+Conditions and iteration counts must be known after dimensions are bound, with two exceptions. If
+the condition of an If depends on data, both branches are computed and Where selects the results. If
+the end of a Loop depends on data, all iterations up to its maximum count are computed, and
+iterations after the end leave the loop-carried states unchanged.
+
+A body that would be unrolled into more than `MAX_UNROLLED_NODES` nodes is kept as one loop operator
+(see `loops`).
 """
 
 from __future__ import annotations
@@ -30,24 +33,24 @@ if TYPE_CHECKING:
     from autopipe.ir.graph import FileSlice, Value, VarintSlice
     from autopipe.passes.frontend.sequences import Sequences
 
-MOST_CHOSEN = 512
-"""Nodes of both branches of an If whose condition depends on data: both are computed."""
+MAX_BRANCH_NODES = 512
+"""Maximum number of nodes in both branches of an If whose condition depends on data."""
 
-_SCAN_OF_ONE = 9
-"""The opset since which a Scan knows nothing of samples."""
+SCAN_WITHOUT_BATCH_SINCE = 9
+"""The opset since which Scan has no batch dimension."""
 
-MOST_REPEATED = 2000
-"""Nodes that the runs of a body may become before it stays one body."""
+MAX_UNROLLED_NODES = 2000
+"""Maximum number of nodes of an unrolled loop. Longer loops are kept as one operator if possible."""
 
-MOST_RUNS = 1 << 16
-"""Runs of such a body: a number in a file can spell any."""
+MAX_KEPT_ITERATIONS = 1 << 16
+"""Maximum number of iterations of a loop that is kept: a file may state any number."""
 
-MOST_UNDONE = 1024
-"""Iterations of a Loop whose end depends on data: all are computed."""
+MAX_MASKED_ITERATIONS = 1024
+"""Maximum number of iterations of a Loop whose end depends on data."""
 
 
 def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes and those of the graphs that they hold."""
+    """Yield nodes and the nodes of their bodies, at any depth."""
     for node in nodes:
         yield node
         for graph in bodies_of(node):
@@ -55,14 +58,15 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs among the attributes of a node."""
     for attribute in node.attribute:
         yield from (attribute.g,) if attribute.HasField("g") else ()
         yield from attribute.graphs
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """The names that a node reads, those that its bodies read among them, which may be the bodies'
-    own.
+    """Yield the names that a node and its bodies read. These include values that the bodies
+    themselves write.
     """
     yield from (name for name in node.input if name)
     for graph in bodies_of(node):
@@ -72,7 +76,7 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
-    """The names that a body defines, with `deep` those that the bodies in it define, too."""
+    """Yield the names that a body defines; with `deep`, also those of bodies within it."""
     yield from (each.name for each in itertools.chain(graph.input, graph.initializer))
     for node in graph.node:
         yield from filter(None, node.output)
@@ -82,12 +86,12 @@ def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
 
 
 def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) -> None:
-    """Give each value of a body a name that is its own in the whole file, and move weights and
-    constants out of bodies.
+    """Give each value in a body a name that is unique in the file, and move initializers and
+    Constant nodes out of bodies. Changes `graph` in place.
 
-    Constants are put behind the nodes of `graph`, whose positions stay. `slices` holds where
-    numbers lie in the file, for tensors of bodies under `nested` names; it gets their new ones.
-    Raises ModelError where bodies lie too deep.
+    Constants are appended to the nodes of `graph`. `slices` has the location of tensor data in the
+    file, for tensors of bodies under the name `protobuf_scan.nested`, which is replaced by the new
+    name. Raises ModelError if bodies are nested too deeply or have sparse weights.
     """
     if any(node.op_type in CONTROL_OPERATORS for node in graph.node):
         _Hoist(graph, slices, set(_written(graph, deep=False))).run()
@@ -95,9 +99,12 @@ def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) ->
 
 @dataclass(slots=True)
 class _Hoist:
+    """The state of `hoist`."""
+
     top: onnx.GraphProto
     slices: dict[str, FileSlice | VarintSlice]
     taken: set[str]
+    """Names that are in use."""
 
     def run(self) -> None:
         numbers = itertools.count()
@@ -105,21 +112,19 @@ class _Hoist:
 
         def body(graph: onnx.GraphProto, outside: Mapping[str, str], depth: int) -> None:
             if depth > DEEPEST_BODY:
-                raise ModelError(
-                    f"more than {DEEPEST_BODY} bodies of control flow lie in one another"
-                )
+                raise ModelError(f"control flow is nested more than {DEEPEST_BODY} levels deep")
             if graph.sparse_initializer:
                 raise ModelError("sparse weights are not supported")
             number = next(numbers)
             names = dict(outside)
             for name in dict.fromkeys(_written(graph, deep=False)):
-                own = name
-                while own in self.taken:
-                    own = f"{name}/{next(counts)}"
-                self.taken.add(own)
-                names[name] = own
-                if (place := self.slices.pop(nested(number, name), None)) is not None:
-                    self.slices[own] = place
+                unique = name
+                while unique in self.taken:
+                    unique = f"{name}/{next(counts)}"
+                self.taken.add(unique)
+                names[name] = unique
+                if (location := self.slices.pop(nested(number, name), None)) is not None:
+                    self.slices[unique] = location
             del graph.value_info[:]
             for value in itertools.chain(graph.input, graph.output, graph.initializer):
                 value.name = names.get(value.name, value.name)
@@ -150,37 +155,41 @@ def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The reader's knowledge of the values so far; names may be other names of values."""
+    """What the reader knows about values so far, and what it does. Names may be aliases."""
 
     numbers: Callable[[str], np.ndarray | None]
+    """Returns the data of a value, None if they are not known."""
     kind: Callable[[str], Value | None]
+    """Returns the type of a value, None if it has none so far."""
     sequences: Sequences
     opset: int
     order: Callable[[onnx.GraphProto], list[onnx.NodeProto]]
-    """The nodes of a body in topological order."""
+    """Returns the nodes of a body in topological order."""
     takes: Callable[[int], bool]
-    """Counts nodes of bodies; False where they become too many."""
-    keeps: Callable[[Runs], str]
-    """Adds the operator that runs a body; where it cannot, the reason is what it gives."""
+    """Counts nodes that bodies become; returns False if they are too many in all."""
+    keeps: Callable[[KeptLoop], str]
+    """Adds a loop operator; returns "", or the reason why that is not possible."""
     readers: Callable[[str], list[str]]
-    """The operators in the file that read a value."""
+    """Returns the operators in the file that read a value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """A state of a body: what it is at first, its names before and after a run, and what it is at
-    last.
-    """
+class LoopState:
+    """A loop-carried state."""
 
     operand: str
+    """The initial value."""
     name: str
+    """The value at the start of an iteration."""
     result: str
+    """The value at the end of an iteration."""
     output: str
+    """The final value, "" if nothing reads it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scanned:
-    """A value of which each run has a slice along an axis, called `name`."""
+class ScanInput:
+    """A value of which each iteration reads one slice along `axis`, under the name `name`."""
 
     operand: str
     axis: int
@@ -189,8 +198,8 @@ class Scanned:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """A result of every run: all of them become one value along a new axis."""
+class ScanOutput:
+    """A result of each iteration. The results are stacked along the new axis `axis` to `output`."""
 
     result: str
     output: str
@@ -199,39 +208,42 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """A body that runs `count` times; its nodes have names that stand for the values of any run."""
+class KeptLoop:
+    """A loop that is kept as one operator."""
 
     title: str
+    """Prefix of the names of the body's values."""
     name: str
+    """Name of the node."""
     count: int
+    """Number of iterations."""
     nodes: list[onnx.NodeProto]
+    """The nodes of one iteration."""
     number: str
-    """Which run it is."""
-    states: tuple[Carried, ...]
-    scanned: tuple[Scanned, ...]
-    gathered: tuple[Gathered, ...]
+    """The value that holds the number of the iteration, counted from 0."""
+    states: tuple[LoopState, ...]
+    scanned: tuple[ScanInput, ...]
+    gathered: tuple[ScanOutput, ...]
     ends: tuple[str, ...]
-    """The values that have to be true after every run."""
+    """Values that must be true after each iteration, or else the loop would end early."""
 
 
-def resolved(
+def replace_control_flow(
     node: onnx.NodeProto, operands: tuple[str, ...], known: Known
 ) -> Iterator[onnx.NodeProto]:
-    """The nodes that an If, Loop, Scan or SequenceMap comes to, each to be read before the next is
-    asked for.
+    """Yield the nodes that replace an If, Loop, Scan or SequenceMap. The caller must read each node
+    before it requests the next one.
 
-    Raises ModelError, naming the node, where control flow depends on data in a way that cannot be
-    computed for all.
+    Raises ModelError, naming the node, if control flow depends on data in an unsupported way.
     """
     where = f"{node.op_type} {node.name!r}"
     bodies = {each.name: each.g for each in node.attribute if each.HasField("g")}
     needed = ("then_branch", "else_branch") if node.op_type == "If" else ("body",)
     if any(name not in bodies for name in needed) or not node.output:
-        raise ModelError(f"it has no {' or '.join(needed)}", where=where)
+        raise ModelError(f"it has no graph {' or '.join(needed)}, or no output", where=where)
     if node.op_type == "If":
         return _if(node, operands[0], [bodies[name] for name in needed], known, where)
-    repeat = _Repetition(node, bodies["body"], known, where)
+    repeat = _Unrolling(node, bodies["body"], known, where)
     return {"Loop": repeat.loop, "Scan": repeat.scan, "SequenceMap": repeat.map}[node.op_type](
         operands
     )
@@ -242,7 +254,10 @@ def _if(
 ) -> Iterator[onnx.NodeProto]:
     for branch in branches:
         if len(branch.output) != len(node.output) or branch.input:
-            raise ModelError("its branches do not give what it writes", where=where)
+            raise ModelError(
+                f"its branches must have no inputs, and as many outputs as the node: {len(node.output)}",
+                where=where,
+            )
     numbers = known.numbers(condition)
     if numbers is not None:
         taken = branches[0 if numbers.all() else 1]
@@ -250,17 +265,12 @@ def _if(
         for name, result in zip(node.output, taken.output, strict=True):
             yield made_node(node, "Identity", [result.name], [name])
         return
-    if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MOST_CHOSEN:
+    if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MAX_BRANCH_NODES:
         raise ModelError(
-            (
-                f"it depends on data, and its branches have more than {MOST_CHOSEN} nodes, of "
-                "which "
-                "both would be computed"
-            ),
-            hint=(
-                "export the model with one of them, or give the condition with --set "
-                "model.inputs.NAME=true"
-            ),
+            f"its condition depends on data, and its branches have more than {MAX_BRANCH_NODES} "
+            "nodes, all of which would be computed",
+            hint="export the model with one of the branches, or give the condition with --set "
+            "model.inputs.NAME=true",
             where=where,
         )
     for branch in branches:
@@ -280,8 +290,8 @@ def _chosen(
     known: Known,
     where: str,
 ) -> Iterator[onnx.NodeProto]:
-    """One of two values of one type, or sequences of them, by a condition that is known at run time
-    alone.
+    """Yield the nodes that set `result` to `first` if the condition is true, else to `second`: two
+    tensors of one type, or two sequences of equal length.
     """
     ours = known.sequences.get(first)
     others = known.sequences.get(second)
@@ -294,10 +304,10 @@ def _chosen(
     kinds = [known.kind(each) for each in (first, second)]
     asked = known.kind(condition)
     if None in kinds or asked is None:
-        raise ModelError("it depends on data which sequence it gives", where=where)
+        raise ModelError(f"{result!r} is a sequence that depends on data", where=where)
     if len({(each.dtype, each.shape) for each in kinds if each is not None}) > 1:
         shapes = " or ".join(
-            f"{each.dtype}{list(each.shape)}" for each in kinds if each is not None
+            f"{each.dtype.value}{list(each.shape)}" for each in kinds if each is not None
         )
         raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
     one = known.numbers(first)
@@ -319,10 +329,8 @@ def _chosen(
     yield made_node(node, "Or", parts[1:], [result])
 
 
-class _Repetition:
-    """A body that is run again and again: values of each run have the run's number before their
-    names.
-    """
+class _Unrolling:
+    """The unrolling of a loop. Values of iteration i are called `TITLE/i/NAME`."""
 
     def __init__(
         self, node: onnx.NodeProto, body: onnx.GraphProto, known: Known, where: str
@@ -335,42 +343,50 @@ class _Repetition:
         self.nodes = known.order(body)
         self.size = sum(1 for _ in nodes_within(self.nodes)) + 1
         self.own = list(_written(body, deep=True))
-        self.runs = 0
-        self.kept_apart = ""
-        """The reason why the body cannot stay one."""
+        self.iterations = 0
+        """Number of iterations unrolled so far."""
+        self.unkept_reason = ""
+        """The reason why the loop cannot be kept as one operator, once that has been tried."""
 
-    def run(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
-        """The body's nodes on values of these names; `results` has what they write."""
+    def iterate(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes of the next iteration on the values `inputs`. Afterwards, `self.results`
+        has the names of the body's outputs.
+        """
         if not self.known.takes(self.size):
             raise ModelError(
-                f"after {self.runs} times its body of {self.size - 1} "
-                f"{plural(self.size - 1, 'node')}, the file has become too many nodes",
-                hint=self.kept_apart and f"it cannot run as a loop: {self.kept_apart}",
+                f"after {self.iterations} {plural(self.iterations, 'iteration')} of its body of "
+                f"{self.size - 1} {plural(self.size - 1, 'node')}, the file has too many nodes",
+                hint=self.unkept_reason
+                and f"the loop cannot be kept as one operator: {self.unkept_reason}",
                 where=self.where,
             )
         if len(inputs) != len(self.body.input):
             raise ModelError(
-                (
-                    f"its body takes {len(self.body.input)} "
-                    f"{plural(len(self.body.input), 'value')}, not {len(inputs)}"
-                ),
+                f"its body has {len(self.body.input)} {plural(len(self.body.input), 'input')}, "
+                f"expected {len(inputs)}",
                 where=self.where,
             )
-        if len(self.body.output) != len(self.node.output) + (self.node.op_type == "Loop"):
-            raise ModelError("its body does not give what it writes", where=self.where)
-        names = {name: f"{self.title}/{self.runs}/{name}" for name in self.own}
+        expected = len(self.node.output) + (self.node.op_type == "Loop")
+        if len(self.body.output) != expected:
+            raise ModelError(
+                f"its body has {len(self.body.output)} "
+                f"{plural(len(self.body.output), 'output')}, expected {expected}",
+                where=self.where,
+            )
+        names = {name: f"{self.title}/{self.iterations}/{name}" for name in self.own}
         names.update(zip((each.name for each in self.body.input), inputs, strict=True))
         for each in self.nodes:
             yield _copied(each, names)
         self.results = [names.get(each.name, each.name) for each in self.body.output]
-        self.runs += 1
+        self.iterations += 1
 
     def loop(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes of a Loop."""
         most, condition, *carried = (*operands, "", "")[: max(len(operands), 2)]
         stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
         limit = self._number(most) if most else None
         if most and limit is None:
-            raise self._unbounded("how often its body runs depends on data")
+            raise self._unbounded("its iteration count depends on data")
         alive = ""
         inner = carried
         ends = condition
@@ -380,21 +396,24 @@ class _Repetition:
             if kept is not None:
                 yield from kept
                 return
-        while going != 0 and (limit is None or self.runs < limit):
+        while going != 0 and (limit is None or self.iterations < limit):
             if going is None:
-                if stacked or self.runs >= MOST_UNDONE:
+                if stacked or self.iterations >= MAX_MASKED_ITERATIONS:
                     raise self._unbounded(
-                        "when it ends depends on data, and nothing bounds that or what it gathers"
+                        "its end depends on data, and it has scan outputs or more than "
+                        f"{MAX_MASKED_ITERATIONS} iterations"
                     )
                 last = alive
-                alive = f"{self.title}/{self.runs}/alive"
+                alive = f"{self.title}/{self.iterations}/alive"
                 yield made_node(
                     self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive]
                 )
-            number, still = (f"{self.title}/{self.runs}/{each}" for each in ("number", "going"))
-            yield made_node(self.node, "Constant", [], [number], value_int=self.runs)
+            number, still = (
+                f"{self.title}/{self.iterations}/{each}" for each in ("number", "going")
+            )
+            yield made_node(self.node, "Constant", [], [number], value_int=self.iterations)
             yield truth(self.node, still, True)
-            yield from self.run([number, still, *inner])
+            yield from self.iterate([number, still, *inner])
             ends, *results = self.results
             inner = results[: len(carried)]
             results = results[len(carried) :]
@@ -403,7 +422,8 @@ class _Repetition:
             if alive:
                 for names in zip(inner, old, carried, strict=True):
                     yield from _chosen(self.node, alive, *names, self.known, self.where)
-                # A counter stays one: what it would be after the end is never given.
+                # The next iteration reads a known counter as it is: its values after the end of
+                # the loop are never used.
                 pairs = zip(inner, carried, strict=True)
                 inner = [
                     new if self.known.numbers(new) is not None else mixed for new, mixed in pairs
@@ -411,31 +431,37 @@ class _Repetition:
             for found, name in zip(stacked, results, strict=True):
                 found.append(name)
             going = self._number(ends)
-        yield from self._handed_on(carried)
+        yield from self._outputs(carried)
         yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
 
     def _unbounded(self, reason: str) -> ModelError:
         return ModelError(
-            reason, hint="export it with a fixed number, or a condition that ends", where=self.where
+            reason,
+            hint="export the loop with a fixed iteration count, or with a condition that is known",
+            where=self.where,
         )
 
-    def _handed_on(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
+    def _outputs(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes that name the final states."""
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
                 yield made_node(self.node, "Identity", [result], [name])
 
     def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes of a Scan."""
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
-        if self.known.opset < _SCAN_OF_ONE:
-            hint = "write it as the Scan of opset 9, whose body takes all samples"
+        if self.known.opset < SCAN_WITHOUT_BATCH_SINCE:
+            hint = "export the model with opset 9 or later, whose Scan has no batch dimension"
             raise ModelError(
-                "the Scan of opset 8, which runs for each sample alone, is not supported",
+                "the Scan of opset 8, which has a batch dimension, is not supported",
                 hint,
                 self.where,
             )
         count = stated.get("num_scan_inputs", 0)
         if not isinstance(count, int) or not 0 < count <= len(operands):
-            raise ModelError(f"num_scan_inputs is {count}", where=self.where)
+            raise ModelError(
+                f"num_scan_inputs is {count}, expected 1 to {len(operands)}", where=self.where
+            )
         carried = list(operands[:-count])
         scanned = operands[-count:]
         gathered = list(self.node.output[len(carried) :])
@@ -443,7 +469,7 @@ class _Repetition:
         axes, backward = (
             _listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions")
         )
-        extents = self._extents(scanned, axes)
+        extents = self._iteration_counts(scanned, axes)
         if len(extents) == 1 and self._is_long(next(iter(extents))):
             ways = (
                 _listed(stated, f"scan_output_{each}", len(gathered))
@@ -464,15 +490,15 @@ class _Repetition:
             steps.append(rows[::-1] if back else rows)
         if len({len(each) for each in steps}) > 1:
             raise ModelError(
-                "the values that it goes through have different extents", where=self.where
+                "its scan inputs have different sizes along the scan axes", where=self.where
             )
         stacked: list[list[str]] = [[] for _ in gathered]
         for each in zip(*steps, strict=True):
-            yield from self.run([*carried, *each])
+            yield from self.iterate([*carried, *each])
             carried = self.results[: len(carried)]
             for found, name in zip(stacked, self.results[len(carried) :], strict=True):
                 found.append(name)
-        yield from self._handed_on(carried)
+        yield from self._outputs(carried)
         backward = _listed(stated, "scan_output_directions", len(gathered))
         for found, back in zip(stacked, backward, strict=True):
             found[:] = found[::-1] if back else found
@@ -481,16 +507,17 @@ class _Repetition:
         )
 
     def map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes of a SequenceMap."""
         given = [self.known.sequences.get(name) for name in operands]
         counts = {len(each) for each in given if each is not None}
         if not given or given[0] is None or len(counts) > 1:
             raise ModelError(
-                "it goes through no sequences, or through such of different lengths",
+                "its first operand is no sequence, or its sequences have different lengths",
                 where=self.where,
             )
         found: list[list[str]] = [[] for _ in self.node.output]
         for number in range(len(given[0])):
-            yield from self.run(
+            yield from self.iterate(
                 [
                     name if each is None else each[number]
                     for name, each in zip(operands, given, strict=True)
@@ -502,11 +529,12 @@ class _Repetition:
             yield made_node(self.node, "SequenceConstruct", gathered, [name])
 
     def _is_long(self, count: int) -> bool:
-        return count * (self.size - 1) > MOST_REPEATED and count <= MOST_RUNS
+        """True if a loop of `count` iterations should be kept as one operator."""
+        return count * (self.size - 1) > MAX_UNROLLED_NODES and count <= MAX_KEPT_ITERATIONS
 
-    def _extents(self, scanned: Iterable[str], axes: Iterable[int]) -> set[int]:
-        """How often a Scan runs by each value that it goes through; none where a shape is not known
-        or has no such axis.
+    def _iteration_counts(self, scanned: Iterable[str], axes: Iterable[int]) -> set[int]:
+        """Return the distinct sizes of scan inputs along their scan axes; none if a shape is not
+        known or lacks the axis.
         """
         found = set()
         for name, axis in zip(scanned, axes, strict=True):
@@ -525,11 +553,11 @@ class _Repetition:
         scanned: list[tuple[str, int, bool]],
         gathers: list[tuple[int, bool]],
     ) -> list[onnx.NodeProto] | None:
-        """The nodes behind an operator that runs the body `count` times; None where there can be no
-        such operator.
+        """Keep the loop as one operator of `count` iterations. Return the nodes that follow the
+        operator; None if the loop cannot be kept (`self.unkept_reason`).
 
-        What it carries unchanged is the same in all runs; a list to which each run adds a tensor is
-        gathered.
+        States that no iteration changes are read from outside of the loop. A sequence to which
+        each iteration appends a tensor becomes a scan output.
         """
         counted = 2 * (self.node.op_type == "Loop")
         inputs, results = (
@@ -539,7 +567,7 @@ class _Repetition:
             len(inputs) != counted + len(carried) + len(scanned)
             or len(results) != len(self.node.output) + counted // 2
         ):
-            return None  # `run` says so.
+            return None  # `iterate` raises the error.
         copies = {name: f"{self.title}/run/{name}" for name in self.own}
         nodes = list(self.nodes)
         ends = results[: counted // 2]
@@ -559,38 +587,38 @@ class _Repetition:
                 behind += [made_node(self.node, "Identity", [operand], [output])] if output else []
             else:
                 changing.append((operand, name, result, output))
-        states = list[Carried]()
+        states = list[LoopState]()
         lists = list[str]()
-        gathered = list[Gathered]()
+        gathered = list[ScanOutput]()
         for result, output, way in zip(
             outward[len(carried) :], outputs[len(carried) :], gathers, strict=True
         ):
-            gathered += [Gathered(copies.get(result, result), output, *way)] if output else []
+            gathered += [ScanOutput(copies.get(result, result), output, *way)] if output else []
         for operand, name, result, output in changing:
             if operand in self.known.sequences:
-                added = self._added(nodes, name, result)
+                added = self._appended(nodes, name, result)
                 if added is None or self.known.sequences[operand]:
-                    self.kept_apart = (
-                        f"{name!r} is a sequence, to which a run does more than to add a tensor"
+                    self.unkept_reason = (
+                        f"{name!r} is a sequence, and iterations do more than append a tensor to it"
                     )
                     return None
                 nodes.remove(added)
                 lists += [output] if output else []
                 tensor = added.input[1]
                 gathered += (
-                    [Gathered(copies.get(tensor, tensor), f"{output}/stack", 0, False)]
+                    [ScanOutput(copies.get(tensor, tensor), f"{output}/stack", 0, False)]
                     if output
                     else []
                 )
             else:
-                states.append(Carried(operand, copies[name], copies.get(result, result), output))
+                states.append(LoopState(operand, copies[name], copies.get(result, result), output))
         slices = zip(scanned, inputs[counted + len(carried) :], strict=True)
         number, going = (
             (copies[name] for name in inputs[:counted])
             if counted
             else (f"{self.title}/run/number", "")
         )
-        runs = Runs(
+        runs = KeptLoop(
             title=self.title,
             name=self.node.name,
             count=count,
@@ -600,20 +628,22 @@ class _Repetition:
             ],
             number=number,
             states=tuple(states),
-            scanned=tuple(Scanned(*each, copies[name]) for each, name in slices),
+            scanned=tuple(ScanInput(*each, copies[name]) for each, name in slices),
             gathered=tuple(gathered),
             ends=tuple(copies.get(name, name) for name in ends),
         )
-        self.kept_apart = self.known.keeps(runs)
-        if self.kept_apart:
+        self.unkept_reason = self.known.keeps(runs)
+        if self.unkept_reason:
             return None
         for name in lists:
             behind += self.known.sequences.stacked(self.node, name, self.known.readers(name))
         return behind
 
     @staticmethod
-    def _added(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
-        """The node that adds a tensor to a sequence, if that is all that a body does with it."""
+    def _appended(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
+        """Return the node that appends a tensor to the sequence `name`, if nothing else in the
+        body reads the sequence or the result; else None.
+        """
         read = Counter(each for node in nodes for each in reads(node))
         found = [
             each for each in nodes if each.op_type == "SequenceInsert" and each.output[0] == result
@@ -624,7 +654,9 @@ class _Repetition:
     def _stacks(
         self, names: list[str], stacked: list[list[str]], axes: list[int]
     ) -> Iterator[onnx.NodeProto]:
-        """Of each of these values, all that the runs have written, along a new axis."""
+        """Yield the nodes that stack the results of all iterations (`stacked`, by output) to the
+        outputs `names`, along new axes.
+        """
         types = self.body.output[len(self.body.output) - len(names) :]
         for name, found, axis, info in zip(names, stacked, axes, types, strict=True):
             if name and not found:
@@ -641,12 +673,14 @@ class _Repetition:
                 )
 
     def _empty(self, name: str, info: onnx.ValueInfoProto, axis: int) -> list[onnx.NodeProto]:
-        """The result of a body that never runs, whose other extents are those that it states."""
+        """Return the nodes of a scan output without iterations, whose other dimensions the body must
+        declare.
+        """
         kind = info.type.tensor_type
         shape = [each.dim_value if each.HasField("dim_value") else -1 for each in kind.shape.dim]
         if not kind.HasField("shape") or min(shape, default=0) < 0:
             raise ModelError(
-                f"its body never runs, and states no shape for what {name!r} gathers",
+                f"it has no iterations, and its body declares no shape for scan output {name!r}",
                 where=self.where,
             )
         shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)
@@ -658,17 +692,18 @@ class _Repetition:
 
 
 def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
-    """Numbers of an attribute of Scan, zeros where it is absent."""
+    """Return the list of integers in an attribute of Scan; zeros if it is absent."""
     found = stated.get(name) or [0] * count
     if len(found) != count:
         raise ModelError(
-            f"Scan's {name} has {len(found)} {plural(len(found), 'number')}, not {count}"
+            f"attribute {name!r} of Scan has {len(found)} {plural(len(found), 'value')}, "
+            f"expected {count}"
         )
     return list(found)
 
 
 def _copied(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
-    """The node with other names in it and in its bodies."""
+    """Return a copy of a node in which `names` replaces names, also in its bodies."""
     copy = type(node)()
     copy.CopyFrom(node)
     for each in nodes_within([copy]):

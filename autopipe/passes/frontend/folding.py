@@ -42,7 +42,7 @@ from autopipe.passes.frontend.joint_derivations import (
 from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
 from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, traced_call, traced_operator
-from autopipe.passes.frontend.tables import is_drawn, is_uniform
+from autopipe.passes.frontend.tables import is_random, is_uniform
 from autopipe.passes.frontend.uses import ELEMENTWISE, GATES, LIFTED, Uses, scope_of
 
 if TYPE_CHECKING:
@@ -893,7 +893,7 @@ class _Folds:
             ):
                 return False
         array = self.numbers(tensor)
-        return array is None or is_uniform(array) or is_drawn(array)
+        return array is None or is_uniform(array) or is_random(array)
 
     def _is_bias_of_attention(self, tensor: Parameter) -> bool:
         """Return True if a tensor is one of the two parts of `in_proj_bias` in an
@@ -945,7 +945,7 @@ class _Folds:
         if max(shape) == tensor.value.elements:
             return True
         array = self.numbers(tensor)
-        return array is not None and (is_uniform(array) or is_drawn(array))
+        return array is not None and (is_uniform(array) or is_random(array))
 
     def _is_of_layer(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> bool:
         """Return True if only layers that add axes to their parameters read a tensor: modules with

@@ -18,7 +18,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
-from autopipe.passes.frontend.control_flow import Known, Runs, resolved
+from autopipe.passes.frontend.control_flow import KeptLoop, Known, replace_control_flow
 from autopipe.passes.frontend.decompositions.registry import (
     Decomposition,
     decompose,
@@ -149,7 +149,7 @@ class _Sweep:
             opset=self.source.opset,
             order=lambda body: [body.node[place] for place in topological_positions(body)],
             takes=self.repeated.takes,
-            keeps=lambda runs: _keep_loop(self, runs),
+            keeps=lambda loop: _keep_loop(self, loop),
             readers=lambda name: (
                 [node.op_type for node, _ in self.weights.roles.uses.readers.get(name, ())]
                 + ["output"] * (name in self.results)
@@ -475,9 +475,9 @@ def _in_other_words(
     stays.
     """
     if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
-        return resolved(node, operands, sweep.known())
-    if sweep.sequences.concern(node):
-        return sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays)
+        return replace_control_flow(node, operands, sweep.known())
+    if sweep.sequences.handles(node):
+        return sweep.sequences.replace(node, operands, sweep.types, sweep.arrays)
     if sweep.dynamic_shapes.concerns(node, operands, sweep.types, sweep.arrays, sweep.declared):
         rewriter = _file_rewriter(sweep, node, operands)
         sweep.dynamic_shapes.replace_node(rewriter, sweep.types, sweep.arrays)
@@ -485,17 +485,17 @@ def _in_other_words(
     return None
 
 
-def _keep_loop(sweep: _Sweep, runs: Runs) -> str:
-    """Add the operator that runs a body; where it cannot, nothing, and give the reason."""
+def _keep_loop(sweep: _Sweep, loop: KeptLoop) -> str:
+    """Add a loop operator; if that is not possible, add nothing and return the reason."""
     former = sweep.known_so_far()
     outer: list[Node] = former["nodes"]
     sweep.nodes = []
     try:
-        sweep.types.update(inner_types(runs, sweep.types))
-        for each in runs.nodes:
+        sweep.types.update(inner_types(loop, sweep.types))
+        for each in loop.nodes:
             _visit(sweep, each)
         made = loop_of(
-            runs, sweep.nodes, sweep.types, sweep.arrays, sweep.aliases, sweep.source.opset
+            loop, sweep.nodes, sweep.types, sweep.arrays, sweep.aliases, sweep.source.opset
         )
     except ModelError as error:
         for name, table in former.items():

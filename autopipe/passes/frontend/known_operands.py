@@ -1,5 +1,5 @@
-"""Operands whose numbers must be known before running, such as the axes of a reduction, and inputs
-that tell them.
+"""Operands whose data must be known before running, such as the axes of a reduction, and the inputs
+that such data are computed from.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ ASKED = {
     "If": (1, "both branches are read, since"),
     "Loop": (2, "the number of iterations is unknown, since"),
 }
-"""By operator: the number of its first operands that say what it runs, and words for what follows
-if they are not known.
+"""By control flow operator: the number of leading operands that decide what it executes, and the
+consequence of not knowing them, for messages.
 """
 
 
 def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[str, ...]:
-    """Return the inputs of one number each that a value of `nodes` is computed from, in the order
-    of `inputs`.
-
-    Returns none if the value also depends on another input: then these numbers do not tell it.
+    """Return the inputs of one element that a value of `nodes` is computed from, in the order of
+    `inputs`; () if the value also depends on an input with more elements or with samples.
     """
     sources = {result: node.inputs for node in nodes for result in node.outputs}
     seen: set[str] = set()
@@ -48,14 +46,13 @@ def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[s
 
 
 def settings_of(names: Sequence[str]) -> str:
-    """Return the flags that give inputs their numbers."""
+    """Return the flags that set inputs to numbers."""
     return " ".join(f"--set model.inputs.{name}=NUMBER" for name in names)
 
 
 def hint_for_control_flow(node: onnx.NodeProto, names: Sequence[str]) -> str:
-    """Return the hint for a control flow operator that could not be read, where `names` are the
-    inputs of one number each that its condition or number of iterations is computed from; "" if
-    there are none.
+    """Return the hint for a control flow operator that could not be read; "" if `names` is empty.
+    `names` are the inputs of one element that its condition or iteration count is computed from.
     """
     if not names:
         return ""
@@ -73,11 +70,11 @@ def require_known(
     deciding: Callable[[str], tuple[str, ...]],
     opset: int,
 ) -> None:
-    """Raise ModelError if the numbers of an operand must be known before running and are not.
+    """Raise ModelError if an operand must be known before running and is not.
 
-    `operands` are the node's own with aliases resolved, `known` the values whose numbers are known,
-    `settled` other values that depend on no input: shapes that the file states follow from their
-    numbers. `deciding` returns the inputs of one number each that tell a value.
+    `operands` are the node's operands with aliases resolved; `known` are the values whose data are
+    known, `settled` other values that depend on no input, for which shapes that the file states
+    suffice. `deciding` returns the inputs of one element that a value is computed from.
     """
     row = OPERATORS.get(
         node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
@@ -85,11 +82,11 @@ def require_known(
     if row is None:
         return
     unused = _unused(node)
-    for place in row.static:
-        name = operands[place] if place < len(operands) else ""
-        if not name or name in known or place in row.computable or place in unused:
+    for index in row.static:
+        name = operands[index] if index < len(operands) else ""
+        if not name or name in known or index in row.computable or index in unused:
             continue
-        if place in row.shaping and name in settled:
+        if index in row.shaping and name in settled:
             continue
         origin = "is computed while running"
         hint = "make it a constant of the file"
@@ -98,27 +95,27 @@ def require_known(
             hint = f"{hint}, or give its number in model.inputs"
         elif names := deciding(name):
             hint = f"{hint}, or give what it is computed from: {settings_of(names)}"
-        title = _operand_name(node, place, opset)
-        message = f"{title} must be known before running, and {node.input[place]!r} {origin}"
+        title = _operand_name(node, index, opset)
+        message = f"{title} must be known before running, and {node.input[index]!r} {origin}"
         raise ModelError(message, hint, f"{node.op_type} {node.name!r}")
 
 
 def _unused(node: onnx.NodeProto) -> tuple[int, ...]:
-    """Return the places of the operands that a node has and that its mode does not read."""
+    """Return the indices of operands that a node has but does not read in its mode."""
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
-    places = next(
+    coordinates = next(
         (each.s for each in node.attribute if each.name == "coordinate_transformation_mode"), b""
     )
-    if node.op_type == "Resize" and places != b"tf_crop_and_resize":
+    if node.op_type == "Resize" and coordinates != b"tf_crop_and_resize":
         return (1,) if len(node.input) > 2 else ()
     return (2,) if node.op_type == "Pad" and mode != b"constant" else ()
 
 
-def _operand_name(node: onnx.NodeProto, place: int, opset: int) -> str:
-    """Return the name that ONNX gives an operand."""
+def _operand_name(node: onnx.NodeProto, index: int, opset: int) -> str:
+    """Return ONNX's name of an operand, or its index if ONNX has no schema, for messages."""
     import onnx.defs
 
     try:
-        return f"its operand {onnx.defs.get_schema(node.op_type, opset).inputs[place].name!r}"
+        return f"its operand {onnx.defs.get_schema(node.op_type, opset).inputs[index].name!r}"
     except (onnx.defs.SchemaError, IndexError):
-        return f"its operand {place}"
+        return f"its operand {index}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopipe.passes.frontend.protobuf_scan import FLOATING
 from autopipe.passes.frontend.signature import NUMBERED, Signature, traced_call
-from autopipe.passes.frontend.tables import is_drawn, is_uniform
+from autopipe.passes.frontend.tables import is_random, is_uniform
 from autopipe.passes.frontend.uses import AFFINE_SLOTS, LIFTED, scope_of
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _named(
             if merged not in looked:
                 array = numbers(held[merged])
                 looked[merged] = (
-                    (True, False) if array is None else (is_uniform(array), is_drawn(array))
+                    (True, False) if array is None else (is_uniform(array), is_random(array))
                 )
             plain, drawn = looked[merged]
             scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {

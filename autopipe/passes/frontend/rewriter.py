@@ -174,7 +174,9 @@ class Rewriter:
             names = (first, *(f"{first}/{number}" for number in range(1, len(shapes))))
         if not name:
             replaces_all = result is not None and not self._written
-            name = self.node.name if replaces_all else f"{self.node.name or op}/{op.lower()}"
+            name = (
+                self.node.name if replaces_all else f"{self.node.name or self.node.op}/{op.lower()}"
+            )
         values: tuple[Value, ...] = ()
         if shapes:
             dtype = dtype or self.type_of(operands[0]).dtype

@@ -1,4 +1,6 @@
-"""Layers of nodes, by the scopes that PyTorch's exporter writes into the metadata of each node."""
+"""The layer that each node belongs to, by the module names that PyTorch's exporter writes into node
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from autopipe.ir.graph import Graph
 from autopipe.passes.frontend.load import Source
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-"""Key of a list as Python spells it: the modules around an operator, outermost first, and the
-operator's own name.
+"""Metadata key of a Python list literal: the names of the modules around an operator, outermost
+first, then the operator's name.
 """
 
 
@@ -19,8 +21,8 @@ def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
     """Return the layer of each node of `graph`: its outermost module with a number, such as
     `model.layers.3`.
 
-    A node in no such module has "", a node that the file does not have is in the layer of the node
-    before. () if the file tells no layers, or if names of nodes are not unique.
+    The layer is "" for a node in no such module, and that of the preceding node for a node that the
+    file does not have. Return () if the file has no layers, or if names of nodes are not unique.
     """
     if source is None:
         return ()
@@ -38,7 +40,7 @@ def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
 
 
 def _scopes(node: onnx.NodeProto) -> list[str]:
-    """Return the modules around a node; [] if its metadata have none, or something else."""
+    """Return the names of the modules around a node; [] if its metadata have no valid list."""
     text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
     try:
         found = ast.literal_eval(text) if text else []
@@ -49,5 +51,5 @@ def _scopes(node: onnx.NodeProto) -> list[str]:
 
 
 def _layer(scopes: list[str]) -> str:
-    """Return the outermost module that is one of a numbered list; "" if none is."""
+    """Return the outermost module whose name ends in a number; "" if there is none."""
     return next((scope for scope in scopes if scope.rpartition(".")[2].isdecimal()), "")

@@ -1,8 +1,7 @@
-"""Sequences of tensors, taken apart while a file is read: each is a tuple of the names of the
-values in it.
+"""Sequences of tensors, which the reader replaces by their tensors: a graph has no sequences.
 
-That takes lengths and positions that are known before running, as exporters write them for
-`torch.split` and `stack`. An Optional is the tensor or the sequence that it holds.
+Lengths of sequences and positions in them must be known before running, as they are in exports of
+`torch.split` and `torch.stack`. An Optional is replaced by the tensor or the sequence that it holds.
 """
 
 from __future__ import annotations
@@ -26,48 +25,53 @@ SEQUENCE_OPERATORS = frozenset(
         "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
     }
 )  # fmt: skip
-_AXES_ARE_OPERANDS = 13
-"""From this operator set on, Split, Squeeze and Unsqueeze take sizes and axes as operands, before
-it as attributes.
+AXES_OPERANDS_SINCE = 13
+"""The opset since which Split, Squeeze and Unsqueeze read sizes and axes as operands, before as
+attributes.
 """
-MOST_TENSORS = 1 << 16
-"""Tensors in all sequences of a file together: a few bytes can spell a split into 10⁹ parts."""
+MAX_TENSORS = 1 << 16
+"""Maximum number of tensors in all sequences of a file: a few bytes can state a split into 10⁹
+parts.
+"""
 
 
 class Sequences(dict[str, tuple[str, ...]]):
-    """The names of the values in each sequence that has been read, by the sequence's name; none in
-    `absent` ones.
+    """The names of the tensors in each sequence that has been read, by the name of the sequence. A
+    sequence in `absent` has no tensors.
     """
 
     def __init__(self, opset: int) -> None:
         super().__init__()
         self.absent: set[str] = set()
-        """Optionals that hold nothing."""
+        """Names of Optionals that hold nothing."""
         self._stacks: set[str] = set()
-        """Sequences that are slices of one tensor, and only ever put together again."""
+        """Sequences of the slices of one tensor, `NAME/stack`, that are only concatenated again. They
+        are not sliced at all.
+        """
         self._opset = opset
         self._held = 0
 
-    def concern(self, node: onnx.NodeProto) -> bool:
-        """True if a node makes, reads or hands on a sequence."""
+    def handles(self, node: onnx.NodeProto) -> bool:
+        """True if a node is a sequence operator or reads a sequence."""
         standard = node.domain in ("", "ai.onnx")
         return (standard and node.op_type in SEQUENCE_OPERATORS) or any(
             name in self for name in node.input
         )
 
-    def taken_apart(
+    def replace(
         self,
         node: onnx.NodeProto,
         operands: tuple[str, ...],
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> list[onnx.NodeProto]:
-        """The nodes without sequences that stand for this one; its sequence, where it writes one,
-        is noted.
+        """Return the nodes that replace a node, none of which reads or writes a sequence. Store the
+        sequence that the node writes, if any.
 
-        `operands` are the node's own with aliases resolved, `types` and `arrays` hold what is known
-        of them. Raises ModelError where a length or a position depends on data, lies outside the
-        sequence, where sequences are too long, and where the operator cannot take a sequence.
+        `operands` are the node's operands with aliases resolved, `types` and `arrays` their types
+        and known data. Raises ModelError if a length or position depends on data, if a position is
+        out of range, if the sequences of the file hold too many tensors, and if an operator does
+        not accept a sequence.
         """
         where = f"{node.op_type} {node.name!r}"
         result = node.output[0]
@@ -79,51 +83,53 @@ class Sequences(dict[str, tuple[str, ...]]):
                 return self._split(node, operands, types, arrays, stated, where)
             case "SequenceConstruct" | "SequenceEmpty":
                 if any(name in self for name in operands):
-                    raise ModelError("it cannot take a sequence", where=where)
-                self._note(result, operands, where)
+                    raise ModelError("an operand is a sequence, expected a tensor", where=where)
+                self._store(result, operands, where)
                 return []
         if not operands or operands[0] not in self or any(name in self for name in operands[1:]):
-            raise ModelError("it cannot take a sequence here", where=where)
-        if operands[0] in self._stacks:
-            return self._put_together(
-                node, operands[0], types[f"{operands[0]}/stack"].shape, stated
+            raise ModelError(
+                "expected a sequence as the first operand, and tensors as the others", where=where
             )
+        if operands[0] in self._stacks:
+            return self._restack(node, operands[0], types[f"{operands[0]}/stack"].shape, stated)
         tensors = self[operands[0]]
         last = len(tensors) - 1
         match node.op_type:
             case "Identity":
-                self._hand_on(operands[0], result, where)
+                self._forward(operands[0], result, where)
             case "SequenceLength":
                 return [made_node(node, "Constant", [], [result], value_int=len(tensors))]
             case "SequenceAt":
-                place = _position(operands[1:], arrays, len(tensors), last, where)
-                return [made_node(node, "Identity", [tensors[place]], [result])]
+                index = _position(operands[1:], arrays, len(tensors), last, where)
+                return [made_node(node, "Identity", [tensors[index]], [result])]
             case "SequenceErase":
-                place = _position(operands[1:], arrays, len(tensors), last, where)
-                self._note(result, tensors[:place] + tensors[place + 1 :], where)
+                index = _position(operands[1:], arrays, len(tensors), last, where)
+                self._store(result, tensors[:index] + tensors[index + 1 :], where)
             case "SequenceInsert":
-                place = _position(operands[2:], arrays, len(tensors), last + 1, where)
-                self._note(result, (*tensors[:place], operands[1], *tensors[place:]), where)
+                index = _position(operands[2:], arrays, len(tensors), last + 1, where)
+                self._store(result, (*tensors[:index], operands[1], *tensors[index:]), where)
             case "ConcatFromSequence":
                 axis = stated.get("axis", 0)
                 if not stated.get("new_axis"):
                     return [made_node(node, "Concat", tensors, [result], axis=axis)]
-                wide = [f"{result}/{number}" for number in range(len(tensors))]
-                lifted = [
+                unsqueezed = [f"{result}/{number}" for number in range(len(tensors))]
+                nodes = [
                     each
-                    for tensor, name in zip(tensors, wide, strict=True)
+                    for tensor, name in zip(tensors, unsqueezed, strict=True)
                     for each in self._with_numbers(node, "Unsqueeze", tensor, [name], [axis])
                 ]
-                return [*lifted, made_node(node, "Concat", wide, [result], axis=axis)]
+                return [*nodes, made_node(node, "Concat", unsqueezed, [result], axis=axis)]
             case _:
-                raise ModelError("it cannot take a sequence", where=where)
+                raise ModelError("an operand is a sequence, expected a tensor", where=where)
         return []
 
     def stacked(
         self, origin: onnx.NodeProto, name: str, readers: Sequence[str]
     ) -> list[onnx.NodeProto]:
-        """The nodes that make a sequence of the slices of `name`/stack; none where `readers`, the
-        operators that read it, only put them together again.
+        """Return the nodes that make the sequence `name` of the slices of the tensor `name`/stack.
+
+        If all `readers`, the operators that read the sequence, are ConcatFromSequence, there are no
+        such nodes: the tensor is transposed and reshaped instead.
         """
         if readers and set(readers) == {"ConcatFromSequence"}:
             self._stacks.add(name)
@@ -131,10 +137,12 @@ class Sequences(dict[str, tuple[str, ...]]):
             return []
         return [made_node(origin, "SplitToSequence", [f"{name}/stack"], [name], axis=0, keepdims=0)]
 
-    def _put_together(
+    def _restack(
         self, node: onnx.NodeProto, name: str, shape: tuple[int, ...], stated: Mapping[str, int]
     ) -> list[onnx.NodeProto]:
-        """The slices of a tensor along its first axis as one tensor again."""
+        """Return the nodes of a ConcatFromSequence of the slices of `name`/stack along its first
+        axis. `shape` is the shape of the stack.
+        """
         source = f"{name}/stack"
         result = node.output[0]
         is_new = bool(stated.get("new_axis"))
@@ -142,24 +150,25 @@ class Sequences(dict[str, tuple[str, ...]]):
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
         if is_new:
             return [made_node(node, "Transpose", [source], [result], perm=order)]
-        moved = [shape[place] for place in order]
-        extents = [*moved[:axis], moved[axis] * moved[axis + 1], *moved[axis + 2 :]]
+        moved = [shape[each] for each in order]
+        merged = [*moved[:axis], moved[axis] * moved[axis + 1], *moved[axis + 2 :]]
         return [
             made_node(node, "Transpose", [source], [f"{result}/moved"], perm=order),
-            made_node(node, "Constant", [], [f"{result}/shape"], value_ints=extents),
+            made_node(node, "Constant", [], [f"{result}/shape"], value_ints=merged),
             made_node(node, "Reshape", [f"{result}/moved", f"{result}/shape"], [result]),
         ]
 
-    def _note(self, name: str, tensors: tuple[str, ...], where: str) -> None:
+    def _store(self, name: str, tensors: tuple[str, ...], where: str) -> None:
         self[name] = tensors
         self._held += len(tensors)
-        if self._held > MOST_TENSORS:
+        if self._held > MAX_TENSORS:
             raise ModelError(
-                f"the file's sequences hold more than {MOST_TENSORS:,} tensors", where=where
+                f"the sequences of the file hold more than {MAX_TENSORS:,} tensors",
+                where=where,
             )
 
-    def _hand_on(self, source: str, result: str, where: str) -> None:
-        self._note(result, self[source], where)
+    def _forward(self, source: str, result: str, where: str) -> None:
+        self._store(result, self[source], where)
         if source in self.absent:
             self.absent.add(result)
 
@@ -172,13 +181,13 @@ class Sequences(dict[str, tuple[str, ...]]):
         if node.op_type == "OptionalHasElement":
             return [truth(node, result, is_held)]
         if not is_held and node.op_type == "OptionalGetElement":
-            raise ModelError("the Optional that it reads holds nothing", where=where)
+            raise ModelError("its operand is an Optional that holds nothing", where=where)
         if source and source not in self:
             return [made_node(node, "Identity", [source], [result])]
         if source:
-            self._hand_on(source, result, where)
+            self._forward(source, result, where)
         else:
-            self._note(result, (), where)
+            self._store(result, (), where)
             self.absent.add(result)
         return []
 
@@ -191,30 +200,35 @@ class Sequences(dict[str, tuple[str, ...]]):
         stated: Mapping[str, int],
         where: str,
     ) -> list[onnx.NodeProto]:
-        """A Split into the parts; those of a SplitToSequence without sizes lose the axis unless
-        `keepdims`.
+        """Return the nodes of a SplitToSequence. Without sizes, parts have size 1, and lose the axis
+        if `keepdims` is 0.
         """
         source = operands[0]
         result = node.output[0]
         axis = stated.get("axis", 0)
-        sized = len(operands) > 1 and bool(operands[1])
-        if source not in types or (sized and operands[1] not in arrays):
-            raise ModelError("the number of its parts depends on data", where=where)
+        has_sizes = len(operands) > 1 and bool(operands[1])
+        if source not in types or (has_sizes and operands[1] not in arrays):
+            raise ModelError("the number or the sizes of its parts depend on data", where=where)
         shape = types[source].shape
         if not -len(shape) <= axis < len(shape):
-            raise ModelError(f"there is no axis {axis} in {list(shape)}", where=where)
-        extent = shape[axis]
-        sizes = arrays[operands[1]] if sized else np.asarray(1)
+            raise ModelError(
+                f"axis {axis} is out of range for the shape {list(shape)}", where=where
+            )
+        size = shape[axis]
+        sizes = arrays[operands[1]] if has_sizes else np.asarray(1)
         if sizes.shape:
             parts = [int(each) for each in sizes.reshape(-1)]
         else:
             part = max(int(sizes), 0)
-            starts = range(0, extent, part)[: MOST_TENSORS + 1] if part else ()
-            parts = [min(part, extent - start) for start in starts]
-        self._note(result, tuple(f"{result}/{number}" for number in range(len(parts))), where)
-        if sum(parts) != extent or min(parts, default=0) < 0:
-            raise ModelError(f"parts of {sizes.tolist()} do not make up {extent}", where=where)
-        if sized or stated.get("keepdims", 1):
+            starts = range(0, size, part)[: MAX_TENSORS + 1] if part else ()
+            parts = [min(part, size - start) for start in starts]
+        self._store(result, tuple(f"{result}/{number}" for number in range(len(parts))), where)
+        if sum(parts) != size or min(parts, default=0) < 0:
+            raise ModelError(
+                f"the sizes {sizes.tolist()} do not add up to {size}, the size of axis {axis}",
+                where=where,
+            )
+        if has_sizes or stated.get("keepdims", 1):
             return self._with_numbers(node, "Split", source, self[result], parts, axis)
         rows = [f"{name}/row" for name in self[result]]
         found = self._with_numbers(node, "Split", source, rows, parts, axis)
@@ -231,11 +245,11 @@ class Sequences(dict[str, tuple[str, ...]]):
         sizes: list[int],
         axis: int = 0,
     ) -> list[onnx.NodeProto]:
-        """A Split by sizes, or a node with axes, behind the constant that holds these where they
-        are an operand.
+        """Return a Split by `sizes`, or a Squeeze or Unsqueeze whose axes are `sizes`. In opsets
+        that read them as an operand, a constant precedes it.
         """
         title, attributes = ("split", {"axis": axis}) if operator == "Split" else ("axes", {})
-        if self._opset < _AXES_ARE_OPERANDS:
+        if self._opset < AXES_OPERANDS_SINCE:
             return [made_node(node, operator, [operand], results, **attributes, **{title: sizes})]
         held = f"{results[0]}/{title}"
         constant = made_node(node, "Constant", [], [held], value_ints=sizes)
@@ -243,7 +257,7 @@ class Sequences(dict[str, tuple[str, ...]]):
 
 
 def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
-    """A Constant that is true or false."""
+    """Return the Constant node of a boolean scalar."""
     import onnx
 
     tensor = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=bytes([value]))
@@ -251,7 +265,7 @@ def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
 
 
 def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) -> list[Any]:
-    """The nodes that make a tensor of this type without elements."""
+    """Return the nodes that write an empty tensor. `kind` is ONNX's number of the element type."""
     import onnx.helper
 
     size = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
@@ -265,15 +279,17 @@ def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) 
 def _position(
     operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str
 ) -> int:
-    """The position that an operand names in a sequence, counted from its start; `last` where there
-    is no operand.
+    """Return the non-negative position in a sequence that the first operand holds; `last`, the
+    largest valid position, if there is no operand.
     """
     if not operands or not operands[0]:
-        place = last
+        position = last
     elif operands[0] in arrays and arrays[operands[0]].size == 1:
-        place = int(arrays[operands[0]].reshape(-1)[0])
+        position = int(arrays[operands[0]].reshape(-1)[0])
     else:
-        raise ModelError("the position in the sequence depends on data", where=where)
-    if not -length <= place <= last:
-        raise ModelError(f"there is no position {place} in a sequence of {length}", where=where)
-    return place + length if place < 0 else place
+        raise ModelError("a position in a sequence depends on data", where=where)
+    if not -length <= position <= last:
+        raise ModelError(
+            f"position {position} is out of range for a sequence of length {length}", where=where
+        )
+    return position + length if position < 0 else position

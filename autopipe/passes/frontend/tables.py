@@ -1,8 +1,8 @@
-"""Tables that a model computes from positions alone, known by their numbers: they are no
-parameters.
+"""Recognition of tables that depend on positions only, such as masks and sinusoidal embeddings: they
+are no parameters.
 
-A trained tensor never looks like one; a fresh one may be all ones or zeros, which therefore says
-nothing by itself.
+The data of a tensor decide. A trained tensor does not look like a table. Tensors of equal elements
+are not recognised, because new parameters may be all ones or zeros.
 """
 
 from __future__ import annotations
@@ -12,96 +12,101 @@ import math
 import numpy as np
 
 HIDDEN = -1e4
-"""Below this an added mask hides a position from a softmax, in half precision too."""
-SURE = 16
-"""Numbers of which most are different only where they were drawn."""
-LEAST = 4
-"""Places from which a regular series is no accident."""
-STEEPEST = 512
-"""Places of a table that are looked at: enough to tell it from numbers that were drawn."""
+"""An added mask below this value hides a position from a softmax, in half precision too."""
+MIN_RANDOM_ELEMENTS = 16
+"""Minimum number of elements from which mostly distinct elements show that a matrix is random."""
+MIN_SERIES = 4
+"""Minimum length of a regular series that counts as a table."""
+MAX_POSITIONS = 512
+"""Maximum number of positions of a table that are examined."""
 
 
 def is_uniform(array: np.ndarray) -> bool:
+    """True if all elements are equal, or if there are none."""
     if array.size == 0:
         return True
     flat = array.reshape(-1)
     return bool(flat[0] == flat[-1]) and bool((flat == flat[0]).all())
 
 
-def is_drawn(array: np.ndarray) -> bool:
-    """True if a matrix's numbers were drawn at random or trained: hardly any stands twice, so that
-    no two tensors have the same by accident.
+def is_random(array: np.ndarray) -> bool:
+    """True if the elements of a matrix are random or trained: at least 90% are distinct. Two such
+    tensors with equal data are copies.
     """
-    wide = sum(extent > 1 for extent in array.shape)
-    return wide > 1 and array.size >= SURE and len(np.unique(array)) >= 0.9 * array.size
+    axes = sum(size > 1 for size in array.shape)
+    return (
+        axes > 1 and array.size >= MIN_RANDOM_ELEMENTS and len(np.unique(array)) >= 0.9 * array.size
+    )
 
 
 def table_of(array: np.ndarray, named: bool) -> str:
-    """Kind of table that the numbers are, "" where they may be a weight's.
+    """Return the kind of table that the data are, as words for messages; "" if they may be a weight.
 
-    A tensor that the module names (`named`) may hold a series: modules begin so (RWKV's decays).
+    With `named`, the tensor has a name in its module, and a regular series counts as a weight: some
+    modules are initialised so, such as RWKV's decays.
     """
     if array.size < 2 or is_uniform(array):
         return ""
-    numbers = np.asarray(array[:STEEPEST] if array.ndim == 1 else array, dtype=np.float64)
+    numbers = np.asarray(array[:MAX_POSITIONS] if array.ndim == 1 else array, dtype=np.float64)
     if np.isin(numbers[~(numbers <= HIDDEN)], (0.0, 1.0)).all():
         return "a mask"
     if bool((numbers == np.round(numbers)).all()):
         return "whole numbers, such as positions"
-    places = _by_place(numbers)
-    if places is None:
+    table = _by_position(numbers)
+    if table is None:
         return ""
-    if places.shape[1] > 1:
-        if are_waves(places) or (not named and _begins_as_angles(places)):
+    if table.shape[1] > 1:
+        if are_waves(table) or (not named and _begins_as_angles(table)):
             return "a table of sines and cosines"
-    elif not named and _is_series(places[:, 0]):
+    elif not named and _is_series(table[:, 0]):
         return "a series of positions or frequencies"
     return ""
 
 
-def are_waves(places: np.ndarray) -> bool:
-    """True if each column is a sampled sine: x[i-1] + x[i+1] is the same multiple of x[i]
-    everywhere.
+def are_waves(table: np.ndarray) -> bool:
+    """True if each column of [positions, columns] is a sampled sine: x[i−1] + x[i+1] = c · x[i] with
+    one c per column, |c| ≤ 2. At least one column must change visibly.
     """
-    if len(places) < LEAST:
+    if len(table) < MIN_SERIES:
         return False
-    middle = places[1:-1]
-    around = places[:-2] + places[2:]
+    middle = table[1:-1]
+    around = table[:-2] + table[2:]
     square = (middle * middle).sum(axis=0)
     factor = np.divide(
         (middle * around).sum(axis=0), square, out=np.full(len(square), 2.0), where=square > 0
     )
     if not bool((np.abs(factor) <= 2 + 1e-3).all()):
         return False
-    size = np.abs(places).max(axis=0)
-    steps = np.abs(np.diff(places, axis=0)).max(axis=0)
-    # A column that hardly moves says nothing; some must turn visibly.
-    turning = steps > 0.05 * size
+    size = np.abs(table).max(axis=0)
+    steps = np.abs(np.diff(table, axis=0)).max(axis=0)
+    # Columns of a low frequency are nearly constant, which proves nothing.
+    is_changing = steps > 0.05 * size
     close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
-    return bool(close.all()) and bool(turning.any())
+    return bool(close.all()) and bool(is_changing.any())
 
 
-def _by_place(numbers: np.ndarray) -> np.ndarray | None:
-    """The numbers as [places, columns] where only the last two axes, or one, are more than 1
-    wide.
+def _by_position(numbers: np.ndarray) -> np.ndarray | None:
+    """Return the data as [positions, columns], at most `MAX_POSITIONS` positions; None unless one or
+    two dimensions have a size above 1.
     """
-    shape = [extent for extent in numbers.shape if extent > 1]
+    shape = [size for size in numbers.shape if size > 1]
     if not 1 <= len(shape) <= 2:
         return None
-    places = numbers.reshape(shape[0], -1)
-    return places[:STEEPEST]
+    return numbers.reshape(shape[0], -1)[:MAX_POSITIONS]
 
 
-def _begins_as_angles(places: np.ndarray) -> bool:
-    """True if the numbers are sines or cosines that begin at position 0."""
-    first = places[0]
+def _begins_as_angles(table: np.ndarray) -> bool:
+    """True if the data may be sines or cosines from position 0 on: the first row has only ones or only
+    zeros, and no magnitude exceeds 1.
+    """
+    first = table[0]
     begins = bool((first == 1).all()) or bool((first == 0).all())
-    return begins and len(places) >= LEAST and float(np.abs(places).max()) <= 1 + 1e-6
+    return begins and len(table) >= MIN_SERIES and float(np.abs(table).max()) <= 1 + 1e-6
 
 
 def _is_series(numbers: np.ndarray) -> bool:
-    """True if numbers grow by the same step or by the same factor."""
-    if len(numbers) < LEAST:
+    """True if the differences, or the ratios, of consecutive elements are equal."""
+    if len(numbers) < MIN_SERIES:
         return False
     steps = np.diff(numbers)
     size = float(np.abs(steps).max())

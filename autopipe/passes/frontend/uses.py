@@ -1,4 +1,4 @@
-"""Who reads each value of a file, and where operators take weights."""
+"""The readers of each value of a file, and the operand slots that hold weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHT_SLOTS: dict[str, frozenset[int]] = {
     "RNN": frozenset({1, 2, 3}),
     "Gather": frozenset({0}),
 }
-"""Operands that are weights where they do not depend on the inputs."""
+"""By operator, the operands that are weights if they do not depend on the inputs."""
 AFFINE_SLOTS = frozenset(
     {
         ("Conv", 2),
@@ -44,19 +44,19 @@ AFFINE_SLOTS = frozenset(
     }
     | {("PRelu", 1)}
 )
-"""Operands that hold scales, offsets and slopes: equal numbers there are those of a new layer."""
+"""(operator, operand) of scales, biases and slopes. All of their elements are equal in a new layer."""
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
-"""Operators that spell such a scale or offset where a layer has no operator of its own."""
+"""Operators that apply a scale or bias in layers for which ONNX has no operator."""
 VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast"})
-"""Operators through which a weight may pass on its way."""
+"""Operators that may stand between a weight and the operator that uses it."""
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-"""Recurrent layers, by the rows of their weights for each hidden unit."""
+"""Number of gates of recurrent layers: weight rows per hidden unit."""
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
-"""Names that torch's exporters give to constants and to what they folded, weights included."""
+"""Names that torch's exporters give to constants and to folded values, which may be weights."""
 
 
 class Uses:
-    """Who reads each value of some nodes: node and position of the operand."""
+    """The readers of each value among some nodes, as pairs of node and operand index."""
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
         self.readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
@@ -66,7 +66,9 @@ class Uses:
                     self.readers.setdefault(name, []).append((node, slot))
 
     def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
-        """(operator, operand) of every use of a value, seen through the operators `through`."""
+        """Return (operator, operand index) of every use of a value. Operators `through` are skipped:
+        the uses of their results count instead.
+        """
         found: set[tuple[str, int]] = set()
         seen = {name}
         waiting = [name]
@@ -81,14 +83,14 @@ class Uses:
         return frozenset(found)
 
     def is_weight(self, name: str) -> bool:
-        """True if a value is read where operators take weights."""
+        """True if a use of a value is a weight slot."""
         return any(
             slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name)
         )
 
 
 def scope_of(node: onnx.NodeProto) -> str:
-    """The module that a node of the older exporter is a part of; "" for an Identity, which is in
-    none.
+    """Return the module that a node of PyTorch's TorchScript exporter belongs to, "" if its name has
+    no module.
     """
     return "/".join(NUMBERED.sub("", each) for each in node.name.split("/")[:-1])

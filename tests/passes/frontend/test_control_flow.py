@@ -162,19 +162,19 @@ REFUSED = {
         y = If (c) <then_branch = t () => (float[6,4] a) { a = Concat <axis = 0> (x, x) },
                     else_branch = e () => (float[3,4] a) { a = Neg (x) }>
     """,
-    "how often its body runs depends on data": """
+    "its iteration count depends on data": """
         sum = ReduceSum <keepdims = 0> (x)
         most = Cast <to = 7> (sum)
         y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
             g = Neg (h)
         }>
     """,
-    "its body never runs, and states no shape for what 'y' gathers": """
+    "it has no iterations, and its body declares no shape for scan output 'y'": """
         nil = Constant <value = int64 {0}> ()
         yes = Constant <value = bool {1}> ()
         y = Loop (nil, yes) <body = b (int64 i, bool going) => (bool going, float[n] s) { s = ReduceSum (x) }>
     """,
-    "nothing bounds that or what it gathers": """
+    "its end depends on data, and it has scan outputs": """
         yes = Constant <value = bool {1}> ()
         y = Loop (, yes, x) <body = b (int64 i, bool going, float[3,4] h) => (bool still, float[3,4] g) {
             g = Neg (h)
@@ -182,7 +182,7 @@ REFUSED = {
             still = Cast <to = 9> (m)
         }>
     """,
-    "times its body of 1 node, the file has become too many nodes": """
+    "of its body of 1 node, the file has too many nodes": """
         most = Constant <value = int64 {9223372036854775807}> ()
         y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
             g = Neg (h)
@@ -368,7 +368,7 @@ def test_a_scan_of_opset_8(tmp_path: Path) -> None:
     proto.graph.node[0].input[:] = ["", "x"]
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(
-        ModelError, match=r"the Scan of opset 8, which runs for each sample alone.*opset 9"
+        ModelError, match=r"the Scan of opset 8, which has a batch dimension.*opset 9"
     ):
         read_model(tmp_path / "model.onnx")
 

@@ -132,9 +132,9 @@ def loops(draw: st.DrawFn) -> onnx.ModelProto:
 def both(path: Path, **settings: object) -> tuple[Model, Model]:
     """The model with its loops kept, and with their runs apart."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_flow, "MOST_REPEATED", 0)
+        patch.setattr(control_flow, "MAX_UNROLLED_NODES", 0)
         kept = read_model(path, **settings)  # type: ignore[arg-type]
-        patch.setattr(control_flow, "MOST_REPEATED", 10**9)
+        patch.setattr(control_flow, "MAX_UNROLLED_NODES", 10**9)
         return kept, read_model(path, **settings)  # type: ignore[arg-type]
 
 

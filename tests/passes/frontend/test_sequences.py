@@ -13,7 +13,7 @@ import pytest
 from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.sequences import MOST_TENSORS
+from autopipe.passes.frontend.sequences import MAX_TENSORS
 from tests.passes.frontend.building import FLOAT, integers, model, node, saved
 from tests.passes.frontend.reference import as_onnx, random_feeds, run
 
@@ -66,16 +66,21 @@ READ = {
     ],
 }
 REFUSED = {
-    "there is no position 7 in a sequence of 3": [THIRDS, node("SequenceAt", "s far", "y")],
-    "parts of .1, 4, 2. do not make up 3": [node("SplitToSequence", "x sizes", "s", axis=0)],
-    "there is no axis 4": [node("SplitToSequence", "x three", "s", axis=4)],
+    "position 7 is out of range for a sequence of length 3": [
+        THIRDS,
+        node("SequenceAt", "s far", "y"),
+    ],
+    "the sizes .1, 4, 2. do not add up to 3, the size of axis 0": [
+        node("SplitToSequence", "x sizes", "s", axis=0)
+    ],
+    "axis 4 is out of range": [node("SplitToSequence", "x three", "s", axis=4)],
     "depends on data": [
         THIRDS,
         node("Cast", "p", "q", to=onnx.TensorProto.INT64),
         node("SequenceAt", "s q", "y"),
     ],
-    "it cannot take a sequence": [THIRDS, node("Relu", "s", "y")],
-    "the Optional that it reads holds nothing": [
+    "an operand is a sequence, expected a tensor": [THIRDS, node("Relu", "s", "y")],
+    "its operand is an Optional that holds nothing": [
         onnx.helper.make_node(
             "Optional", [], ["o"], type=onnx.helper.make_tensor_type_proto(FLOAT, [3, 7])
         ),
@@ -110,7 +115,7 @@ def test_a_small_file_with_more_tensors_than_fit(tmp_path: Path) -> None:
     nodes = [node("SplitToSequence", "x", "s"), node("SequenceAt", "s zero", "y")]
     path = tmp_path / "model.onnx"
     path.write_bytes(model(nodes, {"x": [10**9, 7]}, "y", HELD).SerializeToString())
-    with pytest.raises(ModelError, match=f"more than {MOST_TENSORS:,} tensors"):
+    with pytest.raises(ModelError, match=f"more than {MAX_TENSORS:,} tensors"):
         read_model(path)
 
 
