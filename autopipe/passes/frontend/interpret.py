@@ -501,11 +501,11 @@ def _keep_loop(sweep: _Sweep, loop: KeptLoop) -> str:
         for name, table in former.items():
             setattr(sweep, name, table)
         return error.message
-    before, loop, constants, results = made
+    before, node, constants, results = made
     for constant in constants:
         sweep.keep(constant)
     sweep.types.update((value.name, value) for value in results)
-    sweep.nodes = [*outer, *before, replace(loop, name=_unique(sweep, loop.name))]
+    sweep.nodes = [*outer, *before, replace(node, name=_unique(sweep, node.name))]
     return ""
 
 
