@@ -10,17 +10,17 @@ __version__ = VERSION
 # `typing.py` that lies in the current folder.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from autopipe.api import Plan, export, plan
+    from autopipe.api.interface import Plan, export, plan
 
 __all__ = ["Plan", "export", "plan"]
 
 
 def __getattr__(name: str) -> object:
-    """Load what planning or torch need when it is first asked for: programs of ranks import the
-    package, too.
+    """Return a name of the Python interface. The interface is imported at its first use, because
+    the programs of ranks import this package without it.
     """
     if name in __all__:
-        from autopipe import api
+        from autopipe.api import interface
 
-        return getattr(api, name)
+        return getattr(interface, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import autopipe, parse_arguments
 
-from autopipe.cli.plan_folder import open_prediction
+from autopipe.api.plan_folder import open_prediction
 from tests.distributed.support.allocations import peak_of_rank
 
 MODELS = {

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from command_line import autopipe, parse_arguments
 
-from autopipe.cli.plan_folder import open_prediction
+from autopipe.api.plan_folder import open_prediction
 from autopipe.ir.plan import Plan
 
 

@@ -18,15 +18,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.api.events import Progress
+from autopipe.api.request import request_of
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.bars import Bar
 from autopipe.cli.output import Output, Verbosity, seconds_text, write_texts
 from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
 from autopipe.cli.profile_session import Profiling, processor
-from autopipe.cli.request import request_of
 from autopipe.configs import zoo
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
@@ -695,7 +695,7 @@ def compare(
     folder: Path,
     end: float,
     output: Output,
-    bar: Bar,
+    bar: Progress,
 ) -> Iterator[Comparison]:
     """What came of each session, as it is done; one that fails is told and left out.
 
@@ -729,7 +729,7 @@ def compare(
 
 
 def _measured_subject(
-    name: str, given: Costs, ranks: int | None, folder: Path, bar: Bar
+    name: str, given: Costs, ranks: int | None, folder: Path, bar: Progress
 ) -> tuple[Subject, list[Costs]]:
     """The model, and its costs among up to so many ranks; those `given` alone where None."""
     subject = build(name, folder)
@@ -743,7 +743,7 @@ def _compared(
     pool: WorkerPool,
     folder: Path,
     until: float,
-    bar: Bar,
+    bar: Progress,
 ) -> Comparison:
     model, costs = subject
     title = f"{model.name} on {ranks} ranks"

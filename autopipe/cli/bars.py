@@ -7,23 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import Progress, TaskID
-
-
-class Bar(Protocol):
-    """Progress of one piece of work: the amount that is done, and a note such as the best answer
-    and its bound so far.
-    """
-
-    def advance(self, amount: float = 1, note: str = "") -> None:
-        """Add `amount` to the work that is done. `note` replaces the note if it is not empty."""
-
-    def reach(self, completed: float, note: str = "") -> None:
-        """Set how much work is done, for work that reports a position, such as a solver's
-        seconds.
-        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
+from autopipe.api.request import chosen_scheduler, chosen_strategy
 from autopipe.cli.options import PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, plain_table
-from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import (
     build_cluster,
     cluster_names,

@@ -19,17 +19,17 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopipe.api.plan_folder import CONFIGURATION_FILE, open_plan
+from autopipe.api.request import request_of
 from autopipe.cli.options import MODEL, PATH, standard_options
-from autopipe.cli.output import Output, count_text, group_text, plain_table, printable, seconds_text
-from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
+from autopipe.cli.output import Output, count_text, group_text, plain_table, seconds_text
 from autopipe.cli.plan_report import degrees_text, over_text, reason_lines, strategy_text
-from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice
 from autopipe.ir.timeline import StagePrediction
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, plural, printable
 from autopipe.passes.degree_table import DegreeRow, degree_rows
 from autopipe.passes.degrees import DEGREES
 from autopipe.passes.explain import (

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import yaml
 
+from autopipe.api.codegen import write_programs
+from autopipe.api.request import request_of
 from autopipe.backends.torch.launcher import run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
@@ -22,9 +24,7 @@ from autopipe.backends.torch.verification import (
     read_losses,
     read_outputs,
 )
-from autopipe.cli.codegen import generate
 from autopipe.cli.options import flag_words
-from autopipe.cli.request import request_of
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError
@@ -237,7 +237,7 @@ class _Comparison:
         given = read_text(yaml.dump(settings, Dumper=Dumper), "the check of an export")
         planned = make_plan(request_of(effective([given]), self.file))
         folder = self.file.with_name("program")
-        generate(planned, folder)
+        write_programs(planned, folder)
         return read_manifest(folder)
 
     def _run(

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.api.plan_folder import open_plan
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import difference
-from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout
 from autopipe.ir.ops import spaces_of

@@ -118,8 +118,8 @@ def generate(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # As in launch: read when torch is imported.
 
+    from autopipe.api.program_folder import open_program
     from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest
-    from autopipe.cli.program_folder import open_program
 
     sampled = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
     given = [flag for flag, value in sampled.items() if value is not None]
@@ -228,8 +228,8 @@ def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanRes
     if not (folder / PLAN_FILE).is_file():
         yield folder.absolute(), None
         return
-    from autopipe.cli.codegen import generate as write_programs
-    from autopipe.cli.plan_folder import open_plan
+    from autopipe.api.codegen import write_programs
+    from autopipe.api.plan_folder import open_plan
 
     planned = open_plan(folder, model)
     with scratch_folder("generate") as name:
@@ -269,9 +269,9 @@ def write_prefill(
     sequence, if no more than `most`. Where the model or the plan does not allow it, `note` is told
     why there is none.
     """
+    from autopipe.api.codegen import write_programs
     from autopipe.backends.torch.runtime.manifest import read_manifest
     from autopipe.backends.torch.runtime.modes.decoder import PREFILL
-    from autopipe.cli.codegen import generate as write_programs
     from autopipe.passes.prefill import with_step_length
 
     second = folder.with_name(PREFILL)

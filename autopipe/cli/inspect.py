@@ -43,7 +43,7 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     Example:
       autopipe inspect gpt.onnx --dim batch=8
     """
-    from autopipe.cli.request import wanted_loss, wanted_scores
+    from autopipe.api.request import wanted_loss, wanted_scores
     from autopipe.passes.analysis.loss_division import form_of
     from autopipe.passes.cost.roofline import annotate
     from autopipe.passes.frontend import read_model

@@ -16,6 +16,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from autopipe.api.program_folder import open_program
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import (
     check_free,
@@ -47,7 +48,6 @@ from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_me
 from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.plan_report import update_line
-from autopipe.cli.program_folder import open_program
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import followed, scratch_folder
 from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile

@@ -336,8 +336,8 @@ def _predicted(manifest: Manifest, output: Output) -> Picture | None:
     """The picture of the plan that the program was made from; None where that is not in the folder
     above it.
     """
+    from autopipe.api.plan_folder import open_prediction
     from autopipe.cli.drawing.timeline_figure import plan_picture
-    from autopipe.cli.plan_folder import open_prediction
 
     try:
         plan, timeline = open_prediction(manifest.folder.parent)

@@ -261,7 +261,7 @@ def _report(error: AutopipeError, as_json: bool) -> None:
     """Print the error's lines on stderr and, for `as_json`, its object on stdout. Where a file has
     names or lists of megabytes, a line's beginning and end are printed.
     """
-    from autopipe.cli.output import printable
+    from autopipe.ir.words import printable
 
     half = _MOST_LETTERS // 2
     place = f"{error.where}: " if error.where else ""

@@ -227,7 +227,7 @@ def configuration_options(command: Command) -> Command:
         }
         over = None
         if kwargs.get("base") is not None:
-            from autopipe.cli.plan_folder import check_editable  # heavy, and for few commands
+            from autopipe.api.plan_folder import check_editable  # heavy, and for few commands
 
             if file is not None:
                 hint = "leave out --config"

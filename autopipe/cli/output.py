@@ -22,12 +22,13 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.bars import Bar, DrawnBar, LineBar
+from autopipe.api.events import Progress as Work
+from autopipe.cli.bars import DrawnBar, LineBar
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import OutputFile
 from autopipe.ir.placement import node_ranges
-from autopipe.ir.words import in_units, plural
+from autopipe.ir.words import in_units, plural, printable
 
 _PIPED_WIDTH = 160
 """Characters a line where stdout is no terminal and COLUMNS says nothing."""
@@ -39,18 +40,6 @@ class Verbosity(enum.IntEnum):
     QUIET = 0
     NORMAL = 1
     DETAILED = 2
-
-
-def printable(text: str) -> str:
-    """`text` on one line, with escapes in place of what would move the cursor, colour, reorder or
-    hide text. Every name from a model, a plan or a schedule that a person is shown goes through
-    here.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
 
 
 def printable_lines(text: str) -> str:
@@ -162,10 +151,10 @@ class Output:
         self.stderr.print(_Printable(text), soft_wrap=not self.stderr.is_terminal)
 
     @contextmanager
-    def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:
+    def progress(self, description: str, total: float | None = None) -> Iterator[Work]:
         """Show progress on stderr for the length of the block: a bar on a terminal, otherwise a
         line every `interval_s`, and nothing with -q. `total` is the amount of all work, in the unit
-        that `Bar.advance` counts; None if it is not known.
+        that `Progress.advance` counts; None if it is not known.
         """
         if not self.stderr.is_terminal:
             with self.progress_lines(description, total) as lines:

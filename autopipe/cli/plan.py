@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,9 @@ import click
 from autopipe.cli.options import FORCE, PATH, configuration_options, standard_options
 from autopipe.cli.output import Output
 from autopipe.configs.configuration import Configuration
-from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
-    from autopipe.ir.plan import Plan
-    from autopipe.passes.pipeline import PlanResult, Request
+    from autopipe.passes.pipeline import PlanResult
 
 
 @click.command()
@@ -76,51 +74,43 @@ def plan(
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
-    from autopipe.cli.plan_folder import check_target, check_unmixed, write_plan_folder
+    from autopipe.api.planning import plan as plan_model
     from autopipe.cli.progress import Watcher, names_of
-    from autopipe.cli.request import request_of
-    from autopipe.ir.output_kinds import ONNX, OutputFile
-    from autopipe.ir.plan import read_plan
-    from autopipe.passes.auto.choose import choose
-    from autopipe.passes.auto.plan_cache import answers
-    from autopipe.passes.pipeline import make_plan, untried_options
+    from autopipe.passes.pipeline import Observer, Request, untried_options
 
-    before = None
-    if base is not None:
-        check_unmixed(base)
-        before = read_plan(base)
-    if model is None:
-        if before is None:
-            raise click.UsageError("Missing argument 'MODEL'.")
-        model = Path(before.model)
-    target = folder or base or Path(f"{model}.plan")
-    check_target(target, base, force)
-    if annotate is not None:
-        OutputFile(annotate, ONNX, (model,), force).check()
-    request = request_of(configuration, model)
-    if base is not None and before is not None:
-        request = _keeping_placement(base, before, configuration, request)
-    with output.progress("planning", total=len(names_of(request))) as bar:
-        debug = bool(click.get_current_context().params["debug"])
-        watcher = Watcher(output, bar, request, dump_after, debug)
-        if request.strategy is None:
-            # Values are dumped where they are made.
-            planned = choose(request, watcher, None if no_cache or dump_after else answers())
-        else:
-            planned = make_plan(request, watcher, advise=True)
-    # What shows a plan is loaded once there is one.
+    if model is None and base is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    debug = bool(click.get_current_context().params["debug"])
+
+    @contextmanager
+    def observe(request: Request) -> Iterator[Observer]:
+        with output.progress("planning", total=len(names_of(request))) as bar:
+            yield Watcher(output, bar, request, dump_after, debug)
+
+    made = plan_model(
+        configuration,
+        model,
+        folder,
+        base=base,
+        annotate=annotate,
+        force=force,
+        # Values of passes exist only while a search runs.
+        cached=not no_cache and not dump_after,
+        observe=observe,
+    )
+    # Modules that show a plan are imported after the search.
     from autopipe.cli.plan_report import degrees_text, plan_delta, plan_screen
     from autopipe.configs.local_devices import local_cluster
     from autopipe.ir.codec import encode
 
-    untold = [] if annotate is None else annotate_model(planned, annotate)
-    copy = write_plan_folder(target, planned, configuration, base, force)
-    _tell_what_stayed(output, target, planned, copy)
-    for warning in (*((text, "") for text in planned.model.warnings), *untold):
+    planned = made.result
+    target = made.folder
+    _report_kept_files(output, target, planned, made.edited_copy)
+    for warning in (*((text, "") for text in planned.model.warnings), *made.missing_annotations):
         output.warn(*warning)
     plan = planned.plan
     schedule = planned.plan.schedule
-    untried = untried_options(request, planned)
+    untried = untried_options(made.request, planned)
     data = {
         "plan": target,
         "annotated": annotate,
@@ -136,20 +126,22 @@ def plan(
     }
     here = local_cluster() if configuration.cluster.is_open else None
     _warn_of_devices(output, planned, configuration, "" if here is None else here.warning)
-    screen = list(plan_screen(planned, request, target, here.why if here else "", untried, output))
-    if base is not None and before is not None:
-        data["from"], lines = plan_delta(base, before, plan)
+    screen = list(
+        plan_screen(planned, made.request, target, here.why if here else "", untried, output)
+    )
+    if base is not None and made.before is not None:
+        data["from"], lines = plan_delta(base, made.before, plan)
         screen += lines
     if annotate is not None:
         screen.append(f"annotated model in {annotate}")
     output.report(data, *screen)
 
 
-def _tell_what_stayed(output: Output, folder: Path, planned: PlanResult, copy: Path | None) -> None:
-    """Name the copy of an edited configuration, and a program in the plan folder that is of an
-    earlier plan.
-    """
-    from autopipe.cli.plan_folder import stale_program
+def _report_kept_files(
+    output: Output, folder: Path, planned: PlanResult, copy: Path | None
+) -> None:
+    """Report where an edited configuration was moved, and warn of a program of an earlier plan."""
+    from autopipe.api.plan_folder import stale_program
 
     if copy is not None:
         output.note(f"flags changed config.yaml, which was edited: the edited file is now {copy}")
@@ -164,9 +156,9 @@ def _tell_what_stayed(output: Output, folder: Path, planned: PlanResult, copy: P
 def _warn_of_devices(
     output: Output, planned: PlanResult, configuration: Configuration, about_this_machine: str
 ) -> None:
-    """Name the devices without a stage, and say `about_this_machine` if the plan is for it.
+    """Warn of devices without a stage, and of a bandwidth factor between nodes if there is one node.
 
-    Also warn of a factor for links between nodes if there is one node.
+    `about_this_machine` is a warning about the devices of this machine, "" for none.
     """
     from autopipe.cli.output import count_text, devices_text
 
@@ -174,11 +166,11 @@ def _warn_of_devices(
     used = set[int]().union(*(stage.devices for stage in planned.plan.placement.stages))
     idle = sorted(set(range(size)) - used)
     if idle:
-        told = (
+        message = (
             f"{count_text(len(idle), 'device')} of {size} idle, without a stage: "
             f"{devices_text(idle)}"
         )
-        output.warn(told, "--gpus plans for fewer")
+        output.warn(message, "--gpus plans for fewer")
     if (
         configuration.cluster.internode_bandwidth_factor != 1
         and planned.problem.cluster.node_count == 1
@@ -188,103 +180,3 @@ def _warn_of_devices(
         )
     if about_this_machine:
         output.warn(about_this_machine, "--cluster names a preset or a file")
-
-
-_DECIDED = {
-    "recompute": "placement.yaml says of each stage whether it recomputes",
-    "constraints": "the stages of placement.yaml are taken as they are",
-}
-"""Keys that strategies read, and what decides instead where a placement is given."""
-
-
-def _with_own_sizes(before: Plan, request: Request) -> Request:
-    """Return the request with the micro-batches of the plan `before` if its stages have
-    micro-batches of their own.
-
-    The configuration of such a plan leaves the number of micro-batches open. A number that is asked
-    for stays.
-    """
-    if (
-        not before.has_own_sizes
-        or request.micro_batches is not None
-        or request.micro_batch_size is not None
-    ):
-        return request
-    return replace(request, micro_batch_size=before.summary.micro_batch_size)
-
-
-def _keeping_placement(
-    folder: Path, before: Plan, configuration: Configuration, request: Request
-) -> Request:
-    """Return the request with the micro-batches of the placement in `folder`, which is kept.
-
-    Raises ConfigurationError for a setting that contradicts the placement or that it has no use
-    for.
-    """
-    from autopipe.cli.plan_folder import check_editable
-    from autopipe.configs.configuration import load_configuration
-    from autopipe.passes.placement.explicit import Explicit
-
-    request = _with_own_sizes(before, request)
-    strategy = request.strategy
-    summary = before.summary
-    devices = request.cluster.size
-    size = request.micro_batch_size
-    if size is None and request.batch_size is not None and request.micro_batches is not None:
-        size = request.batch_size // request.micro_batches
-    why = ""
-    if not isinstance(strategy, Explicit):
-        why = f"strategy {configuration.strategy.name} would make another placement"
-    elif request.mode is not None and request.mode.value != before.mode:
-        why = f"the placement is to {before.mode}, not to {request.mode.value}"
-    elif devices not in (summary.devices, strategy.devices):
-        why = (
-            f"the placement is for {summary.devices} {plural(summary.devices, 'device')}, not for "
-            f"{devices}"
-        )
-    elif size != summary.micro_batch_size:
-        wanted = (
-            "a number of samples to be chosen"
-            if size is None
-            else f"{size} {plural(size, 'sample')}"
-        )
-        why = f"the placement is for micro-batches of {summary.micro_batch_size}, not of {wanted}"
-    if why:
-        raise ConfigurationError(
-            f"--from keeps the placement: {why}", "plan without --from", str(folder)
-        )
-    own = load_configuration(check_editable(folder)[0])
-    for key, instead in _DECIDED.items():
-        if getattr(configuration, key) != getattr(own, key):
-            raise ConfigurationError(
-                f"--from keeps the placement: {key} would change nothing", instead, key
-            )
-    return request
-
-
-def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
-    """Write the model of `planned` to `target` with annotations that say where its nodes run.
-    Returns warnings, with hints, of what the annotations do not tell. Raises ConfigurationError
-    where they have no words for the placement or the file cannot be written.
-    """
-    from autopipe.passes.annotations import annotated, write_annotated
-
-    devices = planned.problem.cluster.devices
-    names = tuple(f"{device.name}:{index}" for index, device in enumerate(devices))
-    configuration, left_out = annotated(
-        planned.problem.graph, planned.plan.placement, planned.model.origins, names
-    )
-    write_annotated(planned.model.path, target, configuration)
-    warnings = []
-    if left_out:
-        what = (
-            f"all of {len(left_out)} {plural(len(left_out), 'node')}, among "
-            f"them {left_out[0]!r}: they are not in the file"
-        )
-        warnings.append(
-            (f"annotations do not tell {what}, or split along an axis of no tensor in it", "")
-        )
-    if planned.plan.has_own_sizes:
-        what = "annotations do not tell that stages have micro-batches of their own"
-        warnings.append((what, "constraints say it: micro_batch_size"))
-    return warnings

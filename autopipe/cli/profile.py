@@ -110,8 +110,8 @@ def profile(
         written_to.check()
         costs = merged(map(read_costs, files))
     else:
+        from autopipe.api.request import request_of
         from autopipe.cli.profile_session import Profiling
-        from autopipe.cli.request import request_of
 
         if len(files) > 1:
             raise click.UsageError("give one MODEL, or --merge and the cost files")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from autopipe.api.events import Progress
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.host import measure_host_launch
 from autopipe.backends.torch.profiler.operators import (
@@ -21,7 +22,6 @@ from autopipe.backends.torch.profiler.operators import (
 )
 from autopipe.backends.torch.profiler.timed_program import Stopwatch
 from autopipe.backends.torch.runtime.host import processor_count
-from autopipe.cli.bars import Bar
 from autopipe.cli.profile_programs import (
     LONGER,
     ModelCorrection,
@@ -76,7 +76,7 @@ class Profiling:
             )
             raise ConfigurationError(message, f"--ranks {most}", "--ranks")
 
-    def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
+    def run(self, bar: Progress) -> tuple[DeviceCosts, tuple[str, ...]]:
         """Measure; returns costs, and why some operators could not be measured. Raises
         ConfigurationError where the device is not there, AutopipeError as reading the model does.
         """
@@ -169,7 +169,7 @@ class Profiling:
         device: torch.device,
         train: bool,
         folder: Path,
-        bar: Bar,
+        bar: Progress,
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
         """All groups, one after the other, an equal part of the time each; by the size of
         micro-batches.

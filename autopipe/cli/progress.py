@@ -7,7 +7,7 @@ from __future__ import annotations
 import pprint
 from collections.abc import Iterator, Sequence
 
-from autopipe.cli.bars import Bar
+from autopipe.api.events import Progress
 from autopipe.cli.output import Output, seconds_text
 from autopipe.ir.errors import ConfigurationError, InternalError
 from autopipe.ir.placement import Placement, node_ranges
@@ -67,7 +67,7 @@ class Watcher(Observer):
     def __init__(
         self,
         output: Output,
-        bar: Bar,
+        bar: Progress,
         request: Request,
         dump_after: Sequence[str],
         debug: bool = False,

@@ -13,6 +13,7 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopipe.api.plan_folder import open_plan, open_prediction
 from autopipe.cli.drawing.report import (
     Report,
     ScheduleResult,
@@ -26,7 +27,6 @@ from autopipe.cli.drawing.timeline_figure import Picture, block_picture, plan_pi
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output, devices_text, plain_table, write_texts
-from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_report import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import (
     BlockSchedule,

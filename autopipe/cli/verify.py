@@ -13,6 +13,9 @@ from pathlib import Path
 import click
 import numpy as np
 
+from autopipe.api.codegen import write_programs
+from autopipe.api.plan_folder import open_plan
+from autopipe.api.program_folder import open_program, other_plan, program_in
 from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, node_of
 from autopipe.backends.torch.fork_server import ForkServer, fork_server
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
@@ -30,13 +33,10 @@ from autopipe.backends.torch.verification import (
     tensor_differences,
     write_whole_gradients,
 )
-from autopipe.cli.codegen import generate
 from autopipe.cli.first_difference import first_beside_reference, first_difference
 from autopipe.cli.launch import COMPILE, DATA, SEED
 from autopipe.cli.options import MODEL, PATH, flag_words, standard_options
 from autopipe.cli.output import Output
-from autopipe.cli.plan_folder import open_plan
-from autopipe.cli.program_folder import open_program, other_plan, program_in
 from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
 from autopipe.ir.graph import COUNTED_LABELS, DType, Initializer
 from autopipe.ir.layout import full_slice
@@ -692,7 +692,7 @@ def check_static(program: Path, model: Path | None, output: Output) -> None:
         made = Path(scratch) / "program"
         # Where the program was generated, its model may have been elsewhere.
         planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
-        lowered = generate(planned, made, home=program)
+        lowered = write_programs(planned, made, home=program)
         bar.advance(note="messages")
         names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
         edited = [name for name in names if not _same(made / name, program / name)]

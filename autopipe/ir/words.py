@@ -37,6 +37,20 @@ def listed(texts: Sequence[str], most: int) -> str:
     return f"{', '.join(texts[:most])}{more}"
 
 
+def printable(text: str) -> str:
+    """Return `text` on one line, with an escape in place of each character that would move the
+    cursor, or colour, reorder or hide text.
+
+    Every name from a model, a plan or a schedule passes through this function before a person sees
+    it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 def bytes_text(size: float) -> str:
     """Return a number of bytes with about three digits: `3.10 GiB`."""
     return in_units(size, _BYTES) or f"{size:.0f} B"

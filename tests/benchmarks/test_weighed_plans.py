@@ -12,7 +12,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.cli.request import request_of
+from autopipe.api.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text

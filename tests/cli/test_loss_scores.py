@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from autopipe.cli.plan_folder import open_plan
+from autopipe.api.plan_folder import open_plan
 from autopipe.cli.plan_report import strategy_text
 from autopipe.configs.configuration import Loss, load_configuration
 from autopipe.ir.plan import Alternative, Choice

@@ -12,8 +12,8 @@ import onnx
 import pytest
 import yaml
 
-from autopipe.cli.plan_folder import open_plan, placement_text
-from autopipe.cli.request import chosen_strategy
+from autopipe.api.plan_folder import open_plan, placement_text
+from autopipe.api.request import chosen_strategy
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem

@@ -11,11 +11,11 @@ from typing import cast
 
 import pytest
 
+from autopipe.api.plan_folder import open_plan
 from autopipe.backends.torch.runtime.communication.communicators import message_paths
 from autopipe.backends.torch.runtime.manifest import Manifest, StageEntry
 from autopipe.backends.torch.runtime.step.gradients import groups_of
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.program import Program
 from autopipe.passes.lower.lower import lower
 from tests.cli.command_line import CommandLine

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.cli.plan_folder import placement_text
-from autopipe.cli.request import chosen_strategy
+from autopipe.api.plan_folder import placement_text
+from autopipe.api.request import chosen_strategy
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem

@@ -11,8 +11,8 @@ import shlex
 
 import pytest
 
+from autopipe.api.plan_folder import open_plan
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_plan
 from autopipe.configs.local_devices import local_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError
@@ -333,7 +333,7 @@ def test_a_failing_write_leaves_the_former_plan(gpt, capsys, tmp_path, monkeypat
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("autopipe.cli.plan_folder.write_plan", full)
+    monkeypatch.setattr("autopipe.api.plan_folder.write_plan", full)
     code, _, err = run(capsys, gpt, "--gpus", 1, "-o", tmp_path / "p")
     assert code == 2
     assert "No space left on device" in err

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api.plan_folder import open_plan, open_prediction
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import edited_files, read_seal
 from tests.cli.command_line import CommandLine

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api.plan_folder import open_plan
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_plan
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.pipeline import PlanResult
 from tests.cli.command_line import CommandLine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.cli.plan_folder import open_plan, read_plan
+from autopipe.api.plan_folder import open_plan, read_plan
 from autopipe.configs.configuration import Configuration, load_configuration
 from autopipe.configs.zoo import Settings, build, configure
 from autopipe.passes.pipeline import PlanResult

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from autopipe.api.plan_folder import open_prediction
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.block_schedule import block_schedule_form
 from autopipe.passes.registry import scheduler_names

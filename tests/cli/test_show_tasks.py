@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api.plan_folder import open_prediction
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_prediction
 from autopipe.cli.show import selected_ranks, task_screen
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Split, Stage

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.cli.plan_folder import placement_text
-from autopipe.cli.request import chosen_strategy
+from autopipe.api.plan_folder import placement_text
+from autopipe.api.request import chosen_strategy
 from autopipe.ir.placement import Placement, Split, Stage
 from tests.configs.texts import parse_configuration
 from tests.distributed.support.builder import mlp

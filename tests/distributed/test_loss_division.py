@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autopipe.api.codegen import write_programs
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.codegen import generate
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.analysis.batch_forms import LossKind
@@ -51,7 +51,7 @@ def planned_request(
 
 def step_of(pools: Pools, request: Request, folder: Path) -> Step:
     """Return the step of the program of a request."""
-    generate(make_plan(request), folder)
+    write_programs(make_plan(request), folder)
     return run_step(pools, folder, batch(SAMPLES))
 
 
@@ -90,7 +90,7 @@ def test_micro_batches_add_up_the_totals_of_a_ratio(
     program = tmp_path / "program"
     model = exported(case, tmp_path)
     planned = make_plan(planned_request(model, micro_batches, replicas=replicas))
-    generate(planned, program)
+    write_programs(planned, program)
     found = run_step(pools, program, batch(SAMPLES))
     assert_equal_steps(found, step_by_torch(case, program), TOLERANCE)
     assert bool(planned.problem.loss_division.divided) == (micro_batches > 1)
@@ -157,7 +157,7 @@ def test_a_file_that_fixes_the_batch_to_half_of_it(
     program = tmp_path / "program"
     count = 2 if case.kind is LossKind.MIXED else MICRO_BATCHES
     planned = make_plan(planned_request(model, count))
-    generate(planned, program)
+    write_programs(planned, program)
     expected = step_by_torch(case, program, max(parts, 1))
     assert_equal_steps(run_step(pools, program, batch(SAMPLES)), expected, TOLERANCE)
     assert any(
@@ -170,7 +170,7 @@ def test_a_file_that_fixes_the_batch_to_one_sample(name: str, pools: Pools, tmp_
     case = next(each for each in LOSSES if each.name == name)
     model = exported(case, tmp_path, 1)
     program = tmp_path / "program"
-    generate(make_plan(planned_request(model, SAMPLES, replicas=1)), program)
+    write_programs(make_plan(planned_request(model, SAMPLES, replicas=1)), program)
     expected = step_by_torch(case, program, SAMPLES if name == "sum by batch size" else 1)
     assert_equal_steps(run_step(pools, program, batch(SAMPLES)), expected, TOLERANCE)
 

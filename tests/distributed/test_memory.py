@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api.plan_folder import open_prediction
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.frontend.fusion.cross_entropy import MIN_CLASSES
 from tests.distributed.support.allocations import peak_of_rank

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.cli.request import request_of
+from autopipe.api.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.pipeline import PlanResult, make_plan

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from autopipe.cli.plan_folder import open_plan
+from autopipe.api.plan_folder import open_plan
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.schedule.breakdown import breakdown, breakdown_under_1f1b
 from tests.cli.command_line import CommandLine

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from autopipe.api.plan_folder import open_prediction
 from autopipe.backends.torch.runtime.step.precision import set_products
 from autopipe.cli.main import main
-from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
 from tests.distributed.support.alone import dry_run
 

@@ -1,6 +1,7 @@
-"""The commands from Python: `autopipe.plan`, and what is done with a `Plan`.
+"""The Python interface: `autopipe.export`, `autopipe.plan`, and the class `Plan` that `plan` returns.
 
-Each runs the command of its name, on the same files, and raises what the command would print.
+Each function calls the function of the application that the command of its name calls, with equal
+files and equal errors.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
+from autopipe.api import codegen, planning
+from autopipe.api.plan_folder import check_plan_folder, open_plan
 from autopipe.cli.options import flag_words, run_command
-from autopipe.cli.plan_folder import check_plan_folder, check_target, open_plan, write_plan_folder
-from autopipe.cli.request import request_of
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_file, read_text
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Alternative, Breakdown, Summary
 from autopipe.ir.schedule import Schedule
-from autopipe.passes.auto.choose import choose
-from autopipe.passes.auto.plan_cache import answers
-from autopipe.passes.pipeline import PlanResult, make_plan
+from autopipe.passes.pipeline import PlanResult
 
 if TYPE_CHECKING:
     import torch
@@ -44,22 +43,23 @@ def export(
     check: bool = True,
     force: bool = False,
 ) -> Path:
-    """Write a module as an ONNX file whose batch axis, the first of every input, is symbolic, and
-    return its path.
+    """Write a module as an ONNX file and return the path of the file.
 
-    `example` has the inputs: a tensor, several by position, or keyword arguments by name in a
-    mapping. With `loss`, such as `torch.nn.functional.cross_entropy`, and an example of `labels`
-    the graph ends in that loss. A module may also return its loss itself, as a model of
-    `transformers` does with `labels` among its inputs.
+    `example` has the inputs: a tensor, several tensors by position, or keyword arguments by name in
+    a mapping. Axis 0 of every input is the batch axis, which is symbolic in the file. With `loss`,
+    such as `torch.nn.functional.cross_entropy`, and an example of `labels`, the graph ends with the
+    loss. A module may also return its loss itself, as a model of `transformers` does if `labels`
+    are among its inputs.
 
-    The module is exported as it trains, in the modes of its submodules, and stays unchanged.
-    Parameters have the module's names; those whose `requires_grad` is False are not trained. Values
-    behind `detach`, regions under `no_grad` and rows at `padding_idx` have no gradient.
+    The module is exported with its submodules in their modes (training or evaluation) and stays
+    unchanged. Parameters have the names of the module. Parameters whose `requires_grad` is False
+    are not trained. Values behind `detach`, regions under `no_grad` and rows at `padding_idx` have
+    no gradient.
 
-    With `check`, loss and gradients of the file on the example and on a second one are compared
-    with the module's. Raises VerificationError, naming parameters and the likely cause, if they
-    differ, and ConfigurationError if torch cannot export the module. A file at `path` that is no
-    ONNX model is replaced only with `force`.
+    With `check`, the loss and the gradients of the file are compared with those of the module, for
+    the example and for a second example. Raises VerificationError, with the parameters and the
+    likely cause, if they differ, and ConfigurationError if torch cannot export the module. `force`
+    replaces a file at `path` that is not an ONNX model.
     """
     from autopipe.cli.export import export_module
 
@@ -78,18 +78,14 @@ def plan(
     force: bool = False,
     **settings: Any,
 ) -> Plan:
-    """Plan an ONNX file for a cluster and write the plan's folder, MODEL.plan unless `output` names
-    another.
+    """Plan an ONNX file for a cluster and write the plan folder, `MODEL.plan` unless `output` is
+    given.
 
-    `cluster` is a preset, a file, or a mapping as under `cluster:` of a configuration. `settings`
-    are the keys of a configuration, which lie over those of the YAML file `config`: `gpus=4`,
-    `batch_size=16`, `strategy="pipedream"`, `optimizer={"name": "adamw", "lr": 1e-3}`. Raises a
-    child of `AutopipeError`.
-
-    `force` replaces files of the folder that were edited.
+    `cluster` is the name of a preset, a file, or a mapping as under `cluster:` of a configuration.
+    `settings` are keys of a configuration, and override the YAML file `config`: `gpus=4`,
+    `batch_size=16`, `strategy="pipedream"`, `optimizer={"name": "adamw", "lr": 1e-3}`. `force`
+    replaces files of the plan folder that were edited. Raises a child of `AutopipeError`.
     """
-    folder = Path(f"{model}.plan" if output is None else output)
-    check_target(folder, force=force)
     for name in ("strategy", "schedule"):
         if isinstance(settings.get(name), str):
             settings[name] = {"name": settings[name]}
@@ -99,63 +95,55 @@ def plan(
         settings["cluster"] = dict(cluster)
     given = read_text(yaml.dump(settings, Dumper=Dumper), "the arguments of plan()")
     configuration = effective([given] if config is None else [read_file(config), given])
-    request = request_of(configuration, Path(model))
-    planned = (
-        choose(request, None, answers())
-        if request.strategy is None
-        else make_plan(request, advise=True)
-    )
-    write_plan_folder(folder, planned, configuration, force=force)
-    return Plan(folder)
+    folder = None if output is None else Path(output)
+    return Plan(planning.plan(configuration, Path(model), folder, force=force).folder)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan's folder, which `autopipe plan` writes."""
+    """A plan folder, as `autopipe plan` writes it."""
 
     folder: Path
 
     @staticmethod
     def load(folder: str | Path) -> Plan:
-        """The plan in a folder. Raises ConfigurationError where there is none."""
+        """Return the plan in a folder. Raises ConfigurationError if the folder holds no plan."""
         check_plan_folder(Path(folder))
         return Plan(Path(folder))
 
     @property
     def program(self) -> Path:
-        """Where `codegen` writes the programs of its ranks."""
+        """The folder to which `codegen` writes the programs of the ranks."""
         return self.folder / "program"
 
     @cached_property
     def result(self) -> PlanResult:
-        """Placement, schedule, timeline, and the problem that they answer."""
+        """The plan with the problem that it solves and the simulated timeline of a step."""
         return open_plan(self.folder)
 
     @property
     def placement(self) -> Placement:
-        """The stages: the nodes of each, its devices, its micro-batch size, and how its nodes are
-        split.
-        """
+        """The stages: the nodes, devices and micro-batch size of each, and the splits of its nodes."""
         return self.result.plan.placement
 
     @property
     def schedule(self) -> Schedule:
-        """The tasks of each device in order."""
+        """The order of the tasks of each device."""
         return self.result.plan.schedule
 
     @property
     def summary(self) -> Summary:
-        """Predicted step, memory, bubble, and what is exchanged."""
+        """Predicted step time, memory, bubble and communication volume."""
         return self.result.plan.summary
 
     @property
     def breakdown(self) -> Breakdown | None:
-        """Where the predicted step goes, above linear speed-up."""
+        """The parts of the predicted step time beyond linear speed-up, None if unknown."""
         return self.result.plan.breakdown
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """The candidates that the search weighed."""
+        """The candidates that the search compared, () if the strategy was named."""
         return self.result.plan.alternatives
 
     def explain(
@@ -167,11 +155,8 @@ class Plan:
         return run_command(explain, self.folder, *flag_words(node=node, stage=stage, device=device))
 
     def codegen(self) -> Path:
-        """Write the program of every rank into `program`, and return that folder."""
-        from autopipe.cli.codegen import codegen
-
-        run_command(codegen, self.folder)
-        return self.program
+        """Write the program of every rank to the folder `program`, and return this folder."""
+        return codegen.codegen(self.folder).folder
 
     def verify(self, **flags: object) -> Mapping[str, object]:
         """Check that the ranks compute what one device computes; `flags` are those of `autopipe

@@ -20,8 +20,7 @@ from typing import Any, Final, cast
 
 import yaml
 
-from autopipe.cli.output import printable
-from autopipe.cli.request import effective, request_of
+from autopipe.api.request import effective, request_of
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
 from autopipe.configs.yaml_source import Dumper
 from autopipe.ir.codec import encode, keys
@@ -43,6 +42,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.training import with_path
+from autopipe.ir.words import printable
 from autopipe.passes.frontend.elements import external_file
 from autopipe.passes.frontend.load import file_digest
 from autopipe.passes.frontend.scopes import layers_of

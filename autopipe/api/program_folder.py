@@ -19,7 +19,7 @@ def program_in(folder: Path) -> Path:
 
     Raises ConfigurationError if the plan cannot be read, or if the program is of an earlier plan.
     """
-    from autopipe.cli.plan_folder import stale_program
+    from autopipe.api.plan_folder import stale_program
 
     program = folder / "program"
     is_plan = (folder / PLAN_FILE).is_file() and not (folder / "manifest.json").is_file()
