@@ -1,4 +1,4 @@
-"""What a function of the application reports while it runs: progress, notes and warnings.
+"""Reports of a function of the application while it runs: progress, notes and warnings.
 
 `autopipe.cli.output.Output` shows these in a terminal. `Silent` ignores them.
 """
