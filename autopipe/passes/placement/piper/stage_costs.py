@@ -1,8 +1,8 @@
-"""The price of every stage between two downsets, for each way in which a group of devices may share
-it.
+"""The cost of each stage between two downsets, for each combination of data and tensor parallelism of
+its group.
 
-A stage is what an outer downset holds and an inner one does not. Figures of blocks add up over it,
-but for those of what several of its blocks have in common.
+A stage contains the blocks of an outer downset that are not in an inner downset. Its costs are sums
+over its blocks, except that tensors that several blocks use, such as a shared parameter, count once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class StageSharing:
-    """`replicas` share the samples, each of them `tensor` neighbouring devices that share layers;
-    `splits` by block.
+    """The parallelism of a stage: `replicas` replicas of `tensor` neighbouring devices each, and the
+    splits of the nodes of each block.
     """
 
     replicas: int
@@ -49,14 +49,15 @@ class StageSharing:
 
     @property
     def devices(self) -> int:
-        """The size of the group."""
+        """Number of devices of the group."""
         return self.replicas * self.tensor
 
 
 def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[StageSharing]:
-    """All ways of sharing a stage, the smallest groups first. Layers are shared inside a node of
-    the cluster. A group fits into a node or has whole nodes, so that what it takes does not depend
-    on where it stands.
+    """Yield all combinations of data and tensor parallelism, in ascending order of group size.
+
+    Tensor parallelism stays inside a node of the cluster. A group lies inside a node or consists of
+    full nodes, so that its cost does not depend on its position.
     """
     graph = problem.graph
     node = problem.cluster.devices_per_node
@@ -76,21 +77,21 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
             _closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes
         ]
         if tensor > 1 and not any(found):
-            continue  # No layer can be shared by so many devices.
+            continue  # No layer can be divided among this number of devices.
         pairs = zip(blocks.nodes, found, strict=True)
         try:
             splits = tuple(
                 with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs
             )
         except InfeasibleError:
-            continue  # Some node's samples cannot be cut into so many equal parts.
+            continue  # A node cannot be divided by samples into this number of equal parts.
         yield StageSharing(replicas, tensor, splits)
 
 
 def _closed(
     network: ReplicatedGraph, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
-    """The splits of a block's layers; none where a value would leave the block cut."""
+    """Return the tensor-parallel splits of a block, or {} if a value would leave the block sharded."""
     graph = network.graph
     members = set(nodes)
     for node, splits in found.items():
@@ -108,8 +109,10 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Figures that add up over a stage's blocks: `own` of one block each, and `common` ones of
-    several, once each.
+    """A quantity that is summed over the blocks of a stage.
+
+    own: the part of each block that no other block has.
+    common: pairs (blocks, value) of parts that several blocks have in common; each counts once.
     """
 
     own: NDArray[np.float64]
@@ -117,7 +120,9 @@ class Sums:
 
     @staticmethod
     def of(by_block: list[dict[Key, int]]) -> Sums:
-        """Figures by block and by what they are of: the same thing counts once, at its largest."""
+        """Return the sums of values given by block and key. If several blocks have a key, its maximum
+        value counts once.
+        """
         blocks: defaultdict[Key, dict[int, int]] = defaultdict(dict)
         for block, each in enumerate(by_block):
             for key, figure in each.items():
@@ -129,7 +134,7 @@ class Sums:
         return Sums(own, tuple((members, float(figure)) for members, figure in sums.items()))
 
     def over(self, downsets: Downsets, pairs: Pairs) -> Figures:
-        """The sum over the blocks between the two downsets of each of some pairs."""
+        """Return, for each pair, the sum over the blocks between its two downsets."""
         if not self.own.any() and not self.common:
             return np.zeros(len(pairs.inner))
         found = pairs.difference(downsets.holds @ self.own)
@@ -140,26 +145,32 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """Seconds and bytes on one device of a group. Those of a micro-batch are as in `StageCost`, but
-    seconds of forward and backward are the device's alone.
+    """Seconds and bytes of each block on one device of a group, per micro-batch as in `StageCost`.
+
+    The seconds of forward and backward exclude waiting for the host.
     """
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
     host_forward_s: NDArray[np.float64]
-    """Seconds in which the host starts a forward's operators; 0 if its time does not count."""
+    """Seconds that the host needs to start the operators of a forward; 0 if the model of the cluster
+    has no host time.
+    """
     host_backward_s: NDArray[np.float64]
-    kept: Sums  # Bytes that backward needs of a micro-batch.
-    state: Sums  # Bytes of parameters, gradients and optimizer state.
+    kept: Sums
+    """Bytes saved for backward per micro-batch."""
+    state: Sums
+    """Bytes of parameters, gradients and optimizer state."""
     gradients: Sums
-    """Bytes of the gradients of parameters that each device of the group holds whole."""
-    cut_gradients: Sums
-    """Bytes on one device of the gradients of parameters that the devices of a replica share."""
-    workspace: NDArray[np.float64]  # Bytes that come and go while a block runs.
+    """Bytes of the gradients of parameters that are replicated on all devices of the group."""
+    sharded_gradients: Sums
+    """Bytes on one device of the gradients of parameters that are sharded inside a replica."""
+    workspace: NDArray[np.float64]
+    """Peak bytes of temporary tensors while a block runs."""
 
 
 def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
-    """The figures of each block on such a group, as if it were a stage by itself."""
+    """Return the costs of each block as a stage of its own on a group with parallelism `sharing`."""
     devices = tuple(range(sharing.devices))
     pairs = zip(blocks.nodes, sharing.splits, strict=True)
     placement = Placement(
@@ -169,7 +180,7 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
     works = stage_work(problem, placement)
     state = []
     gradients = []
-    cut_gradients = []
+    sharded_gradients = []
     for parts in (work.parameter_parts for work in works):
         copies = {name: {name: sharing.devices // count} for name, count in parts}
         state.append(
@@ -177,7 +188,7 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
         )
         sizes = {name: state_of(problem, [(name, count)]).gradient_bytes for name, count in parts}
         gradients.append({name: sizes[name] for name, count in parts if count == 1})
-        cut_gradients.append({name: sizes[name] for name, count in parts if count > 1})
+        sharded_gradients.append({name: sizes[name] for name, count in parts if count > 1})
     return BlockFigures(
         forward_s=np.array([cost.forward_s - cost.host_wait_s(Phase.FORWARD) for cost in costs]),
         backward_s=np.array([cost.backward_s - cost.host_wait_s(Phase.BACKWARD) for cost in costs]),
@@ -190,37 +201,44 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
         kept=Sums.of([saved_bytes(problem, work.nodes) for work in works]),
         state=Sums.of(state),
         gradients=Sums.of(gradients),
-        cut_gradients=Sums.of(cut_gradients),
+        sharded_gradients=Sums.of(sharded_gradients),
         workspace=np.array([float(cost.transient_bytes) for cost in costs]),
     )
 
 
-_CELLS = 2**22  # Cells of a table made at once.
+_MAX_ENTRIES = 2**22
+"""Maximum number of entries of a table that is computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """For each pair of downsets what its stage receives, or sends. `cut` are bytes, for the samples
-    of the graph, of values that replicas share out; `whole` of those that each gets.
+    """The messages that the stage of each pair of downsets receives, or sends, per micro-batch of the
+    graph.
+
+    sharded: bytes of values with a batch axis, which replicas divide.
+    replicated: bytes of values without a batch axis, which each replica receives in full.
+    count: number of messages.
     """
 
-    cut: Figures
-    whole: Figures
+    sharded: Figures
+    replicated: Figures
     count: Figures
 
-    def local_bytes(self, share: float, pairs: Pairs) -> Figures:
-        """Bytes on one replica that has a share of the graph's samples, for some of the pairs."""
-        found: Figures = self.cut.take(pairs.numbers) * share + self.whole.take(pairs.numbers)
+    def local_bytes(self, fraction: float, pairs: Pairs) -> Figures:
+        """Return the bytes of one replica with `fraction` of the graph's samples, for each pair."""
+        sharded = self.sharded.take(pairs.numbers)
+        found: Figures = sharded * fraction + self.replicated.take(pairs.numbers)
         return found
 
 
 def messages_between(
     problem: Problem, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[Messages, Messages]:
-    """Messages that the stage of each pair receives, and those it sends. What a stage receives is
-    made by the inner downset and read by one of the stage's own blocks; what it sends, made by one
-    of these and read outside the outer downset. Each value counts once, however many blocks read
-    it.
+    """Return (received, sent) messages of the stage of each pair of downsets.
+
+    A stage receives a value that the inner downset produces and a block of the stage reads. It
+    sends a value that one of its blocks produces and a block outside of the outer downset reads. A
+    value with several readers counts once.
     """
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
     values = list(values_between(problem.graph, block_of))
@@ -255,12 +273,12 @@ def messages_between(
 
 
 def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]) -> Figures:
-    """For each pair the product of two rows: that of its inner downset and that of its outer
-    one.
+    """Return, for each pair, the scalar product of row `inner` of its inner downset and row `outer` of
+    its outer downset.
     """
     found = np.zeros(len(downsets.inner))
     width = len(downsets.holds)
-    rows = max(1, _CELLS // width)
+    rows = max(1, _MAX_ENTRIES // width)
     across = np.ascontiguousarray(outer.T)
     for begin in range(0, width, rows):
         first, last = np.searchsorted(downsets.inner, (begin, begin + rows))
@@ -273,14 +291,20 @@ def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.fl
 
 
 _ROUNDING = 1e-9
-_AHEAD = 2  # By what factor more time stages are priced for than is asked for.
-ANY_PLACE = np.iinfo(np.int16).max  # A stage that fits wherever it stands.
+_AHEAD = 2
+"""Factor on the requested time limit up to which stages are computed in advance."""
+ANY_PLACE = np.iinfo(np.int16).max
+"""Value of `Option.farthest` for a stage that fits at each distance from the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Stages shared in one way: pairs of downsets, seconds a micro-batch, and the farthest place
-    from the end, counted from 1, at which memory holds each.
+    """The stages with one parallelism.
+
+    pairs: numbers of the pairs of downsets.
+    seconds: seconds per micro-batch of each stage.
+    farthest: for each stage, the maximum number of stages from it to the end, itself included, at
+    which its micro-batches in flight fit the memory.
     """
 
     sharing: StageSharing
@@ -290,7 +314,7 @@ class Option:
     farthest: NDArray[np.int16]
 
     def some(self, fits: NDArray[np.bool_]) -> Option:
-        """The part of it that fits."""
+        """Return the option with only the stages for which `fits` is True."""
         places = np.flatnonzero(fits)
         arrays = self.pairs.take(places), self.seconds.take(places), self.farthest.take(places)
         return Option(self.sharing, self.recompute, *arrays)
@@ -298,21 +322,23 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Facts common to micro-batches of any size: blocks, their downsets, and the messages between
-    them.
+    """Data that does not depend on the micro-batch size: blocks, downsets and messages.
+
+    `samples` is the number of samples to which the bytes of messages refer.
     """
 
     blocks: Blocks
     downsets: Downsets
     received: Messages
     sent: Messages
-    samples: int  # Samples that messages are counted for.
+    samples: int
 
 
-class DownsetPrices:
-    """Prices of stages for the micro-batches of one problem. A stage receives and sends over the
-    slowest link that there is, since where it stands is not known, and is as slow as on the slowest
-    device.
+class DownsetCosts:
+    """Costs of stages for the micro-batch size of one problem.
+
+    The position of a stage is not known. Its messages therefore use the slowest link of the
+    cluster, and its operators have the time of the slowest device type.
     """
 
     def __init__(self, problem: Problem, chains: Chains) -> None:
@@ -325,12 +351,11 @@ class DownsetPrices:
         self._whole = downsets.pairs.some(
             (downsets.outer == 0) & (downsets.inner == len(downsets.holds) - 1)
         )
-        """The pair of all blocks and none."""
+        """The pair of downsets whose stage has all blocks."""
         self._known_s = -np.inf
+        """Maximum seconds of the stages in `_known`."""
         self._known = list[Option]()
-        """The most seconds for which options are known, and these: a search asks again and again,
-        for a bit more.
-        """
+        """Cached options: a search requests options for slowly growing limits."""
 
     @cached_property
     def _shared(self) -> list[tuple[StageSharing, BlockFigures]]:
@@ -341,9 +366,7 @@ class DownsetPrices:
 
     @cached_property
     def _least_work(self) -> NDArray[np.float64]:
-        """For each block the least seconds of a micro-batch's computation, times the devices that
-        share it.
-        """
+        """Minimum over all parallelisms of a block's seconds per micro-batch times its devices."""
         work = (
             sharing.devices * (figures.forward_s + figures.backward_s)
             for sharing, figures in self._shared
@@ -353,7 +376,7 @@ class DownsetPrices:
 
     @cached_property
     def _left(self) -> Figures:
-        """The least work that each stage leaves to others."""
+        """Lower bound on the work (seconds times devices) outside of each stage."""
         downsets = self.chains.downsets
         found: Figures = self._least_work.sum() - Sums(self._least_work).over(
             downsets, downsets.pairs
@@ -362,7 +385,7 @@ class DownsetPrices:
 
     @property
     def least_s(self) -> float:
-        """Seconds that the slowest stage takes at least: an even share of what all blocks take."""
+        """Lower bound on the seconds of the slowest stage: all work divided by all devices."""
         on_device = float(self._least_work.sum()) / self.problem.cluster.size
         on_host = min(
             float((figures.host_forward_s + figures.host_backward_s).sum())
@@ -372,10 +395,10 @@ class DownsetPrices:
 
     @property
     def most_s(self) -> float:
-        """Seconds that no stage exceeds."""
+        """Upper bound on the seconds of a stage."""
         messages = sum(
             each.count.max() * self.link.latency_s
-            + (each.cut.max() + each.whole.max()) / self.link.bandwidth_bytes_per_s
+            + (each.sharded.max() + each.replicated.max()) / self.link.bandwidth_bytes_per_s
             for each in (self.chains.received, self.chains.sent)
         )
         found = (
@@ -387,12 +410,14 @@ class DownsetPrices:
         return max(found) + float(messages)
 
     def options(self, most_s: float) -> list[Option]:
-        """All stages that take no more than `most_s`, fit somewhere, and leave no more work to the
-        other devices than these do in that time; smaller groups first.
+        """Return the stages that can be part of a chain with stages of at most `most_s` seconds.
+
+        A stage takes at most `most_s`, fits the memory at some position, and leaves at most the
+        work to the other devices that they can do in `most_s`. Smaller groups come first.
         """
-        if (
-            len(self.problem.cluster.kinds) > 1
-        ):  # Which kind updates slowest is told by all stages that are priced.
+        if len(self.problem.cluster.kinds) > 1:
+            # The device type with the slowest update depends on the computed stages, so a larger
+            # set cannot be reused for a smaller limit.
             return self._options(self.chains.downsets.pairs, most_s)
         if most_s > self._known_s:
             self._known_s = most_s * _AHEAD
@@ -406,8 +431,8 @@ class DownsetPrices:
                 found.append(option.some(fits))
         return found
 
-    def whole(self) -> list[Option]:
-        """All blocks as one stage, in every way that fits."""
+    def one_stage(self) -> list[Option]:
+        """Return the options with all blocks in one stage."""
         return self._options(self._whole, np.inf)
 
     def _options(self, among: Pairs, most_s: float) -> list[Option]:
@@ -454,8 +479,8 @@ class DownsetPrices:
         return Option(sharing, recompute, pairs.numbers, seconds, farthest).some(farthest > 0)
 
     def _compute_seconds(self, figures: BlockFigures, recompute: bool, among: Pairs) -> Figures:
-        """Return the seconds of a micro-batch's tasks: of each the longer of the device's time and
-        the host's.
+        """Return the seconds of a micro-batch's forward and backward: for each, the maximum of the
+        device's and the host's time.
         """
         downsets = self.chains.downsets
         if not figures.host_forward_s.any():
@@ -475,22 +500,21 @@ class DownsetPrices:
         return seconds
 
     def _step_seconds(self, sharing: StageSharing, figures: BlockFigures, pairs: Pairs) -> Figures:
-        """A micro-batch's share of the end of a step: summing gradients over replicas, updating
-        parameters.
+        """Return the seconds of the gradient reduction and the update, divided by the number of
+        micro-batches.
         """
         if not self.problem.train:
             return np.zeros(1)
         problem = self.problem
         downsets = self.chains.downsets
-        whole = figures.gradients.over(downsets, pairs)
-        cut = figures.cut_gradients.over(downsets, pairs)
-        every = range(sharing.devices)
-        alike = range(0, sharing.devices, sharing.tensor)
-        seconds = exchange_of_gradients(problem, every).seconds_each(whole)
-        seconds = seconds + exchange_of_gradients(problem, alike).seconds_each(cut)
-        updated = whole * updated_part(problem, len(every)) + cut * updated_part(
-            problem, len(alike)
-        )
+        replicated = figures.gradients.over(downsets, pairs)
+        sharded = figures.sharded_gradients.over(downsets, pairs)
+        group = range(sharing.devices)
+        equal_shards = range(0, sharing.devices, sharing.tensor)
+        seconds = exchange_of_gradients(problem, group).seconds_each(replicated)
+        seconds = seconds + exchange_of_gradients(problem, equal_shards).seconds_each(sharded)
+        updated = replicated * updated_part(problem, len(group))
+        updated = updated + sharded * updated_part(problem, len(equal_shards))
         lines = (
             update_line(device, problem.optimizer.states) for device in set(problem.cluster.devices)
         )
@@ -503,12 +527,14 @@ class DownsetPrices:
     def _farthest(
         self, figures: BlockFigures, recompute: bool, pairs: Pairs, received: Figures, sent: Figures
     ) -> NDArray[np.int16]:
-        """The farthest place from the end at which each stage fits; 0 for none. At place k it keeps
-        k micro-batches.
+        """Return `Option.farthest` of each stage, 0 if it fits at no position.
+
+        A stage with k - 1 stages after it has k micro-batches in flight.
         """
         downsets = self.chains.downsets
         train = self.problem.train
-        workspace = np.zeros(len(pairs.inner))  # The most that one of a stage's blocks needs.
+        workspace = np.zeros(len(pairs.inner))
+        """Maximum workspace over the blocks of each stage."""
         for size in np.unique(figures.workspace):
             count = downsets.holds[:, figures.workspace == size].sum(axis=1)
             workspace[pairs.difference(count) > 0] = size
@@ -517,8 +543,11 @@ class DownsetPrices:
         if recompute:
             always = always + each
             each = received * most_widened(self.problem.precision)
-        room = self.limit - always + 1e-3  # Sums of bytes are whole numbers, but for rounding.
+        # Sums of bytes are integers up to rounding errors.
+        free_bytes = self.limit - always + 1e-3
         with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(each > 0, np.floor(room / each), np.inf)
-        most = np.where(room < 0, 0, np.where(most >= self.problem.micro_batches, ANY_PLACE, most))
+            most = np.where(each > 0, np.floor(free_bytes / each), np.inf)
+        most = np.where(
+            free_bytes < 0, 0, np.where(most >= self.problem.micro_batches, ANY_PLACE, most)
+        )
         return np.minimum(most, ANY_PLACE).astype(np.int16)

@@ -1,13 +1,25 @@
-"""Piper: a graph's nodes joined into blocks that no cut parts, the dynamic programme over downsets,
-and the strategy.
+"""The placement strategy Piper: merging the nodes of a graph into blocks, and the dynamic program over
+downsets.
 
 Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
-(NeurIPS 2021), section 4: for each downset, the stages after it and the devices they use, the least
-time of the slowest stage. What a stage keeps grows with its place from the end, so of two ways to
-place what comes after it on as many devices within one limit the one with fewer stages is never
-worse. So it runs from the end and tries limits: a state is a downset and a number of devices, its
-value the fewest stages. The paper takes layers as they come; a graph of ONNX has operators, an
-order of magnitude more, which are joined first.
+(NeurIPS 2021), section 4.
+
+A downset is a set of blocks that contains all blocks that its members depend on. A chain of stages
+corresponds to a sequence of growing downsets; a stage is the difference of two of them.
+
+The paper minimises the time of the slowest stage by (downset, number of stages after it, devices).
+This module tests time limits instead. For a limit t, let N(D, d) be the minimum number of stages
+that compute all blocks outside of downset D on the last d devices:
+
+    N(all blocks, d) = 0
+    N(D, d) = 1 + min N(D', d - s) over stages D' - D on s devices that take at most t seconds and
+              whose memory suffices with N(D', d - s) stages after them
+
+Fewer stages are never worse: the micro-batches in flight at a stage, and therefore its memory, grow
+with the number of stages after it.
+
+The paper starts from layers. A graph of ONNX has an order of magnitude more operators, which are
+first merged into blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +55,7 @@ from autopipe.passes.partition.downsets import Downsets, count_downsets
 from autopipe.passes.placement.piper.stage_costs import (
     ANY_PLACE,
     Chains,
-    DownsetPrices,
+    DownsetCosts,
     Option,
     StageSharing,
     messages_between,
@@ -51,42 +63,46 @@ from autopipe.passes.placement.piper.stage_costs import (
 from autopipe.passes.schedule.device_order import best_micro_batch_size
 from autopipe.passes.sharding.regions import check_constraints_met
 
-SHARE = 1 / 30  # The most of all work that nodes joined into one block may make up.
-LIGHT = SHARE / 16  # A block with less of all work stands for nothing that a device could be given.
+MAX_FRACTION = 1 / 30
+"""Maximum fraction of all work in a block of several nodes."""
+LIGHT = MAX_FRACTION / 16
+"""Fraction of all work below which a block is merged even if the result exceeds `MAX_FRACTION`."""
 
 
 def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
-    """The graph as blocks. `seconds` weighs each node. What is joined first is what exchanges most
-    bytes, then what is light. Two blocks are joined where that keeps the same order: the second
-    needs nothing but the first and what the first needs, or the first is light and nothing but what
-    needs the second needs it. Nodes that every stage computes for itself follow the first that
-    reads them.
+    """Merge the nodes of a graph into blocks. `seconds` has the time of each node.
+
+    Pairs of blocks are merged greedily: first the pair that exchanges the most bytes, then the pair
+    with the least work. A pair is merged if this preserves the order of blocks: the second block
+    depends only on the first block and on dependencies of the first, or the first block is light
+    and only the second block and its dependents depend on it. A node that each stage recomputes
+    joins its first reader.
     """
-    joining = _Joining(graph, seconds)
+    merging = _Merging(graph, seconds)
     waiting = [
-        joining.entry(first, second)
-        for second in joining.members
-        for first in joining.before[second]
+        merging.entry(first, second)
+        for second in merging.members
+        for first in merging.before[second]
     ]
     heapq.heapify(waiting)
     while waiting:
         entry = heapq.heappop(waiting)
         _, _, first, second = entry
         if (
-            first in joining.joined
-            or second in joining.joined
-            or not joining.may_join(first, second)
+            first in merging.joined
+            or second in merging.joined
+            or not merging.may_join(first, second)
         ):
             continue
-        # As something around a pair changes it is put in again.
-        if entry == joining.entry(first, second):
-            joining.join(first, second)
-            for changed in dict.fromkeys(joining.around(first)):
-                heapq.heappush(waiting, joining.entry(*changed))
-    nodes = joining.topological() or [[]]
+        # A pair is pushed again when a merge changes its entry. An outdated entry is skipped.
+        if entry == merging.entry(first, second):
+            merging.join(first, second)
+            for changed in dict.fromkeys(merging.around(first)):
+                heapq.heappush(waiting, merging.entry(*changed))
+    nodes = merging.topological() or [[]]
     block_of = {node: number for number, each in enumerate(nodes) for node in each}
     consumers = graph.consumers()
-    for node in sorted(joining.apart, reverse=True):
+    for node in sorted(merging.apart, reverse=True):
         readers = (
             reader for name in graph.nodes[node].outputs for reader in consumers.get(name, ())
         )
@@ -95,8 +111,8 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     return Blocks.of(graph, nodes)
 
 
-class _Joining:
-    """Blocks while they are joined; a block goes by one of its nodes."""
+class _Merging:
+    """The blocks during merging. A block is identified by one of its nodes."""
 
     def __init__(self, graph: Graph, seconds: Seconds) -> None:
         self.graph = graph
@@ -104,10 +120,15 @@ class _Joining:
         self.members = {node: [node] for node in range(len(graph.nodes)) if node not in self.apart}
         total = float(sum(seconds[node] for node in self.members)) or 1.0
         self.weight = {node: float(seconds[node]) / total for node in self.members}
-        self.before, self.after = ({node: set[int]() for node in self.members} for _ in range(2))
-        self.written, self.read = ({node: set[str]() for node in self.members} for _ in range(2))
+        self.before: dict[int, set[int]] = {node: set() for node in self.members}
+        """Blocks whose values a block reads."""
+        self.after: dict[int, set[int]] = {node: set() for node in self.members}
+        """Blocks that read a block's values."""
+        self.written: dict[int, set[str]] = {node: set() for node in self.members}
+        self.read: dict[int, set[str]] = {node: set() for node in self.members}
         self.readers: dict[str, set[int]] = {}
-        self.joined: set[int] = set()  # Blocks that others have taken in.
+        self.joined: set[int] = set()
+        """Blocks that were merged into another block."""
         for name, producer, readers in values_between(graph, {node: node for node in self.members}):
             self.readers[name] = set(readers)
             self.written[producer].add(name)
@@ -121,8 +142,8 @@ class _Joining:
             self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
     def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
-        """How many bytes fewer would enter and leave the two as one, the most first; of equals the
-        lightest.
+        """Return the sort key of a pair of blocks: minus the bytes that no longer enter or leave a block
+        after merging, then the work of both blocks.
         """
         saved = 0
         for name in self.read[second] & (self.written[first] | self.read[first]):
@@ -131,9 +152,10 @@ class _Joining:
         return -float(saved), self.weight[first] + self.weight[second], first, second
 
     def may_join(self, first: int, second: int) -> bool:
+        """True if merging a pair respects the maximum work and the order of blocks."""
         one = self.weight[first]
         two = self.weight[second]
-        if one + two > SHARE and min(one, two) > LIGHT:
+        if one + two > MAX_FRACTION and min(one, two) > LIGHT:
             return False
         if all(self.ancestors[first] >> other & 1 for other in self.before[second] - {first}):
             return True
@@ -142,6 +164,7 @@ class _Joining:
         )
 
     def join(self, first: int, second: int) -> None:
+        """Merge block `second` into block `first`."""
         self.joined.add(second)
         self.members[first] += self.members.pop(second)
         self.weight[first] += self.weight.pop(second)
@@ -163,18 +186,18 @@ class _Joining:
         )
 
     def around(self, block: int) -> Iterator[tuple[int, int]]:
-        """The pairs of blocks whose bytes or needs change as others become part of `block`."""
+        """Yield the pairs of blocks whose sort key or order may change after a merge into `block`."""
         for other in sorted(self.before[block]):
             yield other, block
-            for beside in sorted(self.after[other]):
-                yield other, beside
+            for reader in sorted(self.after[other]):
+                yield other, reader
         for after in sorted(self.after[block]):
             for other in sorted(self.before[after]):
                 yield other, after
 
     def topological(self) -> list[list[int]]:
-        """The nodes of each block, after all that it needs; of those that could be next the first
-        in the graph.
+        """Return the nodes of each block in topological order. Ties: the block with the first node of
+        the graph comes first.
         """
         left = {block: len(before) for block, before in self.before.items()}
         ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
@@ -190,32 +213,37 @@ class _Joining:
         return found
 
 
-# By what factor limits begin above the least that there can be, and a limit that is too low is
-# raised.
 _STEP = 1.15
-_SLOWER = 1.1  # By what factor a slower stage is allowed, for fewer stages.
+"""Factor between the lower bound and the first time limit, and between limits that are too low."""
+_SLOWER = 1.1
+"""Factor by which the time limit is raised to find chains with fewer, slower stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownsetStage:
-    """One stage of an answer: the blocks of the outer downset that the inner one lacks."""
+    """One stage of a chain: the blocks of the downset `outer` that the downset `inner` lacks.
+
+    `device` is the first of its devices.
+    """
 
     inner: int
     outer: int
     sharing: StageSharing
     recompute: bool
-    device: int  # The first of its devices.
+    device: int
     seconds: float
 
 
-def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
-    """The stages, in order, whose slowest one is fastest; as few of them as that allows. Empty
-    where memory holds none, or none of which the slowest takes about `most_s`.
+def search(costs: DownsetCosts, most_s: float) -> list[DownsetStage]:
+    """Return the chain that minimises the time of the slowest stage, with the minimum number of stages.
+
+    Returns [] if no chain fits the memory, or if none has a slowest stage of about `most_s` seconds
+    or less.
     """
-    most_s = min(most_s, prices.most_s)
+    most_s = min(most_s, costs.most_s)
     too_low = 0.0
-    limit = prices.least_s * _STEP
-    while not (answer := _answer(prices, options := prices.options(limit), limit)):
+    limit = costs.least_s * _STEP
+    while not (answer := _shortest_chain(costs, options := costs.options(limit), limit)):
         if limit > most_s:
             return []
         too_low = limit
@@ -224,7 +252,7 @@ def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
     steps = steps[(steps > too_low) & (steps < _slowest(answer))]
     while len(steps):
         middle = len(steps) // 2
-        better = _answer(prices, options, float(steps[middle]))
+        better = _shortest_chain(costs, options, float(steps[middle]))
         if better:
             answer = better
             steps = steps[:middle][steps[:middle] < _slowest(better)]
@@ -233,27 +261,29 @@ def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
     return answer
 
 
-def search_steps(prices: DownsetPrices, most_step_s: float) -> list[DownsetStage]:
-    """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter.
-    Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no
-    proof.
+def search_steps(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
+    """Return the chain with the shortest step among the result of `search` and chains with fewer,
+    slower stages.
+
+    The time limit is raised by `_SLOWER` while a step could become shorter. This is a heuristic:
+    chains between two limits are not examined.
     """
-    count = prices.problem.micro_batches
-    best = _answer(prices, prices.whole(), math.inf)
+    count = costs.problem.micro_batches
+    best = _shortest_chain(costs, costs.one_stage(), math.inf)
     most_step_s = min(most_step_s, _step_seconds(best, count))
-    pieces = search(prices, most_step_s / count)
+    pieces = search(costs, most_step_s / count)
     limit = _slowest(pieces)
     while pieces:
         best = min(best or pieces, pieces, key=lambda each: _step_seconds(each, count))
         limit *= _SLOWER
         if len(pieces) == 1 or count * limit > min(most_step_s, _step_seconds(best, count)):
             break
-        pieces = _answer(prices, prices.options(limit), limit)
+        pieces = _shortest_chain(costs, costs.options(limit), limit)
     return best
 
 
 def _step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
-    """Seconds of a step; infinite without stages."""
+    """Return the seconds of a step of a chain; infinite for []."""
     return step_of_line([piece.seconds for piece in pieces], micro_batches) if pieces else math.inf
 
 
@@ -261,25 +291,25 @@ def _slowest(pieces: list[DownsetStage]) -> float:
     return max((piece.seconds for piece in pieces), default=math.inf)
 
 
-def _answer(prices: DownsetPrices, options: list[Option], limit: float) -> list[DownsetStage]:
-    """The fewest stages within a limit; empty where there are none."""
-    farthest = np.zeros(len(prices.chains.downsets.inner), np.int16)
+def _shortest_chain(costs: DownsetCosts, options: list[Option], limit: float) -> list[DownsetStage]:
+    """Return a chain with the minimum number of stages that take at most `limit` seconds, or []."""
+    farthest = np.zeros(len(costs.chains.downsets.inner), np.int16)
     chosen: list[Option] = []
     for option in options:
-        # What is within the limit and fits farther from the end than on any smaller group.
+        # Keep stages within the limit that fit farther from the end than on a smaller group.
         kept = option.some((option.farthest > farthest[option.pairs]) & (option.seconds <= limit))
         farthest[kept.pairs] = kept.farthest
         chosen.append(kept)
-    fewest = _fewest_stages(prices, chosen)
-    return [] if fewest[-1, -1] == ANY_PLACE else _trace(prices, chosen, fewest)
+    fewest = _minimum_stages(costs, chosen)
+    return [] if fewest[-1, -1] == ANY_PLACE else _trace(costs, chosen, fewest)
 
 
-def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.int16]:
-    """For each downset and number of devices the fewest stages that do the rest on that many last
-    devices. It is `ANY_PLACE` where there are none.
+def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.int16]:
+    """Return the matrix N(D, d): for each downset and number of devices, the minimum number of stages
+    for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if impossible.
     """
-    downsets = prices.chains.downsets
-    size = prices.problem.cluster.size
+    downsets = costs.chains.downsets
+    size = costs.problem.cluster.size
     found = np.full((len(downsets.holds), size + 1), ANY_PLACE, np.int16)
     found[0] = 0
     bounds = [np.searchsorted(option.pairs, downsets.starts) for option in options]
@@ -289,8 +319,8 @@ def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.i
             pairs = option.pairs[part]
             if not len(pairs):
                 continue
-            # The stages whose inner downsets are of this level, put before what is known.
-            after = _after(prices.problem, option.sharing.devices)
+            # Prepend the stages whose inner downset has this level to the known chains.
+            after = _after(costs.problem, option.sharing.devices)
             behind = found[np.ix_(downsets.outer[pairs], after)]
             stages = np.where(behind < option.farthest[part, None], behind + 1, ANY_PLACE)
             inner = downsets.inner[pairs]
@@ -303,8 +333,8 @@ def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.i
 
 
 def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
-    """Possible numbers of devices behind a group of `devices`: a group fits into a node or begins
-    with one.
+    """Return the possible numbers of devices after a group of `devices` devices. A group lies inside a
+    node, or starts at the first device of a node.
     """
     size = problem.cluster.size
     node = problem.cluster.devices_per_node
@@ -317,13 +347,11 @@ def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
 
 
 def _trace(
-    prices: DownsetPrices, options: list[Option], fewest: NDArray[np.int16]
+    costs: DownsetCosts, options: list[Option], fewest: NDArray[np.int16]
 ) -> list[DownsetStage]:
-    """The stages behind the fewest for all blocks on all devices; of equally few the quickest first
-    stages.
-    """
-    downsets = prices.chains.downsets
-    problem = prices.problem
+    """Return the chain of N(no blocks, all devices). Ties: the fastest stage first."""
+    downsets = costs.chains.downsets
+    problem = costs.problem
     inner = len(downsets.holds) - 1
     devices = problem.cluster.size
     found: list[DownsetStage] = []
@@ -357,32 +385,32 @@ def _trace(
 
 @dataclass(frozen=True, slots=True)
 class Piper:
-    """Cuts the graph into a chain of stages, each of which may hold parts of several branches.
+    """Partitions the graph into a chain of stages, each of which may contain parts of several branches.
 
     Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
-    (NeurIPS 2021): over all downsets of the graph's blocks, about a layer each, it finds the stages
-    whose slowest one is fastest, and looks at fewer and slower ones for the sake of a shorter step.
-    A stage's devices share samples, layers as in Megatron-LM, or both, and it may run its forward
-    again. Micro-batches are as large as gives the shortest step, where they are left open. The
-    number of downsets grows exponentially with the number of parallel branches.
+    (NeurIPS 2021). A search over all downsets of blocks of about a layer each minimises the time of
+    the slowest stage, and then tries fewer, slower stages for a shorter step. The devices of a
+    stage use data parallelism, tensor parallelism as in Megatron-LM, or both, with optional
+    recomputation. If the micro-batch size is not specified, the size with the shortest step is
+    chosen. The number of downsets grows exponentially with the number of parallel branches.
     """
 
     max_downsets: int = 10_000
-    """The most downsets that it takes on."""
+    """Maximum number of downsets. A graph with more is rejected."""
     objective: Literal["step", "slowest_stage"] = "step"
-    """Objective: the time of a whole step, filling and draining included, or, as published, of the
-    slowest stage.
+    """Objective: `step` minimises the time of a step including warm-up and cool-down, `slowest_stage`
+    the time of the slowest stage, as in the paper.
     """
 
     name: ClassVar[str] = "piper"
 
     def division(self, graph: Graph) -> Division:
-        """It chooses one size of micro-batches for all stages."""
+        """Return `Division.OWN`: the strategy chooses the micro-batch size, equal for all stages."""
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError where there is nothing to place or devices differ,
-        ConfigurationError for an option.
+        """Raise InfeasibleError if the graph has no nodes or the devices have different types, and
+        ConfigurationError for an invalid option.
         """
         if self.max_downsets < 1:
             raise ConfigurationError(
@@ -395,8 +423,8 @@ class Piper:
             everything = describe_kinds(problem.cluster, range(problem.cluster.size))
             raise InfeasibleError(
                 (
-                    "piper takes a stage to be as fast wherever it stands, and devices differ: "
-                    f"{everything}"
+                    "piper assumes that a stage is equally fast on all devices, and the cluster "
+                    f"has different types: {everything}"
                 ),
                 hint="strategies pipedream, graphpipe and tepdist weigh kinds of devices; with "
                 "cluster.allow_mixed_stages piper "
@@ -404,9 +432,10 @@ class Piper:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The chain. Raises InfeasibleError, with the number of downsets, where there are too many,
-        and where memory holds no chain; ConfigurationError for a constraint that the chain does not
-        fulfil.
+        """Return the placement of the best chain.
+
+        Raises InfeasibleError if there are more than `max_downsets` downsets or no chain fits the
+        memory, and ConfigurationError for a constraint that the chain violates.
         """
         forward, backward = mean_seconds(problem)
         blocks = join_nodes(problem.graph, forward + backward)
@@ -415,35 +444,35 @@ class Piper:
             counted = "too many downsets to count" if count is None else f"{count} downsets"
             raise InfeasibleError(
                 f"the model's {len(blocks.nodes)} {plural(len(blocks.nodes), 'block')} of "
-                f"operators have {counted}, and piper goes through all of "
-                f"them, up to max_downsets = {self.max_downsets}",
-                hint="strategies pipedream and graphpipe do not depend on their number",
+                f"operators have {counted}, and piper visits at most "
+                f"max_downsets = {self.max_downsets}",
+                hint="use strategy pipedream or graphpipe, or raise strategy.max_downsets",
             )
         downsets = Downsets(blocks.needs)
         samples = sample_axes(problem.graph)
         messages = messages_between(problem, blocks, downsets, samples)
         chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
         placement = best_micro_batch_size(
-            problem, lambda sized, step: self._answer(sized, chains, step)
+            problem, lambda sized, step: self._best_chain(sized, chains, step)
         )
         check_constraints_met(problem, placement, self.name)
         return placement
 
-    def _answer(
+    def _best_chain(
         self, problem: Problem, chains: Chains, most_step_s: float
     ) -> tuple[Placement, float]:
-        """The best chain for the micro-batches of a problem. Raises InfeasibleError where memory
-        holds none, or none whose step could be shorter than `most_step_s`.
+        """Return (placement, seconds of a step) of the best chain for the problem's micro-batch size.
+
+        Raises InfeasibleError if no chain fits the memory, or none has a step shorter than about
+        `most_step_s`.
         """
-        prices = DownsetPrices(problem, chains)
+        costs = DownsetCosts(problem, chains)
         count = problem.micro_batches
         by_step = self.objective == "step"
-        pieces = (
-            search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
-        )
+        pieces = search_steps(costs, most_step_s) if by_step else search(costs, most_step_s / count)
         if not pieces:
             raise OutOfMemoryError(
-                f"memory holds no chain of stages of these blocks on {problem.cluster.size} "
+                f"no chain of stages fits the memory of {problem.cluster.size} "
                 f"{plural(problem.cluster.size, 'device')}",
                 hint="use more devices, smaller micro-batches or a higher memory limit",
             )

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.placement.piper.strategy import LIGHT, SHARE, join_nodes
+from autopipe.passes.placement.piper.strategy import LIGHT, MAX_FRACTION, join_nodes
 from tests.passes.cost.graphs import Builder
 
 
@@ -45,7 +45,7 @@ def test_blocks_are_a_partition_in_an_order_that_needs_what_comes_first(
     for nodes in blocks.nodes:
         own = shares[list(nodes)]
         light = own[own <= LIGHT].sum()
-        assert len(nodes) == 1 or own.sum() - light <= max(SHARE, own.max()) + 1e-9
+        assert len(nodes) == 1 or own.sum() - light <= max(MAX_FRACTION, own.max()) + 1e-9
 
 
 def test_layers_with_a_way_around_them_are_blocks() -> None:
