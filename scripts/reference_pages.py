@@ -29,8 +29,8 @@ from autopipe.configs.zoo import ZooModel
 from autopipe.ir import ops
 from autopipe.ir.codec import (
     Dataclass,
+    ExtraKeys,
     Key,
-    Rest,
     describe,
     encode_as,
     is_union,
@@ -192,7 +192,7 @@ def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tu
             if inner is not ClusterDescription:
                 above = default if isinstance(default, inner) else None
                 yield from _walk(inner, f"{prefix}{key.name}{suffix}.", above)
-    if rest := marked_field(schema, Rest):
+    if rest := marked_field(schema, ExtraKeys):
         yield f"{prefix}…", Key("…", str, dataclasses.MISSING), docs.get(rest[0], "")
 
 

@@ -44,13 +44,13 @@ from autopipe.ir.codec import (
     Above,
     Amount,
     AtLeast,
+    ExtraKeys,
     FilePath,
     FormerKey,
     Index,
+    OmitDefault,
     Origin,
-    Rest,
     Shape,
-    Sparse,
     encode,
     keys,
     unwrap,
@@ -67,7 +67,7 @@ class Choice:
     selectors: ClassVar[tuple[str, ...]] = ("name",)
     name: str
     """Its name."""
-    options: Annotated[tuple[tuple[str, Entry], ...], Rest(Entry.plain)] = field(default=())
+    options: Annotated[tuple[tuple[str, Entry], ...], ExtraKeys(Entry.plain)] = field(default=())
     """The options of the one that is named, under their own names."""
     place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
     """Where the name was written."""
@@ -93,7 +93,7 @@ class Model:
     """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input
     is not listed.
     """
-    inputs: Annotated[tuple[tuple[str, bool | int | float], ...], Sparse()] = ()
+    inputs: Annotated[tuple[tuple[str, bool | int | float], ...], OmitDefault()] = ()
     """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read
     for that alone.
     """
@@ -106,7 +106,7 @@ class Model:
     """Tensors that are trained whatever the file says, and though `frozen` matches them too:
     patterns as there.
     """
-    training: Annotated[bool | None, Sparse()] = None
+    training: Annotated[bool | None, OmitDefault()] = None
     """`false` reads a graph that was exported for training as one for evaluation: nothing is
     dropped, and BatchNormalization reads its running statistics. `null` does so in mode `infer`
     alone.
@@ -129,18 +129,18 @@ class Loss:
 
     scalar: ClassVar[str] = "output"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("cross_entropy", "output"),)
-    cross_entropy: Annotated[CrossEntropy | None, Sparse()] = None
+    cross_entropy: Annotated[CrossEntropy | None, OmitDefault()] = None
     """Mean cross-entropy of logits against labels, which is added to the graph."""
-    output: Annotated[str | None, Sparse()] = None
+    output: Annotated[str | None, OmitDefault()] = None
     """Name of the scalar output to minimise."""
-    normalize: Annotated[Literal["auto", "micro_batches", "sum", "tokens"], Sparse()] = "auto"
+    normalize: Annotated[Literal["auto", "micro_batches", "sum", "tokens"], OmitDefault()] = "auto"
     """`auto` computes the loss of the whole batch from the losses of its micro-batches: their
     average for a mean over samples, their sum for a sum; other losses need a single micro-batch.
     `micro_batches` averages them and `sum` adds them up, whatever the loss is. `tokens` divides the
     sum over all labels of the step by the number of those that count, as Hugging Face does; of
     `cross_entropy`, the label -100 counts for nothing.
     """
-    scores: Annotated[Literal["keep", "recompute", "auto"], Sparse()] = "auto"
+    scores: Annotated[Literal["keep", "recompute", "auto"], OmitDefault()] = "auto"
     """`keep` saves the scores of a cross-entropy (logits) for backward. `recompute` computes them
     again there, a block of classes at a time: one more product, and less memory. `auto` keeps them
     if that fits memory and gives the shorter step; with fewer than 16,384 classes it always keeps
@@ -175,7 +175,7 @@ class Optimizer(problem.Optimizer):
     """Term added to the denominator of `adamw`, `adam`; 1e-08 where not given, 0.0001 for float16
     weights.
     """
-    nesterov: Annotated[bool | None, Sparse()] = None  # type: ignore[assignment]
+    nesterov: Annotated[bool | None, OmitDefault()] = None  # type: ignore[assignment]
     """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
     zero_stage: Annotated[Literal[0, 1] | None, FormerKey("shard", ((True, 1), (False, 0)))] = None
     """ZeRO stage. `1` shards the optimizer state and the update over the devices that hold the same
@@ -244,7 +244,7 @@ class ClusterChoice:
     """`true` allows stages whose devices are of different types. With `false` such a stage exists
     only if a constraint requires it.
     """
-    internode_bandwidth_factor: Annotated[float, Above(0), Sparse()] = 1.0
+    internode_bandwidth_factor: Annotated[float, Above(0), OmitDefault()] = 1.0
     """Factor of the bandwidth of all links between nodes, whatever the cluster's description says;
     0.5 asks for a plan with half the network.
     """
@@ -309,11 +309,11 @@ class Configuration:
     """
     optimizer: Optimizer = field(default=Optimizer())
     """How parameters are updated."""
-    eval: Annotated[Evaluation, Sparse()] = field(default=Evaluation())
+    eval: Annotated[Evaluation, OmitDefault()] = field(default=Evaluation())
     """Validation on the way."""
-    lr_scheduler: Annotated[LRScheduler, Sparse()] = field(default=LRScheduler())
+    lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
     """The learning rate by step, as a factor of `optimizer.lr`."""
-    training: Annotated[Training, Sparse()] = field(default=Training())
+    training: Annotated[Training, OmitDefault()] = field(default=Training())
     """Clipping, accumulation of gradients, averaging of weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to
@@ -330,7 +330,7 @@ class Configuration:
     """Run each stage's forward again for its backward: never, always, or where memory asks for it;
     `null` leaves it to strategy `auto`, and is `none` under any other.
     """
-    data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
+    data: Annotated[DataSettings, OmitDefault()] = field(default=DataSettings())
     """Where `launch` has samples from, and in which order."""
     cluster: ClusterChoice = field(
         default=ClusterChoice(), metadata={"flag": "--cluster PRESET|FILE"}
@@ -368,7 +368,7 @@ class Configuration:
         Literal[
             "auto", "highs", "cbc", "scip", "gurobi", "cplex", "xpress", "mosek", "copt", "cuopt"
         ],
-        Sparse(),
+        OmitDefault(),
     ] = "auto"
     """The solver of integer programs, which strategy `tepdist` uses: `auto` is HiGHS inside scipy,
     any other name is run through PuLP if it is installed (`autopipe config solvers` lists the

@@ -24,11 +24,11 @@ from typing import Any
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.codec import (
     Dataclass,
+    ExtraKeys,
     FilePath,
     Key,
     Origin,
     Record,
-    Rest,
     Shape,
     Spelling,
     decode,
@@ -181,7 +181,7 @@ class YamlRecord(Record):
         values: dict[str, object] = {}
         claimed = {key.name for key in keys(schema)}
         more = [name for name in self.value if name not in claimed]
-        if rest := marked_field(schema, Rest):
+        if rest := marked_field(schema, ExtraKeys):
             values[rest[0]] = tuple((name, self.value[name]) for name in more)
         elif more:
             known = (key.name for key in keys(schema))

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
-from autopipe.ir.codec import AtLeast, AtMost, Count, Index, Sparse, decode, encode, encode_as
+from autopipe.ir.codec import AtLeast, AtMost, Count, Index, OmitDefault, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record
 from autopipe.ir.words import plural
@@ -38,7 +38,7 @@ class Block:
     """Added to the memory in use on each of its devices when it starts; negative where it frees."""
     after: tuple[Index, ...] = ()
     """Indices of the blocks of the same unit that must have ended before it starts."""
-    delays: Annotated[tuple[Whole, ...], Sparse()] = ()
+    delays: Annotated[tuple[Whole, ...], OmitDefault()] = ()
     """Time from the end of each of `after` to the earliest start (a message under way); () for
     none.
     """
@@ -55,7 +55,7 @@ class BlockGraph:
     blocks: tuple[Block, ...]
     memory: tuple[Whole | None, ...]
     """Room on each device; None for no limit."""
-    micro_batches_per_unit: Annotated[int, AtLeast(1), Sparse()] = 1
+    micro_batches_per_unit: Annotated[int, AtLeast(1), OmitDefault()] = 1
 
     def verify(self) -> None:
         """Raise ConfigurationError where blocks have no device, one out of range, no time, or wait

@@ -89,7 +89,7 @@ class Fits:
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class KeyPath:
     """Mark of a field whose key is not its name; a dot stands between the keys of nested
     mappings.
     """
@@ -97,11 +97,11 @@ class At:
     key: str
 
 
-class Sparse:
+class OmitDefault:
     """Mark of a field that stands in the document only where it is not its default."""
 
 
-class Flat:
+class Inline:
     """Mark of a dataclass whose keys stand among those of the one that holds it."""
 
 
@@ -121,7 +121,7 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class ExtraKeys:
     """Mark of a field of pairs that holds all keys no other field claims, as they stand; `plain`
     writes a value.
     """
@@ -182,7 +182,7 @@ class Key:
 
 @functools.cache
 def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
-    """The keys that `schema` takes, in order, without fields marked `Rest` or `Origin`."""
+    """The keys that `schema` takes, in order, without fields marked `ExtraKeys` or `Origin`."""
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
@@ -190,17 +190,17 @@ def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
         hint = hints[field.name]
         factory = field.default_factory
         marks = {type(mark): mark for mark in unwrap(hint)[1]}
-        if field.init and marks.keys().isdisjoint((Rest, Origin)):
+        if field.init and marks.keys().isdisjoint((ExtraKeys, Origin)):
             default = field.default if factory is dataclasses.MISSING else factory()
-            path = tuple(typing.cast(At, marks.get(At, At(name))).key.split("."))
+            path = tuple(typing.cast(KeyPath, marks.get(KeyPath, KeyPath(name))).key.split("."))
             found[name] = Key(
                 name,
                 hint,
                 default,
                 field.metadata.get("flag", ""),
                 path,
-                Sparse in marks,
-                Flat in marks,
+                OmitDefault in marks,
+                Inline in marks,
             )
     return tuple(found[name] for name in getattr(schema, "written", found))
 
@@ -575,7 +575,7 @@ def _quick(hint: Any) -> Callable[[Any], Any] | None:
     base, marks = unwrap(hint)
     bounds = [mark for mark in marks if isinstance(mark, Bound)]
     if any(each.holds is not operator.ge for each in bounds) or not all(
-        isinstance(each, Bound | At | Sparse | FormerKey) for each in marks
+        isinstance(each, Bound | KeyPath | OmitDefault | FormerKey) for each in marks
     ):
         return None
     least = max((each.bound for each in bounds), default=-math.inf)
@@ -712,8 +712,8 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
 @functools.cache
 def _key_writers(
     schema: type[Dataclass],
-) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, Rest] | None]:
-    return tuple((key, _writer(key.hint)) for key in keys(schema)), marked_field(schema, Rest)
+) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, ExtraKeys] | None]:
+    return tuple((key, _writer(key.hint)) for key in keys(schema)), marked_field(schema, ExtraKeys)
 
 
 def _write_row(schema: type[Dataclass], value: object) -> list[object]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from autopipe.ir.codec import Count, Filled, Index, Sparse
+from autopipe.ir.codec import Count, Filled, Index, OmitDefault
 from autopipe.ir.words import plural
 
 Interval = tuple[Count, Count]
@@ -36,24 +36,24 @@ class PlanDegrees:
     """Shards of the samples of a micro-batch."""
     tensor: Interval
     """Shards of the weights."""
-    sequence: Annotated[Interval, Sparse()] = (1, 1)
+    sequence: Annotated[Interval, OmitDefault()] = (1, 1)
     """Shards of what a sample consists of, such as its positions or pixels; each shard reads all
     weights.
     """
-    copies: Annotated[Interval, Sparse()] = (1, 1)
+    copies: Annotated[Interval, OmitDefault()] = (1, 1)
     """Devices that compute the same."""
-    pipelines: Annotated[Count, Sparse()] = 1
+    pipelines: Annotated[Count, OmitDefault()] = 1
     """Pipelines that take micro-batches in turn, each with all layers."""
-    depth: Annotated[Index, Sparse()] = 0
+    depth: Annotated[Index, OmitDefault()] = 0
     """Stages on the longest path through the stages if some run as parallel branches; else 0."""
-    overlapping: Annotated[bool, Sparse()] = False
+    overlapping: Annotated[bool, OmitDefault()] = False
     """True if some devices belong to several groups."""
-    zero_stage: Annotated[Index, Sparse()] = 0
+    zero_stage: Annotated[Index, OmitDefault()] = 0
     """1 if replicas share the optimizer's state (ZeRO-1)."""
     stages: Count = 1
-    recomputed_stages: Annotated[Index, Sparse()] = 0
+    recomputed_stages: Annotated[Index, OmitDefault()] = 0
     """Stages that run their forward again for their backward."""
-    settled: Annotated[tuple[str, ...], Sparse()] = ()
+    settled: Annotated[tuple[str, ...], OmitDefault()] = ()
     """Options of the strategy that were left open, such as `tensor`."""
 
     @property

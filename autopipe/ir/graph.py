@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from autopipe.ir.codec import AtLeast, Coded, Flat, Index, Record, decode, encode
+from autopipe.ir.codec import AtLeast, Coded, Index, Inline, Record, decode, encode
 from autopipe.ir.errors import ModelError
 from autopipe.ir.memo import GRAPHS, remembered
 
@@ -213,7 +213,7 @@ class Parameter:
     trained).
     """
 
-    value: Annotated[Value, Flat()]
+    value: Annotated[Value, Inline()]
     storage: Annotated[Storage, Coded(_write_storage, _read_storage)]
     trainable: bool = True
     written: ClassVar = ("value", "trainable", "storage")

@@ -18,16 +18,16 @@ import numpy as np
 
 from autopipe.ir.codec import (
     Amount,
-    At,
     AtLeast,
     AtMost,
     Coded,
     Count,
     Filled,
     Fits,
-    Flat,
     Index,
-    Sparse,
+    Inline,
+    KeyPath,
+    OmitDefault,
     decode,
     encode,
 )
@@ -74,7 +74,7 @@ class Affine:
 class Timing:
     """The median of several runs."""
 
-    seconds: Annotated[float, At("s"), AtLeast(0)]
+    seconds: Annotated[float, KeyPath("s"), AtLeast(0)]
     spread: Amount
     """Distance between the quartiles, as a share of the median."""
     repetitions: Count
@@ -130,10 +130,10 @@ class OperationCost:
     operations and bytes read and written.
     """
 
-    operation: Annotated[Operation, Flat()]
+    operation: Annotated[Operation, Inline()]
     kind: str
     flops: tuple[Amount, Amount]
-    moved_bytes: Annotated[tuple[Amount, Amount], At("bytes")]
+    moved_bytes: Annotated[tuple[Amount, Amount], KeyPath("bytes")]
     forward: Timing
     backward: Timing | None
 
@@ -233,7 +233,7 @@ class TaskCosts:
 @dataclass(frozen=True, slots=True)
 class TimedBytes:
     bytes: Index
-    timing: Annotated[Timing, Flat()]
+    timing: Annotated[Timing, Inline()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class ExchangeCost:
 
     kind: Annotated[str, Fits(EXCHANGES.__contains__, " or ".join(EXCHANGES))]
     ranks: Annotated[int, AtLeast(2), AtMost(2**20)]
-    fit: Annotated[Affine, Flat()]
+    fit: Annotated[Affine, Inline()]
     samples: tuple[TimedBytes, ...]
 
 
@@ -258,9 +258,9 @@ class DeviceCosts:
     measured: tuple[str, ...]
     """How, a line for each run of the profiler: what ran where."""
     operations: tuple[OperationCost, ...] = ()
-    tasks: Annotated[TaskCosts | None, Sparse()] = None
+    tasks: Annotated[TaskCosts | None, OmitDefault()] = None
     exchanges: tuple[ExchangeCost, ...] = ()
-    host_launch_s: Annotated[Amount | None, Sparse()] = None
+    host_launch_s: Annotated[Amount | None, OmitDefault()] = None
     """Seconds of the host for one operator, as `Device.host_launch_s`: 0 if the device is the host;
     None if unknown.
     """

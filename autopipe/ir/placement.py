@@ -6,7 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from autopipe.ir.codec import Coded, Count, Filled, Index, Record, Row, Sparse, decode, encode_as
+from autopipe.ir.codec import (
+    Coded,
+    Count,
+    Filled,
+    Index,
+    OmitDefault,
+    Record,
+    Row,
+    decode,
+    encode_as,
+)
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
@@ -98,8 +108,8 @@ class Stage:
     splits: Annotated[tuple[tuple[int, Splits], ...], Coded(_write_splits, _read_splits)] = ()
     recompute: bool = False
     pipeline: Index = 0
-    gathers: Annotated[tuple[str, ...], Sparse()] = ()
-    holds_copies: Annotated[bool, Sparse()] = False
+    gathers: Annotated[tuple[str, ...], OmitDefault()] = ()
+    holds_copies: Annotated[bool, OmitDefault()] = False
     """True if the stage recomputes and yet keeps its parameters' copies in 16 bits from micro-batch
     to micro-batch.
     """
@@ -140,9 +150,9 @@ class Placement:
     written: ClassVar = ("stages", "notes", "options")
     stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
-    notes: Annotated[tuple[str, ...], Sparse()] = field(default=(), compare=False)
+    notes: Annotated[tuple[str, ...], OmitDefault()] = field(default=(), compare=False)
     """Remarks of the strategy on the model, a line each."""
-    options: Annotated[tuple[tuple[str, int | str], ...], Sparse()] = field(
+    options: Annotated[tuple[tuple[str, int | str], ...], OmitDefault()] = field(
         default=(), compare=False
     )
     """Options of the strategy that were left open and that no degree of parallelism tells, with the

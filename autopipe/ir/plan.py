@@ -21,12 +21,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
 from autopipe.ir.codec import (
     Amount,
-    At,
     Count,
     Fits,
     FormerKey,
     Index,
-    Sparse,
+    KeyPath,
+    OmitDefault,
     decode,
     encode,
     encode_as,
@@ -69,7 +69,7 @@ class Choice:
     micro_batches: Count | None = None
     recompute: str = "none"
     shard: bool = False
-    scores: Annotated[Scores | None, Sparse()] = None
+    scores: Annotated[Scores | None, OmitDefault()] = None
     """As `LossScores.choice`; None if the model's losses have one form."""
 
 
@@ -82,14 +82,14 @@ class Alternative:
     """
 
     choice: Choice
-    step_time_s: Annotated[Amount | None, Sparse()] = None
-    lower_bound_s: Annotated[Amount | None, Sparse()] = None
-    micro_batches: Annotated[Index | None, Sparse()] = None
-    stages: Annotated[Index | None, Sparse()] = None
-    bubble_rate: Annotated[float | None, Sparse()] = None
-    peak_memory_bytes: Annotated[Index | None, Sparse()] = None
-    refused: Annotated[str | None, Sparse()] = None
-    same_as: Annotated[str | None, Sparse()] = None
+    step_time_s: Annotated[Amount | None, OmitDefault()] = None
+    lower_bound_s: Annotated[Amount | None, OmitDefault()] = None
+    micro_batches: Annotated[Index | None, OmitDefault()] = None
+    stages: Annotated[Index | None, OmitDefault()] = None
+    bubble_rate: Annotated[float | None, OmitDefault()] = None
+    peak_memory_bytes: Annotated[Index | None, OmitDefault()] = None
+    refused: Annotated[str | None, OmitDefault()] = None
+    same_as: Annotated[str | None, OmitDefault()] = None
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -150,7 +150,7 @@ class Breakdown:
     """Launches, starts of tasks, posts of messages, and what else work takes longer in small
     pieces. Less than nothing where devices of different kinds each do what they do best.
     """
-    host_s: Annotated[float, Sparse()] = 0.0
+    host_s: Annotated[float, OmitDefault()] = 0.0
     """The device waits because the host starts operators more slowly than the device computes them.
     """
 
@@ -199,9 +199,9 @@ class LossScores:
     """Seconds of forward and backward with scores that are recomputed."""
     saved_bytes: Index
     """Bytes that backward needs of the scores if they are kept."""
-    other_step_s: Annotated[Amount | None, Sparse()] = None
+    other_step_s: Annotated[Amount | None, OmitDefault()] = None
     """Step of the plan with the other form; None if there is none, or none was made."""
-    other_refused: Annotated[str | None, Sparse()] = None
+    other_refused: Annotated[str | None, OmitDefault()] = None
     """Why there is no plan with the other form."""
 
 
@@ -235,19 +235,19 @@ class Summary:
     the placement cannot be executed.
     """
     splits: SplitProof | None = None
-    costs: Annotated[CostCoverage | None, Sparse()] = None
-    scores: Annotated[LossScores | None, Sparse()] = None
+    costs: Annotated[CostCoverage | None, OmitDefault()] = None
+    scores: Annotated[LossScores | None, OmitDefault()] = None
     """None if the model's losses have one form."""
-    bound_holds_for: Annotated[Literal["placement"] | None, Sparse()] = None
+    bound_holds_for: Annotated[Literal["placement"] | None, OmitDefault()] = None
     """Scope of `lower_bound_s`, `optimal` and `gap`: every schedule of this placement, and no other
     placement.
 
     None in a plan of an earlier version of autopipe, like the figures below.
     """
-    degrees: Annotated[PlanDegrees | None, Sparse()] = None
-    tokens_per_sample: Annotated[Count | None, Sparse()] = None
+    degrees: Annotated[PlanDegrees | None, OmitDefault()] = None
+    tokens_per_sample: Annotated[Count | None, OmitDefault()] = None
     """None if a sample is no sequence of tokens."""
-    mfu: Annotated[Amount | None, Sparse()] = None
+    mfu: Annotated[Amount | None, OmitDefault()] = None
     """Model FLOPs utilisation: FLOPs of forward and backward without recomputation, over the step's
     seconds times the peak FLOP/s of all devices in the number format of products.
     """
@@ -282,12 +282,12 @@ class Plan:
     placement: Placement
     schedule: Schedule
     summary: Summary
-    prediction: Annotated[Prediction, At("predictions")] = field(default_factory=Prediction)
+    prediction: Annotated[Prediction, KeyPath("predictions")] = field(default_factory=Prediction)
     memory_limits: tuple[Index, ...] = ()
-    device_names: Annotated[tuple[str, ...], Sparse()] = ()
-    alternatives: Annotated[tuple[Alternative, ...], Sparse()] = ()
+    device_names: Annotated[tuple[str, ...], OmitDefault()] = ()
+    alternatives: Annotated[tuple[Alternative, ...], OmitDefault()] = ()
     breakdown: Breakdown | None = None
-    loss_division: Annotated[LossDivision, Sparse()] = AVERAGED
+    loss_division: Annotated[LossDivision, OmitDefault()] = AVERAGED
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from autopipe.ir.cluster import Cluster, nccl_bytes
-from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, Sparse
+from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, OmitDefault
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.measured_costs import Costs
@@ -117,9 +117,9 @@ class ParameterGroup:
 
     match: str
     """A glob over names of parameters, or a regular expression after `re:`."""
-    weight_decay: Annotated[Amount | None, Sparse()] = None
+    weight_decay: Annotated[Amount | None, OmitDefault()] = None
     """In place of the optimizer's."""
-    lr_factor: Annotated[Amount, Sparse()] = 1.0
+    lr_factor: Annotated[Amount, OmitDefault()] = 1.0
     """Factor of the learning rate."""
 
 
@@ -135,7 +135,7 @@ class Optimizer:
     """Learning rate."""
     momentum: Amount = 0.0
     """Momentum of `sgd` and `muon`."""
-    nesterov: Annotated[bool, Sparse()] = False
+    nesterov: Annotated[bool, OmitDefault()] = False
     """Nesterov's momentum, of `sgd` and `muon`."""
     weight_decay: Amount = 0.0
     """Weight decay: added to the gradient by `sgd` and `adam`, decoupled from it by the others."""
@@ -148,11 +148,11 @@ class Optimizer:
     update that share (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training
     trillion parameter models", SC 2020, section 5.1); else each keeps all of it.
     """
-    groups: Annotated[tuple[ParameterGroup, ...], Sparse()] = ()
+    groups: Annotated[tuple[ParameterGroup, ...], OmitDefault()] = ()
     """Parameters with a weight decay or rate of their own, such as `{match: '*.bias', weight_decay:
     0}`.
     """
-    loss_scale: Annotated[float, Above(0), Sparse()] = FIRST_LOSS_SCALE
+    loss_scale: Annotated[float, Above(0), OmitDefault()] = FIRST_LOSS_SCALE
     """First scale of the loss under precision `fp16`, whose small gradients would be zero: halved
     where a gradient overflows, which skips the step, doubled after 2,000 steps without.
     """
@@ -212,28 +212,28 @@ class Constraint:
 class LossDivision:
     """How the losses of the micro-batches of a step make the loss of the step."""
 
-    weight: Annotated[Annotated[float, Above(0)] | None, Sparse()] = None
+    weight: Annotated[Annotated[float, Above(0)] | None, OmitDefault()] = None
     """Factor of the loss of each micro-batch in the loss of the step; None for 1 / the number of
     micro-batches.
     """
-    exact: Annotated[bool, Sparse()] = True
+    exact: Annotated[bool, OmitDefault()] = True
     """False if the loss of the step is not that of its whole batch: statistics, or losses, are per
     micro-batch.
     """
-    divisible: Annotated[bool, Sparse()] = True
+    divisible: Annotated[bool, OmitDefault()] = True
     """False if the loss of a batch does not follow from those of its parts. A validation then takes
     whole batches only.
     """
-    divided: Annotated[str, Sparse()] = ""
+    divided: Annotated[str, OmitDefault()] = ""
     """The model's loss if micro-batches give totals that the loss of the step is computed from: a
     dividend as the loss of the program, and as counted labels a divisor, if there is one. "" if the
     program has the loss of the model.
     """
-    added: Annotated[float, Sparse()] = 0.0
+    added: Annotated[float, OmitDefault()] = 0.0
     """Number that is added to the divisor of a step."""
-    minimum: Annotated[float | None, Sparse()] = None
+    minimum: Annotated[float | None, OmitDefault()] = None
     """Least divisor of a step."""
-    root: Annotated[bool, Sparse()] = False
+    root: Annotated[bool, OmitDefault()] = False
     """True if the loss of a step is the square root of what follows from its micro-batches."""
 
     def divisor(self, total: float) -> float:

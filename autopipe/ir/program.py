@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Annotated
 
 from autopipe.ir.batch import Samples
-from autopipe.ir.codec import At, Count, Flat, Index, Sparse
+from autopipe.ir.codec import Count, Index, Inline, KeyPath, OmitDefault
 from autopipe.ir.graph import Constant, DType, Parameter, Value
 from autopipe.ir.layout import MeshAxes, MeshAxis, Redistribution, TensorSlice, merge_axes
 from autopipe.ir.ops.operator import Signature
@@ -211,8 +211,8 @@ class Channel:
     """
 
     number: Index
-    source_rank: Annotated[Index, At("source")]
-    target_rank: Annotated[Index, At("target")]
+    source_rank: Annotated[Index, KeyPath("source")]
+    target_rank: Annotated[Index, KeyPath("target")]
     buffers: Index
     gradient_buffers: Index
 
@@ -231,8 +231,8 @@ class Shard:
     """
 
     parameter: Index
-    box: Annotated[TensorSlice, Flat()]
-    gradient_ranks: Annotated[tuple[Index, ...], At("ranks")]
+    box: Annotated[TensorSlice, Inline()]
+    gradient_ranks: Annotated[tuple[Index, ...], KeyPath("ranks")]
     home: Index | None
 
 
@@ -309,7 +309,7 @@ class OutputShard:
     """Where a block of a graph's output lies when a stage's forward is done."""
 
     rank: Index
-    box: Annotated[TensorSlice, Flat()]
+    box: Annotated[TensorSlice, Inline()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ class Output:
     Micro-batches are concatenated along `batch_axis`, averaged where it is None.
     """
 
-    value: Annotated[Value, Flat()]
+    value: Annotated[Value, Inline()]
     batch_axis: Index | None
     places: tuple[OutputPlace, ...]
 
@@ -358,12 +358,12 @@ class InputRange:
     `ignored`, which counts for nothing.
     """
 
-    value: Annotated[Value, Flat()]
+    value: Annotated[Value, Inline()]
     batch_axis: Index | None
     below: int | None
-    drawn: Annotated[tuple[InputBounds, ...], Sparse()] = ()
-    allowed: Annotated[tuple[InputBounds, ...], Sparse()] = ()
-    ignored: Annotated[int | None, Sparse()] = None
+    drawn: Annotated[tuple[InputBounds, ...], OmitDefault()] = ()
+    allowed: Annotated[tuple[InputBounds, ...], OmitDefault()] = ()
+    ignored: Annotated[int | None, OmitDefault()] = None
 
 
 @dataclass(frozen=True, slots=True)

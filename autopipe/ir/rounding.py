@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from autopipe.ir.codec import Index, Sparse
+from autopipe.ir.codec import Index, OmitDefault
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of rounding one number."""
@@ -32,8 +32,8 @@ class Rounding:
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
     accumulated: Index = 1
-    narrowed: Annotated[Index, Sparse()] = 0
-    messages: Annotated[Index, Sparse()] = 0
+    narrowed: Annotated[Index, OmitDefault()] = 0
+    messages: Annotated[Index, OmitDefault()] = 0
 
     @property
     def accumulator(self) -> str:

@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from autopipe.ir.codec import Amount, Flat, Index, Row, Sparse
+from autopipe.ir.codec import Amount, Index, Inline, OmitDefault, Row
 from autopipe.ir.schedule import EVERY, Lanes, MicroBatchSlice, Phase, Task
 
 
@@ -205,11 +205,11 @@ class StagePrediction:
     """
     transient_bytes: Index = 0
     """Bytes that come and go within a backward or, without training, a forward."""
-    on_host: Annotated[TaskSeconds | None, Sparse()] = None
+    on_host: Annotated[TaskSeconds | None, OmitDefault()] = None
     """Seconds in which the host starts each task's operators; None if the host's time does not
     count.
     """
-    on_device: Annotated[TaskSeconds | None, Sparse()] = None
+    on_device: Annotated[TaskSeconds | None, OmitDefault()] = None
     """Seconds in which the device computes and exchanges; None if the host's time does not count.
     """
 
@@ -263,8 +263,8 @@ class Message:
     backward_bytes: Index
     forward_s: Amount
     backward_s: Amount
-    source_slice: Annotated[MicroBatchSlice, Flat()] = EVERY
-    target_slice: Annotated[MicroBatchSlice, Flat()] = EVERY
+    source_slice: Annotated[MicroBatchSlice, Inline()] = EVERY
+    target_slice: Annotated[MicroBatchSlice, Inline()] = EVERY
 
 
 @dataclass(frozen=True, slots=True)

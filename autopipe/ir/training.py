@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Fits, Index, Sparse
+from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Fits, Index, OmitDefault
 
 
 def is_data_function(path: str) -> bool:
@@ -68,20 +68,22 @@ class LRScheduler:
     decays.
     """
 
-    warmup_steps: Annotated[Index, Sparse()] = 0
+    warmup_steps: Annotated[Index, OmitDefault()] = 0
     """Steps in which the rate rises in a straight line, from 0 at the first."""
-    decay_type: Annotated[Literal["constant", "linear", "cosine", "sqrt"], Sparse()] = "constant"
+    decay_type: Annotated[Literal["constant", "linear", "cosine", "sqrt"], OmitDefault()] = (
+        "constant"
+    )
     """How the rate decays after the warm-up: `linear` and `cosine` are transformers'
     `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup`, `sqrt` is 1 -
     √progress.
     """
-    decay_ratio: Annotated[Annotated[float, Above(0), AtMost(1)] | None, Sparse()] = None
+    decay_ratio: Annotated[Annotated[float, Above(0), AtMost(1)] | None, OmitDefault()] = None
     """Part of all steps, the last ones, in which the rate decays (WSD), as torchtitan counts: a
     warm-up's first step has 1 / `warmup_steps`. All steps after the warm-up where not given.
     """
-    min_lr_factor: Annotated[float, AtLeast(0), AtMost(1), Sparse()] = 0.0
+    min_lr_factor: Annotated[float, AtLeast(0), AtMost(1), OmitDefault()] = 0.0
     """Where the decay ends, as a factor of `optimizer.lr`."""
-    total_steps: Annotated[Annotated[int, AtLeast(1)] | None, Sparse()] = None
+    total_steps: Annotated[Annotated[int, AtLeast(1)] | None, OmitDefault()] = None
     """Steps after which the decay has ended; those of the launch where not given."""
 
     @property
@@ -118,14 +120,14 @@ class LRScheduler:
 class Training:
     """Clipping, accumulation and averaging: the rest of an update, besides its optimizer."""
 
-    max_norm: Annotated[Annotated[float, Above(0)] | None, Sparse()] = None
+    max_norm: Annotated[Annotated[float, Above(0)] | None, OmitDefault()] = None
     """Norm of all gradients together above which they are scaled down to it, as torch's
     `clip_grad_norm_` does.
     """
-    gradient_accumulation_steps: Annotated[int, AtLeast(1), Sparse()] = 1
+    gradient_accumulation_steps: Annotated[int, AtLeast(1), OmitDefault()] = 1
     """Batches whose gradients an update averages: a step takes as many times `batch_size` samples.
     """
-    ema_decay: Annotated[Annotated[float, AtLeast(0), AtMost(1)] | None, Sparse()] = None
+    ema_decay: Annotated[Annotated[float, AtLeast(0), AtMost(1)] | None, OmitDefault()] = None
     """Decay of an exponential moving average of the weights, which checkpoints hold beside them;
     none where not given.
     """
@@ -135,11 +137,11 @@ class Training:
 class Evaluation:
     """Validation of a training run: the model's loss over data that it is not trained on."""
 
-    data: Annotated[DataPath | None, Sparse()] = None
+    data: Annotated[DataPath | None, OmitDefault()] = None
     """File or folder with the data to validate on: all of it, each sample once."""
-    interval: Annotated[Count | None, Sparse()] = None
+    interval: Annotated[Count | None, OmitDefault()] = None
     """Steps from one validation to the next; there is one after the last step anyhow."""
-    patience: Annotated[Count | None, Sparse()] = None
+    patience: Annotated[Count | None, OmitDefault()] = None
     """The run ends after as many validations in a row without a lower loss; `null` for all its
     steps.
     """

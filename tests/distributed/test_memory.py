@@ -156,8 +156,8 @@ def test_memory_falls_as_predicted_with_state_in_shares(
     """AdamW on four ranks: each keeps of two numbers a parameter a share (ZeRO-1)."""
     peaks = []
     predictions = []
-    for shard in ("false", "true"):
-        folder = model.parent / f"{strategy[0]}_{shard}"
+    for stage in (0, 1):
+        folder = model.parent / f"{strategy[0]}_{stage}"
         words = [
             "plan",
             model,
@@ -172,7 +172,7 @@ def test_memory_falls_as_predicted_with_state_in_shares(
             "1f1b",
         ]
         words += ["--batch-size", 16, "--micro-batches", 4, "--strategy", *strategy]
-        words += ["--set", "optimizer.name=adamw", "--set", f"optimizer.shard={shard}"]
+        words += ["--set", "optimizer.name=adamw", "--set", f"optimizer.zero_stage={stage}"]
         assert main([str(word) for word in words]) == 0
         assert main(["codegen", str(folder), "-q"]) == 0
         plan, timeline = open_prediction(folder)

@@ -52,7 +52,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from autopipe.ir.codec import Above, At, Fits, Flat, Index, Sparse, decode, encode
+from autopipe.ir.codec import Above, Fits, Index, Inline, KeyPath, OmitDefault, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
@@ -67,7 +67,7 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    box: Annotated[TensorSlice, Flat()]
+    box: Annotated[TensorSlice, Inline()]
     file: Index
     offset: Index
     """Bytes from the start of the file."""
@@ -120,14 +120,14 @@ FileName = Annotated[
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     name: FileName
-    size: Annotated[int, At("bytes")]
+    size: Annotated[int, KeyPath("bytes")]
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    model: Annotated[str, At("model.path")]
-    model_digest: Annotated[str, At("model.sha256")]
+    model: Annotated[str, KeyPath("model.path")]
+    model_digest: Annotated[str, KeyPath("model.sha256")]
     plan: str
     world_size: int
     step: int
@@ -138,9 +138,9 @@ class Checkpoint:
     parameters: tuple[StoredParameter, ...]
     """By name."""
     random: tuple[StoredGenerator, ...]
-    loss_scale: Annotated[LossScale | None, Sparse()] = None
-    eval_loss: Annotated[float | None, Sparse()] = None
-    forwards: Annotated[Index | None, Sparse()] = None
+    loss_scale: Annotated[LossScale | None, OmitDefault()] = None
+    eval_loss: Annotated[float | None, OmitDefault()] = None
+    forwards: Annotated[Index | None, OmitDefault()] = None
     """Micro-batches of all steps so far; None if they were not counted."""
 
     def parameter(self, name: str) -> StoredParameter | None:

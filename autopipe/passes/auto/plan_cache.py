@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
+from autopipe.ir.codec import Coded, Count, Index, Inline, Record, decode, encode
 from autopipe.ir.errors import (
     REFUSALS,
     AutopipeError,
@@ -66,7 +66,7 @@ class PlacementDecision:
     """
 
     placement: Placement
-    batching: Annotated[Batching, Flat()]
+    batching: Annotated[Batching, Inline()]
     splits: SplitProof | None
 
     @staticmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
+from autopipe.ir.codec import AtLeast, Coded, Count, Index, KeyPath, OmitDefault, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import COUNTED_LABELS, Parameter, tokens_per_sample
@@ -39,11 +39,11 @@ class StageEntry:
     pipeline: Index
     meshes: tuple[tuple[tuple[int, int], ...], ...]
     """Of each its axes, outer to inner, as degree and stride (`autopipe.ir.layout.MeshAxis`)."""
-    micro_batch_ratio: Annotated[int, AtLeast(1), At("turns"), Sparse()] = 1
+    micro_batch_ratio: Annotated[int, AtLeast(1), KeyPath("turns"), OmitDefault()] = 1
     """Micro-batches that it makes of each of the manifest's."""
-    whole: Annotated[bool, Sparse()] = True
+    whole: Annotated[bool, OmitDefault()] = True
     """False where the group's ranks exchange along sub-meshes alone, if at all."""
-    host_bound: Annotated[bool, Sparse()] = False
+    host_bound: Annotated[bool, OmitDefault()] = False
     """True if the plan predicts that starting the stage's operators takes the host longer than they
     take the device.
     """
@@ -63,50 +63,54 @@ class Manifest:
     """The manifest in `folder`, which `codegen.program` writes."""
 
     folder: Path
-    model: Annotated[Path, At("model.path"), _PATH]
+    model: Annotated[Path, KeyPath("model.path"), _PATH]
     """The ONNX file whose weights the ranks read; absolute."""
-    model_digest: Annotated[str, At("model.sha256")]
+    model_digest: Annotated[str, KeyPath("model.sha256")]
     plan: str
     world_size: Count
-    train: Annotated[bool, At("mode"), _TRAINS]
+    train: Annotated[bool, KeyPath("mode"), _TRAINS]
     micro_batches: Count
     micro_batch_size: Count
     loss: str | None
     precision: str
     seed: int
     optimizer: dict[str, Any]
-    predicted_step_s: Annotated[float, At("predicted.step_s")]
-    predicted_bubble: Annotated[float, At("predicted.bubble")]
+    predicted_step_s: Annotated[float, KeyPath("predicted.step_s")]
+    predicted_bubble: Annotated[float, KeyPath("predicted.bubble")]
     rounding: Rounding
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
-    shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), _SHARDS]  # A tuple for each rank.
+    shards: Annotated[
+        tuple[tuple[Shard, ...], ...], KeyPath("ranks"), _SHARDS
+    ]  # A tuple for each rank.
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]  # In global order.
-    memory_limits: Annotated[tuple[Index, ...], Sparse()] = ()
+    memory_limits: Annotated[tuple[Index, ...], OmitDefault()] = ()
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
-    data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
-    training_graph: Annotated[bool | None, At("model.training"), Sparse()] = None
+    data: Annotated[DataSettings, OmitDefault()] = field(default=DataSettings())
+    training_graph: Annotated[bool | None, KeyPath("model.training"), OmitDefault()] = None
     fixed_inputs: Annotated[
-        tuple[tuple[str, bool | int | float], ...], At("model.inputs"), Sparse()
+        tuple[tuple[str, bool | int | float], ...], KeyPath("model.inputs"), OmitDefault()
     ] = ()
-    evaluation: Annotated[Evaluation, At("eval"), Sparse()] = field(default=Evaluation())
-    model_flops: Annotated[float | None, At("metrics.model_flops"), Sparse()] = None
+    evaluation: Annotated[Evaluation, KeyPath("eval"), OmitDefault()] = field(default=Evaluation())
+    model_flops: Annotated[float | None, KeyPath("metrics.model_flops"), OmitDefault()] = None
     """Operations of the model in a step, over all ranks; what recomputation repeats is not counted.
     """
-    peak_flops: Annotated[float | None, At("metrics.peak_flops"), Sparse()] = None
+    peak_flops: Annotated[float | None, KeyPath("metrics.peak_flops"), OmitDefault()] = None
     """Operations a second that the plan's devices do together at most, in the program's precision.
     """
-    predicted_memory_bytes: Annotated[int | None, At("metrics.memory_bytes"), Sparse()] = None
+    predicted_memory_bytes: Annotated[
+        int | None, KeyPath("metrics.memory_bytes"), OmitDefault()
+    ] = None
     """Peak of the rank that needs most."""
-    low_precision: Annotated[tuple[Index, ...], Sparse()] = ()
+    low_precision: Annotated[tuple[Index, ...], OmitDefault()] = ()
     """`Program.low_precision`."""
-    running_calls: Annotated[tuple[RunningCalls, ...], Sparse()] = ()
+    running_calls: Annotated[tuple[RunningCalls, ...], OmitDefault()] = ()
     """`Program.running_calls`."""
-    loss_division: Annotated[LossDivision, Sparse()] = field(default=AVERAGED)
-    lr_scheduler: Annotated[LRScheduler, Sparse()] = field(default=LRScheduler())
-    training: Annotated[Training, Sparse()] = field(default=Training())
+    loss_division: Annotated[LossDivision, OmitDefault()] = field(default=AVERAGED)
+    lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
+    training: Annotated[Training, OmitDefault()] = field(default=Training())
 
     @property
     def counts_labels(self) -> bool:

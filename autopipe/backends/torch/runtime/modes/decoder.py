@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.ir.codec import AtLeast, Count, Index, Sparse, decode, encode
+from autopipe.ir.codec import AtLeast, Count, Index, OmitDefault, decode, encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import DType
@@ -38,8 +38,8 @@ class GenerationRequest:
     max_new_tokens: Count
     eos: tuple[Index, ...] = ()
     temperature: Annotated[float, AtLeast(0)] = 0.0
-    top_k: Annotated[Count | None, Sparse()] = None
-    top_p: Annotated[float | None, Sparse()] = None
+    top_k: Annotated[Count | None, OmitDefault()] = None
+    top_p: Annotated[float | None, OmitDefault()] = None
     seed: Index = 0
 
     def write(self, folder: Path) -> None:
