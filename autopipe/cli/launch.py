@@ -281,8 +281,7 @@ def launch(
 
     \b
     Example:
-      autopipe launch gpt.plan/program --device cpu --steps 10 --checkpoint ckpt --checkpoint-every
-      5
+      autopipe launch gpt.plan/program --steps 10 --checkpoint ckpt --checkpoint-every 5
     """
     # Rendezvous on a free port logs warnings from C++ that say nothing to a user; torch reads this
     # when it is imported.

@@ -26,7 +26,8 @@ COMMAND = re.compile(
     re.M,
 )
 BLOCK = re.compile(
-    r"^```(?P<kind>sh|console|yaml)\n(?P<text>.*?)^```$|(?P<indented>(?:^    .*\n)+)", re.M | re.S
+    r"^```(?P<kind>sh|console|yaml)\n(?P<text>.*?)^```$|(?P<indented>(?:^    [^\n]*\n)+)",
+    re.M | re.S,
 )
 NAMED = re.compile(r"# (?P<name>\S+\.yaml)\n")
 """First line of a YAML file on a page: its name as a comment."""
