@@ -244,7 +244,7 @@ def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
     """
     found: list[int | None] = [None] * len(layers.layers)
     for name, places in batch_axes_of(graph).values.items():
-        place = layers.places.get(name)
+        place = layers.locations.get(name)
         if place is not None and found[place.layer] is None and place.groups[places[0].dimension]:
             outer = place.groups[places[0].dimension][0]
             axes = layers.layers[place.layer].results[place.result].axes[outer]

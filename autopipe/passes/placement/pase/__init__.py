@@ -1,6 +1,8 @@
-"""PaSE: the best split of every operator (Elango, IPDPS 2021): `strategy` with this package's
-costs, and the paper's own model in `paper_costs`, `paper_rules` and `paper_search`.
+"""Strategy `pase`: the best split of each operator (Elango, "PaSE", IPDPS 2021).
 
-It imports what stands below placement (schedule, sharding, partition, cost, analysis, solvers), and
-no other strategy.
+`strategy` uses autopipe's costs. `paper_costs`, `paper_rules` and `paper_search` reproduce the
+paper's own cost model.
+
+This package imports schedule, sharding, partition, cost, analysis and solvers, and no other
+strategy.
 """

@@ -1,11 +1,17 @@
-"""The cost model of the PaSE paper: layers, what each of their configurations costs, and the tables
-of a whole graph.
+"""The cost model of the PaSE paper: layers, the costs of their configurations, and the tables of a
+graph.
 
-A configuration says into how many parts each axis of a layer's iteration space is cut (section II).
-Costs are in operations, of one device's part, forward and backward together; a multiply-add counts
-as one, and communication as the operations in its time. Volumes are words. Where a degree does not
-divide what it cuts (the input of a pooling), parts are fractions of an element, as in the authors'
-prototype.
+A configuration gives the number of parts into which each axis of a layer's iteration space is split
+(section II). The objective is equation 1 of the paper: the sum of the layer costs t_l and of the
+transfer costs t_x over all edges.
+
+Units: costs are operations on one device's part, forward and backward together. A multiply-add is
+one operation, and communication counts as the operations that a device executes in the same time.
+Volumes are words. If a degree does not divide a size (the input of a pooling), parts are fractions
+of an element, as in the authors' prototype.
+
+Symbols: r = `WORD_OPERATIONS`; T = elements of one device's part; c = parts of an axis; AR(w, c) =
+cost of an all-reduce of w words on each of c devices.
 """
 
 from __future__ import annotations
@@ -21,22 +27,24 @@ import numpy.typing as npt
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 Degrees = npt.NDArray[np.int64]
-"""[configurations, axes]: parts of each axis."""
+"""Number of parts of each axis, of shape [configurations, axes]."""
 Floats = npt.NDArray[np.float64]
 Extents = tuple[int, ...]
 Axes = tuple[int, ...]
 """Positions of axes in a layer's iteration space."""
 
 WORD_OPERATIONS = 5000.0
-"""r: operations in the time of a word of 8 bytes, for 10 TFLOP/s a device and links of 16 GB/s."""
+"""r: operations in the time to transfer one 8-byte word, for devices of 10 TFLOP/s and links of 16
+GB/s.
+"""
 
 
 def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees:
-    """All degrees, axis by axis, whose product is at most `devices`, in lexicographic order;
-    [count, axes].
+    """Return all configurations whose product of degrees is at most `devices`, in lexicographic
+    order; [configurations, axes].
 
-    An axis is cut into any number of parts that divides it and leaves each at least `cutoff`. The
-    first row cuts nothing.
+    The degree of an axis divides its size and leaves at least `cutoff` elements per part. The first
+    row splits nothing.
     """
     degrees = np.ones((1, 0), dtype=np.int64)
     used = np.ones(1, dtype=np.int64)
@@ -54,11 +62,11 @@ def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees
 
 
 def contiguous(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Which configurations cut a row-major tensor of `extents` into contiguous pieces;
-    [configurations].
+    """Return which configurations split a row-major tensor of shape `extents` into contiguous
+    parts; [configurations].
 
-    Outer axes are cut into single elements, the next one into any parts, those inside it not at
-    all.
+    The outer axes are split into single elements, the next axis into any number of parts, and the
+    inner axes are not split.
     """
     single = degrees == np.array(extents, dtype=np.int64)
     outer = np.cumprod(single, axis=1, dtype=bool)
@@ -68,17 +76,21 @@ def contiguous(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_
 
 
 def all_reduce(words: Floats, degree: Degrees) -> Floats:
-    """AR: a ring all-reduce of `words` on each of `degree` devices, 2 r (w / c)(c - 1)."""
+    """Return AR, the cost of a ring all-reduce of `words` on each of `degree` devices: 2 r (w /
+    c)(c - 1).
+    """
     return 2.0 * WORD_OPERATIONS * (words / degree) * (degree - 1)
 
 
 def _parts(degrees: Degrees, axes: Axes) -> Degrees:
-    """Parts along `axes` together."""
+    """Return the number of parts of the combined axes `axes`, for each configuration."""
     return np.asarray(degrees[:, axes].prod(axis=1, dtype=np.int64))
 
 
 def _part(extents: Extents, degrees: Degrees, axes: Iterable[int] | None = None) -> Floats:
-    """Elements along `axes`, or all, of one device's part."""
+    """Return the number of elements of one device's part along `axes` (None: along all axes), for
+    each configuration.
+    """
     axes = tuple(range(len(extents)) if axes is None else axes)
     return np.asarray(math.prod(extents[axis] for axis in axes) / _parts(degrees, axes))
 
@@ -88,21 +100,21 @@ def _others(extents: Extents, axis: int) -> Axes:
 
 
 class Cost(Protocol):
-    """The cost of one kind of layer. T are the elements of one device's part, c the parts of an
-    axis.
-    """
+    """The cost t_l of one kind of layer."""
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        """Operations for each configuration, given the axes' extents; [configurations]."""
+        """Return the operations of each configuration for axes of these sizes; [configurations]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A (batched) matrix product over groups of axes, forward and both of its backward products.
+    """A (batched) matmul over groups of axes: forward and both matmuls of its backward.
 
-    β (3 MNK + 3 q MN + AR(MN, c_k) + AR(MK, c_n) + AR(NK, c_m)), all of a device's part.
-    `pointwise`, q, operations follow each element of the result; each counts forward, its
-    derivative, and the chain rule's product.
+        cost = β (3 MNK + 3 q MN + AR(MN, c_k) + AR(MK, c_n) + AR(NK, c_m))
+
+    β, M, N, K are the sizes of a device's part along the batch, row, column and summed axes; c_m,
+    c_n, c_k are the numbers of parts. q = `pointwise` operations follow each element of the result;
+    each counts three times: forward, its derivative, and the multiplication of the chain rule.
     """
 
     batch: Axes
@@ -129,11 +141,11 @@ def _product(
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Equal LSTM layers on axes (layer, step, batch, units out, units in): layers cut apart work as
-    a wavefront.
+    """Equal stacked LSTM layers with axes (layer, step, batch, output units, input units).
 
-    One product of 4n columns and 2k summed, three pointwise operations, and each step's output made
-    an input.
+    Each cell is a matmul with 4n columns and 2k summed elements, and three pointwise operations.
+    Layers on different devices run as a wavefront. The cost includes the transfer of each step's
+    output to the next input.
     """
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
@@ -148,8 +160,9 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """A softmax over `axis`: 4 T + T D + 2 AR(R, c) + AR(R D, c), R being the part's rows and D the
-    full axis.
+    """A softmax over `axis`: 4 T + T D + 2 AR(R, c) + AR(R D, c).
+
+    R is the number of rows of a device's part, and D the full size of the axis.
     """
 
     axis: int
@@ -164,8 +177,10 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """A softmax over `axis` and the cross-entropy of its result: 4 T + 2 R, and 2 r R where classes
-    are cut.
+    """A softmax over `axis` and the cross-entropy of its result: 4 T + 2 R, plus 2 r R if the
+    classes are split.
+
+    R is the number of rows of a device's part.
     """
 
     axis: int
@@ -179,10 +194,11 @@ class CrossEntropy:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalisation over `axis`: 16 T + 4 AR(T / t, c) + 4 AR(t, Π of the others' c), t being the
-    part of the axis.
+    """A normalisation over `axis`: 16 T + 4 AR(T / t, c) + 4 AR(t, product of the other axes'
+    parts).
 
-    The paper takes batch normalisation for one over the batch.
+    t is the size of the device's part of the axis. The paper models batch normalisation as a
+    normalisation over the batch.
     """
 
     axis: int
@@ -198,9 +214,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """A window moved over the axes from `spatial` on; `source` are the operand's extents.
+    """A window that moves over the axes from number `spatial` on: T + r · halo.
 
-    T + r · halo: a cut axis needs a window's width of elements more.
+    A device needs `window` more elements along each split spatial axis; the halo is the number of
+    these elements. `source` is the shape of the operand.
     """
 
     spatial: int
@@ -219,7 +236,7 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """One operation an element, and `pointwise` more: (1 + q) T."""
+    """An elementwise operation and `pointwise` = q further ones: (1 + q) T."""
 
     pointwise: int = 0
 
@@ -229,8 +246,8 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A mean (or another reduction) over `axes`, of which the paper counts the exchange alone:
-    AR(T, Π c of `axes`).
+    """A mean or another reduction over `axes`. The paper counts its all-reduce only: AR(T, product
+    of the parts of `axes`).
     """
 
     axes: Axes
@@ -241,19 +258,22 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """Data put elsewhere, free in itself: concatenation, stacking, flattening."""
+    """A change of the data's arrangement at no cost: concatenation, stacking, flattening."""
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
         return np.zeros(len(degrees))
 
 
 def transfer(extents: Extents, source: Degrees, target: Degrees) -> Floats:
-    """t_x of an edge: 2 r · max(0, |target's part| − |overlap|), forward and backward; [source,
-    target configurations].
+    """Return t_x of an edge, forward and backward, of shape [source configurations, target
+    configurations].
 
-    `source` and `target` are the parts of each dimension of the tensor, [configurations,
-    dimensions]. Parts are taken to lie as well as they can; where the target is on more devices
-    than the source, some device has no overlap.
+        t_x = 2 r · max(0, |part that the target needs| − |overlap with the source's part|)
+
+    `extents` is the tensor's shape. `source` and `target` are the numbers of parts of each
+    dimension, of shape [configurations, dimensions]. The model assumes the device assignment with
+    the largest overlap. If the target uses more devices than the source, the overlap is 0, because
+    some device holds nothing.
     """
     sizes = np.array(extents, dtype=np.float64)
     have = sizes / source
@@ -267,25 +287,25 @@ def transfer(extents: Extents, source: Degrees, target: Degrees) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a layer's iteration space; `whole` where the paper does not cut it."""
+    """An axis of a layer's iteration space. The paper does not split an axis that is `unsplit`."""
 
     name: str
     extent: int
-    whole: bool = False
+    unsplit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Operand or result of a layer: each dimension's extent, and the layer's axes that cut it
-    together.
+    """An operand or result of a layer: the size of each dimension, and the layer's axes that split
+    the dimension.
     """
 
     extents: Extents
     axes: tuple[Axes, ...]
 
     def degrees(self, layer: Degrees) -> Degrees:
-        """Parts of each dimension, [configurations, dimensions], given the parts of the layer's
-        axes.
+        """Return the number of parts of each dimension, [configurations, dimensions], for the parts
+        of the layer's axes.
         """
         columns = [_parts(layer, axes) for axes in self.axes]
         return np.stack(columns, axis=1) if columns else np.ones((len(layer), 0), dtype=np.int64)
@@ -293,13 +313,16 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Computation of a layer at its place in the model. Layers are equal, and have equal costs,
-    whatever their place.
+    """A layer of the paper's model, at its position in the graph. Layers compare equal if their
+    costs are equal.
 
-    `contiguous` keeps configurations that cut the axes, taken row-major, into contiguous pieces
-    (flattening). `nodes` of the ONNX graph are those it stands for. `aliases` are pairs of an axis
-    and the name that its nodes have for it, where no tensor tells. `inside` is the node that
-    computes the layer on its way to a result which is another layer's.
+    - `contiguous`: only configurations that split the row-major axes into contiguous parts are
+      permitted (flattening).
+    - `nodes`: the ONNX nodes that the layer represents.
+    - `aliases`: (axis of the layer, axis name of the nodes) pairs that cannot be inferred from
+      shared tensors.
+    - `inside`: the ONNX node that computes this layer as an intermediate result, if the node's
+      result belongs to another layer.
     """
 
     axes: tuple[Axis, ...]
@@ -319,7 +342,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerEdge:
-    """Result `result` of layer `source` is operand `operand` of layer `target`."""
+    """An edge: result `result` of layer `source` is operand `operand` of layer `target`."""
 
     source: int
     target: int
@@ -328,9 +351,11 @@ class LayerEdge:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value of the ONNX graph lies: a layer's result, and for each dimension of the value
-    those of the result that make it up, outer to inner.
+class ValueLocation:
+    """The location of an ONNX value in a layer's result.
+
+    `groups` contains, for each dimension of the value, the dimensions of the result that form it,
+    outer to inner.
     """
 
     layer: int
@@ -340,22 +365,23 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """The paper's computation graph: at most one edge between two layers, ordered as the layers
-    are.
+    """The paper's computation graph: at most one edge between two layers, and edges lead from lower
+    to higher layer numbers.
     """
 
     layers: tuple[Layer, ...]
     edges: tuple[LayerEdge, ...]
-    places: Mapping[str, Place]
-    """Of values of the ONNX graph; inputs, parameters and what costs nothing to compute have none.
+    locations: Mapping[str, ValueLocation]
+    """The locations of ONNX values by name. Inputs, parameters, and values that cost nothing to
+    compute have none.
     """
     cutoff: int
-    """The least extent of a part: 4 for networks with convolutions, 1 for others, as the prototype
-    has it.
+    """Minimum size of a part along an axis: 4 for networks with convolutions, otherwise 1, as in
+    the prototype.
     """
 
     def ends(self, edge: LayerEdge) -> tuple[Tensor, Tensor]:
-        """The tensor of an edge as it is written and as it is read."""
+        """Return the tensor of an edge as its source writes it, and as its target reads it."""
         return self.layers[edge.source].results[edge.result], self.layers[edge.target].operands[
             edge.operand
         ]
@@ -363,8 +389,8 @@ class LayerGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaperTables:
-    """The configurations of each layer of a graph, and costs of layers and edges as solvers take
-    them.
+    """The configurations of each layer of a graph, and the costs of layers and edges as a min-sum
+    model.
     """
 
     graph: LayerGraph
@@ -373,25 +399,26 @@ class PaperTables:
 
 
 def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
-    """The tables of `graph` on `devices` devices; equal layers share their vectors, and equal edges
-    their matrices.
+    """Return the tables of `graph` on `devices` devices. Equal layers share vectors, and equal
+    edges share matrices.
     """
-    kinds: dict[Layer, int] = {}
-    kind_of = [kinds.setdefault(layer, len(kinds)) for layer in graph.layers]
+    layer_classes: dict[Layer, int] = {}
+    class_of = [layer_classes.setdefault(layer, len(layer_classes)) for layer in graph.layers]
     degrees = []
-    for layer in kinds:
+    for layer in layer_classes:
         found = configurations(
-            [1 if axis.whole else axis.extent for axis in layer.axes], devices, graph.cutoff
+            [1 if axis.unsplit else axis.extent for axis in layer.axes], devices, graph.cutoff
         )
         degrees.append(found[contiguous(found, layer.extents)] if layer.contiguous else found)
     costs = [
-        layer.cost.of(layer.extents, found) for layer, found in zip(kinds, degrees, strict=True)
+        layer.cost.of(layer.extents, found)
+        for layer, found in zip(layer_classes, degrees, strict=True)
     ]
     matrices: dict[Hashable, Floats] = {}
     edges = []
     for edge in graph.edges:
-        source = kind_of[edge.source]
-        target = kind_of[edge.target]
+        source = class_of[edge.source]
+        target = class_of[edge.target]
         key = (source, edge.result, target, edge.operand)
         if key not in matrices:
             written, read = graph.ends(edge)
@@ -399,5 +426,5 @@ def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
                 written.extents, written.degrees(degrees[source]), read.degrees(degrees[target])
             )
         edges.append(Edge(edge.source, edge.target, matrices[key]))
-    model = MinSum(tuple(costs[kind] for kind in kind_of), tuple(edges))
-    return PaperTables(graph, tuple(degrees[kind] for kind in kind_of), model)
+    model = MinSum(tuple(costs[layer_class] for layer_class in class_of), tuple(edges))
+    return PaperTables(graph, tuple(degrees[layer_class] for layer_class in class_of), model)

@@ -1,14 +1,13 @@
-"""From an ONNX graph to the layers of the PaSE paper: a rewriting by rules that know operators and
-no model by name.
+"""Conversion of an ONNX graph to the layers of the PaSE paper, by rules for operators.
 
-Views drop out. Pointwise operations join what they follow. Three projections that one attention
-reads are one product, and stacked LSTMs of equal shape one layer. What no rule knows runs
-elementwise over its own iteration space.
+Views are removed. Pointwise operations are merged into the layer before them. Three projections
+that one attention reads become one matmul, and stacked LSTMs of equal shape become one layer. An
+operator without a rule is an elementwise layer over its iteration space.
 
-Dimensions that a reshape has merged stay apart: a value remembers which dimensions of a layer's
-result make up each of its own, and a layer that reads it gets an axis for each of them. So a
-product over merged heads has two summed axes, as the paper writes it (`bhlk,hek->ble`), and a loss
-over flattened positions still knows batch and position.
+Dimensions that a reshape merges remain separate axes: a value's location stores the dimensions of a
+layer's result that form each of its dimensions, and a layer that reads the value gets one axis per
+dimension of the result. So a matmul over merged attention heads has two summed axes, as in the
+paper (`bhlk,hek->ble`), and a loss over flattened positions has a batch and a position axis.
 """
 
 from __future__ import annotations
@@ -35,322 +34,373 @@ from autopipe.passes.placement.pase.paper_costs import (
     LayerGraph,
     Movement,
     Norm,
-    Place,
     Pooling,
     Product,
     Recurrent,
     Reduction,
     Softmax,
     Tensor,
+    ValueLocation,
 )
 
-Words = tuple[tuple[str, ...], ...]
-"""For each dimension of a tensor, the names of the axes that index it, outer to inner; () where
-none may cut it.
+AxisNames = tuple[tuple[str, ...], ...]
+"""For each dimension of a tensor: the names of the axes that index it, outer to inner; () if it
+cannot be split.
 """
 
 Indices = Mapping[str, tuple[int, ...]]
-"""For each named axis, the layer's axes that it became: several where what is read has it in
+"""For each axis name: the layer's axes that it became. There are several if an operand has it in
 several dimensions.
 """
 
 Groups = tuple[tuple[int, ...], ...]
-Operand = tuple[Place | None, Words]
-"""A value that a layer reads: free, without an edge, where it has no place."""
+Operand = tuple[ValueLocation | None, AxisNames]
+"""A value that a layer reads. A value without a location is free to read: it has no edge."""
 
 
 class LayerGraphBuilder:
-    """The paper's graph while it grows. `places` holds the values that layers make; all others are
-    free to read.
+    """Builder of the paper's graph. `locations` contains the values that layers produce; all other
+    values are free to read.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.places: dict[str, Place] = {}
+        self.locations: dict[str, ValueLocation] = {}
         self.layers: list[Layer] = []
         self.pointwise: Counter[int] = Counter()
-        """Pointwise operations that each layer stands for."""
+        """The number of pointwise operations merged into each layer."""
         self._edges: dict[tuple[int, int], LayerEdge] = {}
 
     def shape_of(self, name: str) -> Extents:
         return self.graph.type_of(name).shape
 
-    def lay(
+    def add_layer(
         self,
         name: str,
         nodes: Sequence[int],
         axes: Mapping[str, int | Extents],
         operands: Iterable[Operand],
-        results: Iterable[tuple[Words, Extents]],
+        results: Iterable[tuple[AxisNames, Extents]],
         cost: Callable[[Indices], Cost],
-        whole: Iterable[str] = (),
+        unsplit: Iterable[str] = (),
         aliases: tuple[tuple[str, str], ...] = (),
         inside: int | None = None,
-    ) -> tuple[Place, ...]:
-        """Append a layer and the edges to it; the places of its results.
+    ) -> tuple[ValueLocation, ...]:
+        """Append a layer and the edges to it, and return the locations of its results.
 
-        `axes` are extents by name, in the layer's order, or the factors of an extent. Each is taken
-        apart as finely as it says or an operand has it; those in `whole` are not cut. `results` are
-        words and shapes.
+        `axes` contains the size of each axis by name, in the layer's order, or a tuple of factors
+        of the size. An axis becomes several axes if it has factors, or if an operand has it in
+        several dimensions. The axes in `unsplit` are not split. `results` are (axis names, shape)
+        pairs.
         """
-        placed = [(place, words) for place, words in operands if place is not None]
+        placed = [
+            (location, axis_names) for location, axis_names in operands if location is not None
+        ]
         factors = {
-            word: (extent,) if isinstance(extent, int) else extent for word, extent in axes.items()
+            axis_name: (extent,) if isinstance(extent, int) else extent
+            for axis_name, extent in axes.items()
         }
-        for place, words in placed:
-            extents = self.tensor(place).extents
-            for dimension, group in zip(words, place.groups, strict=True):
+        for location, axis_names in placed:
+            extents = self.tensor(location).extents
+            for dimension, group in zip(axis_names, location.groups, strict=True):
                 if len(dimension) == 1 and len(group) > len(factors[dimension[0]]):
                     factors[dimension[0]] = tuple(extents[each] for each in group)
-        own: list[Axis] = []
+        layer_axes: list[Axis] = []
         indices: dict[str, tuple[int, ...]] = {}
-        for word, parts in factors.items():
-            indices[word] = tuple(range(len(own), len(own) + len(parts)))
+        for axis_name, sizes in factors.items():
+            indices[axis_name] = tuple(range(len(layer_axes), len(layer_axes) + len(sizes)))
             names = (
-                [word]
-                if len(parts) == 1
-                else [f"{word}{position}" for position in range(len(parts))]
+                [axis_name]
+                if len(sizes) == 1
+                else [f"{axis_name}{position}" for position in range(len(sizes))]
             )
-            own += [
-                Axis(each, extent, word in whole) for each, extent in zip(names, parts, strict=True)
+            layer_axes += [
+                Axis(each, extent, axis_name in unsplit)
+                for each, extent in zip(names, sizes, strict=True)
             ]
-        read = tuple(self._operand(place, words, indices, own) for place, words in placed)
-        written = [_result(words, shape, indices, own) for words, shape in results]
+        read = tuple(
+            self._operand(location, axis_names, indices, layer_axes)
+            for location, axis_names in placed
+        )
+        written = [_result(axis_names, shape, indices, layer_axes) for axis_names, shape in results]
         tensors = tuple(tensor for tensor, _ in written)
         layer = Layer(
-            tuple(own), read, tensors, cost(indices), False, name, tuple(nodes), aliases, inside
+            tuple(layer_axes),
+            read,
+            tensors,
+            cost(indices),
+            False,
+            name,
+            tuple(nodes),
+            aliases,
+            inside,
         )
-        index = self.append(layer, [place for place, _ in placed])
-        return tuple(Place(index, result, groups) for result, (_, groups) in enumerate(written))
+        index = self.append(layer, [location for location, _ in placed])
+        return tuple(
+            ValueLocation(index, result, groups) for result, (_, groups) in enumerate(written)
+        )
 
-    def lay_node(
+    def add_node_layer(
         self,
         index: int,
         axes: Mapping[str, int | Extents],
-        results: Iterable[Words | None],
+        results: Iterable[AxisNames | None],
         cost: Callable[[Indices], Cost],
-        operands: Iterable[Words | None] | None = None,
-        whole: Iterable[str] = (),
+        operands: Iterable[AxisNames | None] | None = None,
+        unsplit: Iterable[str] = (),
         aliases: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """Append the layer of a node, and the edges to it from its first operands; its first
-        results lie there.
+        """Append the layer of an ONNX node with its edges, and store the locations of the node's
+        results.
 
-        Where nothing is said of operands there is one, with a dimension for each axis.
+        `operands` are the axis names of the first operands; None in it skips an operand. If
+        `operands` is None, there is one operand with a dimension per axis. Only the first results,
+        one for each entry of `results`, get a location.
         """
         node = self.graph.nodes[index]
         inputs = zip(node.inputs, [_each(axes)] if operands is None else operands, strict=False)
         read = [
-            (self.places.get(name), words) for name, words in inputs if name and words is not None
+            (self.locations.get(name), axis_names)
+            for name, axis_names in inputs
+            if name and axis_names is not None
         ]
         made = {
-            name: words
-            for name, words in zip(node.outputs, results, strict=False)
-            if words is not None
+            name: axis_names
+            for name, axis_names in zip(node.outputs, results, strict=False)
+            if axis_names is not None
         }
-        shapes = [(words, self.shape_of(name)) for name, words in made.items()]
-        places = self.lay(node.name, (index,), axes, read, shapes, cost, whole, aliases)
-        self.places.update(zip(made, places, strict=True))
+        shapes = [(axis_names, self.shape_of(name)) for name, axis_names in made.items()]
+        locations = self.add_layer(node.name, (index,), axes, read, shapes, cost, unsplit, aliases)
+        self.locations.update(zip(made, locations, strict=True))
 
-    def append(self, layer: Layer, operands: Sequence[Place]) -> int:
-        """Append a layer that reads `operands`; its index. Of several edges from one layer, the
-        last stands for all.
+    def append(self, layer: Layer, operands: Sequence[ValueLocation]) -> int:
+        """Append a layer that reads `operands`, and return its index. Of several edges from one
+        layer, only the last is stored.
         """
         index = len(self.layers)
         self.layers.append(layer)
-        for operand, place in enumerate(operands):
-            self._edges[place.layer, index] = LayerEdge(place.layer, index, place.result, operand)
+        for operand, location in enumerate(operands):
+            self._edges[location.layer, index] = LayerEdge(
+                location.layer, index, location.result, operand
+            )
         return index
 
-    def absorb(self, index: int, place: Place, **changes: Any) -> None:
-        """Let the layer at `place` stand for a node too, whose results lie there: it costs nothing
-        but `changes`.
+    def absorb(self, index: int, location: ValueLocation, **changes: Any) -> None:
+        """Assign node `index` to the layer at `location`, where its results are, at no cost except
+        for `changes` of the layer.
         """
         node = self.graph.nodes[index]
-        layer = self.layers[place.layer]
-        self.layers[place.layer] = replace(layer, nodes=(*layer.nodes, index), **changes)
-        self.places.update((name, place) for name in node.outputs if name)
+        layer = self.layers[location.layer]
+        self.layers[location.layer] = replace(layer, nodes=(*layer.nodes, index), **changes)
+        self.locations.update((name, location) for name in node.outputs if name)
 
-    def tensor(self, place: Place) -> Tensor:
-        return self.layers[place.layer].results[place.result]
+    def tensor(self, location: ValueLocation) -> Tensor:
+        return self.layers[location.layer].results[location.result]
 
     def finished(self, cutoff: int) -> LayerGraph:
         edges = tuple(self._edges[pair] for pair in sorted(self._edges))
-        return LayerGraph(tuple(self.layers), edges, dict(self.places), cutoff)
+        return LayerGraph(tuple(self.layers), edges, dict(self.locations), cutoff)
 
-    def _operand(self, place: Place, words: Words, indices: Indices, own: Sequence[Axis]) -> Tensor:
-        """Operand of the layer, by the dimensions of the result that it comes from."""
-        source = self.tensor(place).extents
+    def _operand(
+        self,
+        location: ValueLocation,
+        axis_names: AxisNames,
+        indices: Indices,
+        layer_axes: Sequence[Axis],
+    ) -> Tensor:
+        """Return the layer's operand, with the dimensions of the result that it reads."""
+        source = self.tensor(location).extents
         axes: list[tuple[int, ...]] = [()] * len(source)
-        for dimension, group in zip(words, place.groups, strict=True):
-            cuts = tuple(axis for word in dimension for axis in indices[word])
+        for dimension, group in zip(axis_names, location.groups, strict=True):
+            split_axes = tuple(axis for axis_name in dimension for axis in indices[axis_name])
             if len(group) == 1:
-                axes[group[0]] = cuts
-            elif [source[each] for each in group] == [own[axis].extent for axis in cuts]:
-                for each, axis in zip(group, cuts, strict=True):
+                axes[group[0]] = split_axes
+            elif [source[each] for each in group] == [
+                layer_axes[axis].extent for axis in split_axes
+            ]:
+                for each, axis in zip(group, split_axes, strict=True):
                     axes[each] = (axis,)
         return Tensor(source, tuple(axes))
 
 
 def _result(
-    words: Words, shape: Extents, indices: Indices, own: Sequence[Axis]
+    axis_names: AxisNames, shape: Extents, indices: Indices, layer_axes: Sequence[Axis]
 ) -> tuple[Tensor, Groups]:
-    """A result with a dimension for each axis that indexes it, and one for each dimension that none
-    does.
+    """Return (tensor, groups) of a result.
 
-    And for each dimension as words have it those that it became.
+    The tensor has one dimension per axis that indexes the result, and one per dimension that no
+    axis indexes. `groups` contains, for each dimension of the ONNX value, the dimensions that it
+    became.
     """
-    found: list[tuple[int, tuple[int, ...]]] = []
+    dimensions: list[tuple[int, tuple[int, ...]]] = []
     groups: list[tuple[int, ...]] = []
-    for dimension, extent in zip(words, shape, strict=True):
-        cuts: list[tuple[int, tuple[int, ...]]] = [
-            (own[axis].extent, (axis,)) for word in dimension for axis in indices[word]
-        ] or [(extent, ())]
-        groups.append(tuple(range(len(found), len(found) + len(cuts))))
-        found += cuts
-    return Tensor(tuple(extent for extent, _ in found), tuple(axes for _, axes in found)), tuple(
-        groups
-    )
+    for dimension, size in zip(axis_names, shape, strict=True):
+        split_axes: list[tuple[int, tuple[int, ...]]] = [
+            (layer_axes[axis].extent, (axis,))
+            for axis_name in dimension
+            for axis in indices[axis_name]
+        ] or [(size, ())]
+        groups.append(tuple(range(len(dimensions), len(dimensions) + len(split_axes))))
+        dimensions += split_axes
+    return Tensor(
+        tuple(size for size, _ in dimensions), tuple(axes for _, axes in dimensions)
+    ), tuple(groups)
 
 
-def _each(names: Iterable[str]) -> Words:
-    """A dimension for each axis."""
+def _each(names: Iterable[str]) -> AxisNames:
+    """Return one dimension per axis name."""
     return tuple((name,) for name in names)
 
 
 def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
-    """Positions in `extents` that make up each dimension of `shape`, in order; None where one would
-    have to be cut.
+    """Return the positions in `extents` that form each dimension of `shape`, in order.
 
-    Positions of extent 1 are left out.
+    Return None if a dimension of `extents` would have to be divided. Positions of size 1 are
+    omitted.
     """
-    rest = [position for position, extent in enumerate(extents) if extent != 1]
+    remaining = [position for position, extent in enumerate(extents) if extent != 1]
     groups = []
-    for wanted in shape:
+    for size in shape:
         group: list[int] = []
-        while math.prod(extents[each] for each in group) < wanted and rest:
-            group.append(rest.pop(0))
-        if math.prod(extents[each] for each in group) != wanted:
+        while math.prod(extents[each] for each in group) < size and remaining:
+            group.append(remaining.pop(0))
+        if math.prod(extents[each] for each in group) != size:
             return None
         groups.append(tuple(group))
     return tuple(groups)
 
 
-# Operators that the paper does not name: pointwise ones, views, and whatever else runs over an
-# iteration space.
+# Operators that the paper does not mention: pointwise operators, views, and all operators without a
+# rule.
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
-"""Operators that leave every element where it is and cost the paper nothing."""
+"""Operators that leave all elements at their positions and cost nothing in the paper."""
 
 
-def pointwise(draft: LayerGraphBuilder, index: int) -> None:
-    """An operation on each element joins the layer that makes them; one that brings two layers
-    together is a layer.
+def pointwise(builder: LayerGraphBuilder, index: int) -> None:
+    """Merge a pointwise operator into the layer that produces its operand.
 
-    A parameter or constant beside it has to be a vector or a scalar: a bias, a scale.
+    An operator that reads several layers becomes a layer itself. Its parameters and constants must
+    be vectors or scalars (a bias, a scale); otherwise it becomes a layer too.
     """
-    node = draft.graph.nodes[index]
-    read = [name for name in node.inputs if name in draft.places]
-    free = [draft.shape_of(name) for name in node.inputs if name and name not in draft.places]
-    small = all(sum(extent > 1 for extent in shape) <= 1 for shape in free)
-    result = draft.shape_of(node.outputs[0])
-    places = {draft.places[name] for name in read}
-    if len(places) != 1 or not small or any(draft.shape_of(name) != result for name in read):
-        by_space(draft, index)
+    node = builder.graph.nodes[index]
+    computed = [name for name in node.inputs if name in builder.locations]
+    parameter_shapes = [
+        builder.shape_of(name) for name in node.inputs if name and name not in builder.locations
+    ]
+    are_vectors = all(sum(extent > 1 for extent in shape) <= 1 for shape in parameter_shapes)
+    result = builder.shape_of(node.outputs[0])
+    locations = {builder.locations[name] for name in computed}
+    if (
+        len(locations) != 1
+        or not are_vectors
+        or any(builder.shape_of(name) != result for name in computed)
+    ):
+        by_space(builder, index)
         return
-    (place,) = places
-    layer = draft.layers[place.layer]
+    (location,) = locations
+    layer = builder.layers[location.layer]
     if node.op in RENAMINGS:
-        draft.absorb(index, place)
+        builder.absorb(index, location)
         return
-    # Products and elementwise layers count operations up to the last activation: a bias or scale
-    # alone belongs to them.
-    draft.pointwise[place.layer] += 1
+    # Matmuls and elementwise layers count operations up to the last activation. A bias or scale
+    # after the last activation is free.
+    builder.pointwise[location.layer] += 1
     cost = layer.cost
-    if not free and isinstance(cost, Product | Elementwise):
-        cost = replace(cost, pointwise=draft.pointwise[place.layer])
-    draft.absorb(index, place, cost=cost)
+    if not parameter_shapes and isinstance(cost, Product | Elementwise):
+        cost = replace(cost, pointwise=builder.pointwise[location.layer])
+    builder.absorb(index, location, cost=cost)
 
 
-def transpose(draft: LayerGraphBuilder, index: int) -> None:
-    """A permutation of dimensions drops out."""
-    node = draft.graph.nodes[index]
-    place = draft.places[node.inputs[0]]
-    order = node.integers("perm", tuple(range(len(place.groups)))[::-1])
-    draft.absorb(index, replace(place, groups=tuple(place.groups[axis] for axis in order)))
+def transpose(builder: LayerGraphBuilder, index: int) -> None:
+    """Merge a permutation of dimensions into the layer that produces its operand."""
+    node = builder.graph.nodes[index]
+    location = builder.locations[node.inputs[0]]
+    order = node.integers("perm", tuple(range(len(location.groups)))[::-1])
+    builder.absorb(index, replace(location, groups=tuple(location.groups[axis] for axis in order)))
 
 
-def by_space(draft: LayerGraphBuilder, index: int) -> None:
-    """A layer over the operator's own iteration space; only axes that every result has may be
-    cut.
+def by_space(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a layer over the operator's iteration space. Only axes that all results have, and axes of
+    a reduction, can be split.
     """
-    node = draft.graph.nodes[index]
+    node = builder.graph.nodes[index]
     row = operator_of(node)
     assert row is not None, f"{node.op} has no row"
-    if node.op in RENAMINGS and node.inputs[0] in draft.places:
-        draft.absorb(index, draft.places[node.inputs[0]])
+    if node.op in RENAMINGS and node.inputs[0] in builder.locations:
+        builder.absorb(index, builder.locations[node.inputs[0]])
         return
-    space = space_of(draft.graph, node)
+    space = space_of(builder.graph, node)
     sums = (AxisKind.SUM, AxisKind.MEAN)
     reduced = [axis.name for axis in space.axes if row.kind == "reduction" and axis.kind in sums]
-    whole = {
+    unsplit = {
         a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced
     }
 
     def cost(indices: Indices) -> Cost:
         if row.kind == "reduction":
-            return Reduction(tuple(axis for word in reduced for axis in indices[word]))
+            return Reduction(tuple(axis for axis_name in reduced for axis in indices[axis_name]))
         return Movement() if row.kind in ("view", "memory") else Elementwise()
 
-    draft.lay_node(index, space.axis_sizes(), space.results, cost, space.operands, whole)
+    builder.add_node_layer(index, space.axis_sizes(), space.results, cost, space.operands, unsplit)
 
 
-def reshape(draft: LayerGraphBuilder, index: int) -> None:
-    """Reshape, Flatten, Squeeze and Unsqueeze.
+def reshape(builder: LayerGraphBuilder, index: int) -> None:
+    """Handle Reshape, Flatten, Squeeze and Unsqueeze.
 
-    What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other,
-    or merges axes of a product (heads) drops out. Anything else has to flatten the tensor first,
-    cut into contiguous pieces on both sides.
+    The operator is merged into the layer before it if it only adds or removes dimensions of size 1,
+    concatenates the rows of a matrix, or merges axes of a matmul (attention heads). Any other
+    reshape becomes two layers: the tensor is flattened into contiguous parts and then unflattened.
     """
-    node = draft.graph.nodes[index]
-    place = draft.places[node.inputs[0]]
-    shape = draft.shape_of(node.outputs[0])
-    source = draft.tensor(place).extents
-    order = [dimension for group in place.groups for dimension in group]
+    node = builder.graph.nodes[index]
+    location = builder.locations[node.inputs[0]]
+    shape = builder.shape_of(node.outputs[0])
+    source = builder.tensor(location).extents
+    order = [dimension for group in location.groups for dimension in group]
     extents = [source[dimension] for dimension in order]
     groups = regrouped(extents, shape)
     if groups is not None:
         only_rows = all(group != groups[-1] for group in groups if len(group) > 1)
-        if only_rows or isinstance(draft.layers[place.layer].cost, Product):
+        if only_rows or isinstance(builder.layers[location.layer].cost, Product):
             merged = tuple(tuple(order[position] for position in group) for group in groups)
-            draft.absorb(index, replace(place, groups=merged))
+            builder.absorb(index, replace(location, groups=merged))
             return
-    before, after = (
+    source_axes, target_axes = (
         tuple(Axis(f"d{position}", extent) for position, extent in enumerate(each))
         for each in (extents, shape)
     )
     read = tuple((order.index(each),) if each in order else () for each in range(len(source)))
     written = tuple((position,) for position in range(len(shape)))
-    flat, opened = (
-        Tensor((math.prod(shape),), (tuple(range(len(axes))),)) for axes in (before, after)
+    flat, unflattened = (
+        Tensor((math.prod(shape),), (tuple(range(len(axes))),))
+        for axes in (source_axes, target_axes)
     )
-    ravel = Layer(before, (Tensor(source, read),), (flat,), Movement(), True, f"{node.name}/ravel")
+    ravel = Layer(
+        source_axes, (Tensor(source, read),), (flat,), Movement(), True, f"{node.name}/ravel"
+    )
     unravel = Layer(
-        after, (opened,), (Tensor(shape, written),), Movement(), True, node.name, (index,)
+        target_axes,
+        (unflattened,),
+        (Tensor(shape, written),),
+        Movement(),
+        True,
+        node.name,
+        (index,),
     )
-    first = draft.append(ravel, (place,))
-    draft.places[node.outputs[0]] = Place(
-        draft.append(unravel, (Place(first, 0, ((0,),)),)), 0, written
+    first = builder.append(ravel, (location,))
+    builder.locations[node.outputs[0]] = ValueLocation(
+        builder.append(unravel, (ValueLocation(first, 0, ((0,),)),)), 0, written
     )
 
 
-# Products: each becomes a tile of a matrix product over groups of axes.
+# Matmuls over groups of axes.
 
 
-def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], Cost]:
-    """The tile of a product whose factors and result are indexed by these axes."""
+def product_of(left: AxisNames, right: AxisNames, result: AxisNames) -> Callable[[Indices], Cost]:
+    """Return the cost of a matmul whose operands and result are indexed by these axes."""
     first, second, written = (
-        {word for words in tensor for word in words} for tensor in (left, right, result)
+        {axis_name for axis_names in tensor for axis_name in axis_names}
+        for tensor in (left, right, result)
     )
     groups = (
         first & second & written,
@@ -361,42 +411,48 @@ def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], 
 
     def cost(indices: Indices) -> Cost:
         batch, rows, columns, summed = (
-            tuple(axis for word in indices if word in words for axis in indices[word])
-            for words in groups
+            tuple(
+                axis
+                for axis_name in indices
+                if axis_name in axis_names
+                for axis in indices[axis_name]
+            )
+            for axis_names in groups
         )
         return Product(batch, rows, columns, summed)
 
     return cost
 
 
-def multiply(draft: LayerGraphBuilder, index: int) -> None:
-    """Products over the axes of their own iteration space; an einsum of other than two factors
-    counts elementwise.
+def multiply(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a matmul over the axes of the operator's iteration space.
 
-    Columns that a reshape takes apart are axes each.
+    Columns that a following reshape divides (attention heads) become separate axes. An einsum of
+    more or fewer than two operands is added as an elementwise layer.
     """
-    node = draft.graph.nodes[index]
+    node = builder.graph.nodes[index]
     if node.op == "Einsum" and len(node.inputs) != 2:
-        by_space(draft, index)
+        by_space(builder, index)
         return
-    space = space_of(draft.graph, node)
+    space = space_of(builder.graph, node)
     left = space.operands[0]
     right = space.operands[1]
     result = space.results[0]
     assert left is not None and right is not None and result is not None
     order = dict.fromkeys(
-        [*(word for dimension in result for word in dimension), *space.axis_sizes()]
+        [*(axis_name for dimension in result for axis_name in dimension), *space.axis_sizes()]
     )
-    axes: dict[str, int | Extents] = {word: space.axis(word).size for word in order}
-    if node.op != "Einsum" and (columns := divided_columns(draft.graph, index)):
+    axes: dict[str, int | Extents] = {axis_name: space.axis(axis_name).size for axis_name in order}
+    if node.op != "Einsum" and (columns := divided_columns(builder.graph, index)):
         axes["n"] = columns
-    draft.lay_node(index, axes, [result], product_of(left, right, result), (left, right))
+    builder.add_node_layer(index, axes, [result], product_of(left, right, result), (left, right))
 
 
 def divided_columns(graph: Graph, index: int) -> Extents:
-    """The extents that a reshape takes a product's columns apart into (heads); () where none does.
+    """Return the sizes into which a following reshape divides a matmul's columns; () if there is
+    none.
 
-    A bias may stand between them.
+    A bias may be added in between.
     """
     name = graph.nodes[index].outputs[0]
     consumers = graph.consumers()
@@ -416,42 +472,42 @@ def divided_columns(graph: Graph, index: int) -> Extents:
     return ()
 
 
-def embed(draft: LayerGraphBuilder, index: int) -> None:
-    """A lookup of rows of a table that is a parameter: a product with one-hot rows, which are free
-    to read.
+def embed(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a gather of rows of a parameter as a matmul with one-hot rows, which are free to read.
+    Other gathers use `by_space`.
     """
-    node = draft.graph.nodes[index]
-    table, indices = (draft.shape_of(name) for name in node.inputs[:2])
+    node = builder.graph.nodes[index]
+    table, indices = (builder.shape_of(name) for name in node.inputs[:2])
     if (
-        draft.graph.parameter(node.inputs[0]) is None
+        builder.graph.parameter(node.inputs[0]) is None
         or len(table) != 2
         or node.integer("axis") != 0
     ):
-        by_space(draft, index)
+        by_space(builder, index)
         return
     rows = {f"i{position}": extent for position, extent in enumerate(indices)}
     result = _each([*rows, "e"])
     cost = product_of(_each([*rows, "v"]), _each("ve"), result)
-    draft.lay_node(
+    builder.add_node_layer(
         index, {**rows, "e": table[1], "v": table[0]}, [result], cost, (), aliases=(("v", "d0"),)
     )
 
 
-# Attention as the paper has it: one product for queries, keys and values, two products and a
-# softmax between them.
+# Attention as in the paper: one matmul for queries, keys and values, two matmuls, and a softmax
+# between them.
 
 HEADS, KEYS, SCORES = map(_each, ("bhlk", "bhmk", "bhlm"))
 
 
 Projections = tuple[tuple[int, ...], tuple[str, ...]]
-"""The nodes between an attention and what its queries, keys and values are projected from; and
-those three values, each [batch, length, width].
+"""The nodes that project queries, keys and values, and the three projected values, each [batch,
+length, width].
 """
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
-    """Inputs of each attention, where they are three equal projections, by weights, of values of
-    one shape.
+    """Return the projections of each attention whose queries, keys and values are equal projections
+    of values of one shape.
     """
     readers = graph.consumers()
     found: dict[int, Projections] = {}
@@ -476,8 +532,11 @@ def projections(graph: Graph) -> dict[int, Projections]:
 def _traced(
     graph: Graph, name: str, readers: dict[str, tuple[int, ...]]
 ) -> tuple[list[int], str] | None:
-    """The chain of nodes from a product with a weight to `name`, each read by the next alone, and
-    what it projects.
+    """Return (nodes, source): the chain of nodes from a matmul with a weight to `name`, and the
+    value that it projects.
+
+    Each value in the chain has one reader. Return None if there is no such chain of at most four
+    nodes.
     """
     nodes: list[int] = []
     for _ in range(4):
@@ -495,61 +554,64 @@ def _traced(
     return None
 
 
-def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
-    """The layers of an attention, with its projections where they are equal; masks are free and
-    cost nothing.
+def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
+    """Add the layers of an attention. `projected` are its projections, or None if they remain
+    separate layers.
+
+    Masks are free to read and cost nothing. Attentions of other shapes use `by_space`.
     """
-    node = draft.graph.nodes[index]
-    queries, keys, values = (draft.shape_of(name) for name in node.inputs[:3])
+    node = builder.graph.nodes[index]
+    queries, keys, values = (builder.shape_of(name) for name in node.inputs[:3])
     if (
         len(queries) != 4
         or queries[:2] != keys[:2]
         or queries[3] != values[3]
         or any(node.outputs[1:])
     ):
-        by_space(draft, index)
+        by_space(builder, index)
         return
     if projected is None:
-        read = tuple(draft.places.get(name) for name in node.inputs[:3])
+        read = tuple(builder.locations.get(name) for name in node.inputs[:3])
     else:
-        read = _project(draft, node.name, projected, queries)
+        read = _project(builder, node.name, projected, queries)
     extents = dict(zip("bhlk", queries, strict=True)) | {"m": keys[2]}
 
-    def lay(
+    def add_layer(
         part: str,
         order: str,
         operands: Sequence[Operand],
-        result: Words,
+        result: AxisNames,
         cost: Callable[[Indices], Cost],
-    ) -> Place:
+    ) -> ValueLocation:
         axes = {axis: extents[axis] for axis in order}
         results = [(result, tuple(extents[axis] for (axis,) in result))]
         nodes, inside = ((), index) if part else ((index,), None)
-        return draft.lay(f"{node.name}{part}", nodes, axes, operands, results, cost, inside=inside)[
-            0
-        ]
+        return builder.add_layer(
+            f"{node.name}{part}", nodes, axes, operands, results, cost, inside=inside
+        )[0]
 
     first = product_of(HEADS, KEYS, SCORES)
     second = product_of(SCORES, KEYS, HEADS)
-    scores = lay("/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, first)
-    weights = lay(
+    scores = add_layer("/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, first)
+    weights = add_layer(
         "/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0])
     )
-    draft.places[node.outputs[0]] = lay(
+    builder.locations[node.outputs[0]] = add_layer(
         "", "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, second
     )
 
 
 def _project(
-    draft: LayerGraphBuilder, name: str, projected: Projections, shape: Extents
-) -> tuple[Place, ...]:
-    """Queries, keys and values by one product: of one value with three weights, or of three values
-    stacked.
+    builder: LayerGraphBuilder, name: str, projected: Projections, shape: Extents
+) -> tuple[ValueLocation, ...]:
+    """Add one matmul that computes queries, keys and values, and return their locations.
+
+    It multiplies one value by three weights, or three stacked values by their weights.
     """
     batch, heads, length, width = shape
     nodes, names = projected
-    inner = draft.shape_of(names[0])[2]
-    sources = [draft.places.get(each) for each in names]
+    inner = builder.shape_of(names[0])[2]
+    sources = [builder.locations.get(each) for each in names]
     read = _each("ble")
     operand = sources[0]
     if len(set(names)) > 1:
@@ -557,12 +619,12 @@ def _project(
         operands = [(each, read) for each in sources]
         read = _each("sble")
         results = [(read, (3, batch, length, inner))]
-        (operand,) = draft.lay(
-            f"{name}/stack", (), axes, operands, results, lambda _: Movement(), whole="s"
+        (operand,) = builder.add_layer(
+            f"{name}/stack", (), axes, operands, results, lambda _: Movement(), unsplit="s"
         )
     axes = {"s": 3, "b": batch, "h": heads, "l": length, "k": width}
     stacked = _each("sbhlk")
-    (product,) = draft.lay(
+    (product,) = builder.add_layer(
         f"{name}/projections",
         nodes,
         axes | {"e": inner},
@@ -571,57 +633,56 @@ def _project(
         product_of(read, _each("shek"), stacked),
         aliases=(("e", "k"),),
     )
-    # Between a projection and its heads, values lie in the stacked product, [3, b, h, l, k], heads
-    # merged or apart.
+    # The values between a projection and the attention are located in the stacked matmul's result,
+    # [3, b, h, l, k], with merged or separate heads.
     for index in nodes:
-        node = draft.graph.nodes[index]
+        node = builder.graph.nodes[index]
         groups: Groups = (
             ((1,), (3,), (2, 4))
-            if len(draft.shape_of(node.outputs[0])) == 3
+            if len(builder.shape_of(node.outputs[0])) == 3
             else ((1,), (3,), (2,), (4,))
         )
         if node.op == "Transpose":
             groups = ((1,), (2,), (3,), (4,))
-        draft.places[node.outputs[0]] = replace(product, groups=groups)
+        builder.locations[node.outputs[0]] = replace(product, groups=groups)
     three = [(HEADS, shape)] * 3
-    return draft.lay(
-        f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: Movement(), whole="s"
+    return builder.add_layer(
+        f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: Movement(), unsplit="s"
     )
 
 
-# Convolutional networks. The spatial axes of a convolution stay whole, as in the prototype.
+# Convolutional networks. The spatial axes of a convolution are not split, as in the prototype.
 
 SPATIAL = "hwd"
 KERNEL = "rst"
 
 
-def convolve(draft: LayerGraphBuilder, index: int) -> None:
-    """Conv over (b, c, h, w, r, s, n): rows b h w, summed c r s, columns n."""
-    node = draft.graph.nodes[index]
-    weight, result = (draft.shape_of(name) for name in (node.inputs[1], node.outputs[0]))
+def convolve(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a Conv with axes (b, c, h, w, r, s, n): rows b h w, summed c r s, columns n."""
+    node = builder.graph.nodes[index]
+    weight, result = (builder.shape_of(name) for name in (node.inputs[1], node.outputs[0]))
     rank = len(weight) - 2
     spatial = SPATIAL[:rank]
     kernel = KERNEL[:rank]
     extents = (result[0], weight[1], *result[2:], *weight[2:], weight[0])
     axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
     channels = ("c",) if node.integer("group", 1) == 1 else ()
-    uncut: Words = ((),) * rank
+    uncut: AxisNames = ((),) * rank
     cost = product_of(_each(f"b{spatial}c{kernel}"), _each(f"c{kernel}n"), _each(f"b{spatial}n"))
-    draft.lay_node(
-        index, axes, [(("b",), ("n",), *uncut)], cost, [(("b",), channels, *uncut)], whole=spatial
+    builder.add_node_layer(
+        index, axes, [(("b",), ("n",), *uncut)], cost, [(("b",), channels, *uncut)], unsplit=spatial
     )
 
 
-def over_image(draft: LayerGraphBuilder, index: int) -> None:
-    """A window moved over an image, of whose result every axis may be cut; a batch normalisation;
-    or a spatial mean.
+def over_image(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a pooling, a batch normalisation, or a spatial mean.
 
-    A batch normalisation is for the paper a norm over the batch, whatever statistics the model
-    uses.
+    All axes of a pooling's result can be split. Batch normalisation is a norm over the batch, as in
+    the paper, also if the model uses stored statistics.
     """
-    node = draft.graph.nodes[index]
-    source = draft.shape_of(node.inputs[0])
-    result = draft.shape_of(node.outputs[0])
+    node = builder.graph.nodes[index]
+    source = builder.shape_of(node.inputs[0])
+    result = builder.shape_of(node.outputs[0])
     spatial = tuple(range(2, len(source)))
 
     def cost(found: Indices) -> Cost:
@@ -632,98 +693,104 @@ def over_image(draft: LayerGraphBuilder, index: int) -> None:
                 return Reduction(spatial)
         return Pooling(2, source, node.integers("kernel_shape"))
 
-    averaged = node.op == "GlobalAveragePool"
-    axes = dict(zip(f"bc{SPATIAL}", source if averaged else result, strict=False))
-    written: Words = (("b",), ("c",), *((),) * len(spatial)) if averaged else _each(axes)
-    draft.lay_node(index, axes, [written], cost)
+    is_mean = node.op == "GlobalAveragePool"
+    axes = dict(zip(f"bc{SPATIAL}", source if is_mean else result, strict=False))
+    written: AxisNames = (("b",), ("c",), *((),) * len(spatial)) if is_mean else _each(axes)
+    builder.add_node_layer(index, axes, [written], cost)
 
 
-# Layers that work along one axis of every row, and stacked LSTMs.
+# Layers that operate along one axis, and stacked LSTMs.
 
-ALONG: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
+AXIS_AND_COST: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
     "LayerNormalization": (-1, Norm),
     "RMSNormalization": (-1, Norm),
     "SoftmaxCrossEntropyLoss": (1, CrossEntropy),
 }
-"""The axis and the cost along it of operators other than softmaxes, which say themselves."""
+"""The axis and the cost of operators other than softmaxes, whose axis is an attribute."""
 
 
-def along_rows(draft: LayerGraphBuilder, index: int) -> None:
-    """Softmax over its axis, the paper's norm over the last one, or a loss over the classes
-    (nothing reads its result).
+def along_rows(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a softmax over its axis, a norm over the last axis, or a loss over the classes.
 
-    A layer over every axis of the first operand, with special costs along one.
+    The layer has all axes of the first operand. The result of a loss has no dimension that can be
+    split.
     """
-    node = draft.graph.nodes[index]
-    axis, kind = ALONG.get(node.op) or (node.integer("axis", -1), Softmax)
-    shape = draft.shape_of(node.inputs[0])
-    result = draft.shape_of(node.outputs[0])
+    node = builder.graph.nodes[index]
+    axis, kind = AXIS_AND_COST.get(node.op) or (node.integer("axis", -1), Softmax)
+    shape = builder.shape_of(node.inputs[0])
+    result = builder.shape_of(node.outputs[0])
     axes = {f"d{position}": extent for position, extent in enumerate(shape)}
     special = list(axes)[axis]
-    written: Words = _each(axes) if result == shape else ((),) * len(result)
-    draft.lay_node(index, axes, [written], lambda found: kind(found[special][-1]))
+    written: AxisNames = _each(axes) if result == shape else ((),) * len(result)
+    builder.add_node_layer(index, axes, [written], lambda found: kind(found[special][-1]))
 
 
-def project_classes(draft: LayerGraphBuilder, index: int) -> None:
-    """A product and the loss over its columns, two layers."""
-    node = draft.graph.nodes[index]
-    space = space_of(draft.graph, node)
+def project_classes(builder: LayerGraphBuilder, index: int) -> None:
+    """Add a fused projection and loss as two layers: a matmul, and a cross-entropy over its
+    columns.
+    """
+    node = builder.graph.nodes[index]
+    space = space_of(builder.graph, node)
     x = space.operands[0]
     labels = space.operands[1]
     weight = space.operands[WEIGHT]
     assert x is not None and labels is not None and weight is not None
-    scores: Words = (*labels, ("c",))
-    axes = {word: space.axis(word).size for (word,) in scores}
-    product = product_of(x, weight, scores)
-    read = ((draft.places.get(node.inputs[0]), x),)
-    made = [(scores, tuple(axes.values()))]
+    logits: AxisNames = (*labels, ("c",))
+    axes = {axis_name: space.axis(axis_name).size for (axis_name,) in logits}
+    product = product_of(x, weight, logits)
+    read = ((builder.locations.get(node.inputs[0]), x),)
+    made = [(logits, tuple(axes.values()))]
     summed: dict[str, int | Extents] = {**axes, "k": space.axis("k").size}
-    (place,) = draft.lay(f"{node.name}/scores", (), summed, read, made, product, inside=index)
-    result = draft.shape_of(node.outputs[0])
-    written: list[tuple[Words, Extents]] = [(((),) * len(result), result)]
-    (draft.places[node.outputs[0]],) = draft.lay(
+    (location,) = builder.add_layer(
+        f"{node.name}/scores", (), summed, read, made, product, inside=index
+    )
+    result = builder.shape_of(node.outputs[0])
+    written: list[tuple[AxisNames, Extents]] = [(((),) * len(result), result)]
+    (builder.locations[node.outputs[0]],) = builder.add_layer(
         node.name,
         (index,),
         axes,
-        ((place, scores),),
+        ((location, logits),),
         written,
         lambda found: CrossEntropy(found["c"][-1]),
     )
 
 
-def recur(draft: LayerGraphBuilder, index: int) -> None:
-    """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as
-    one more layer.
+def recur(builder: LayerGraphBuilder, index: int) -> None:
+    """Add an LSTM with axes (l, s, b, n, k), steps unsplit. An LSTM that reads an equal one is
+    merged into its layer as one more layer.
     """
-    node = draft.graph.nodes[index]
+    node = builder.graph.nodes[index]
     if (
         not node.outputs[0]
         or node.integer("layout") != 0
-        or draft.shape_of(node.outputs[0])[1] != 1
+        or builder.shape_of(node.outputs[0])[1] != 1
     ):
-        by_space(draft, index)
+        by_space(builder, index)
         return
-    steps, _, batch, units = draft.shape_of(node.outputs[0])
-    inputs = draft.shape_of(node.inputs[0])[-1]
-    place = draft.places.get(node.inputs[0])
-    if place is not None and _joins(draft, place, inputs, units):
-        first, *others = draft.layers[place.layer].axes
+    steps, _, batch, units = builder.shape_of(node.outputs[0])
+    inputs = builder.shape_of(node.inputs[0])[-1]
+    location = builder.locations.get(node.inputs[0])
+    if location is not None and _joins(builder, location, inputs, units):
+        first, *others = builder.layers[location.layer].axes
         axes = (replace(first, extent=first.extent + 1), *others)
-        draft.absorb(index, Place(place.layer, 0, ((0,), (1,), (2,), (3,))), axes=axes)
+        builder.absorb(index, ValueLocation(location.layer, 0, ((0,), (1,), (2,), (3,))), axes=axes)
     else:
         extents = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}
-        written: Words = (("s",), (), ("b",), ("n",))
-        draft.lay_node(index, extents, [written], lambda _: Recurrent(), [_each("sbk")], whole="s")
-    # The states are the last step of the result.
-    place = draft.places[node.outputs[0]]
-    last = replace(place, groups=place.groups[1:])
-    draft.places.update((name, last) for name in node.outputs[1:] if name)
+        written: AxisNames = (("s",), (), ("b",), ("n",))
+        builder.add_node_layer(
+            index, extents, [written], lambda _: Recurrent(), [_each("sbk")], unsplit="s"
+        )
+    # The final states are the last step of the result.
+    location = builder.locations[node.outputs[0]]
+    last = replace(location, groups=location.groups[1:])
+    builder.locations.update((name, last) for name in node.outputs[1:] if name)
 
 
-def _joins(draft: LayerGraphBuilder, place: Place, inputs: int, units: int) -> bool:
-    """True if what is read is the whole result, as it was written, of an LSTM of as many units."""
-    layer = draft.layers[place.layer]
-    read = tuple(dimension for group in place.groups for dimension in group if dimension != 1)
+def _joins(builder: LayerGraphBuilder, location: ValueLocation, inputs: int, units: int) -> bool:
+    """True if the value is the complete result of an LSTM layer with equally many units."""
+    layer = builder.layers[location.layer]
+    read = tuple(dimension for group in location.groups for dimension in group if dimension != 1)
     return (
         isinstance(layer.cost, Recurrent)
         and read == (0, 2, 3)
@@ -754,17 +821,18 @@ RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
     "Transpose": transpose,
     "Unsqueeze": reshape,
 }
-"""The rules for operators that the paper knows."""
+"""The rules for the operators that the paper models."""
 
 
 def layer_graph(graph: Graph) -> LayerGraph:
-    """The paper's graph of a model on one batch.
+    """Return the paper's graph of a model for one batch.
 
-    Values that depend on no parameter and on no costly operator (inputs, masks, positions), and
-    parameters, are free to read: they have no edges. So is what is computed of parameters and
-    constants alone.
+    Some values are free to read, which means that they have no edges: inputs, parameters, values
+    computed from parameters and constants only, and results of the nodes that stages recompute
+    (`recomputed_nodes`, such as masks and positions). Nodes that compute such values are not
+    layers.
     """
-    draft = LayerGraphBuilder(graph)
+    builder = LayerGraphBuilder(graph)
     attentions = projections(graph)
     skipped = recomputed_nodes(graph).union(*(nodes for nodes, _ in attentions.values()))
     data = {value.name for value in graph.inputs}
@@ -776,8 +844,8 @@ def layer_graph(graph: Graph) -> LayerGraph:
             continue
         row = operator_of(node)
         if node.op == "Attention":
-            attend(draft, index, attentions.get(index))
+            attend(builder, index, attentions.get(index))
         else:
             other = pointwise if row is not None and row.kind == "elementwise" else by_space
-            RULES.get(node.op, other)(draft, index)
-    return draft.finished(4 if any(node.op == "Conv" for node in graph.nodes) else 1)
+            RULES.get(node.op, other)(builder, index)
+    return builder.finished(4 if any(node.op == "Conv" for node in graph.nodes) else 1)

@@ -1,8 +1,9 @@
-"""The best strategy in the PaSE paper's space under its costs, and that strategy as a placement.
+"""The best strategy in the search space of the PaSE paper under the paper's costs, and its
+conversion to a placement.
 
-A node is split as its layer is, as far as an axis of the paper is one of the node's. What is not
-keeps the paper's name (the layers of stacked LSTMs, the stack of three projections), which no node
-has: generating code refuses it by that name.
+A node gets the splits of its layer along the axes that both have. An axis that no node has (the
+layers of stacked LSTMs, the stack of three projections) keeps the paper's name, so that code
+generation rejects the split by that name.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaperStrategy:
-    """A configuration of every layer: the parts of its axes in order. Costs are operations."""
+    """A configuration of each layer: the parts of its axes, in order. Costs are in operations."""
 
     graph: LayerGraph
     degrees: tuple[tuple[int, ...], ...]
     cost: float
     bound: float
-    """No strategy costs less."""
+    """A lower bound on the cost of all strategies."""
     proven: bool
 
     def splits(self) -> dict[str, dict[str, int]]:
-        """Parts of each axis by its name, of each layer by its name, as the paper's Table II prints
-        them.
+        """Return the parts of each axis by name, for each layer by name, as Table II of the paper
+        prints them.
         """
         return {
             layer.name: {
@@ -48,23 +49,26 @@ class PaperStrategy:
 def find_strategy(
     tables: PaperTables, solver: Callable[[MinSum], Assignment] = solve
 ) -> PaperStrategy:
-    """The strategy of least cost, found by `solver`."""
-    answer = solver(tables.model)
-    chosen = zip(tables.configurations, answer.choice, strict=True)
+    """Return the strategy of minimum cost that `solver` finds."""
+    assignment = solver(tables.model)
+    chosen = zip(tables.configurations, assignment.choice, strict=True)
     degrees = tuple(tuple(configurations[row].tolist()) for configurations, row in chosen)
-    return PaperStrategy(tables.graph, degrees, answer.cost, answer.bound, answer.proven)
+    return PaperStrategy(
+        tables.graph, degrees, assignment.cost, assignment.bound, assignment.proven
+    )
 
 
 def tables_of(problem: Problem) -> PaperTables:
-    """The paper's costs of a problem's graph on all devices of its cluster."""
+    """Return the paper's costs of a problem's graph on all devices of its cluster."""
     return build_tables(layer_graph(problem.graph), problem.cluster.size)
 
 
 def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
-    """One stage on all devices, each node split as its layer is.
+    """Return a placement with one stage on all devices, in which each node is split as its layer
+    is.
 
-    Raises InfeasibleError, naming the layer, where its parts do not share out the devices: the
-    paper's costs allow 20 parts on 24 devices, a placement does not.
+    Raise InfeasibleError with the layer's name if its number of parts does not divide the number of
+    devices. The paper's costs permit, for instance, 20 parts on 24 devices; a placement does not.
     """
     layers = strategy.graph.layers
     count = problem.cluster.size
@@ -73,13 +77,13 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
         parts = math.prod(degrees)
         if count % parts:
             raise InfeasibleError(
-                f"the best strategy of the paper's model cuts {layer.name} into "
-                f"{parts} {plural(parts, 'part')}, which do not share out "
+                f"the best strategy of the paper's model splits {layer.name} into "
+                f"{parts} {plural(parts, 'part')}, which does not divide "
                 f"{count} {plural(count, 'device')}",
-                hint="choose a power of two of devices, or search_space: executable",
+                hint="use a power of two of devices, or set search_space: executable",
             )
         splits |= _layer_splits(problem.graph, strategy.graph, index, degrees)
-    # Splits inside of a node that differ from those of the layer that gives the node's result.
+    # Add the splits of intermediate layers that differ from the splits of the node's result.
     named = strategy.splits()
     outer = {node: layer.name for layer in layers for node in layer.nodes}
     for layer in layers:
@@ -102,24 +106,28 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
 def _layer_splits(
     graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[int]
 ) -> dict[int, list[Split]]:
-    """The splits of a layer's nodes; those that none of them can have go to the first."""
+    """Return the splits of a layer's nodes. Splits along axes that none of the nodes has are added
+    to the first node.
+    """
     layer = layers.layers[index]
-    unknown = {axis for axis, degree in enumerate(degrees) if degree > 1}
+    unassigned = {axis for axis, degree in enumerate(degrees) if degree > 1}
     found: dict[int, list[Split]] = {}
     for node in layer.nodes:
-        own = found[node] = []
+        node_splits = found[node] = []
         for name, axes in sorted(
             _node_axes(graph, layers, index, node).items(), key=lambda each: each[1]
         ):
-            # Cutting all of `axes` must cut the dimension that they make up into contiguous pieces.
-            last = max((place for place, axis in enumerate(axes) if degrees[axis] > 1), default=0)
-            if all(degrees[axis] == layer.axes[axis].extent for axis in axes[:last]):
-                unknown -= set(axes)
+            # Splitting `axes` must divide the dimension that they form into contiguous parts.
+            innermost_split = max(
+                (position for position, axis in enumerate(axes) if degrees[axis] > 1), default=0
+            )
+            if all(degrees[axis] == layer.axes[axis].extent for axis in axes[:innermost_split]):
+                unassigned -= set(axes)
                 if (degree := math.prod(degrees[axis] for axis in axes)) > 1:
-                    own.append(Split(name, degree))
+                    node_splits.append(Split(name, degree))
     if layer.nodes:
         found[layer.nodes[0]] += (
-            Split(layer.axes[axis].name, degrees[axis]) for axis in sorted(unknown)
+            Split(layer.axes[axis].name, degrees[axis]) for axis in sorted(unassigned)
         )
     return found
 
@@ -127,41 +135,41 @@ def _layer_splits(
 def _node_axes(
     graph: Graph, layers: LayerGraph, index: int, node: int
 ) -> dict[str, tuple[int, ...]]:
-    """For axes of a node those of its layer that make them up, outer to inner.
+    """Return, for axes of a node, the layer's axes that form them, outer to inner.
 
-    They are found by the dimensions of tensors that both know: of axes merged in one, only one may
-    be longer than one.
+    They are inferred from the dimensions of tensors that the node and the layer share. A dimension
+    that merges several axes of the node is used only if at most one of them is larger than 1.
     """
     layer = layers.layers[index]
     operator = graph.nodes[node]
     space = space_of(graph, operator)
-    extents = space.axis_sizes()
+    sizes = space.axis_sizes()
     reading = {
         (edge.source, edge.result): edge.operand for edge in layers.edges if edge.target == index
     }
     outputs = list(zip(operator.outputs, space.results, strict=True))
-    known: dict[str, tuple[int, ...]] = {}
-    for number, (name, tensor) in enumerate(
+    layer_axes: dict[str, tuple[int, ...]] = {}
+    for index_of_tensor, (name, tensor) in enumerate(
         [*outputs, *zip(operator.inputs, space.operands, strict=True)]
     ):
-        place = layers.places.get(name)
-        if tensor is None or place is None:
+        location = layers.locations.get(name)
+        if tensor is None or location is None:
             continue
-        if place.layer == index:
-            axes = layer.results[place.result].axes
-        elif number >= len(outputs) and (place.layer, place.result) in reading:
-            axes = layer.operands[reading[place.layer, place.result]].axes
+        if location.layer == index:
+            axes = layer.results[location.result].axes
+        elif index_of_tensor >= len(outputs) and (location.layer, location.result) in reading:
+            axes = layer.operands[reading[location.layer, location.result]].axes
         else:
             continue
-        for dimension, group in zip(tensor, place.groups, strict=True):
-            long = [axis for axis in dimension if extents[axis] > 1]
-            cuts = tuple(axis for each in group for axis in axes[each])
-            if len(long) == 1 and cuts:
-                known.setdefault(long[0], cuts)
+        for dimension, group in zip(tensor, location.groups, strict=True):
+            long = [axis for axis in dimension if sizes[axis] > 1]
+            split_axes = tuple(axis for each in group for axis in axes[each])
+            if len(long) == 1 and split_axes:
+                layer_axes.setdefault(long[0], split_axes)
     row = operator_of(operator)
     if row is not None and row.kind != "view":
-        position = {axis.name: place for place, axis in enumerate(layer.axes)}
+        position = {axis.name: location for location, axis in enumerate(layer.axes)}
         for name, own in layer.aliases:
-            if extents.get(own) == layer.axes[position[name]].extent:
-                known.setdefault(own, (position[name],))
-    return known
+            if sizes.get(own) == layer.axes[position[name]].extent:
+                layer_axes.setdefault(own, (position[name],))
+    return layer_axes

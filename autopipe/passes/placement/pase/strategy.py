@@ -1,5 +1,5 @@
-"""PaSE as a strategy, the splits of every node that make a step shortest, and two baselines over
-the same tables.
+"""Strategy `pase`, which splits each node so that a step is shortest, and two baselines over the
+same tables.
 
 Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021.
 """
@@ -44,32 +44,36 @@ from autopipe.passes.solvers.min_sum.metropolis import walk
 
 
 def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
-    """The model in `count` stages, each split as `solver` answers, with what is proven of that.
+    """Return the model in `count` stages, each split as `solver` proposes, with the proof of the
+    splits.
 
-    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last
-    micro-batch's backward.
+    `overlap` is true if `solver` assumes that the gradient all-reduce overlaps with the backward of
+    the last micro-batch.
 
-    Raises ConfigurationError naming constraints that contradict one another or cannot be followed,
-    InfeasibleError where memory does not hold any placement, with the least excess, and what
-    `solver` raises.
+    Raise ConfigurationError for constraints that contradict each other or cannot be satisfied, and
+    InfeasibleError with the minimum excess if no placement fits into memory. Errors of `solver`
+    pass through.
     """
-    # Where not even equal shares of what must be kept fit, no search is needed to tell. Of what one
-    # stage keeps the search for splits counts all, recomputed or not.
+    # Memory is insufficient without any search if an even fraction of the state exceeds it. For a
+    # single stage, the saved tensors count too: the search for splits counts all of them, with or
+    # without recomputation.
     state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
     parameters = state.total - state.low_precision_bytes
-    kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
-    check_least(problem, (parameters + kept) // problem.cluster.size, list(range(count)), count)
+    saved = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
+    check_least(problem, (parameters + saved) // problem.cluster.size, list(range(count)), count)
     resolved = resolved_constraints(problem)
     required = required_splits(resolved, sample_axes(problem.graph))
     groups = _groups(problem, resolved, count)
     size = problem.micro_batch_size
-    again = problem.recomputes_all
-    cut = zip(
+    recompute = problem.recomputes_all
+    stages = zip(
         cut_into_stages(problem, groups, constrained_stages(resolved, groups, "pase")),
         groups,
         strict=True,
     )
-    placement = Placement(tuple(Stage(nodes, group, size, recompute=again) for nodes, group in cut))
+    placement = Placement(
+        tuple(Stage(nodes, group, size, recompute=recompute) for nodes, group in stages)
+    )
     check_degrees(problem, required, placement)
     check_kinds(problem, placement)
     found = split_stages(problem, placement, required, solver, overlap)
@@ -79,49 +83,52 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
 def _groups(
     problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
 ) -> list[tuple[int, ...]]:
-    """The devices of each stage: equal groups in order; those asked for where there is one
-    stage.
+    """Return the devices of each stage: equal groups in order, or, for a single stage, the devices
+    that constraints require.
     """
     size = problem.cluster.size
-    width, rest = divmod(size, count)
-    if rest:
+    width, remainder = divmod(size, count)
+    if remainder:
         raise ConfigurationError(
             (
-                f"{size} {plural(size, 'device')} cannot be shared equally by {count} "
+                f"{size} {plural(size, 'device')} cannot be divided evenly into {count} "
                 f"{plural(count, 'stage')}"
             ),
-            hint="the number of stages must divide that of devices",
+            hint="choose a number of stages that divides the number of devices",
             where="strategy.stages",
         )
-    asked = [each for each in resolved if each.devices is not None]
-    if count > 1 or not asked:
+    with_devices = [each for each in resolved if each.devices is not None]
+    if count > 1 or not with_devices:
         return [tuple(range(start, start + width)) for start in range(0, size, width)]
-    for other in asked:
-        if other.devices != asked[0].devices:
+    for other in with_devices:
+        if other.devices != with_devices[0].devices:
             raise ConfigurationError(
-                f"{asked[0]} and {other} ask for different devices, and there is one stage",
-                hint="ask for several stages (strategy.stages), or let pase choose",
+                f"{with_devices[0]} and {other} require different devices, but there is one stage",
+                hint="set strategy.stages above 1, or remove the devices from the constraints",
             )
-    return [asked[0].devices or ()]
+    return [with_devices[0].devices or ()]
 
 
 _ROUNDS = 6
-"""Weights that are tried at most."""
+"""Maximum number of Lagrange weights that are tried."""
 
 _CLOSE = 1e-6
-"""Share of a step below which a gap is none."""
+"""Relative gap below which a solution counts as optimal."""
 
 
 def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
-    """The best choice found and its bound, its cost a step in which backward hides the exchange of
-    gradients.
+    """Return the best choice if the backward of the last micro-batch hides the gradient all-reduce.
 
-    A step then takes max(0, G - B) beyond all else, with G the exchange of gradients and B the last
-    micro-batch's backward, which hides it. As max(0, G - B) is at least w (G - B) for any w from 0
-    to 1, a search with that in its place bounds the step from below; w is moved to where G and B
-    are even (Lagrangian relaxation).
+    For a choice with gradient all-reduce G, last backward B and all other time R, the objective is
+
+        minimise R + max(0, G - B)
+
+    For each weight w in [0, 1], max(0, G - B) >= w (G - B). So the minimum of R + w (G - B), which
+    `solve` finds on modified tables, is a lower bound (Lagrangian relaxation). w is moved by
+    bisection towards G = B, at most `_ROUNDS` times. The cost of the result is the objective, and
+    its bound is the highest lower bound.
     """
-    # Equal costs are shared, so that what is weighed once is, too.
+    # Equal variables share their arrays; the modified arrays must be shared too.
     triples = list(zip(tables.model.costs, tables.gradients, tables.backwards, strict=True))
     keys = [(id(costs), id(gradients), id(backward)) for costs, gradients, backward in triples]
     distinct = dict(zip(keys, triples, strict=True))
@@ -129,13 +136,13 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
     bound = low = weight = 0.0
     high = 1.0
     for _ in range(_ROUNDS):
-        weighed = {
+        modified = {
             key: costs - (1 - weight) * gradients - weight * backward
             for key, (costs, gradients, backward) in distinct.items()
         }
-        answer = solve(replace(tables.model, costs=tuple(weighed[key] for key in keys)))
-        chosen = zip(triples, answer.choice, strict=True)
-        beyond = float(
+        assignment = solve(replace(tables.model, costs=tuple(modified[key] for key in keys)))
+        chosen = zip(triples, assignment.choice, strict=True)
+        excess = float(
             np.sum(
                 [
                     gradients[number] - backward[number]
@@ -143,13 +150,13 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
                 ]
             )
         )
-        bound = max(bound, float(answer.bound))
-        cost = float(answer.cost) - weight * beyond + max(0.0, beyond)
+        bound = max(bound, float(assignment.bound))
+        cost = float(assignment.cost) - weight * excess + max(0.0, excess)
         if best is None or cost < best.cost:
-            best = replace(answer, cost=cost)
-        if not answer.fits or best.cost - bound <= _CLOSE * best.cost:
+            best = replace(assignment, cost=cost)
+        if not assignment.fits or best.cost - bound <= _CLOSE * best.cost:
             break
-        low, high = (weight, high) if beyond > 0 else (low, weight)
+        low, high = (weight, high) if excess > 0 else (low, weight)
         weight = 1.0 if weight == 0.0 else (low + high) / 2
     assert best is not None
     return replace(
@@ -162,8 +169,8 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
 def eliminated(
     model: MinSum, ordering: str, hint: str, who: str = "", where: str = ""
 ) -> Assignment:
-    """The answer of the paper's dynamic programming. Raises InfeasibleError, with their size, for
-    tables too large.
+    """Return the assignment that the paper's dynamic programming finds. Raise InfeasibleError with
+    the size of tables that are too large.
     """
     try:
         return eliminate(model, ordering)
@@ -175,28 +182,30 @@ def eliminated(
 
 @dataclass(frozen=True, slots=True)
 class Pase:
-    """Splits every operator along any of its axes, so that a step is shortest."""
+    """Split each operator along any of its axes, so that a step is shortest."""
 
     solver: Literal["exact", "elimination"] = "exact"
-    """`exact`: a bound from the dual, pruning, and elimination of what is left; within memory.
-    `elimination`: the paper's dynamic programming, which knows no memory and gives up where tables
-    are too large.
+    """`exact`: a bound from the dual, pruning, and elimination of the remaining variables, within
+    memory. `elimination`: the paper's dynamic programming, which ignores memory and fails if its
+    tables are too large.
     """
     ordering: Literal["generate_seq", "breadth_first", "min_fill"] = "generate_seq"
-    """In which order `elimination` takes the operators; the paper's is `generate_seq`."""
+    """Order in which `elimination` processes the operators; the paper's is `generate_seq`."""
     costs: Literal["autopipe", "pase-paper"] = "autopipe"
-    """`autopipe`: seconds on the cluster at hand. `pase-paper`: the paper's operations and words,
-    to reproduce it.
+    """`autopipe`: seconds on the given cluster. `pase-paper`: the paper's operations and words, to
+    reproduce the paper.
     """
     search_space: Literal["executable", "paper"] = "executable"
-    """`executable`: the splits that programs can be generated for. `paper`: those of the paper,
-    executable or not; it goes with `costs: pase-paper`.
+    """`executable`: the splits for which programs can be generated. `paper`: the paper's splits,
+    executable or not; requires `costs: pase-paper`.
     """
     stages: int = 1
-    """Pipeline stages, of equal groups of devices; splits are searched inside each."""
+    """Number of pipeline stages with equal groups of devices; splits are searched inside each
+    stage.
+    """
     overlap: bool = False
-    """True if the exchange of gradients counts only as far as the last micro-batch's backward does
-    not hide it.
+    """Count only the part of the gradient all-reduce that the backward of the last micro-batch does
+    not hide.
     """
 
     name: ClassVar[str] = "pase"
@@ -205,26 +214,26 @@ class Pase:
         return Division.MANY if self.stages > 1 else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options that do not go together, InfeasibleError for an
-        empty model.
+        """Raise ConfigurationError for incompatible options, and InfeasibleError for an empty
+        model.
         """
         if (self.costs == "pase-paper") != (self.search_space == "paper"):
             raise ConfigurationError(
-                f"costs {self.costs} and search_space {self.search_space} do not go together",
-                hint="take costs: pase-paper with search_space: paper, or neither",
+                f"costs {self.costs} and search_space {self.search_space} are incompatible",
+                hint="set both costs: pase-paper and search_space: paper, or neither",
                 where="strategy",
             )
         if not 1 <= self.stages <= problem.cluster.size:
             raise ConfigurationError(
-                f"stages is {self.stages}, and there are {problem.cluster.size} "
+                f"stages is {self.stages}, but there are {problem.cluster.size} "
                 f"{plural(problem.cluster.size, 'device')}",
-                hint="give each stage at least one device",
+                hint="set stages to at least 1 and at most the number of devices",
                 where="strategy",
             )
         if self.search_space == "paper" and (problem.constraints or self.stages > 1):
             raise ConfigurationError(
-                "the paper's search space has neither constraints nor stages",
-                hint="take search_space: executable",
+                "search_space: paper supports neither constraints nor several stages",
+                hint="set search_space: executable",
                 where="strategy",
             )
         check_operators(problem)
@@ -232,10 +241,10 @@ class Pase:
             check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
-        """Raises ConfigurationError naming constraints that contradict one another or cannot be
-        followed.
+        """Return the placement with the shortest step.
 
-        InfeasibleError where memory does not hold any placement, with the least excess, or tables
+        Raise ConfigurationError for constraints that contradict each other or cannot be satisfied,
+        and InfeasibleError if no placement fits into memory (with the minimum excess) or if tables
         are too large.
         """
         exact = Exact(problem.time_limit)
@@ -257,18 +266,18 @@ class Pase:
         return best_order(problem, placed) if self.stages > 1 else placed(problem)
 
     def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
-        """The answer of the chosen solver, within `limit` bytes."""
+        """Return the assignment of the selected solver, within `limit` bytes unless it is None."""
         if self.solver == "exact":
             return exact.solved(model, limit)
-        answer = eliminated(
-            model, self.ordering, "take another ordering, or solver: exact", where="strategy"
+        assignment = eliminated(
+            model, self.ordering, "set another ordering, or solver: exact", where="strategy"
         )
-        # It knows no limit: whether its answer keeps one is found afterwards.
-        return replace(answer, fits=limit is None or answer.memory <= limit)
+        # Elimination ignores the limit, so its result is checked afterwards.
+        return replace(assignment, fits=limit is None or assignment.memory <= limit)
 
 
 class _OneStage:
-    """A baseline: one stage, whose devices are equal."""
+    """A baseline with one stage on equal devices."""
 
     name: ClassVar[str]
 
@@ -276,33 +285,36 @@ class _OneStage:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for an empty model or devices that differ."""
+        """Raise InfeasibleError for an empty model or devices of different types."""
         check_operators(problem)
         check_one_kind(problem, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class BreadthFirst(_OneStage):
-    """Finds the splits that make a step shortest by dynamic programming in breadth-first order: a
+    """Find the splits with the shortest step by dynamic programming in breadth-first order: a
     baseline for pase.
 
-    Elango, "PaSE" (IPDPS 2021), section III-A. It is exact, knows no memory limit while it
-    searches, and gives up where its tables do not fit: on most models with branches.
+    Elango, "PaSE" (IPDPS 2021), section III-A. The search is exact, ignores memory, and fails on
+    most models with branches because its tables become too large.
     """
 
     name: ClassVar[str] = "breadth_first"
 
     def run(self, problem: Problem) -> Placement:
-        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where
-        tables are too large, with their size, or memory does not hold what is found.
+        """Return the placement with the shortest step.
+
+        Raise ConfigurationError for constraints that cannot be satisfied, and InfeasibleError if
+        tables are too large (with their size) or the placement does not fit into memory.
         """
 
         def solver(tables: Tables, limit: float | None) -> Assignment:
             if limit is not None:
                 raise InfeasibleError(
-                    "breadth_first knows no memory limit", hint="take strategy pase"
+                    "the placement exceeds memory, and breadth_first cannot search within a limit",
+                    hint="use strategy pase",
                 )
-            hint = "strategy pase finds the same with less"
+            hint = "use strategy pase, which finds the same splits with smaller tables"
             who = "breadth_first cannot search this model: "
             return eliminated(tables.model, "breadth_first", hint, who)
 
@@ -311,41 +323,47 @@ class BreadthFirst(_OneStage):
 
 @dataclass(frozen=True, slots=True)
 class Mcmc(_OneStage):
-    """Changes one operator's split at random, again and again, and keeps the best it meets: a
-    baseline for pase.
+    """Change the split of one random operator at a time, and keep the best result: a baseline for
+    pase.
 
-    It begins with data parallelism, and accepts what costs more with a chance that falls with the
-    difference: the Metropolis search of Jia et al., "Beyond Data and Model Parallelism for Deep
-    Neural Networks" (FlexFlow, 2018), section 6, over pase's splits and costs. The problem's seed
-    draws the changes.
+    The walk starts with data parallelism. A change that increases the cost is accepted with a
+    probability that decreases exponentially in the increase: the Metropolis search of Jia et al.,
+    "Beyond Data and Model Parallelism for Deep Neural Networks" (FlexFlow, 2018), section 6, over
+    pase's splits and costs. The problem's seed determines the random changes.
     """
 
     iterations: int = 20_000
-    """The most changes that are tried; fewer where half of them brought nothing better."""
+    """Maximum number of changes; the walk stops earlier if the last half of them brought no
+    improvement.
+    """
     temperature: float = 0.1
-    """How much worse a change may be for a chance of 1 in e, as a share of what one operator costs
-    on average.
+    """Cost increase that is accepted with probability 1/e, as a fraction of the mean cost of an
+    operator.
     """
 
     name: ClassVar[str] = "mcmc"
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model or
-        uneven devices.
+        """Raise ConfigurationError for options out of range, and InfeasibleError for an empty model
+        or devices of different types.
         """
         if self.iterations < 0 or self.temperature < 0:
             raise ConfigurationError(
-                "iterations and temperature must be 0 or more", where="strategy"
+                f"iterations is {self.iterations} and temperature is {self.temperature}, but "
+                "neither may be negative",
+                where="strategy",
             )
         _OneStage.requires(self, problem)
 
     def run(self, problem: Problem) -> Placement:
-        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where
-        nothing that the walk met fits into memory.
+        """Return the best placement that the walk found.
+
+        Raise ConfigurationError for constraints that cannot be satisfied, and InfeasibleError if no
+        visited placement fits into memory.
         """
 
         def walked(tables: Tables, limit: float | None) -> Assignment:
-            # Variables beyond the nodes follow their neighbours (`Tables`).
+            # The variables of shared values follow their neighbours' choices (`Tables`).
             followers = len(tables.model.costs) - len(tables.nodes)
             return walk(
                 tables.model,
@@ -361,8 +379,8 @@ class Mcmc(_OneStage):
 
 
 def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
-    """For each node the configuration that shares its samples among most devices, and splits
-    nothing else if it may.
+    """Return, for each node, the configuration that splits its samples most and nothing else, if it
+    is permitted.
     """
     axes = sample_axes(problem.graph).axes
 

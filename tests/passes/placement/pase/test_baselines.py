@@ -73,5 +73,5 @@ def test_constraints_are_followed(strategy: Mcmc | BreadthFirst) -> None:
 
 def test_options_out_of_range_are_refused(wide: Problem) -> None:
     for strategy in (Mcmc(iterations=-1), Mcmc(temperature=-0.5)):
-        with pytest.raises(ConfigurationError, match="0 or more"):
+        with pytest.raises(ConfigurationError, match="neither may be negative"):
             strategy.requires(wide)

@@ -56,7 +56,7 @@ def test_stages_and_their_devices() -> None:
         ((Constraint("matmul0", split=(("q", 2),)),), 1, "splits axis 'q', which none of its nodes has", ""),
         ((Constraint("nothing", split=(("n", 2),)),), 1, "no node's name matches 'nothing'", "constraints"),
         ((Constraint("relu1", devices=(4,)),), 1, "there is no device 4", ""),
-        ((Constraint("relu1", devices=(0,)), Constraint("relu3", devices=(1,))), 1, "ask for different devices, and "
+        ((Constraint("relu1", devices=(0,)), Constraint("relu3", devices=(1,))), 1, "require different devices, but "
          "there is one stage", ""),
         ((Constraint("relu1", stage=1),), 1, "'relu1' requires stage 1, but pase has 1 stage", ""),
         ((Constraint("relu1", devices=(0, 2)),), 2, "requires devices \\[0, 2\\], but no stage has", ""),
@@ -91,5 +91,5 @@ def test_an_extent_that_no_degree_divides_stays_whole() -> None:
 
 def test_paper_mode_takes_none() -> None:
     given = problem(GRAPH, cluster(4), constraints=(Constraint("*", split=()),))
-    with pytest.raises(AutopipeError, match="neither constraints nor stages"):
+    with pytest.raises(AutopipeError, match="supports neither constraints nor several stages"):
         Pase(costs="pase-paper", search_space="paper").requires(given)

@@ -169,13 +169,13 @@ def test_gradients_that_backward_hides(batch: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 0}, "stages is 0, and there are 4 devices"),
-        ({"stages": 5}, "stages is 5, and there are 4 devices"),
+        ({"stages": 0}, "stages is 0, but there are 4 devices"),
+        ({"stages": 5}, "stages is 5, but there are 4 devices"),
         (
             {"costs": "pase-paper"},
-            "costs pase-paper and search_space executable do not go together",
+            "costs pase-paper and search_space executable are incompatible",
         ),
-        ({"search_space": "paper"}, "costs autopipe and search_space paper do not go together"),
+        ({"search_space": "paper"}, "costs autopipe and search_space paper are incompatible"),
         (
             {"costs": "pase-paper", "search_space": "paper", "stages": 2},
             "the paper's search space has neither constraints nor stages",
@@ -188,5 +188,7 @@ def test_options_that_do_not_go_together(options: dict[str, object], message: st
 
 
 def test_stages_that_cannot_share_the_devices() -> None:
-    with pytest.raises(ConfigurationError, match="4 devices cannot be shared equally by 3 stages"):
+    with pytest.raises(
+        ConfigurationError, match="4 devices cannot be divided evenly into 3 stages"
+    ):
         Pase(stages=3).run(problem(perceptron([8, 8, 8, 8]), cluster(4)))

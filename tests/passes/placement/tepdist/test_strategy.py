@@ -152,7 +152,7 @@ def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
             (Constraint("matmul0", devices=(0, 1)), Constraint("relu1", devices=(1, 2))),
             "requires devices",
         ),
-        (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "its stage has"),
+        (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "the node's stage has"),
         (TePDist(), (Constraint("matmul0", micro_batch_size=3),), "micro-batches of 3 samples"),
         (TePDist(), (Constraint("nothing"),), "no node's name matches"),
     ],

@@ -105,9 +105,7 @@ def test_heads_are_columns_and_rows_of_their_projections() -> None:
 def test_parts_must_share_out_the_devices() -> None:
     problem = problem_of(model_graph("rnnlm", 8), 3)
     strategy = chosen(layer_graph(problem.graph), LSTM=(2, 1, 1, 1, 1))
-    with pytest.raises(
-        InfeasibleError, match="LSTM into 2 parts, which do not share out 3 devices"
-    ):
+    with pytest.raises(InfeasibleError, match="LSTM into 2 parts, which does not divide 3 devices"):
         placement_of(problem, strategy)
 
 

@@ -123,7 +123,7 @@ def test_states_of_an_lstm_lie_in_its_result() -> None:
     nodes = (*graph.nodes[:first], stated, *graph.nodes[first + 1 :])
     layers = layer_graph(replace(graph, nodes=nodes, values=(*graph.values, state)))
     assert [type(each.cost) for each in layers.layers].count(Recurrent) == 1
-    assert layers.places["last"].groups == ((1,), (2,), (3,))
+    assert layers.locations["last"].groups == ((1,), (2,), (3,))
 
 
 def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
