@@ -17,11 +17,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 ALLOWED = {
-    "runtime/batch_reader.py BatchReader.read": "a batch comes from the host; on a GPU a thread reads it in advance",
-    "runtime/normal_numbers.py _tables_on": "the table of normal numbers is copied once",
-    "runtime/random_streams.py Random.begin": "four numbers for each micro-batch that draws",
+    "data/batch_reader.py BatchReader.read": "a batch comes from the host; on a GPU a thread reads it in advance",
+    "random_numbers/normal_numbers.py _tables_on": "the table of normal numbers is copied once",
+    "random_numbers/random_streams.py Random.begin": "four numbers for each micro-batch that draws",
     "operators/images.py roi_align": "without `sampling_ratio` the regions' sizes say how many numbers are read",
-    "runtime/rank.py Rank.run": "torch's optimizers keep the number of their steps on the host, unless they are fused",
+    "step/update.py Update._step_optimizer": "torch's optimizers keep the number of their steps on the host, unless they are fused",
 }
 """Places in a step that may copy between host and device, or wait: why."""
 

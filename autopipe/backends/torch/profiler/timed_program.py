@@ -181,7 +181,7 @@ def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
     """
     rank = timed.rank
     tasks: list[tuple[Any, str]] = [(rank.stages[0], "forward"), (rank.stages[0], "backward")]
-    update = [(rank.optimizer, "step"), (rank.optimizer, "zero_grad")]
+    update = [(rank.update.optimizer, "step"), (rank.update.optimizer, "zero_grad")]
 
     def run() -> list[float]:
         own = timed.seconds_inside()

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from autopipe.backends.torch.runtime.step.stage import RankContext, Receive, Send, Stage
+from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
+from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Receive, Send, Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
@@ -236,3 +238,30 @@ class GlobalOrder:
         return global_event_order(
             [[Task.parse(task) for task in each["tasks"]] for each in every], ends
         )[number]
+
+
+class BlockingExecution(Execution):
+    """Runs stages with blocking send and receive in the order of a `GlobalOrder`."""
+
+    def __init__(self) -> None:
+        self._order: GlobalOrder | None = None
+
+    def _order_of(self, rank: RankContext) -> GlobalOrder:
+        if self._order is None:
+            self._order = GlobalOrder(rank)
+        return self._order
+
+    def make_stage(
+        self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
+    ) -> Stage:
+        order = self._order_of(rank)
+        return BlockingStage(order, rank, number, module, stage_arguments(rank), ports)
+
+    def before_step(self, rank: RankContext, step: Callable[[], None]) -> None:
+        self._order_of(rank).note(step)
+
+    def run_batch(self, rank: RankContext, step: Callable[[], None]) -> None:
+        order = self._order_of(rank)
+        order.begin(step)
+        step()
+        order.reach(None)

@@ -13,19 +13,31 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.runtime.communication.transport import (
     Form,
     PendingRecv,
     PendingSend,
     Transport,
 )
+from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
 from autopipe.backends.torch.runtime.state.parameters import dtype_name
-from autopipe.backends.torch.runtime.step.stage import RankContext, Receive, Send, Stage, Tensors
+from autopipe.backends.torch.runtime.step.stage import (
+    Port,
+    RankContext,
+    Receive,
+    Send,
+    Stage,
+    Tensors,
+)
+from autopipe.backends.torch.runtime.step.update import Update
+from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.watch.report import Reporter, peak_memory
 from autopipe.backends.torch.torch_interfaces import (
     DataDependentOutputException,
@@ -113,6 +125,46 @@ class DryStage(Stage):
         if found != form:
             there, here = (f"{dtype_name(dtype)} {list(shape)}" for dtype, shape in (found, form))
             raise LaunchError(f"{what} of stage {self.number} is {there}, and should be {here}")
+
+
+class DryExecution(Execution):
+    """Runs one rank without the others. With `--device meta`, and on fake CUDA devices, tensors
+    have no values.
+    """
+
+    probes = True
+    can_skip_updates = False
+
+    def __init__(self) -> None:
+        self._tracker: MemoryTracker | None = None
+
+    @property
+    def has_values(self) -> bool:  # type: ignore[override]
+        return self._tracker is None
+
+    def make_transport(self, device: str, timeouts: Timeouts, heartbeat: Heartbeat) -> Transport:
+        return DryTransport(device, timeouts, heartbeat)
+
+    @contextmanager
+    def context(self, rank: RankContext) -> Iterator[None]:
+        if rank.options.device != "meta" and not fake_cuda.is_loaded():
+            yield
+            return
+        with use_fake_tensors(rank.device) as self._tracker:
+            yield
+
+    def make_stage(
+        self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
+    ) -> Stage:
+        return DryStage(rank, number, module, stage_arguments(rank), ports)
+
+    def make_reporter(self, rank: RankContext) -> Reporter:
+        assert isinstance(rank.transport, DryTransport)
+        return DryReporter(rank, rank.transport, self._tracker)
+
+    def on_optimizer(self, update: Update) -> None:
+        # The memory of a dry run's only step must include the optimizer's state.
+        update.make_optimizer_state()
 
 
 class DryReporter(Reporter):

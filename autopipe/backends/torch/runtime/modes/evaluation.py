@@ -35,8 +35,6 @@ def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
     found = manifest.evaluation
     data = options.eval_data or found.data
     interval = options.eval_interval or found.interval
-    if options.dry_run or options.record is not None:
-        data = None
     return replace(found, data=data, interval=interval)
 
 

@@ -36,6 +36,7 @@ from autopipe.backends.torch.runtime.modes.decoder import (
     GenerationRequest,
     Slot,
 )
+from autopipe.backends.torch.runtime.modes.mode import Mode
 from autopipe.backends.torch.runtime.random_numbers.philox import (
     Purpose,
     as_unsigned,
@@ -427,9 +428,15 @@ def _without(axis: int, slices: Sequence[slice]) -> list[slice]:
     return [each for index, each in enumerate(slices) if index != axis]
 
 
-def generate(rank: RankContext, folder: Path, step: Callable[[], None]) -> None:
-    """Carry out the request in `folder` by steps of a rank that is set up."""
-    Generation(rank, step, folder).run()
+class Generate(Mode):
+    """Generates tokens for the request in a folder, in place of steps on data."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def run(self, rank: RankContext, step: Callable[[], None]) -> bool:
+        Generation(rank, step, self._folder).run()
+        return True
 
 
 def choose_tokens(

@@ -16,7 +16,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
 from autopipe.backends.torch.runtime.state.parameters import Arguments, load_constants
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
-from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Stage, perturbed
+from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 
 _PACKAGE = "autopipe.backends.torch.runtime"
@@ -28,12 +28,8 @@ def equip_stages(rank: RankContext) -> None:
     """Give all stages their parameters, constants, group and random numbers."""
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
-    if (
-        step := rank.options.perturb
-    ):  # Scales of whole numbers too: nothing else is there to be moved in some models.
-        for key, name in enumerate(sorted(constants)):
-            if constants[name].numel() == 1:
-                constants[name] = perturbed(constants[name], step, key)
+    for mode in rank.modes:
+        mode.on_constants(constants)
     copies = rank.low_precision_copies.tensors
     held = frozenset(rank.manifest.low_precision)
     read = {
@@ -69,7 +65,12 @@ def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[
     parameters, groups and channels, and other shapes.
     """
     context = RankContext(
-        rank.number, rank.options, read_manifest(folder), rank.transport, rank.heartbeat
+        rank.number,
+        rank.options,
+        read_manifest(folder),
+        rank.transport,
+        rank.heartbeat,
+        rank.modes,
     )
     context.parameters = rank.parameters
     context.low_precision_copies = rank.low_precision_copies

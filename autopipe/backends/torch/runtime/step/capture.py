@@ -41,6 +41,11 @@ def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources
     return summary(len(rank.manifest.stages), by_rank)
 
 
+def captures_by_default(rank: RankContext) -> bool:
+    """Return True if the device has CUDA graphs and the run has further steps to replay them."""
+    return has_cuda_graphs(rank.device) and rank.steps_done < rank.options.steps
+
+
 def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
     """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does
     not.

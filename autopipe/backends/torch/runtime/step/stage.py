@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from autopipe.backends.torch.runtime.communication.transport import (
@@ -23,7 +22,7 @@ from autopipe.backends.torch.runtime.communication.transport import (
 from autopipe.backends.torch.runtime.data.batch_reader import BatchReader, BlockRequest
 from autopipe.backends.torch.runtime.data.sample_source import Slices
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.modes.records import record_file, run_recorded
+from autopipe.backends.torch.runtime.modes.mode import Mode
 from autopipe.backends.torch.runtime.options import Options
 from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.step.cuda_graphs import (
@@ -166,6 +165,8 @@ class RankContext:
 
     reader: BatchReader
     reduction: GradientReduction
+    shared_statistics: frozenset[int] = frozenset()
+    """Running statistics, by parameter index, that forward passes of several stages move."""
     loss_scaler: LossScaler | None = None
     """Where a program in fp16 trains."""
     evaluated: EvaluationStep | None = None
@@ -186,8 +187,10 @@ class RankContext:
         manifest: Manifest,
         transport: Transport,
         heartbeat: Heartbeat,
+        modes: tuple[Mode, ...] = (),
     ) -> None:
         self.number = number
+        self.modes = modes
         self.options = options
         self.manifest = manifest
         self.train = manifest.train
@@ -246,26 +249,17 @@ class RankContext:
         if self.evaluated is not None:
             return self.evaluated.reader.read(self.evaluated.number, request)
         found = self.reader.read(self.steps_done, request)
-        if not self.options.perturb:
-            return found
-        size = self.manifest.micro_batch_size // self.manifest.stages[stage].micro_batch_ratio
-        return perturbed(found, self.options.perturb, self.samples_done + micro_batch * size)
+        if self.modes:
+            size = self.manifest.micro_batch_size // self.manifest.stages[stage].micro_batch_ratio
+            first = self.samples_done + micro_batch * size
+            for mode in self.modes:
+                found = mode.on_input(found, first)
+        return found
 
     def clear_step(self) -> None:
         self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()
-
-
-def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
-    """The tensor with each number a relative `step` larger or smaller, as `key` decides; whole
-    numbers stay.
-    """
-    if not tensor.is_floating_point():
-        return tensor
-    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
-    factors = 1 + (torch.as_tensor(2 * signs - 1) * step).to(torch.float64)
-    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
 
 
 class Stage:
@@ -300,7 +294,6 @@ class Stage:
         """
         self._labels = next((port for port in ports if isinstance(port, Labels)), None)
         self.function = module.forward
-        self._recorded = False
         self.compiled: str | None = None
         """Parts of the stage that run eagerly although it was compiled, "" for none; None where it
         was not.
@@ -477,12 +470,7 @@ class Stage:
         """
         rank = self._rank
         with torch.set_grad_enabled(rank.training), autocast(rank.manifest.precision, rank.device):
-            if rank.options.values is not None and not self._recorded:
-                self._recorded = True
-                file = record_file(rank.options.values, "values", self.number, rank.number)
-                results = run_recorded(self.function, (self.p, *arguments.values()), file)
-            else:
-                results = self.function(self.p, *arguments.values())
+            results = self.function(self.p, *arguments.values())
             return tuple(
                 result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True)
             )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.fork_server import rank_environment
-from autopipe.backends.torch.runtime.rank import limit_memory
+from autopipe.backends.torch.runtime.startup import limit_memory
 from autopipe.backends.torch.runtime.step.optimizers import TensorGroup, make_optimizer
 
 GIB = 2**30

@@ -1,0 +1,120 @@
+"""Modes with which `autopipe verify` compares a program with a reference: record gradients,
+parameters and values, replay recorded gradients, perturb inputs and parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopipe.backends.torch.runtime.modes.mode import Mode
+from autopipe.backends.torch.runtime.modes.records import (
+    RECORDED_STEPS,
+    dump_tensors,
+    load_gradients,
+    record_file,
+    run_recorded,
+)
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
+
+
+class Record(Mode):
+    """Writes the rank's gradients and updated parameters of the first `RECORDED_STEPS` steps."""
+
+    probes = True
+    exact_matmuls = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_gradients(self, rank: RankContext) -> None:
+        if rank.steps_done < RECORDED_STEPS:
+            self._write("gradients", rank, rank.reduction.gradients())
+
+    def on_update(self, rank: RankContext) -> None:
+        if rank.steps_done < RECORDED_STEPS:
+            self._write("parameters", rank, rank.parameters)
+
+    def _write(self, kind: str, rank: RankContext, tensors: Mapping[int, torch.Tensor]) -> None:
+        dump_tensors(self._folder, kind, rank.steps_done, rank.number, tensors)
+
+    def repeats_step(self, rank: RankContext) -> bool:
+        """Return True if the step's update was skipped because fp16 gradients overflowed: its
+        gradients are not comparable. The loss scale is smaller in the repeated step.
+        """
+        return rank.loss_scaler is not None and rank.loss_scaler.was_skipped()
+
+
+class RecordValues(Mode):
+    """Writes the values of every variable in the first forward of each stage."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_stages(self, rank: RankContext) -> None:
+        for stage in rank.stages.values():
+            file = record_file(self._folder, "values", stage.number, rank.number)
+            stage.function = _recorded_once(stage, file)
+
+
+def _recorded_once(stage: Stage, file: Path) -> Callable[..., Any]:
+    """Return a function that calls the stage's forward, writes the values of its variables to
+    `file`, and makes later forwards of the stage call the unrecorded function.
+    """
+    function = stage.function
+
+    def forward(*arguments: Any) -> Any:
+        stage.function = function
+        return run_recorded(function, arguments, file)
+
+    return forward
+
+
+class Replay(Mode):
+    """Updates parameters by recorded gradients of all steps. Only step 0 computes its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def computes_step(self, step: int) -> bool:
+        return step == 0
+
+    def on_gradients(self, rank: RankContext) -> None:
+        load_gradients(self._folder, rank.steps_done, rank.parameters)
+
+
+class Perturb(Mode):
+    """Changes every floating-point number of inputs, parameters and scalar constants by a relative
+    `step`, so that `verify` can measure how rounding errors grow.
+    """
+
+    def __init__(self, step: float) -> None:
+        self._step = step
+
+    def on_parameters(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        for index, tensor in parameters.items():
+            tensor.data = perturbed(tensor.data, self._step, index)
+
+    def on_constants(self, constants: dict[str, torch.Tensor]) -> None:
+        # In some models the scales of quantized tensors are the only floating-point numbers.
+        for key, name in enumerate(sorted(constants)):
+            if constants[name].numel() == 1:
+                constants[name] = perturbed(constants[name], self._step, key)
+
+    def on_input(self, tensor: torch.Tensor, sample: int) -> torch.Tensor:
+        return perturbed(tensor, self._step, sample)
+
+
+def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
+    """Return the tensor with each number multiplied by 1 + `step` or 1 - `step`; the pseudo-random
+    choice depends on `key`. Tensors that are not floating-point are returned unchanged.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
+    factors = 1 + (torch.as_tensor(2 * signs - 1) * step).to(torch.float64)
+    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)

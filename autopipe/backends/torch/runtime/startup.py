@@ -1,0 +1,100 @@
+"""Start of a rank's process: its command line, manifest and heartbeat, the connection to the other
+ranks, and the limit of its GPU memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopipe.backends.torch.runtime.communication.transport import Transport
+from autopipe.backends.torch.runtime.job import variables_of_rank
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.runtime.modes.execution import Execution
+from autopipe.backends.torch.runtime.modes.mode import Mode
+from autopipe.backends.torch.runtime.modes.selection import execution_of, modes_of
+from autopipe.backends.torch.runtime.options import Options, parse_options
+from autopipe.backends.torch.runtime.state.running_statistics import (
+    shared_statistics,
+    sharing_groups,
+)
+from autopipe.backends.torch.runtime.step.gradients import groups_of
+from autopipe.backends.torch.runtime.step.precision import set_products
+from autopipe.backends.torch.runtime.step.stage import RankContext
+from autopipe.backends.torch.runtime.watch.failures import end_on_error, live_with_launcher
+from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Everything that a rank's process has before it connects to the other ranks."""
+
+    options: Options
+    manifest: Manifest
+    transport: Transport
+    heartbeat: Heartbeat
+    execution: Execution
+    modes: tuple[Mode, ...]
+
+
+def start_process(number: int, file: str) -> RankProcess:
+    """Prepare this process to run rank `number`, whose generated file is `file`. From now on an
+    uncaught exception ends the process with a failure file for the launcher.
+
+    Raises ConfigurationError if the process has another rank, or if the number of started ranks
+    differs from that of the program.
+    """
+    heartbeat = Heartbeat.of(number)
+    end_on_error(number, heartbeat)
+    live_with_launcher(heartbeat)
+    os.environ.update(variables_of_rank(os.environ))
+    options = parse_options(sys.argv[1:])
+    manifest = read_manifest(Path(file).resolve().parent, options.model)
+    timeouts = Timeouts(options.start_timeout, options.step_timeout, options.checkpoint_timeout)
+    execution = execution_of(options)
+    transport = execution.make_transport(options.device, timeouts, heartbeat)
+    if transport.world_size != manifest.world_size:
+        raise ConfigurationError(
+            f"the program is for {manifest.world_size} {plural(manifest.world_size, 'rank')}, "
+            f"{transport.world_size} were started",
+            hint="launch as many processes as the plan has devices",
+        )
+    if transport.rank != number:
+        raise ConfigurationError(f"rank {transport.rank} runs the file of rank {number}")
+    return RankProcess(options, manifest, transport, heartbeat, execution, modes_of(options))
+
+
+def connect(rank: RankContext) -> None:
+    """Set the precision of matmuls, connect all ranks, and limit this rank's GPU memory to that of
+    the plan. Collective over all ranks.
+    """
+    manifest = rank.manifest
+    transport = rank.transport
+    rank.shared_statistics = shared_statistics(manifest)
+    transport.start()
+    set_products(manifest.precision, exact=any(mode.exact_matmuls for mode in rank.modes))
+    groups = groups_of(manifest)
+    if (
+        (rank.train and manifest.precision == "fp16")
+        or manifest.counts_labels
+        or manifest.loss_division.root
+        or manifest.training.max_norm is not None
+    ):
+        groups.add(tuple(range(manifest.world_size)))
+    transport.connect(groups | sharing_groups(manifest, rank.shared_statistics), manifest.channels)
+    if rank.device.type == "cuda" and manifest.memory_limits:
+        limit_memory(manifest.memory_limits[rank.number], rank.device)
+
+
+def limit_memory(limit: int, device: torch.device) -> None:
+    """Limit the memory that torch's allocator takes on a GPU to `limit` bytes. The CUDA context and
+    NCCL's buffers are not included in the limit.
+    """
+    fraction = limit / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)

@@ -1,0 +1,130 @@
+"""When a run saves checkpoints, and at which step it resumes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from autopipe.backends.torch.checkpoint import Checkpoint, check_unused
+from autopipe.backends.torch.runtime.data.sample_order import START, Position
+from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
+from autopipe.backends.torch.runtime.step.stage import RankContext
+from autopipe.backends.torch.runtime.step.update import Update
+from autopipe.backends.torch.runtime.watch.failures import stop_on_signal
+from autopipe.backends.torch.runtime.watch.step_agreement import SAVE, STOP, StepAgreement
+
+
+class Saving:
+    """The checkpoints of a run in `folder`. All ranks save after the same steps: after multiples of
+    `--checkpoint-every`, after the last step, and when any rank was requested to save or to stop.
+    """
+
+    def __init__(self, rank: RankContext, update: Update, folder: Path) -> None:
+        """Collective over all ranks. From now on SIGUSR2 stops the run after a step."""
+        options = rank.options
+        transport = rank.transport
+        self._rank = rank
+        self._folder = folder
+        self._steps_saved = 0
+        """Steps that the newest checkpoint includes."""
+        self.begin = START
+        """The position in the data at which this run began."""
+        state = TrainingState(
+            rank.manifest,
+            rank.number,
+            rank.parameters,
+            update.optimizer,
+            rank.device,
+            update.reduction.shards,
+            update.loss_scaler,
+        )
+        self._checkpointer = Checkpointer(
+            folder,
+            rank.manifest,
+            state,
+            transport.make_control_group(),
+            options.keep_latest_k,
+            options.keep_every,
+            options.run,
+        )
+        self._agreement = StepAgreement(
+            transport.store, transport.make_control_group(), 60 * options.checkpoint_minutes
+        )
+        stop_on_signal(partial(self._agreement.request, STOP))
+
+    def restore(self) -> Checkpoint | None:
+        """Restore parameters, optimizer state and loss scale from the newest checkpoint. Return it,
+        or None if the folder has none or `--resume` is not given.
+
+        Raises an error if `--resume` is not given and the folder already has checkpoints.
+        """
+        self._rank.heartbeat.task = "restore"
+        if not self._rank.options.resume:
+            check_unused(self._folder)
+            return None
+        saved = self._checkpointer.restore()
+        if saved is not None:
+            self._steps_saved = saved.step
+            self.begin = Position(saved.step, saved.samples, saved.forwards)
+        return saved
+
+    def best(self) -> tuple[float, int] | None:
+        """Return (loss, step) of the checkpoint with the lowest validation loss, None if no
+        checkpoint has one.
+        """
+        return self._checkpointer.best()
+
+    def requests(self) -> set[str]:
+        """Return the requests, `SAVE` and `STOP`, that all ranks follow after this step."""
+        return self._agreement.reach(self._rank.steps_done)
+
+    def before_update(self) -> None:
+        """Make the GPU finish copies for a checkpoint before it changes parameters."""
+        self._checkpointer.before_update()
+
+    def save_best(self, eval_loss: float) -> None:
+        """Save a checkpoint of the lowest validation loss so far."""
+        self._checkpointer.save(self._position(), self._rank.seed, eval_loss)
+
+    def is_due(self, requested: bool) -> bool:
+        """True if a checkpoint is to be saved after the steps done so far."""
+        options = self._rank.options
+        done = self._rank.steps_done
+        every = options.checkpoint_every
+        return requested or done == options.steps or bool(every and done % every == 0)
+
+    def has_saved(self) -> bool:
+        """True if the newest checkpoint includes all steps done so far."""
+        return self._rank.steps_done == self._steps_saved
+
+    def save(self) -> None:
+        """Start to save a checkpoint; it is written while later steps run."""
+        self._steps_saved = self._rank.steps_done
+        self._checkpointer.save(self._position(), self._rank.seed)
+
+    def poll(self) -> None:
+        """Complete a checkpoint whose writing has ended, without waiting."""
+        self._checkpointer.has_ended()
+
+    def _position(self) -> Position:
+        """Return the position in the data, including the runs that this run resumed."""
+        forwards = self.begin.forwards
+        if forwards is not None:
+            manifest = self._rank.manifest
+            steps = self._rank.steps_done - self.begin.steps
+            forwards += (
+                steps * manifest.micro_batches * manifest.training.gradient_accumulation_steps
+            )
+        return Position(self._rank.steps_done, self._rank.samples_done, forwards)
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written. Collective over all ranks."""
+        heartbeat = self._rank.heartbeat
+        heartbeat.task = "checkpoint"
+        self._checkpointer.close()
+        with heartbeat.waiting():
+            self._agreement.close()
+
+
+__all__ = ["SAVE", "STOP", "Saving"]

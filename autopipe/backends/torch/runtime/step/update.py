@@ -1,0 +1,168 @@
+"""The update of a rank's parameters at the end of a step: reduce, divide, unscale and clip
+gradients, then the optimizer's step and the moving average of weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopipe.backends.torch.runtime.state.running_statistics import move
+from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCaptured
+from autopipe.backends.torch.runtime.step.gradients import GradientReduction, buckets_of_rank
+from autopipe.backends.torch.runtime.step.optimizers import (
+    GradientClipping,
+    average_weights,
+    groups_of_parameters,
+    make_optimizer,
+    make_state,
+    scale_gradients,
+    set_learning_rate,
+    tensor_groups,
+)
+from autopipe.backends.torch.runtime.step.precision import LossScaler
+from autopipe.backends.torch.runtime.step.stage import RankContext
+from autopipe.backends.torch.runtime.step.update_graph import UpdateGraph
+from autopipe.ir.problem import FIRST_LOSS_SCALE
+
+
+class Update:
+    """The update of one rank. In inference it has no optimizer and reduces nothing."""
+
+    def __init__(self, rank: RankContext, can_skip: bool) -> None:
+        """`can_skip` is False if the optimizer steps although fp16 gradients overflowed."""
+        manifest = rank.manifest
+        self._rank = rank
+        self._can_skip = can_skip
+        buckets = buckets_of_rank(manifest, rank.number) if rank.train else ()
+        self.reduction = GradientReduction(
+            rank.transport,
+            rank.parameters,
+            buckets,
+            manifest.optimizer["shard"],
+            groups_of_parameters(manifest),
+        )
+        self.loss_scaler: LossScaler | None = None
+        if rank.train and manifest.precision == "fp16":
+            scale = float(manifest.optimizer.get("loss_scale", FIRST_LOSS_SCALE))
+            self.loss_scaler = LossScaler(scale, rank.transport)
+        self.optimizer = make_optimizer(
+            manifest.optimizer, tensor_groups(manifest, self.reduction) if rank.train else []
+        )
+        self._clipping: GradientClipping | None = None
+        if rank.train and (max_norm := manifest.training.max_norm) is not None:
+            counted = self.reduction.counted(rank.number, manifest.shards[rank.number])
+            self._clipping = GradientClipping(
+                max_norm, rank.transport, counted, self.reduction.updated
+            )
+        self._updated_first: list[torch.Tensor] | None = None
+        """The tensors that had gradients in the first update; None before it."""
+        self._graph: UpdateGraph | None = None
+
+    def make_optimizer_state(self) -> None:
+        """Allocate the optimizer's state and the averaged weights before the first step."""
+        if self.optimizer is not None:
+            make_state(self.optimizer)
+            self._average()
+
+    def finish_gradients(self) -> None:
+        """Wait for the gradient reduction; divide the sums by the step's number of labels if the
+        loss is divided by it, and by the loss scale. Collective over all ranks.
+        """
+        self.reduction.finish()
+        self._divide_gradients()
+        if self.loss_scaler is not None:
+            self.loss_scaler.unscale(self.reduction.updated)
+
+    def _divide_gradients(self) -> None:
+        """Divide the gradients by the divisor of the step's loss, if it has one.
+
+        The reduced gradients are those of the dividend D. With divisor N the loss is D / N. With
+        `division.root` the loss is r = sqrt(D / N), whose gradient is that of D divided by 2 r N.
+        Here D is summed over all ranks, and N is constant with respect to the parameters.
+        """
+        rank = self._rank
+        division = rank.manifest.loss_division
+        batches = rank.manifest.training.gradient_accumulation_steps
+        divisor = None
+        if rank.counted is not None:
+            counted = rank.transport.total(rank.counted) / batches + division.added
+            divisor = rank.counted = (
+                counted if division.minimum is None else counted.clamp(min=division.minimum)
+            )
+        if division.root:
+            local_loss = torch.zeros((), dtype=torch.float64, device=rank.device)
+            for stage in rank.stages.values():
+                for loss in stage.losses.values():
+                    local_loss += loss.double() * (stage.loss_share / batches)
+            loss = rank.transport.total(local_loss)
+            root = (loss if divisor is None else loss / divisor).sqrt()
+            divisor = 2 * root if divisor is None else divisor * 2 * root
+        if divisor is not None:
+            scale_gradients(self.reduction.updated, divisor.reciprocal())
+
+    def move_running_statistics(self) -> None:
+        """Move the running statistics of BatchNormalization by those of the step's micro-batches.
+        Collective over the ranks that share a statistic.
+        """
+        rank = self._rank
+        running = ((number, stage.p.running) for number, stage in rank.stages.items())
+        move(rank.manifest, rank.transport, rank.parameters, running, rank.shared_statistics)
+
+    def apply(self) -> None:
+        """Clip the gradients and update the parameters with the learning rate of this step. Sets
+        `grad_norm` and `learning_rate` of the rank. Collective over all ranks.
+        """
+        rank = self._rank
+        manifest = rank.manifest
+        if self._clipping is not None:
+            with rank.heartbeat.waiting():
+                rank.grad_norm = self._clipping.clip()
+        factor = manifest.lr_scheduler.factor(rank.steps_done, rank.options.steps)
+        rank.learning_rate = manifest.optimizer["lr"] * factor
+        if self.optimizer is not None:
+            set_learning_rate(self.optimizer, rank.learning_rate)
+            self._step_optimizer(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+        with rank.heartbeat.waiting():
+            for bucket in self.reduction.shared:
+                bucket.gather()
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run the optimizer's step and update the moving average of weights, in a CUDA graph if one
+        was captured.
+        """
+        scaler = self.loss_scaler
+        updated = self.reduction.updated
+        if self._updated_first is None:
+            self._updated_first = [tensor for tensor in updated if tensor.grad is not None]
+        overflow = None if scaler is None else scaler.overflow
+        if self._graph is not None and self._graph.replay(updated, overflow):
+            return
+        if scaler is None or not self._can_skip:
+            optimizer.step()
+        else:
+            scaler.update(optimizer)
+        self._average()
+
+    def _average(self) -> None:
+        decay = self._rank.manifest.training.ema_decay
+        if decay is not None and self.optimizer is not None:
+            average_weights(self.optimizer, decay)
+
+    def capture(self, resources: CaptureResources) -> str:
+        """Capture the update as a CUDA graph, after the first step. Return the reason why it stays
+        eager, or "" if it is captured or there is nothing to update.
+        """
+        if self.optimizer is None or not self._updated_first:
+            return ""
+        try:
+            self._graph = UpdateGraph(
+                self.optimizer,
+                self._updated_first,
+                self._average,
+                self.loss_scaler is not None,
+                resources,
+            )
+        except NotCaptured as error:
+            return str(error)
+        return ""
