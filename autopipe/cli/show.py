@@ -421,7 +421,7 @@ _MOST_ROWS = 48
 """Tasks listed of what stands in a row, or in one loop."""
 _MOST_NAMES = 3
 _MOST_RANKS = 16
-_COMPUTATIONS = ("forward", "backward", "input_gradient", "weight_gradient")
+_COMPUTATIONS = ("forward", "backward", "backward_input", "backward_weight")
 _Row = tuple[str, ...]
 _HEADS = ("task", "does", "bytes", "memory", "after", "frees")
 _RIGHT = ("bytes", "memory")

@@ -237,23 +237,23 @@ class Shard:
 
 
 class Verb(enum.Enum):
-    """Action of one line of a rank's program; `input_gradient` and `weight_gradient` are halves of
-    a split backward.
+    """Method of a stage that a rank's program calls. `backward_input` and `backward_weight` are the
+    halves of a split backward (the names of `torch.distributed.pipelining`).
     """
 
-    RECEIVE = "receive"
+    RECV = "recv"
     FORWARD = "forward"
     SEND = "send"
-    RECEIVE_GRADIENT = "receive_gradient"
+    RECV_GRADIENT = "recv_gradient"
     BACKWARD = "backward"
-    INPUT_GRADIENT = "input_gradient"
-    WEIGHT_GRADIENT = "weight_gradient"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     SEND_GRADIENT = "send_gradient"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send`
+    """One verb on one stage and micro-batch. `recv` posts, `forward` and `backward` wait, `send`
     returns at once. A receive is of what one stage, `source`, sends; of what all stages send where
     it is None. Where a micro-batch takes parts of several of the source's, it is of the `part` from
     those of the slice with this index.

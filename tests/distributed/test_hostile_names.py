@@ -53,8 +53,8 @@ KNOWN = {
     *keyword.kwlist, "torch", "F", "nn", "functional", "autopipe", "backends", "runtime", "operators",
     "INPUTS", "OUTPUTS", "PARAMETERS", "CONSTANTS", "forward", "p", "_", "tanh", "matmul", "mean", "dim", "group",
     "all_reduce", "all_gather", "reduce_scatter", "slice", "average", "float64", "rank", "Rank", "__file__",
-    "__name__", "main", "step", "stage", "Data", "Receive", "Send", "Loss", "Recompute", "channel", "gradient", "box",
-    "share", "range", "i", "receive", "send", "receive_gradient", "backward", "send_gradient", "addmm", "sum",
+    "__name__", "main", "step", "stage", "Data", "Recv", "Send", "Loss", "Recompute", "channel", "gradient", "offsets",
+    "share", "range", "i", "recv", "send", "recv_gradient", "backward", "send_gradient", "addmm", "sum",
 }  # fmt: skip
 MADE = re.compile(r"x\d+|s\d+|stage_\d+|w\d+|c\d+")
 

@@ -264,8 +264,8 @@ class Action:
 _LETTERS = {
     Verb.FORWARD: "F",
     Verb.BACKWARD: "B",
-    Verb.INPUT_GRADIENT: "I",
-    Verb.WEIGHT_GRADIENT: "W",
+    Verb.BACKWARD_INPUT: "I",
+    Verb.BACKWARD_WEIGHT: "W",
 }
 
 
@@ -328,9 +328,9 @@ class RankTrace:
         backward = f"{stage}B"
         weights = f"{stage}W"
         match verb:
-            case Verb.RECEIVE:
+            case Verb.RECV:
                 return Action(posts=self._between(receives, False, source, part))
-            case Verb.RECEIVE_GRADIENT:
+            case Verb.RECV_GRADIENT:
                 return Action(posts=self._between(sends, True, source, part))
             case Verb.SEND:
                 return Action(forward, sends=self._between(sends, False))
@@ -352,7 +352,7 @@ class RankTrace:
                     barrier=self._barrier(stage, verb),
                     completes=(forward,),
                 )
-            case Verb.WEIGHT_GRADIENT:
+            case Verb.BACKWARD_WEIGHT:
                 # The gradient all-reduce runs at the end of the step, so this task has no barrier.
                 return Action(weights, after=(((backward, EVERY, EVERY),),), completes=(weights,))
             case _:

@@ -359,8 +359,8 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
 _TASK_VERBS = {
     Phase.FORWARD: (Verb.FORWARD, Verb.SEND),
     Phase.BACKWARD: (Verb.BACKWARD, Verb.SEND_GRADIENT),
-    Phase.INPUT_GRADIENT: (Verb.INPUT_GRADIENT, Verb.SEND_GRADIENT),
-    Phase.WEIGHT_GRADIENT: (Verb.WEIGHT_GRADIENT, None),
+    Phase.INPUT_GRADIENT: (Verb.BACKWARD_INPUT, Verb.SEND_GRADIENT),
+    Phase.WEIGHT_GRADIENT: (Verb.BACKWARD_WEIGHT, None),
 }
 """The instruction that computes a task, and the instruction that sends its results, if any."""
 

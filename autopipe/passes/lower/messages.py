@@ -97,10 +97,10 @@ def transfer_pieces(
 
 
 _FIRST_USES = {
-    Verb.RECEIVE: (Verb.FORWARD,),
-    Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT),
+    Verb.RECV: (Verb.FORWARD,),
+    Verb.RECV_GRADIENT: (Verb.BACKWARD, Verb.BACKWARD_INPUT),
 }
-_LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
+_LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ class Incoming:
         source = (piece.source_stage, piece.source_slice)
         target = (piece.target_stage, piece.target_slice)
         if gradient:
-            return Incoming(source[0], Verb.RECEIVE_GRADIENT, target[0], source[1], target[1])
-        return Incoming(target[0], Verb.RECEIVE, source[0], target[1], source[1])
+            return Incoming(source[0], Verb.RECV_GRADIENT, target[0], source[1], target[1])
+        return Incoming(target[0], Verb.RECV, source[0], target[1], source[1])
 
     @property
     def part(self) -> int | None:
@@ -230,9 +230,9 @@ def is_used_in_place(stages: Sequence[StageCode], piece: MessageBlock, gradient:
 
 
 RECEIVED_BY = {
-    Phase.FORWARD: Verb.RECEIVE,
-    Phase.BACKWARD: Verb.RECEIVE_GRADIENT,
-    Phase.INPUT_GRADIENT: Verb.RECEIVE_GRADIENT,
+    Phase.FORWARD: Verb.RECV,
+    Phase.BACKWARD: Verb.RECV_GRADIENT,
+    Phase.INPUT_GRADIENT: Verb.RECV_GRADIENT,
 }
 """The instruction that receives the input of a task. The sender is a task of equal phase on another
 stage.

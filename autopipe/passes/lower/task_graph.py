@@ -127,11 +127,11 @@ class TaskGraph:
 _LETTERS = {
     Verb.FORWARD: "F",
     Verb.BACKWARD: "B",
-    Verb.INPUT_GRADIENT: "I",
-    Verb.WEIGHT_GRADIENT: "W",
+    Verb.BACKWARD_INPUT: "I",
+    Verb.BACKWARD_WEIGHT: "W",
 }
-_RECEIVES = (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)
-_OF_GRADIENTS = (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
+_RECEIVES = (Verb.RECV, Verb.RECV_GRADIENT)
+_OF_GRADIENTS = (Verb.RECV_GRADIENT, Verb.SEND_GRADIENT)
 
 
 class TaskSource:
@@ -281,7 +281,7 @@ class _Builder:
             if receives:
                 task = f"{other}SEND_{'B' if gradient else 'F'}{number}"
             else:
-                key = peer, Verb.RECEIVE_GRADIENT if gradient else Verb.RECEIVE, other, stage
+                key = peer, Verb.RECV_GRADIENT if gradient else Verb.RECV, other, stage
                 only = stage if key in self.source.one_source else None
                 part = turn.index if turn.of > 1 else None
                 task = _receive_name(other, gradient, number, only, part)
@@ -364,7 +364,7 @@ class _Builder:
 
     def _needed(self, verb: Verb, stage: int, micro_batch: int) -> set[int]:
         """Return the indices of the tasks whose results a task uses."""
-        if verb is Verb.WEIGHT_GRADIENT:
+        if verb is Verb.BACKWARD_WEIGHT:
             return {self.done[stage, "B", micro_batch]}
         backward = verb is not Verb.FORWARD
         found = set(self.received[stage, micro_batch, backward])
@@ -380,9 +380,9 @@ class _Builder:
 
         The buffers stay allocated during the whole step, so the memory in use does not change.
         """
-        is_last = {Verb.FORWARD: not self.program.train, Verb.INPUT_GRADIENT: False}.get(verb, True)
+        is_last = {Verb.FORWARD: not self.program.train, Verb.BACKWARD_INPUT: False}.get(verb, True)
         for gradient in (False, True):
-            is_first = (verb is Verb.FORWARD) is not gradient and verb is not Verb.WEIGHT_GRADIENT
+            is_first = (verb is Verb.FORWARD) is not gradient and verb is not Verb.BACKWARD_WEIGHT
             for received in self.received[stage, micro_batch, gradient]:
                 receive = self.nodes[received]
                 ends = (
@@ -469,10 +469,10 @@ def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, i
     match verb:
         case Verb.FORWARD:
             return (kept, 0, 0) if train else (0, passing, 0)
-        case Verb.INPUT_GRADIENT:
+        case Verb.BACKWARD_INPUT:
             more = max(waiting - kept, 0)
             return more, max(passing - more, 0), max(kept - waiting, 0)
-        case Verb.WEIGHT_GRADIENT:
+        case Verb.BACKWARD_WEIGHT:
             return 0, 0, waiting
         case _:
             return 0, passing, kept
@@ -495,7 +495,7 @@ def _by_verb(
     return {
         Verb.FORWARD: tuple(forward),
         Verb.BACKWARD: tuple(found),
-        Verb.INPUT_GRADIENT: tuple(found),
+        Verb.BACKWARD_INPUT: tuple(found),
     }
 
 
@@ -517,6 +517,6 @@ def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
     found = 0
     for index, value in code.parameters:
         waits = value.name in deferred and len(value.shape) > 1
-        if verb is Verb.BACKWARD or waits is (verb is Verb.WEIGHT_GRADIENT):
+        if verb is Verb.BACKWARD or waits is (verb is Verb.BACKWARD_WEIGHT):
             found += _trained(program, index) * value.elements
     return found

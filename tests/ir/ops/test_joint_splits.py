@@ -89,13 +89,13 @@ Norm = Callable[[Tensor, Member], Tensor]
     ("part", "whole"),
     [
         (
-            lambda x, member: operators.layer_norm_part(x, (1,), torch.ones(1), None, 1e-5, member)[
-                0
-            ],
+            lambda x, member: operators.sharded_layer_norm(
+                x, (1,), torch.ones(1), None, 1e-5, member
+            )[0],
             lambda x: F.layer_norm(x, x.shape[1:]),
         ),
         (
-            lambda x, member: operators.instance_norm_part(
+            lambda x, member: operators.sharded_instance_norm(
                 x[None], torch.ones(64), torch.zeros(64), 1e-5, member
             )[0],
             lambda x: F.instance_norm(x[None])[0],
@@ -139,8 +139,8 @@ def test_a_mean_far_from_zero_costs_no_more_digits_than_on_one_device(
 def test_rows_of_nothing_but_zeros_have_finite_gradients() -> None:
     def run(member: Member) -> Tensor:
         x = torch.zeros(2, 3, requires_grad=True)
-        results = [operators.normalize_part(x, p, 1, member) for p in (1, 2)]
-        results.append(operators.rms_norm_part(x, (1,), torch.ones(3), 1e-5, member))
+        results = [operators.sharded_normalize(x, p, 1, member) for p in (1, 2)]
+        results.append(operators.sharded_rms_norm(x, (1,), torch.ones(3), 1e-5, member))
         return torch.autograd.grad(sum(each.sum() for each in results), x)[0]
 
     assert all(bool(torch.isfinite(gradient).all()) for gradient in together([run] * 2))
@@ -150,7 +150,7 @@ def test_half_precision_is_normalised_in_single() -> None:
     whole = torch.tensor(normal(0, 3, 8)).half()
 
     def run(member: Member) -> Tensor:
-        return operators.layer_norm_part(
+        return operators.sharded_layer_norm(
             whole.chunk(2, 1)[member.position], (1,), torch.ones(4).half(), None, 1e-5, member
         )[0]
 
@@ -199,7 +199,7 @@ def test_rows_without_a_norm(values: np.ndarray) -> None:
         assert check(use_of("ReduceL2", [values, np.array([1])])) == 2
 
     def run(member: Member) -> Tensor:
-        return operators.log_sum_exp_part(
+        return operators.sharded_log_sum_exp(
             torch.tensor(values).chunk(2, 1)[member.position], (1,), False, member
         )
 

@@ -20,10 +20,10 @@ from autopipe.ir.schedule import Phase
 TASKS = {
     Phase.FORWARD: Verb.FORWARD,
     Phase.BACKWARD: Verb.BACKWARD,
-    Phase.INPUT_GRADIENT: Verb.INPUT_GRADIENT,
-    Phase.WEIGHT_GRADIENT: Verb.WEIGHT_GRADIENT,
+    Phase.INPUT_GRADIENT: Verb.BACKWARD_INPUT,
+    Phase.WEIGHT_GRADIENT: Verb.BACKWARD_WEIGHT,
 }
-BACKWARDS = (Verb.BACKWARD, Verb.INPUT_GRADIENT)
+BACKWARDS = (Verb.BACKWARD, Verb.BACKWARD_INPUT)
 """What gives the gradients of what a stage received."""
 
 
@@ -107,8 +107,8 @@ class Machine:
         )
 
     def is_ready(self, rank: int, instruction: Instruction) -> bool:
-        if instruction.verb is Verb.WEIGHT_GRADIENT:
-            before = Instruction(Verb.INPUT_GRADIENT, instruction.stage, instruction.micro_batch)
+        if instruction.verb is Verb.BACKWARD_WEIGHT:
+            before = Instruction(Verb.BACKWARD_INPUT, instruction.stage, instruction.micro_batch)
             assert (rank, before) in self.done
         if instruction.verb not in (Verb.FORWARD, *BACKWARDS):
             return True
@@ -177,8 +177,8 @@ class Machine:
         wired = self.wires[rank, instruction.stage]
         verb = instruction.verb
         micro_batch = instruction.micro_batch
-        backward = verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
-        if verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
+        backward = verb in (Verb.RECV_GRADIENT, Verb.SEND_GRADIENT)
+        if verb in (Verb.RECV, Verb.RECV_GRADIENT):
             book = self.posted
             pieces = [
                 piece

@@ -61,8 +61,8 @@ class Device:
         }
         for place, each in enumerate(instructions):
             wired = self._wired[each.stage]
-            backward = each.verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
-            if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
+            backward = each.verb in (Verb.RECV_GRADIENT, Verb.SEND_GRADIENT)
+            if each.verb in (Verb.RECV, Verb.RECV_GRADIENT):
                 for piece in Machine.incoming(wired, backward):
                     if Machine.takes(each, piece, backward):
                         self._message(piece, backward, each.micro_batch, receives=True)
@@ -117,7 +117,7 @@ class Device:
     def _task(self, wired: StageOnRank, verb: Verb, micro_batch: int) -> None:
         title = f"{wired.stage} {verb.value} {micro_batch}"
         arrives = []
-        if verb is not Verb.WEIGHT_GRADIENT:
+        if verb is not Verb.BACKWARD_WEIGHT:
             backward = verb in BACKWARDS
             for piece in Machine.incoming(wired, backward):
                 number = Machine.message(piece, not backward, micro_batch)
@@ -125,7 +125,7 @@ class Device:
                     arrives.append(self._receives[piece.channel, backward, number])
         self._launch(COMPUTE, title, *arrives)
         code = self._program.stages[wired.stage]
-        for axes in code.meshes() if verb is not Verb.WEIGHT_GRADIENT else ():
+        for axes in code.meshes() if verb is not Verb.BACKWARD_WEIGHT else ():
             # Ranks along these axes exchange parts of tensors while the task runs.
             places = group_members(axes, code.devices.index(self.rank))
             group = tuple(sorted(code.devices[place] for place in places))
@@ -153,7 +153,7 @@ class Device:
         return {kernel.stream for kernel in self.kernels}
 
 
-_GIVE_WEIGHTS = (Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
+_GIVE_WEIGHTS = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)
 
 
 def stopped(program: Program, queues: int = 10**6) -> list[str]:

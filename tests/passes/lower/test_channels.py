@@ -30,8 +30,8 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
             wired = wires[each.stage]
             micro_batch = each.micro_batch
             code = program.stages[each.stage]
-            gradient = each.verb is Verb.RECEIVE_GRADIENT
-            if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
+            gradient = each.verb is Verb.RECV_GRADIENT
+            if each.verb in (Verb.RECV, Verb.RECV_GRADIENT):
                 for piece in wired.sends if gradient else wired.receives:
                     ranks = {piece.source_rank, piece.target_rank}
                     turn = piece.source_slice if gradient else piece.target_slice
@@ -45,7 +45,7 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
                             most[piece.channel, gradient], len(here)
                         )
             shapes = {value.name: value.shape for value in (*code.inputs, *code.outputs)}
-            ends = {Verb.BACKWARD, Verb.WEIGHT_GRADIENT} if program.train else {Verb.FORWARD}
+            ends = {Verb.BACKWARD, Verb.BACKWARD_WEIGHT} if program.train else {Verb.FORWARD}
             for piece in wired.receives:
                 if each.verb in ends or (
                     each.verb is Verb.FORWARD and is_block(piece, shapes, False)
@@ -53,7 +53,7 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
                     held.get((piece.channel, False), set()).discard(micro_batch)
             for piece in wired.sends:
                 if each.verb in ends or (
-                    each.verb is Verb.INPUT_GRADIENT and is_block(piece, shapes, True)
+                    each.verb is Verb.BACKWARD_INPUT and is_block(piece, shapes, True)
                 ):
                     held.get((piece.channel, True), set()).discard(micro_batch)
         assert not any(held.values())

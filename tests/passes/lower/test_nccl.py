@@ -105,9 +105,7 @@ def test_ranks_are_joined_by_one_communicator_each_way() -> None:
 
 def _receives(flat: list[Instruction]) -> list[int]:
     return [
-        place
-        for place, each in enumerate(flat)
-        if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)
+        place for place, each in enumerate(flat) if each.verb in (Verb.RECV, Verb.RECV_GRADIENT)
     ]
 
 
@@ -118,9 +116,7 @@ def test_receives_of_two_channels_in_another_order_are_refused() -> None:
     for rank, code in enumerate(program.ranks):
         flat = unrolled(code)
         places = [
-            place
-            for place, each in enumerate(flat)
-            if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT)
+            place for place, each in enumerate(flat) if each.verb in (Verb.RECV, Verb.RECV_GRADIENT)
         ]
         for first, second in pairwise(places):
             one = flat[first]
@@ -156,9 +152,9 @@ def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
     )
     program = lower(graph, placement, Schedule(2, (first, second)), loss)
     assert communicators(program) == {("pair", 0, 1), ("pair", 1, 0)}
-    asked = [each for each in unrolled(program.ranks[1]) if each.verb is Verb.RECEIVE]
+    asked = [each for each in unrolled(program.ranks[1]) if each.verb is Verb.RECV]
     assert asked == [
-        Instruction(Verb.RECEIVE, 1, micro_batch, part=part)
+        Instruction(Verb.RECV, 1, micro_batch, part=part)
         for part in (0, 1)
         for micro_batch in (0, 1)
     ]
@@ -167,7 +163,7 @@ def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
     together = [
         replace(each, part=None)
         for each in unrolled(program.ranks[1])
-        if each.verb is not Verb.RECEIVE or each.part == 0
+        if each.verb is not Verb.RECV or each.part == 0
     ]
     with pytest.raises(
         CodegenError,

@@ -103,13 +103,13 @@ def test_receives_follow_the_order_in_which_the_other_stage_sends() -> None:
     program = lower(graph, placement, schedule, loss)
     Machine(program).run()
     asked = [
-        [each for each in unrolled(rank) if each.verb.value.startswith("receive")]
+        [each for each in unrolled(rank) if each.verb.value.startswith("recv")]
         for rank in program.ranks
     ]
-    assert asked[1] == [Instruction(Verb.RECEIVE, 1, 0), Instruction(Verb.RECEIVE, 1, 1)]
+    assert asked[1] == [Instruction(Verb.RECV, 1, 0), Instruction(Verb.RECV, 1, 1)]
     assert asked[0] == [
-        Instruction(Verb.RECEIVE_GRADIENT, 0, 1),
-        Instruction(Verb.RECEIVE_GRADIENT, 0, 0),
+        Instruction(Verb.RECV_GRADIENT, 0, 1),
+        Instruction(Verb.RECV_GRADIENT, 0, 0),
     ]
 
 
@@ -131,7 +131,7 @@ def test_stages_that_send_in_different_orders_are_asked_one_by_one() -> None:
     ]
     program = lower(graph, placement, Schedule(2, tuple(orders)), loss)
     Machine(program).run()
-    asked = [each for each in unrolled(program.ranks[2]) if each.verb is Verb.RECEIVE]
+    asked = [each for each in unrolled(program.ranks[2]) if each.verb is Verb.RECV]
     assert [each.micro_batch for each in asked if each.source == 0] == [0, 1]
     assert [each.micro_batch for each in asked if each.source == 1] == [1, 0]
     assert len(asked) == 4

@@ -78,7 +78,7 @@ def swapped(first: Instruction, second: Instruction) -> Change:
 FAULTS = {
     "two receives swapped": (
         1,
-        swapped(Instruction(Verb.RECEIVE, 1, 2), Instruction(Verb.RECEIVE, 1, 3)),
+        swapped(Instruction(Verb.RECV, 1, 2), Instruction(Verb.RECV, 1, 3)),
         "message 2 of channel 0 is 0F2 of rank 0, but rank 1 receives 0F3",
     ),
     "two sends swapped": (
@@ -103,17 +103,17 @@ FAULTS = {
     ),
     "a receive dropped": (
         1,
-        without(Verb.RECEIVE, 1, 4),
+        without(Verb.RECV, 1, 4),
         "rank 1: 1F4 uses the result of 0F4 of rank 0, but no receive is posted before",
     ),
     "a receive after its use": (
         1,
-        swapped(Instruction(Verb.RECEIVE, 1, 4), Instruction(Verb.FORWARD, 1, 4)),
+        swapped(Instruction(Verb.RECV, 1, 4), Instruction(Verb.FORWARD, 1, 4)),
         "rank 1: 1F4 uses the result of 0F4 of rank 0, but no receive is posted before",
     ),
     "a receive too many": (
         1,
-        lambda flat: [*flat, Instruction(Verb.RECEIVE, 1, 5)],
+        lambda flat: [*flat, Instruction(Verb.RECV, 1, 5)],
         "rank 1 receives 0F 6 times and uses it 5 times",
     ),
     "a send too many": (
@@ -169,7 +169,7 @@ FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
     ),
     "a portion is not asked for": (
         2,
-        without(Verb.RECEIVE, 2, 3),
+        without(Verb.RECV, 2, 3),
         "rank 2: 2F3 uses the result of 1F1 of rank 1, but no receive is posted before",
     ),
     "a portion of the gradient is not sent": (
@@ -179,7 +179,7 @@ FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
     ),
     "portions of one channel in another order": (
         2,
-        swapped(Instruction(Verb.RECEIVE, 2, 1), Instruction(Verb.RECEIVE, 2, 3)),
+        swapped(Instruction(Verb.RECV, 2, 1), Instruction(Verb.RECV, 2, 3)),
         "message 0 of channel 5 is 1F0 of rank 1, but rank 2 receives 1F1",
     ),
     "a portion is never computed": (
@@ -204,7 +204,7 @@ def test_a_circle_names_who_waits_for_whom() -> None:
     """
 
     def forwards_first(flat: list[Instruction]) -> list[Instruction]:
-        forwards = (Verb.RECEIVE, Verb.FORWARD, Verb.SEND)
+        forwards = (Verb.RECV, Verb.FORWARD, Verb.SEND)
         return [each for each in flat if each.verb in forwards] + [
             each for each in flat if each.verb not in forwards
         ]
@@ -237,7 +237,7 @@ def test_sums_of_gradients_start_in_one_order() -> None:
         found = []
         for each in flat:
             if each.verb is Verb.BACKWARD:
-                found.append(replace(each, verb=Verb.INPUT_GRADIENT))
+                found.append(replace(each, verb=Verb.BACKWARD_INPUT))
             else:
                 found.append(each)
         return found
@@ -246,7 +246,7 @@ def test_sums_of_gradients_start_in_one_order() -> None:
         return lambda flat: [
             *halved(flat),
             *(
-                Instruction(Verb.WEIGHT_GRADIENT, stage, index)
+                Instruction(Verb.BACKWARD_WEIGHT, stage, index)
                 for stage in stages
                 for index in range(2)
             ),
@@ -296,7 +296,7 @@ def test_a_validation_runs_to_its_end(case: Case) -> None:
     validates.
     """
     program = lower(case.graph, case.placement, case.schedule, case.loss)
-    forwards = (Verb.RECEIVE, Verb.FORWARD, Verb.SEND)
+    forwards = (Verb.RECV, Verb.FORWARD, Verb.SEND)
     for rank in range(program.world_size):
         program = changed(
             program, rank, lambda flat: [each for each in flat if each.verb in forwards]

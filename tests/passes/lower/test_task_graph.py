@@ -23,7 +23,7 @@ from autopipe.passes.schedule.simulate import simulate
 from tests.distributed.support.drawing import Case, cases
 from tests.passes.lower.machine import unrolled
 
-COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")
+COMPUTES = ("forward", "backward", "backward_input", "backward_weight")
 INSTRUCTIONS = (*COMPUTES, "send", "receive")
 SOME = settings(
     max_examples=15,
@@ -198,7 +198,7 @@ def test_memory_is_what_the_simulator_says(case: Case, random: Random) -> None:
             for node in graph.nodes
             if node.kind == "free" and node.what.startswith("tensors saved")
         )
-        if case.loss is not None and not any(node.kind == "input_gradient" for node in graph.nodes):
+        if case.loss is not None and not any(node.kind == "backward_input" for node in graph.nodes):
             taken = (
                 costs[node.stage or 0].kept_bytes for node in graph.nodes if node.kind == "forward"
             )

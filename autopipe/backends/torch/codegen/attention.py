@@ -185,7 +185,7 @@ def _skip(function: str, last: int, call: Call) -> str:
     """
     vectors = map(call.optional, range(3, last + 1))
     group = call.group(f"d{call.rank - 1}")
-    name = f"operators.{function}{'_part' if group else ''}"
+    name = f"operators.{'sharded_' if group else ''}{function}"
     return call.outputs(called(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group))
 
 

@@ -288,7 +288,7 @@ def _global(template: str, call: Call) -> str:
 def _global_max(call: Call) -> str:
     axes = tuple(range(2, call.rank))
     if group := call.group(*(f"i{axis - 2}" for axis in axes)):
-        return f"operators.extreme_part({call.arg(0)}, {axes}, True, True, {group})"
+        return f"operators.sharded_extreme({call.arg(0)}, {axes}, True, True, {group})"
     return f"torch.amax({call.arg(0)}, {axes}, keepdim=True)"
 
 

@@ -165,7 +165,7 @@ def _gather(call: Call) -> str:
     axis = call.axis()
     fixed = _indexing_range(call)
     if group := call.group(f"d{axis}"):
-        return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
+        return f"operators.sharded_gather({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     # Indices that are not known are taken to be those of an embedding, which are not negative
     # (torch checks).
     may_count = call.constant(1) is None or _counted_from_front(call)
@@ -208,7 +208,7 @@ def _counted_from_front(call: Call) -> bool:
 def _gather_elements(call: Call) -> str:
     axis = call.axis()
     if group := call.group("v"):
-        return f"operators.gather_elements_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
+        return f"operators.sharded_gather_elements({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     function = "torch.gather" if _counted_from_front(call) else "operators.gather_elements"
     return f"{function}({call.arg(0)}, {axis}, {call.arg(1)})"
 

@@ -44,7 +44,7 @@ def _batch_norm(call: Call) -> str:
                 "p.running.batch_norm", call.args(5), momentum, epsilon, unbiased=unbiased
             )
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
-    function = f"operators.batch_norm{'_part' if group else ''}"
+    function = f"operators.{'sharded_' if group else ''}batch_norm"
     return call.outputs(
         called(function, call.args(5), momentum, epsilon, group, running=running, unbiased=unbiased)
     )
@@ -66,7 +66,9 @@ def _layer_norm(call: Call) -> str:
     x = call.arg(0)
     vectors = f"{call.arg(1)}, {call.optional(2)}"
     if group := _dimensions(call, axes):
-        return call.outputs(called("operators.layer_norm_part", x, axes, vectors, epsilon, group))
+        return call.outputs(
+            called("operators.sharded_layer_norm", x, axes, vectors, epsilon, group)
+        )
     own_shape = all(call.operand(index).shape == shape for index in (1, 2) if call.present(index))
     if own_shape and len(call.node.outputs) == 1:
         return called("F.layer_norm", x, shape, vectors, epsilon)
@@ -80,7 +82,9 @@ def rms_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
     if group := _dimensions(call, axes):
-        return f"operators.rms_norm_part({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
+        return (
+            f"operators.sharded_rms_norm({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
+        )
     if call.operand(1).shape == shape:
         return f"F.rms_norm({call.arg(0)}, {shape}, {call.arg(1)}, {epsilon})"
     return f"F.rms_norm({call.arg(0)}, {shape}, eps={epsilon}) * {call.arg(1)}"
@@ -93,14 +97,14 @@ def _group_norm(call: Call) -> str:
     if call.operand(1).shape != (channels,):
         vectors = [f"{code}.repeat_interleave({channels // groups})" for code in vectors]
     group = call.group("c", *_spatial(call))
-    function = "operators.group_norm_part" if group else "F.group_norm"
+    function = "operators.sharded_group_norm" if group else "F.group_norm"
     return called(function, call.arg(0), groups, *vectors, call.stated("epsilon", 1e-5), group)
 
 
 def _instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
     if group := call.group(*_spatial(call)):
-        return f"operators.instance_norm_part({call.args(3)}, {epsilon}, {group})"
+        return f"operators.sharded_instance_norm({call.args(3)}, {epsilon}, {group})"
     return (
         f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
     )
@@ -110,7 +114,7 @@ def _variance(call: Call) -> str:
     axes = variance_axes(call)
     group = _dimensions(call, axes)
     return called(
-        f"operators.mean_variance_norm{'_part' if group else ''}", call.arg(0), axes, group
+        f"operators.{'sharded_' if group else ''}mean_variance_norm", call.arg(0), axes, group
     )
 
 
@@ -118,7 +122,7 @@ def _norm(call: Call) -> str:
     p = call.node.integer("p", 2)
     axis = call.node.integer("axis", -1)
     if group := _dimensions(call, [call.axis(-1)]):
-        return f"operators.normalize_part({call.arg(0)}, {p}, {axis}, {group})"
+        return f"operators.sharded_normalize({call.arg(0)}, {p}, {axis}, {group})"
     return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
 
 
@@ -134,7 +138,7 @@ def _softmax(function: str, call: Call) -> str:
     axes = softmax_axes(call)
     shape = call.operand(0).shape
     group = _dimensions(call, softmax_axes(call))
-    name = f"operators.{function}_part" if group else f"F.{function}"
+    name = f"operators.sharded_{function}" if group else f"F.{function}"
     if len(axes) == 1 or (
         not group and all(extent == 1 for extent in shape[axes.start + 1 : axes.stop])
     ):
@@ -185,7 +189,9 @@ def _mean(call: Call) -> str:
 def _reduction_norm(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt().to({call.dtype})"
-    return _together(call, "norm_part") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
+    return (
+        _together(call, "sharded_norm") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
+    )
 
 
 def _product(call: Call) -> str:
@@ -208,7 +214,7 @@ def _extreme(method: str, call: Call) -> str:
             limit = f"torch.iinfo({call.dtype}).{'min' if method == 'amax' else 'max'}"
         return f"torch.full({call.result().shape}, {limit}, dtype={call.dtype}, device=p.device)"
     return (
-        _together(call, "extreme_part", method == "amax")
+        _together(call, "sharded_extreme", method == "amax")
         or f"{call.arg(0)}.{method}({_axes(call)})"
     )
 
@@ -224,7 +230,7 @@ def _index(function: str, call: Call) -> str:
     last = bool(call.node.integer("select_last_index"))
     if group := _dimensions(call, [axis]):
         settings = bool(keep), function == "argmax", last
-        return called("operators.index_of_extreme_part", call.arg(0), axis, *settings, group)
+        return called("operators.sharded_index_of_extreme", call.arg(0), axis, *settings, group)
     if last:
         end = call.operand(0).shape[axis] - 1
         return f"{end} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
@@ -263,7 +269,11 @@ def _loss(call: Call, name: str, alone: str) -> str:
     batch = call.group(*labels) if weighs_labels(call) else None
     ignored = call.node.integer("ignore_index", -100)
     averaged = reduction(call)
-    function = f"operators.{name}_{'part' if classes else 'share'}" if classes or batch else alone
+    function = alone
+    if classes:
+        function = f"operators.sharded_{name}"
+    elif batch:
+        function = f"operators.{name}_partial"
     return called(
         function,
         call.arg(0),
@@ -323,12 +333,13 @@ NORMALIZATION: dict[str, Emitter] = {
         lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"
     ),
     "ReduceLogSum": _reduction(
-        lambda call: _together(call, "log_sum_part") or f"{_sum(call, call.arg(0))}.log()",
+        lambda call: _together(call, "sharded_log_sum") or f"{_sum(call, call.arg(0))}.log()",
         lambda code: f"{code}.log()",
     ),
     "ReduceLogSumExp": _reduction(
         lambda call: (
-            _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+            _together(call, "sharded_log_sum_exp")
+            or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
         )
     ),
     "ReduceMax": _reduction(partial(_extreme, "amax")),

@@ -63,7 +63,7 @@ def _stage(program: Program, wired: StageOnRank) -> str:
         argument, value = inputs[block.tensor]
         ends = _block(block, block.source_rank, block.source_stage)
         part = _part(block, block.received, value, block.target_slice, block.source_slice)
-        lines.append(f"    runtime.Receive({argument!r}, {ends}{part}),")
+        lines.append(f"    runtime.Recv({argument!r}, {ends}{part}),")
     for block in wired.sends:
         position = outputs.index(block.tensor)
         ends = _block(block, block.target_rank, block.target_stage)
@@ -71,18 +71,17 @@ def _stage(program: Program, wired: StageOnRank) -> str:
             block, block.sent, code.outputs[position], block.source_slice, block.target_slice
         )
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    # Weighted by `share`, the losses of all ranks and micro-batches add up to the loss of the step;
+    # Multiplied by `weight`, the losses of all ranks and micro-batches add up to the loss of the step;
     # the numbers of labels add up to the fraction of the step's labels that are not ignored.
     for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
         if program.train and name in outputs:
             output = next(each for each in program.outputs if each.value.name == name)
             place = next(each for each in output.places if each.stage == wired.stage)
             weighed = code.ratio if program.labels is None else program.labels
-            weight = program.loss_division.weight
-            share = 1.0 / (program.micro_batches * weighed * place.copies)
-            if weight is not None:
-                share = weight / place.copies
-            lines.append(f"    runtime.{kind}({outputs.index(name)}, share={share!r}),")
+            weight = 1.0 / (program.micro_batches * weighed * place.copies)
+            if program.loss_division.weight is not None:
+                weight = program.loss_division.weight / place.copies
+            lines.append(f"    runtime.{kind}({outputs.index(name)}, weight={weight!r}),")
     return "\n".join([*lines, ")"])
 
 
@@ -99,7 +98,7 @@ def _part(
     other: MicroBatchSlice,
 ) -> str:
     part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
-    part += "" if box.shape == value.shape else f", box={_slices(box)}"
+    part += "" if box.shape == value.shape else f", offsets={_slices(box)}"
     part += "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
     return part if other.of == 1 else f"{part}, part={other.index}"
 
@@ -112,7 +111,7 @@ def _step(rank: RankCode) -> str:
     lines: list[str] = []
     for title, section in (
         ("warm-up", rank.warm_up),
-        ("repetend", rank.repetend),
+        ("steady state (Tessel: repetend)", rank.repetend),
         ("cool-down", rank.cool_down),
     ):
         if section:
@@ -147,7 +146,7 @@ def _range(loop: Loop) -> str:
     return f"{start}, {stop}" if start else str(stop)
 
 
-_TASKS = (Verb.FORWARD, Verb.BACKWARD, Verb.INPUT_GRADIENT, Verb.WEIGHT_GRADIENT)
+_TASKS = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT)
 
 
 def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:

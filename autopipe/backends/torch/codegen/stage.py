@@ -399,7 +399,8 @@ def _comment(operation: Compute) -> str:
     shapes = ", ".join(
         str(list(value.shape)) for value in operation.signature.results[:1] if value is not None
     )
-    return f"{name} {shapes}{''.join(f'  {split}' for split in operation.splits)}"
+    splits = ", ".join(f"{split.axis} over {split.degree}" for split in operation.splits)
+    return f"{name} {shapes}" + (f"  split {splits}" if splits else "")
 
 
 def _cuts(layout: Layout) -> str:

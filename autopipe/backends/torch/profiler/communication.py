@@ -242,7 +242,7 @@ def _way(transport: Transport, channel: int, size: int) -> float:
     start = time.perf_counter()
     whole = time.process_time()
     own = time.thread_time()
-    arrival = transport.receive(like, peer, channel, first)
+    arrival = transport.recv(like, peer, channel, first)
     if not first:
         tensor = arrival.wait()
     transport.send(tensor, peer, channel, not first)
@@ -275,10 +275,10 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
     peer = 1 - transport.rank
     channel = channel if peer in (0, 1) else None
 
-    def post_receive() -> Callable[[], object]:
+    def post_recv() -> Callable[[], object]:
         if channel is None:
             return lambda: None
-        return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow).wait
+        return transport.recv((tensor.dtype, tuple(tensor.shape)), peer, channel, slow).wait
 
     def send() -> None:
         if channel is not None:
@@ -292,11 +292,11 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
         if slow:
             wait()
             _work(transport, _TASKS)
-            wait = post_receive() if goes_on else wait
+            wait = post_recv() if goes_on else wait
             _work(transport, _TASKS)
             send()
         else:
-            wait = post_receive()
+            wait = post_recv()
             _work(transport, _TASKS)
             if goes_on:
                 send()

@@ -1,7 +1,8 @@
-"""The part of autopipe that generated programs import: ranks, stages, operators and all that they
-stand on. Imports autopipe.ir, the format of checkpoints and torch; no solver, no onnx. Torch is
-loaded with the names below, so that the launcher can check data and manifests, which takes a
-moment, without it.
+"""The part of autopipe that generated programs import: ranks, stages and operators.
+
+It imports `autopipe.ir`, the checkpoint format and torch, but no solver and not onnx. A name below
+loads torch at its first use only, so that the launcher checks data and manifests without waiting
+for torch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
-    from autopipe.backends.torch.runtime.step.stage import Data, Labels, Loss, Receive, Send
+    from autopipe.backends.torch.runtime.step.ports import Data, Labels, Loss, Recv, Send
 
-__all__ = ["Data", "Labels", "Loss", "Rank", "Receive", "Send"]
+__all__ = ["Data", "Labels", "Loss", "Rank", "Recv", "Send"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Receive":
+        from autopipe.backends.torch.runtime.deprecated import warn_of_old_name
+
+        warn_of_old_name("runtime.Receive", "runtime.Recv")
+        name = "Recv"
     if name in __all__:
         from autopipe.backends.torch.runtime import rank
-        from autopipe.backends.torch.runtime.step import stage
+        from autopipe.backends.torch.runtime.step import ports
 
-        return rank.Rank if name == "Rank" else getattr(stage, name)
+        return rank.Rank if name == "Rank" else getattr(ports, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,8 +25,10 @@ from autopipe.backends.torch.runtime.state.parameters import load_parameters
 from autopipe.backends.torch.runtime.state.saving import SAVE, STOP, Saving
 from autopipe.backends.torch.runtime.step.capture import capture_stages, captures_by_default
 from autopipe.backends.torch.runtime.step.compiled import compile_stages
+from autopipe.backends.torch.runtime.step.ports import Port
 from autopipe.backends.torch.runtime.step.precision import LowPrecisionCopies, low_precision_type
-from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Stage
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.clock import StepProfiler
 from autopipe.backends.torch.runtime.watch.heartbeat import ENDED

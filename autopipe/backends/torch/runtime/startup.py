@@ -24,7 +24,7 @@ from autopipe.backends.torch.runtime.state.running_statistics import (
 )
 from autopipe.backends.torch.runtime.step.gradients import groups_of
 from autopipe.backends.torch.runtime.step.precision import set_products
-from autopipe.backends.torch.runtime.step.stage import RankContext
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
 from autopipe.backends.torch.runtime.watch.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.ir.errors import ConfigurationError

@@ -114,9 +114,9 @@ def test_files_of_halved_backwards(tmp_path: Path, golden: Golden) -> None:
             "p.weight_grads(F.linear, x0, p.w1.t(), p.w2)",
         ),
         (
-            "operators.gather_part(p.w0, x1, p.group)",
+            "operators.sharded_gather(p.w0, x1, p.group)",
             ("p.w0", "x1"),
-            "p.weight_grads(operators.gather_part, p.w0, x1, p.group)",
+            "p.weight_grads(operators.sharded_gather, p.w0, x1, p.group)",
         ),
         (
             "2.0 * torch.mm(x0, p.w1)",

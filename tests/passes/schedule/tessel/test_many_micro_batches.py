@@ -22,8 +22,8 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
 VERBS = {
     Phase.FORWARD: Verb.FORWARD,
     Phase.BACKWARD: Verb.BACKWARD,
-    Phase.INPUT_GRADIENT: Verb.INPUT_GRADIENT,
-    Phase.WEIGHT_GRADIENT: Verb.WEIGHT_GRADIENT,
+    Phase.INPUT_GRADIENT: Verb.BACKWARD_INPUT,
+    Phase.WEIGHT_GRADIENT: Verb.BACKWARD_WEIGHT,
 }
 
 

@@ -561,7 +561,7 @@ class Transport:
             os.sched_yield()
         return pending
 
-    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
+    def recv(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
         """Post a receive; it is waited for where the tensor is used."""
         dtype, shape = like
         if self.staged:  # Torch keeps pinned memory for its next use, once copies from it are done.

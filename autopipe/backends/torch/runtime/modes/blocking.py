@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
-from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Receive, Send, Stage
+from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
@@ -144,17 +146,17 @@ class BlockingStage(Stage):
         ):
             super().backward(micro_batch)
 
-    def input_gradient(self, micro_batch: int) -> None:
+    def backward_input(self, micro_batch: int) -> None:
         if self._rank.training and self._order.reach(
             Task(self.number, Phase.INPUT_GRADIENT, micro_batch)
         ):
-            super().input_gradient(micro_batch)
+            super().backward_input(micro_batch)
 
-    def weight_gradient(self, micro_batch: int) -> None:
+    def backward_weight(self, micro_batch: int) -> None:
         if self._rank.training and self._order.reach(
             Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)
         ):
-            super().weight_gradient(micro_batch)
+            super().backward_weight(micro_batch)
 
 
 class GlobalOrder:
@@ -196,7 +198,7 @@ class GlobalOrder:
             rank = self._rank
             leaves = rank.number == end.source_rank
             stage = rank.stages[end.source_stage if leaves else end.target_stage]
-            ports: Sequence[Send | Receive] = stage.sends if leaves else stage.receives
+            ports: Sequence[Send | Recv] = stage.sends if leaves else stage.receives
             port = next(each for each in ports if each.channel == end.channel)
             act = stage.start_send if event.ranks[0] == rank.number else stage.post_recv
             with rank.heartbeat.waiting(port.rank, port.channel):

@@ -28,14 +28,9 @@ from autopipe.backends.torch.runtime.communication.transport import (
 )
 from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
 from autopipe.backends.torch.runtime.state.parameters import dtype_name
-from autopipe.backends.torch.runtime.step.stage import (
-    Port,
-    RankContext,
-    Receive,
-    Send,
-    Stage,
-    Tensors,
-)
+from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Stage, Tensors
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.watch.report import Reporter, peak_memory
@@ -86,8 +81,8 @@ class DryTransport(Transport):
         pending.wait()  # It is gone at once.
         return pending
 
-    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
-        pending = super().receive(like, rank, channel, gradient)
+    def recv(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
+        pending = super().recv(like, rank, channel, gradient)
         pending.buffer.zero_()
         self._count(pending.buffer, rank, self.rank, channel, gradient)
         return pending
@@ -104,8 +99,8 @@ class DryStage(Stage):
     there to mind.
     """
 
-    def start_send(self, port: Receive | Send, micro_batch: int) -> PendingSend:
-        block = self._leaving[micro_batch, isinstance(port, Receive)][port.channel]
+    def start_send(self, port: Recv | Send, micro_batch: int) -> PendingSend:
+        block = self._leaving[micro_batch, isinstance(port, Recv)][port.channel]
         self._compare(
             f"what goes to rank {port.rank} on channel {port.channel}", block, self._form(port)
         )

@@ -44,7 +44,7 @@ from autopipe.backends.torch.runtime.random_numbers.philox import (
     key_of,
 )
 from autopipe.backends.torch.runtime.state.loading import load_second
-from autopipe.backends.torch.runtime.step.stage import RankContext
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice
@@ -203,7 +203,7 @@ class Generation(BatchReader):
                     continue
                 box = self._present_box(entry, stage.number)
                 if box is None or _without(entry.axis, box.slices) != _without(
-                    entry.axis, tuple(slice(*each) for each in data.box)
+                    entry.axis, tuple(slice(*each) for each in data.offsets)
                 ):
                     raise ConfigurationError(
                         f"{data.name!r} and {entry.present.value.name!r} are not cut alike",

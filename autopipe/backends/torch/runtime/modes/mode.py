@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.step.stage import RankContext
+    from autopipe.backends.torch.runtime.step.rank_context import RankContext
 
 
 class Mode:

@@ -19,7 +19,8 @@ from autopipe.backends.torch.runtime.modes.records import (
     record_file,
     run_recorded,
 )
-from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Stage
 
 
 class Record(Mode):

@@ -2,6 +2,11 @@
 They import torch, and of the runtime groups of ranks and streams of random numbers.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+from autopipe.backends.torch.runtime.deprecated import OPERATORS, warn_of_old_name
 from autopipe.backends.torch.runtime.operators.attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.experts import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.gated import *  # noqa: F403
@@ -13,3 +18,10 @@ from autopipe.backends.torch.runtime.operators.quantized import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.recurrent import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.sharded import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.subbyte import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name not in OPERATORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_of_old_name(f"operators.{name}", f"operators.{OPERATORS[name]}")
+    return globals()[OPERATORS[name]]

@@ -1,7 +1,7 @@
 """Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations,
 reductions.
 
-A function `..._part` gives this rank's part of what its name says. Parts are equal, in the order of
+A function `sharded_...` gives this rank's part of what its name says. Parts are equal, in the order of
 the ranks, and never gathered: ranks exchange a number or two a row (see
 `autopipe.ir.ops.operator`). Where every rank has the result, the gradients of all copies count. A
 rank's share of a loss is that of the labels among its own classes (Shoeybi et al., "Megatron-LM",
@@ -56,7 +56,7 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def gather_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
+def sharded_gather(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
     """`table` at `indices` along `dim`, of which this rank has a part; zeros for those that other
     ranks have.
     """
@@ -69,7 +69,7 @@ def gather_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tenso
     return found.masked_fill(~mine.reshape(*mine.shape, *[1] * (table.dim() - dim - 1)), 0)
 
 
-def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
+def sharded_gather_elements(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
     """`torch.gather` from a table of which this rank has a part along `dim`; zeros for what other
     ranks have.
     """
@@ -95,8 +95,8 @@ def _softmax(logarithm: bool, scores: Tensor, dim: int, group: Group) -> Tensor:
     return found
 
 
-softmax_part = partial(_softmax, False)
-log_softmax_part = partial(_softmax, True)
+sharded_softmax = partial(_softmax, False)
+sharded_log_softmax = partial(_softmax, True)
 
 
 class _Softmax(torch.autograd.Function):
@@ -184,11 +184,11 @@ def _loss_part(
     return losses.sum() / (total if batch is None else batch.total(total))
 
 
-def cross_entropy_part(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
+def sharded_cross_entropy(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
     return _loss_part(_CrossEntropy.apply, precise(scores), *labels, **settings)
 
 
-nll_part = partial(_loss_part, _likelihoods)
+sharded_nll = partial(_loss_part, _likelihoods)
 
 
 def _share(
@@ -207,8 +207,8 @@ def _share(
     return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
 
 
-cross_entropy_share = partial(_share, F.cross_entropy)
-nll_share = partial(_share, F.nll_loss)
+cross_entropy_partial = partial(_share, F.cross_entropy)
+nll_partial = partial(_share, F.nll_loss)
 
 
 def _and_logarithms(
@@ -218,13 +218,15 @@ def _and_logarithms(
     rank's parts.
     """
     group = settings.get("group")
-    logarithms = F.log_softmax(scores, 1) if group is None else log_softmax_part(scores, 1, group)
+    logarithms = (
+        F.log_softmax(scores, 1) if group is None else sharded_log_softmax(scores, 1, group)
+    )
     return loss(logarithms, *labels, **settings), logarithms
 
 
 cross_entropy = partial(_and_logarithms, F.nll_loss)
-cross_entropy_and_logarithms_part = partial(_and_logarithms, nll_part)
-cross_entropy_and_logarithms_share = partial(_and_logarithms, nll_share)
+sharded_cross_entropy_and_logarithms = partial(_and_logarithms, sharded_nll)
+cross_entropy_and_logarithms_partial = partial(_and_logarithms, nll_partial)
 
 
 def label_weights(
@@ -315,7 +317,7 @@ def batch_norm_by(
     )
 
 
-def layer_norm_part(
+def sharded_layer_norm(
     x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 /
@@ -326,7 +328,7 @@ def layer_norm_part(
     return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
 
 
-def rms_norm_part(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group: Group) -> Tensor:
+def sharded_rms_norm(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group: Group) -> Tensor:
     x = precise(x)
     data = wide(x)
     squares = group.all_reduce(data.square().sum(dims, keepdim=True))
@@ -348,7 +350,7 @@ def skip_layer_norm(
     """
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
-        return *layer_norm_part(total, (-1,), scale, shift, epsilon, group), total
+        return *sharded_layer_norm(total, (-1,), scale, shift, epsilon, group), total
     return *torch.native_layer_norm(total, scale.shape, scale, shift, epsilon), total
 
 
@@ -362,7 +364,7 @@ def skip_rms_norm(
 ) -> tuple[Tensor, None, None, Tensor]:
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
-        return rms_norm_part(total, (-1,), scale, epsilon, group), None, None, total
+        return sharded_rms_norm(total, (-1,), scale, epsilon, group), None, None, total
     return F.rms_norm(total, scale.shape, scale, epsilon), None, None, total
 
 
@@ -412,18 +414,18 @@ def batch_norm(
     return y, moved_mean, moved_variance, own_mean, own_variance
 
 
-skip_layer_norm_part = skip_layer_norm
-skip_rms_norm_part = skip_rms_norm
-batch_norm_part = batch_norm
+sharded_skip_layer_norm = skip_layer_norm
+sharded_skip_rms_norm = skip_rms_norm
+sharded_batch_norm = batch_norm
 
 
-def instance_norm_part(
+def sharded_instance_norm(
     x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Group
 ) -> Tensor:
     return _by_channel(_standardized(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias)
 
 
-def group_norm_part(
+def sharded_group_norm(
     x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Group
 ) -> Tensor:
     x = precise(x)
@@ -441,10 +443,10 @@ def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Ten
     return (x - mean) / (torch.sqrt(variance) + 1e-9)
 
 
-mean_variance_norm_part = mean_variance_norm
+sharded_mean_variance_norm = mean_variance_norm
 
 
-def normalize_part(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
+def sharded_normalize(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
     """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
     data = wide(x)
     if p == 1:
@@ -454,7 +456,7 @@ def normalize_part(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
     return (data / norm).to(x.dtype)
 
 
-def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Group) -> Tensor:
+def sharded_extreme(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Group) -> Tensor:
     """The largest or smallest over `dims` of all ranks' parts; those that are equal share the
     gradient.
     """
@@ -462,7 +464,7 @@ def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Gro
     return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
 
-def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
+def sharded_norm(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     """The 2-norm over `dims` of all ranks' parts; that of zeros has no gradient."""
     squares = group.all_reduce(wide(x).square().sum(dims, keepdim=True))
     tiny = torch.finfo(squares.dtype).tiny
@@ -470,11 +472,11 @@ def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     return norm.to(x.dtype) if keepdim else norm.to(x.dtype).squeeze(dims)
 
 
-def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
+def sharded_log_sum(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     return group.all_reduce(wide(x).sum(dims, keepdim)).log().to(x.dtype)
 
 
-def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
+def sharded_log_sum_exp(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     data = wide(x)
     largest = group.largest(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
@@ -482,7 +484,7 @@ def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tens
     return total.to(x.dtype) if keepdim else total.to(x.dtype).squeeze(dims)
 
 
-def index_of_extreme_part(
+def sharded_index_of_extreme(
     x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Group
 ) -> Tensor:
     """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last

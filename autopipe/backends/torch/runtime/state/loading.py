@@ -16,7 +16,9 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
 from autopipe.backends.torch.runtime.state.parameters import Arguments, load_constants
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
-from autopipe.backends.torch.runtime.step.stage import Port, RankContext, Stage
+from autopipe.backends.torch.runtime.step.ports import Port
+from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 
 _PACKAGE = "autopipe.backends.torch.runtime"

@@ -85,10 +85,10 @@ def rehearsed(program: Path, rank: int, device: str) -> tuple[dict[str, Any], li
     """
     path = program / "report.json"
     ended = dry_run(program, rank, "--device", device, "--report", path)
-    assert ended.optimizer is not None
+    assert ended.update.optimizer is not None
     kept = [
         sorted((name, form(each)) for name, each in own.items())
-        for own in ended.optimizer.state.values()
+        for own in ended.update.optimizer.state.values()
     ]
     report = json.loads(path.read_text(encoding="utf-8"))
     del report["peak_memory_bytes"]
@@ -128,7 +128,7 @@ def test_both_ends_of_each_channel_count_the_same_messages(model: Path, tmp_path
     [
         ("stage_00.py", "'x5': (torch.float64, (2", "'x5': (torch.float64, (3", "result 0 of stage 0 is float64 [2"),
         ("stage_00.py", "(2, 4)", "(1, 4)", "argument x0 of stage 0 is float64 [2, 4]"),
-        ("rank_000.py", "stage=1, channel=0", "stage=1, channel=0, box=((1, 3), (0, 4))", "is float64 [1, 4]"),
+        ("rank_000.py", "stage=1, channel=0", "stage=1, channel=0, offsets=((1, 3), (0, 4))", "is float64 [1, 4]"),
     ],
     ids=["result", "argument", "block sent"],
 )  # fmt: skip

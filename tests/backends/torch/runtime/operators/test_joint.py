@@ -45,7 +45,7 @@ def in_parts(
 def test_softmaxes(name: str, dim: int) -> None:
     whole = drawn(6, 3, 9)
     parts, gradient = in_parts(
-        whole, dim, lambda part, member: getattr(operators, f"{name}_part")(part, dim, member)
+        whole, dim, lambda part, member: getattr(operators, f"sharded_{name}")(part, dim, member)
     )
     expected = getattr(torch, name)(whole.requires_grad_(), dim)
     torch.testing.assert_close(torch.cat(parts, dim), expected)
@@ -54,7 +54,7 @@ def test_softmaxes(name: str, dim: int) -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     whole = torch.tensor([[1000.0, -1000.0, 999.0]])
-    parts, _ = in_parts(whole, 1, lambda part, member: operators.softmax_part(part, 1, member))
+    parts, _ = in_parts(whole, 1, lambda part, member: operators.sharded_softmax(part, 1, member))
     torch.testing.assert_close(torch.cat(parts, 1), torch.softmax(whole, 1))
 
 
@@ -76,10 +76,10 @@ def test_cross_entropy(
 
     def computed(part: Tensor, member: Member) -> Tensor:
         if both:
-            return operators.cross_entropy_and_logarithms_part(
+            return operators.sharded_cross_entropy_and_logarithms(
                 part, labels, weight, group=member, **settings
             )[0]
-        return operators.cross_entropy_part(part, labels, weight, group=member, **settings)
+        return operators.sharded_cross_entropy(part, labels, weight, group=member, **settings)
 
     parts, gradient = in_parts(whole, 1, computed)
     expected = F.cross_entropy(whole.requires_grad_(), labels, weight, **settings)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_a_loss_for_each_label() -> None:
     labels = torch.tensor([0, 5, 2, 3])
 
     def computed(part: Tensor, member: Member) -> Tensor:
-        return operators.cross_entropy_part(part, labels, reduction="none", group=member)
+        return operators.sharded_cross_entropy(part, labels, reduction="none", group=member)
 
     parts, gradient = in_parts(whole, 1, computed)
     expected = F.cross_entropy(whole.requires_grad_(), labels, reduction="none")
@@ -107,7 +107,7 @@ def test_classes_that_cannot_be() -> None:
     whole = torch.cat([drawn(3, 4), torch.full((3, 2), -torch.inf, dtype=torch.float64)], 1)
     labels = torch.tensor([0, 3, 1])
     parts, gradient = in_parts(
-        whole, 1, lambda part, member: operators.cross_entropy_part(part, labels, group=member)
+        whole, 1, lambda part, member: operators.sharded_cross_entropy(part, labels, group=member)
     )
     expected = F.cross_entropy(whole.requires_grad_(), labels)
     torch.testing.assert_close(torch.stack(parts).sum(0), expected.detach())
@@ -119,7 +119,7 @@ def test_rows_of_a_table(dim: int) -> None:
     whole = drawn(9, 12, seed=2)
     indices = torch.tensor([[0, 8, 3], [-1, 5, 3]])
     parts, gradient = in_parts(
-        whole, dim, lambda part, member: operators.gather_part(part, dim, indices, member)
+        whole, dim, lambda part, member: operators.sharded_gather(part, dim, indices, member)
     )
     expected = whole.requires_grad_()[indices] if dim == 0 else whole.requires_grad_()[:, indices]
     torch.testing.assert_close(torch.stack(parts).sum(0), expected)
@@ -130,20 +130,22 @@ def test_what_no_rank_has_is_refused() -> None:
     table = drawn(6, 2)
     with pytest.raises(RuntimeError, match="an index is out of range"):
         in_parts(
-            table, 0, lambda part, member: operators.gather_part(part, 0, torch.tensor([6]), member)
+            table,
+            0,
+            lambda part, member: operators.sharded_gather(part, 0, torch.tensor([6]), member),
         )
     with pytest.raises(RuntimeError, match="a label is out of range"):
         in_parts(
             drawn(1, 6),
             1,
-            lambda part, member: operators.nll_part(part, torch.tensor([-1]), group=member),
+            lambda part, member: operators.sharded_nll(part, torch.tensor([-1]), group=member),
         )
 
 
 def test_autocast_computes_in_single_precision() -> None:
     def run(member: Member) -> torch.dtype:
         with torch.autocast("cpu", torch.bfloat16):
-            return operators.log_softmax_part(
+            return operators.sharded_log_softmax(
                 torch.ones(2, 2, dtype=torch.bfloat16), 1, member
             ).dtype
 
