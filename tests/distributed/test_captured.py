@@ -141,8 +141,8 @@ def run(folder: Path, *flags: object) -> Run:
     tensors = {
         f"parameter {index}": tensor.detach().clone() for index, tensor in rank.parameters.items()
     }
-    if rank.optimizer is not None:
-        for number, state in enumerate(rank.optimizer.state.values()):
+    if rank.update.optimizer is not None:
+        for number, state in enumerate(rank.update.optimizer.state.values()):
             tensors |= {
                 f"{name} {number}": each
                 for name, each in state.items()
