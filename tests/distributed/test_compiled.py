@@ -127,5 +127,5 @@ def test_there_may_be_no_compiler(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     assert main(["launch", str(drawing), "--device", "cpu", "--compile"]) == 2
     error, hint = capfd.readouterr().err.splitlines()[-2:]
-    assert error == "error: --compile: no working c++ compiler is there"
+    assert error == "error: --compile: no working C++ compiler"
     assert hint == "hint: install g++, or name a compiler in CXX"

@@ -1,6 +1,8 @@
-"""Segments of a stage that run their forward again for their backward, since they kept nothing but
-their arguments. To autograd a segment is one operator of its arguments. Its backward adds to the
-gradients of parameters itself, one after the other, as backwards do that keep all.
+"""Activation checkpointing: segments of a stage that save only their arguments and run their
+forward again in the backward.
+
+To autograd a segment is one operator of its arguments. Its backward adds to the gradients of
+parameters itself.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
-"""Generated: takes `p` and tensors, gives what gradients flow through and what they do not."""
+"""A generated function of `p` and tensors. Returns (results with gradients, results without)."""
 
 
 class recompute:
-    """Makes of a generated segment one that keeps its arguments alone where it trains."""
+    """Decorator of a generated segment. In training, the segment saves only its arguments for the
+    backward.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -29,10 +33,10 @@ class recompute:
         if not torch.is_grad_enabled():
             flowing, others = self.segment(p, *arguments)
             return flowing + others
-        # An operator none of whose operands asks for a gradient has no backward, and parameters are
-        # no operands.
-        asking = torch.empty(0, device=p.device, requires_grad=True)
-        results: Tensors = _Recompute.apply(self.segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
+        # Autograd runs the backward of an operator only if an operand requires a gradient. The
+        # parameters are not operands, so this one stands in for them.
+        trigger = torch.empty(0, device=p.device, requires_grad=True)
+        results: Tensors = _Recompute.apply(self.segment, p, trigger, *arguments)  # type: ignore[no-untyped-call]
         return results
 
 
@@ -48,7 +52,7 @@ class _Recompute(torch.autograd.Function):
         context.drawn = p.random.state
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
-        # Its narrow copies of parameters: they know of no gradient, and are many.
+        # The cache holds 16-bit copies of parameters that were made without gradients.
         torch.clear_autocast_cache()
         context.mark_non_differentiable(*others)
         return flowing + others
@@ -61,7 +65,8 @@ class _Recompute(torch.autograd.Function):
         arguments = [
             each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors
         ]
-        # The same numbers are drawn once more; then those go on that forwards meanwhile draw.
+        # The segment draws the same random numbers again. Afterwards the state of later forwards is
+        # restored.
         meanwhile = p.random.state
         p.random.state = context.drawn
         with (

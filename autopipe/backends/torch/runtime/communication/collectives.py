@@ -1,7 +1,7 @@
-"""Exchanges inside a stage's group, as generated code calls them: differentiable, each one's
-backward its transpose. The ranks of a group compute one function together. A rank's gradient of a
-tensor it holds a copy of is its share: the shares of all copies add up to the gradient. See
-`autopipe.passes.lower.shard`.
+"""Differentiable collectives of generated code. The backward of each collective is its transpose.
+
+The ranks of a group compute one function together. If several ranks hold copies of a tensor, the
+gradients of all copies add up to the tensor's gradient (`autopipe.passes.lower.shard`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from autopipe.ir.layout import (
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and
-stride.
+"""For each dimension of a tensor the mesh axes that shard it, outer to inner, as (degree, stride).
 """
 
 Windows = tuple[tuple[int, int, int, int], ...]
-"""Dimensions read through windows, each with the step, offset and length of its blocks: see
-`WindowedShards`.
+"""(dimension, step, offset, length) of each dimension that is read through windows, as in
+convolutions: see `WindowedShards`.
 """
 
 Slices = tuple[slice, ...]
@@ -47,21 +46,25 @@ Blocks = tuple[tuple[Slices, ...], ...]  # By position.
 
 
 class Group:
-    """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes
-    of its mesh.
+    """A process group as one of its ranks sees it: the ranks of a stage, or those along axes of the
+    stage's mesh.
     """
 
     def __init__(self, ranks: tuple[int, ...], transport: Transport) -> None:
-        """As the rank of `transport`, one of `ranks`, sees it; what it exchanges is counted
-        there.
+        """`ranks` includes the rank of `transport`, which counts the bytes of the group's
+        collectives.
         """
         self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(transport.rank)
         self.order = tuple(sorted(ranks).index(each) for each in ranks)
-        """Where each position's part is in what the process group gathers, which is by rank."""
+        """For each position in `ranks`, the index of its rank in the process group, which orders by
+        rank.
+        """
         self._places = sorted(range(self.size), key=self.order.__getitem__)
-        """The position of each rank, the other way round."""
+        """For each index in the process group, the position of the rank in `ranks`: the inverse of
+        `order`.
+        """
         self._traffic = transport.traffic
         self._waiting = transport.heartbeat.waiting
         self._transport = transport
@@ -69,14 +72,14 @@ class Group:
 
     @cached_property
     def _process_group(self) -> dist.ProcessGroup | None:
-        """Made only where its ranks exchange anything: a stage's ranks may do so along axes of
-        their mesh alone.
+        """The torch process group, looked up at the first collective. It exists only if these ranks
+        communicate: some stages communicate along mesh axes only.
         """
         return self._transport.group(self.ranks)
 
     def along(self, *axes: tuple[int, int]) -> Group:
-        """The ranks that differ from this one along `axes` alone, each given as degree and stride,
-        outer to inner.
+        """Return the group of ranks that differ from this one along `axes` only, each given as
+        (degree, stride), outer to inner.
         """
         wanted = tuple(MeshAxis(*axis) for axis in axes)
         if wanted not in self._along:
@@ -85,12 +88,12 @@ class Group:
         return self._along[wanted]
 
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
-        """The sum of all ranks' tensors, divided by `divisor`."""
+        """Return the sum of all ranks' tensors divided by `divisor`."""
         total = _exchange(tensor, self._sum, self._sum)
         return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-        """The ranks' shards joined along `dimension`."""
+        """Return the ranks' shards concatenated along `dimension`."""
         return _exchange(
             tensor, partial(self._gather, dimension), partial(self._scatter, dimension)
         )
@@ -98,7 +101,7 @@ class Group:
     def reduce_scatter(
         self, tensor: torch.Tensor, dimension: int, divisor: int = 1
     ) -> torch.Tensor:
-        """This rank's shard along `dimension` of the sum of all ranks' tensors, divided by
+        """Return this rank's shard along `dimension` of the sum of all ranks' tensors divided by
         `divisor`.
         """
         total = _exchange(
@@ -107,7 +110,7 @@ class Group:
         return total / divisor if divisor > 1 else total
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
-        """Of shards along `origin` this rank's shard along `dimension`."""
+        """Turn shards along `origin` into shards along `dimension`; return this rank's."""
         return _exchange(
             tensor,
             partial(self._reshard, origin, dimension),
@@ -122,10 +125,13 @@ class Group:
         windows: Windows = (),
         fill: float = 0.0,
     ) -> torch.Tensor:
-        """This rank's block under `target` of a tensor held as `source` says, both as axes by
-        dimension. Ranks send one another what they lack. Blocks of `windows` may overlap; where one
-        sticks out of the tensor it is filled. Backward sends every block's gradient to where it
-        came from, which adds up what comes back.
+        """Return this rank's shard under `target` of a tensor that is sharded by `source`; both
+        give the mesh axes of each dimension. Ranks send one another only the elements that are
+        missing.
+
+        Shards under `windows` may overlap; parts outside of the tensor are set to `fill`. The
+        backward sends each element's gradient to the rank that sent the element, which adds them
+        up.
         """
         origin = tuple(tensor.shape)
         shape, sent, received = _moves(origin, self.size, self.position, source, target, windows)
@@ -147,15 +153,17 @@ class Group:
     def edges(
         self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
-        """This rank's block with what `windows` read of its neighbours': the same where no axes
-        change.
+        """Return this rank's shard extended by the neighbours' elements that `windows` read (a halo
+        exchange). The mesh axes of each dimension stay the same.
         """
         return self.redistribute(tensor, cuts, cuts, windows, fill)
 
     def window(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
-        """The same block where no rank lacks any of it: nothing is sent."""
+        """Return the result of `redistribute` if no rank lacks an element of its new shard. Sends
+        nothing.
+        """
         shape, sent, received = _moves(
             tuple(tensor.shape), self.size, self.position, source, target, windows
         )
@@ -165,19 +173,17 @@ class Group:
         return result
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, as a number without a gradient of its own."""
+        """Return the sum of all ranks' tensors without a gradient."""
         return self._sum(tensor.detach())
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' tensors, element by element, as a number without a gradient of
-        its own.
-        """
+        """Return the maximum of all ranks' tensors for each element, without a gradient."""
         return self._sum(tensor.detach(), dist.ReduceOp.MAX)
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-        """This rank's shard of a tensor that every rank holds whole."""
-        extent = tensor.shape[dimension] // self.size
-        return tensor.narrow(dimension, self.position * extent, extent)
+        """Return this rank's shard along `dimension` of a replicated tensor."""
+        size = tensor.shape[dimension] // self.size
+        return tensor.narrow(dimension, self.position * size, size)
 
     def _sum(
         self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -211,8 +217,8 @@ class Group:
     def _swap(
         self, before: torch.Tensor, sent: Blocks, after: torch.Tensor, received: Blocks
     ) -> Iterator[tuple[Slices, torch.Tensor]]:
-        """Send the blocks `sent[i]` of one tensor to position i; where in the other what comes back
-        belongs, and it.
+        """Send the slices `sent[i]` of `before` to position i. Yield (slice of `after`, received
+        tensor) for each slice in `received`.
         """
         parts = [
             torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0)
@@ -231,18 +237,19 @@ class Group:
             )
 
     def _all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Flat parts to each position for flat parts of `sizes` elements from each position."""
+        """Send the flat tensor `parts[i]` to position i; return the flat tensors of `sizes[i]`
+        elements from each position i.
+        """
         sent = torch.cat([parts[position] for position in self._places])
         received = sent.new_empty(sum(sizes))
         outgoing = [len(parts[position]) for position in self._places]
         incoming = [sizes[position] for position in self._places]
         backend = dist.get_backend(self._process_group)
-        if backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
+        if backend == "fake":  # A dry run: the fake backend does not accept sizes of 0.
             received.zero_()
         else:
-            device = (
-                "cpu" if backend == "gloo" else sent.device
-            )  # Gloo exchanges tensors of the host alone.
+            # Gloo's all-to-all accepts tensors in host memory only.
+            device = "cpu" if backend == "gloo" else sent.device
             arrives = received.to(device)
             with self._waiting():
                 all_to_all(arrives, sent.to(device), incoming, outgoing, self._process_group)
@@ -252,7 +259,7 @@ class Group:
 
 
 class _Transposed(torch.autograd.Function):
-    """An exchange whose backward is another one, its transpose."""
+    """A collective whose backward is another collective, its transpose."""
 
     @staticmethod
     def forward(
@@ -275,9 +282,12 @@ def _exchange(tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch
 def _moves(
     shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts, windows: Windows
 ) -> tuple[tuple[int, ...], Blocks, Blocks]:
-    """For the rank at `position` of `size`, whose block before has `shape`: the shape of its block
-    after, and the parts of the first that it sends to each position and of the second that it
-    receives from each.
+    """Return (shape, sent, received) of a redistribution for the rank at `position` of `size`,
+    whose shard under `source` has the given shape.
+
+    shape: of its shard under `target`. sent: for each position, the slices of the old shard that
+    this rank sends there. received: for each position, the slices of the new shard that come from
+    there.
     """
     before, after = (
         tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target)

@@ -1,9 +1,10 @@
-"""NCCL communicators: one for each set of ranks that form a group, one for each ordered pair that
-exchange messages.
+"""NCCL communicators: one for each process group, one for each ordered pair of ranks with P2P
+communication.
 
-A communicator that is made by its first message blocks the host until the other end gets there, and
-receives are posted early: ranks would wait in circles. So all are made, and used once, before the
-first step, in one order that every rank derives from the program.
+NCCL creates a communicator at its first use and blocks the host until the peer uses it too.
+Receives are posted early, so lazily created communicators could make ranks wait for one another in
+a cycle. So all communicators are created and used once before the first step, in an order that
+every rank derives from the program.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from autopipe.ir.program import Channel
 from autopipe.ir.words import plural
 
 MessagePath = tuple[int, int]
-"""Source and target of messages."""
+"""(source, target) ranks of P2P communication."""
 
 _MOST_CTAS = 4
-"""Of one communicator of messages."""
+"""Maximum number of CTAs (CUDA thread blocks) of a P2P communicator."""
 
 
 def message_path(channel: Channel, gradient: bool) -> MessagePath:
+    """Return the (source, target) ranks of a channel's tensors, or of their gradients."""
     ends = channel.source_rank, channel.target_rank
     return ends[::-1] if gradient else ends
 
 
 def message_paths(channels: Iterable[Channel]) -> set[MessagePath]:
-    """Of all that is sent in a step: gradients where any come back."""
+    """Return the (source, target) rank pairs that exchange activations or gradients in a step."""
     return {
         message_path(each, gradient)
         for each in channels
@@ -51,9 +53,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
-    """The keys in rounds, in each of which no rank is a member twice: its ranks need not wait for
-    one another. A chain of ranks takes two rounds, however long it is. Keys that come first are in
-    early rounds.
+    """Return the keys, sorted by round. No rank is a member of two keys of one round, so the ranks
+    of a round do not wait for one another. Each key gets the earliest free round in the order of
+    `members`. A chain of ranks takes two rounds, whatever its length.
     """
     busy = defaultdict[int, set[int]](set)
     rounds: dict[_Key, int] = {}
@@ -66,22 +68,22 @@ def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
 
 
 class NcclCommunicators:
-    """A rank's communicators. All ranks call the same methods with the same arguments, in the same
+    """A rank's communicators. All ranks must call the same methods with equal arguments in the same
     order.
     """
 
     def __init__(self, rank: int, device: torch.device, patience: timedelta) -> None:
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        """By their ranks, ascending."""
+        """By ascending ranks of the group."""
         self.messages: dict[MessagePath, dist.ProcessGroup] = {}
         self._rank = rank
         self._device = device
         self._patience = patience
         self._first: list[dist.Work] = []
-        """First uses, which make connections."""
+        """Handles of the first use of each communicator, which makes the connection."""
 
     def make_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Make those of groups, each as ascending ranks."""
+        """Create the communicators of `groups`, each given as ascending ranks."""
         for ranks in order_in_rounds(
             {ranks: ranks for ranks in sorted(set(groups) - self.groups.keys())}
         ):
@@ -94,12 +96,13 @@ class NcclCommunicators:
                 self._first.append(work)
 
     def make_message_paths(self, channels: Iterable[Channel]) -> None:
+        """Create the P2P communicators that `channels` use."""
         paths = message_paths(channels)
         of_rank = Counter(rank for path in paths for rank in path)
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
-            # Both ends say the same: the least of what either can afford.
-            share = MESSAGE_CTAS // max(of_rank[rank] for rank in path)
-            if (made := self._make(path, most_ctas=max(1, min(_MOST_CTAS, share)))) is not None:
+            # Both ends compute the same value: the smaller of their fractions of the CTAs.
+            fraction = MESSAGE_CTAS // max(of_rank[rank] for rank in path)
+            if (made := self._make(path, most_ctas=max(1, min(_MOST_CTAS, fraction)))) is not None:
                 self.messages[path] = made
                 source, target = path
                 act, peer = (dist.isend, target) if self._rank == source else (dist.irecv, source)
@@ -108,21 +111,22 @@ class NcclCommunicators:
                 )
 
     def _make(self, ranks: tuple[int, ...], most_ctas: int = 0) -> dist.ProcessGroup | None:
-        """None where this rank is no member. `most_ctas` is given for messages, which then go first
-        on the GPU.
+        """Return a new communicator of `ranks`, None if this rank is not a member. `most_ctas` is
+        the maximum number of CTAs of a P2P communicator, which gets a high-priority stream; 0 for a
+        group.
 
-        Those that are no members call `new_group` too, which only counts for them: 1,920 calls take
-        0.05 s, and there is no barrier unless TORCH_DIST_INIT_BARRIER asks for one. With
-        `use_local_synchronization` they need not, but a group's name then holds the number of
-        groups that a rank has made, and its members, which may be in different numbers of groups,
-        would look for one another under different names.
+        Ranks that are not members call `new_group` too, which only counts the group for them. 1,920
+        calls take 0.05 s, and there is no barrier unless TORCH_DIST_INIT_BARRIER requests one. With
+        `use_local_synchronization` only members would have to call. But then torch derives a
+        group's name from the number of groups that the rank has created, and the members may have
+        created different numbers, so they would not find one another.
         """
         options = None
         if self._rank in ranks:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=most_ctas > 0)
             set_timeout(options, self._patience)
             options.config.blocking = (
-                1  # Else a communicator may not be there yet when `new_group` returns.
+                1  # Otherwise `new_group` may return before the communicator exists.
             )
             if most_ctas:
                 options.config.max_ctas = most_ctas
@@ -136,7 +140,7 @@ class NcclCommunicators:
         return made if self._rank in ranks else None
 
     def wait_until_all_work(self) -> None:
-        """Until each has been used once, on all ranks."""
+        """Wait until each communicator has been used once, on all ranks."""
         for work in self._first:
             work.wait()
         self._first.clear()
@@ -145,9 +149,10 @@ class NcclCommunicators:
 
 
 def exchange(operations: list[dist.P2POp]) -> dist.Work:
-    """Start messages between this rank and one other, all over one communicator, as one. A message
-    alone goes this way too: outside of a batch, torch may use a communicator of its own for it,
-    made when first needed.
+    """Start P2P operations between this rank and one other as one batch over one communicator.
+
+    A single operation also uses a batch: otherwise torch may create another communicator for it at
+    its first use.
     """
     (work,) = dist.batch_isend_irecv(operations)
     return work
@@ -166,16 +171,18 @@ _NCCL_TYPES = frozenset(
         *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     )
 )
-"""Types that torch knows how to give to NCCL in all versions."""
+"""Element types that torch passes to NCCL in all supported versions."""
 
 
 def as_nccl_type(tensor: torch.Tensor) -> torch.Tensor:
-    """The same contiguous memory as numbers that NCCL moves: bytes where it has no such type."""
+    """Return `tensor`, or a view of its bytes if NCCL does not support its element type. The tensor
+    must be contiguous.
+    """
     return tensor if tensor.dtype in _NCCL_TYPES else tensor.view(-1).view(torch.uint8)
 
 
 def check_sum(tensor: torch.Tensor) -> None:
-    """Raises LaunchError where NCCL cannot add up such tensors, nor compare them."""
+    """Raise LaunchError if NCCL cannot compute the sum or maximum of tensors of this type."""
     if tensor.dtype not in _NCCL_TYPES:
         raise LaunchError(
             f"NCCL has no sum or maximum of {str(tensor.dtype).removeprefix('torch.')}",
@@ -184,8 +191,8 @@ def check_sum(tensor: torch.Tensor) -> None:
 
 
 def gpu_of_rank(device: torch.device) -> str:
-    """The GPU, as no other in the cluster is called; "" for the CPU. NCCL tells hosts apart by
-    NCCL_HOSTID if set.
+    """Return a name of the GPU that is unique in the cluster; "" for the CPU. NCCL distinguishes
+    hosts by NCCL_HOSTID if it is set, otherwise by hostname.
     """
     if device.type != "cuda":
         return ""
@@ -194,8 +201,10 @@ def gpu_of_rank(device: torch.device) -> str:
 
 
 def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[bool, str]:
-    """True if messages go over NCCL, the same on all ranks, and why; no reason where no rank has a
-    GPU. Rank 0 decides by what each says of its GPU: NCCL wants one for each rank.
+    """Return (uses_nccl, reason), equal on all ranks.
+
+    uses_nccl: True if tensors are exchanged over NCCL. Rank 0 decides: each rank must have a GPU
+    that no other rank uses. reason: a line for the user, "" if no rank has a GPU.
     """
     store.set(f"gpu of rank {rank}", gpu)
     if rank == 0:
@@ -212,7 +221,9 @@ _NO_GPU = "no rank has a GPU"
 
 
 def _reason_against_nccl(gpus: list[str]) -> str:
-    """ "" where there is none."""
+    """Return the reason why NCCL cannot be used, "" if it can. `gpus` has `gpu_of_rank` of each
+    rank.
+    """
     if not any(gpus):
         return _NO_GPU
     if "" in gpus:

@@ -1,10 +1,10 @@
-"""Process groups and messages of a rank: tensors go over NCCL where each rank has a GPU of its own,
-else over gloo, and so does all that is no tensor of a step.
+"""Process groups and P2P communication of a rank. Tensors of steps are exchanged over NCCL if each
+rank has its own GPU, otherwise over gloo; everything else over gloo.
 
-Collectives of tensors in host memory are direct: every rank sends to all others at once. Gloo's own
-go round a ring, and its reduce-scatter sets one up each time. Where ranks share processors, each
-step of a ring waits until the next rank has one. `benchmarks/gloo_collectives.py` holds both ways
-against each other.
+Collectives on tensors in host memory are direct: every rank sends to all others at once. Gloo's own
+collectives use a ring, and its reduce-scatter sets up a new one for each call. If ranks have to
+take turns on CPU cores, each step of a ring waits until the next rank gets a core.
+`benchmarks/gloo_collectives.py` compares both.
 """
 
 from __future__ import annotations
@@ -60,26 +60,30 @@ Form = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
 
 @dataclass(slots=True)
 class PendingRecv:
-    """A tensor that arrives; or, with `reduce`, tensors of all ranks, [ranks, ...], of which the
-    sum or maximum is.
+    """A tensor that is being received. With `reduce`, the tensors of all ranks are being received,
+    [ranks, ...], and the result is their sum or maximum.
     """
 
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
-    sent: torch.Tensor | None = (
-        None  # Tensor sent by the same exchange, which must stay alive until it is done.
-    )
+    sent: torch.Tensor | None = None
+    """A tensor that the same collective sends, kept alive until it has ended."""
     reduce: dist.ReduceOp.RedOpType | None = None
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is there. Over NCCL it is the device's current stream that waits."""
+        """Return the tensor when it has arrived. Over NCCL, the current stream of the device waits
+        instead of the host.
+        """
         if self.work is not None:
             self.work.wait()
-            self.work = self.sent = None  # Gloo would wait a second time for ever.
+            # A second wait on gloo's handle would never return.
+            self.work = self.sent = None
         if self.reduce == dist.ReduceOp.MAX:
             return self.buffer.amax(0)
-        if self.reduce is not None:  # Added up in the order of ranks, so that all have the same.
+        if (
+            self.reduce is not None
+        ):  # All ranks sum in the order of ranks, so that results are equal.
             return self.buffer.sum(0, dtype=self.buffer.dtype)
         return (
             self.buffer
@@ -89,7 +93,7 @@ class PendingRecv:
 
 
 class PendingSend:
-    """A tensor that is being sent; it must not change or go away before it is gone."""
+    """A tensor that is being sent. It must not change or be freed before it is sent."""
 
     def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         self.work = work
@@ -98,30 +102,31 @@ class PendingSend:
         self._lock = threading.Lock()
 
     def is_gone(self) -> bool:
+        """Return True if the tensor has been sent."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait until it has been sent, and let it go; several threads may."""
+        """Wait until the tensor has been sent, then release it. Several threads may call this."""
         with self._lock:
             if self.work is not None:
                 self.work.wait()
-                self.work = None  # Gloo would wait a second time for ever.
+                self.work = None  # A second wait on gloo's handle would never return.
             self.tensor = None
 
 
 _HELD_BYTES = 4 * 2**20
-"""A rank may hold so much of messages that are gone. To have a thread wait for a message takes up
-to 0.1 ms of the rank's own time, which is more than small ones take themselves.
+"""Maximum bytes of sent tensors that a rank may still hold. Waiting for a send on a thread costs
+the rank up to 0.1 ms, more than a small send takes.
 """
 
 
 class SendQueue:
-    """All messages of a rank that are under way."""
+    """All sends of a rank that have started and whose tensors are still held."""
 
     def __init__(self, watched: bool, most_bytes: int = _HELD_BYTES) -> None:
-        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo.
-        All are then held until the step's end, up to `most_bytes`; beyond that a thread waits for
-        the earliest.
+        """`watched` is True if only a wait shows that a send has ended, as with gloo. Then all
+        tensors are held until the end of the step, up to `most_bytes`; beyond that, a thread waits
+        for the earliest sends.
         """
         self._watched = watched
         self._most_bytes = most_bytes
@@ -131,7 +136,7 @@ class SendQueue:
         self._waited_for: deque[Future[None]] = deque()
 
     def add(self, message: PendingSend) -> None:
-        """Hold a message until it is gone. Raises what an earlier one ended with."""
+        """Hold a tensor until it has been sent. Raise the error of an earlier send that failed."""
         while self._waited_for and self._waited_for[0].done():
             self._forget_one()
         self._under_way.append(message)
@@ -149,14 +154,14 @@ class SendQueue:
         return earliest
 
     def _forget_one(self) -> None:
-        """Wait for the first that the thread waits for. One that failed stays, and fails all that
-        come behind it.
+        """Wait for the first send that the thread waits for. A send that failed stays in the queue
+        and fails all later calls.
         """
         self._waited_for[0].result()
         self._waited_for.popleft()
 
     def finish(self) -> None:
-        """Wait until all are gone. Raises what one ended with."""
+        """Wait until all tensors have been sent. Raise the error of a send that failed."""
         while self._under_way:
             self._earliest().wait()
         while self._waited_for:
@@ -167,14 +172,13 @@ class SendQueue:
 
 
 class RecvBufferPool:
-    """The buffers of one channel in one direction, all of one shape, that of the last message; made
-    when first needed.
+    """The receive buffers of one channel in one direction, allocated at first use. All have the
+    shape of the last received tensor.
 
-    A buffer is free when nothing but the pool holds its memory: no view of it, no operator that
-    keeps it for backward, no message that forwards it. `size` is how many a step holds at once;
-    where a view lives longer, what comes meanwhile has memory of its own. On a GPU the stream that
-    writes a message first waits for all that was launched before its receive was posted, so for the
-    last reader too.
+    A buffer is free when only the pool refers to its memory: no view, no tensor saved for backward
+    and no send. `size` is the maximum number of buffers that a step uses at once; if all are in
+    use, `take` allocates a buffer outside of the pool. On a GPU, the stream that receives waits for
+    all kernels launched before the receive was posted, which include the last reader of the buffer.
     """
 
     def __init__(self, size: int) -> None:
@@ -184,12 +188,12 @@ class RecvBufferPool:
     def take(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        """Return a free buffer of this shape and type."""
         if self._buffers and self._buffers[0].shape != shape:
             self._buffers.clear()
         for place, buffer in enumerate(self._buffers):
-            if (
-                storage_users(buffer.untyped_storage()) == 2
-            ):  # The buffer, and the storage's own object.
+            # The two users of a free buffer's storage: the buffer and the storage object.
+            if storage_users(buffer.untyped_storage()) == 2:
                 self._buffers.append(self._buffers.pop(place))
                 return buffer.detach()
         found = torch.empty(shape, dtype=dtype, device=device)
@@ -199,12 +203,13 @@ class RecvBufferPool:
 
 
 _SMALL_BYTES = 1 << 17
-"""Tensors up to here are summed by sending each rank's to all: larger ones would be sent too often.
+"""Maximum bytes of a tensor whose all-reduce sends each rank's tensor to all others. The traffic of
+this method grows with the number of ranks, so larger tensors use a ring.
 """
 
 
 def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """True where every rank sends to all others directly: tensors in host memory, over gloo."""
+    """Return True if every rank sends to all others directly: for tensors in host memory over gloo."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
@@ -213,8 +218,8 @@ def start_direct_exchange(
     group: dist.ProcessGroup | None,
     reduce: dist.ReduceOp.RedOpType | None = None,
 ) -> PendingRecv:
-    """Start sending row i to rank i; what arrives is row i from rank i, or with `reduce` the sum of
-    all or maximum.
+    """Start to send row i of `rows` to rank i of the group. The result has row i from rank i, or
+    with `reduce` the sum or maximum of these rows.
     """
     rows = rows.detach().contiguous()
     received = torch.empty_like(rows)
@@ -224,20 +229,22 @@ def start_direct_exchange(
 
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise LaunchError("this rank is not in the group that exchanges")
+        raise LaunchError(
+            f"rank {dist.get_rank()} called a collective of a process group without this rank"
+        )
     return work
 
 
 def to_all(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Rows of a direct exchange in which every rank of the group gets the tensor."""
+    """Return rows for `start_direct_exchange` that send `tensor` to every rank of the group."""
     return tensor.expand(dist.get_world_size(group), *tensor.shape)
 
 
 def all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The tensors of all ranks of the group, by rank, [ranks, ...]; written into `rows` where those
-    are given.
+    """Return the tensors of all ranks of the group in the order of ranks, [ranks, ...]; written
+    into `rows` if given.
     """
     if is_direct(tensor, group):
         gathered = start_direct_exchange(to_all(tensor, group), group).wait()
@@ -259,8 +266,8 @@ def start_all_reduce(
     how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     in_place: bool = True,
 ) -> PendingRecv:
-    """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in
-    place, if allowed.
+    """Start the all-reduce of a tensor with the operation `how`. With `in_place`, the result may
+    overwrite the tensor.
     """
     if tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group):
         return start_direct_exchange(to_all(tensor, group), group, how)
@@ -272,19 +279,23 @@ def start_all_reduce(
 
 
 def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
-    """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
+    """Start the reduce-scatter of `rows`, [ranks, ...]: the result is the sum over all ranks of
+    this rank's row.
+    """
     if is_direct(rows, group):
         return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
     backend = dist.get_backend(group)
-    if rows.is_cuda and backend == "gloo":  # It scatters tensors of the host alone.
+    if (
+        rows.is_cuda and backend == "gloo"
+    ):  # Gloo's reduce-scatter accepts tensors in host memory only.
         sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
     if backend == "nccl":
         check_sum(rows)
     rows = rows.contiguous()
-    share = torch.empty_like(rows[0])
-    work = reduce_scatter_flat(share.view(-1), rows.view(-1), group=group, async_op=True)
-    return PendingRecv(_started(work), share, share.device, rows)
+    shard = torch.empty_like(rows[0])
+    work = reduce_scatter_flat(shard.view(-1), rows.view(-1), group=group, async_op=True)
+    return PendingRecv(_started(work), shard, shard.device, rows)
 
 
 def all_to_all(
@@ -294,8 +305,8 @@ def all_to_all(
     outgoing: list[int],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Send `outgoing[i]` elements of a flat tensor to rank i of the group, and put `incoming[i]`
-    from it in place.
+    """Send `outgoing[i]` elements of the flat tensor `sent` to rank i of the group, and write
+    `incoming[i]` elements from rank i into `arrives`.
     """
     if dist.get_backend(group) == "nccl":
         size = sent.element_size()
@@ -307,15 +318,18 @@ def all_to_all(
 
 
 class ControlGroup:
-    """All ranks of a world, or the only one, on a process group that nothing else uses. So it may
-    go on beside a step, on another thread, without its messages getting between those of the step.
+    """All ranks of the world on a process group of its own, so that another thread can communicate
+    while a step runs. It also works in a world of one rank.
     """
 
     def __init__(self, rank: int, world_size: int, patience_s: float, heartbeat: Heartbeat) -> None:
-        """All ranks make it together. Who has not come after `patience_s` seconds is given up."""
+        """Collective over all ranks. A collective fails after `patience_s` seconds without all
+        ranks.
+        """
         self.rank = rank
         self.world_size = world_size
-        self.waits = False  # True if this rank has come and others have not.
+        self.waits = False
+        """True while this rank waits for others in a collective."""
         self.heartbeat = heartbeat
         self._group = None
         if world_size > 1:
@@ -325,7 +339,7 @@ class ControlGroup:
     def _gather(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
             return [data]
-        # The heartbeat is the main thread's: who waits for another thread says so there.
+        # The heartbeat describes the main thread only.
         with (
             self.heartbeat.waiting()
             if threading.current_thread() is threading.main_thread()
@@ -340,9 +354,11 @@ class ControlGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def run_collectively(self, task: str, act: Callable[[], Any]) -> list[Any]:
-        """Every rank does its part of a task; what came of each, by rank, as JSON carries it. Where
-        a rank's part ends in an AutopipeError, all ranks raise it, the first by rank, as that
-        rank's.
+        """Call `act` on every rank. Return the results of all ranks, in the order of ranks, as JSON
+        represents them.
+
+        If `act` raises an AutopipeError on any rank, all ranks raise the error of the first such
+        rank.
         """
         try:
             outcome = {"done": act()}
@@ -361,8 +377,8 @@ class ControlGroup:
 
 
 ATTEMPT = "AUTOPIPE_ATTEMPT"
-"""Environment variable that tells apart the attempts of one launch, where the launcher keeps the
-store.
+"""Environment variable with a name of the current attempt of a launch, set if the launcher keeps
+the store.
 """
 
 
@@ -373,15 +389,17 @@ launch.
 
 Loading a kernel may wait until the device is idle (CUDA Programming Guide, "Lazy Loading",
 potential hazards). A receive that is posted early keeps the device busy until its sender has
-computed. Ranks of a schedule with pipelines in both directions (Chimera, DualPipe) then wait for
-one another in their first step.
+computed. In schedules with pipelines in both directions (Chimera, DualPipe), ranks would then wait
+for one another in their first step.
 """
 
 
 class Transport:
-    """This rank's ends of all channels and groups. Messages of one channel arrive in the order
-    sent. Work handles are kept until waited for: gloo drops messages whose handle is gone. Where
-    ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
+    """This rank's connection to all others: channels and process groups. Tensors of one channel
+    arrive in the order in which they were sent.
+
+    Work handles are kept until a wait: gloo drops operations whose handle is freed. If ranks share
+    a GPU, which NCCL rejects, tensors are exchanged through pinned host memory.
     """
 
     def __init__(
@@ -394,12 +412,12 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._on_cpu = device in ("cpu", "meta")  # Asked for, so on all ranks alike.
+        self._on_cpu = device in ("cpu", "meta")  # From the command line, so equal on all ranks.
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []
-        """Lines about how ranks exchange tensors, for one rank to say."""
-        # Others may come late from their start, and then be late with a task: the launcher finds
-        # out sooner who hangs.
+        """Lines for the user about how ranks exchange tensors."""
+        # A rank may be late in start-up and again in a task. The launcher detects a hanging rank
+        # sooner than this time-out.
         self._patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
         self._nccl = NcclCommunicators(self.rank, self.device, self._patience)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -407,29 +425,28 @@ class Transport:
         self._batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]] | None = None
         self._buffers: dict[tuple[int, bool], RecvBufferPool] = {}
         self.traffic: Counter[str] = Counter()
-        """Bytes moved by this step's exchanges so far, by kind (`ir/program.py`)."""
+        """Bytes that this step's communication has moved so far, by kind (`ir/program.py`)."""
         self._control_groups: list[ControlGroup] = []
         self._joined = False
-        self._store: Store | None = None  # Kept here, as `SignedStore` wants it.
+        self._store: Store | None = None
+        """The launcher's store. Kept because `SignedStore` must outlive its users."""
         self.store: Store | None = None
-        """The ranks' own, of this attempt; None where the rank is the only one, or has not joined
-        the others.
+        """The store of the ranks of this attempt; None in a world of one rank, and before `start`.
         """
         self._use(nccl=False)
 
     def _use(self, nccl: bool) -> None:
-        """Exchange tensors of steps over NCCL, or over gloo."""
+        """Exchange tensors of steps over NCCL or over gloo."""
         self.nccl = nccl
         self.staged = self.device.type == "cuda" and not nccl
         own_cores = not nccl and not has_more_ranks_than_cores(self._local_world)
         self._gives_way = own_cores and hasattr(os, "sched_yield")
-        """True where gloo's threads get on better if this one gives way to them (`host`)."""
+        """True if this thread should yield its core after posting to gloo's threads (`host`)."""
         self._sends = SendQueue(watched=not nccl)
 
     def start(self) -> None:
-        """Join the world, with threads that keep to the rank's processors unless NCCL does the
-        exchanges. A world of one needs no process group; a process that is in a world already stays
-        in it.
+        """Join the other ranks. Unless NCCL is used, pin threads to the rank's CPU cores. Makes no
+        process group in a world of one rank, or if this process is already in a process group.
         """
         if self.device.type == "cuda":
             pin_near(pci_address(self.device))
@@ -453,7 +470,7 @@ class Transport:
         self.store = store
 
     def _join_store(self) -> Store:
-        """The store of all ranks, over which they have agreed how to exchange tensors."""
+        """Return the store of all ranks, after the ranks have agreed on NCCL or gloo."""
         store: Store
         self._store = _launchers_store(self._patience, signed=True)
         if self._store is None:
@@ -470,8 +487,8 @@ class Transport:
         if nccl:
             if int(os.environ[_QUEUES]) < HARDWARE_QUEUES:
                 self.notices.append(
-                    f"{_QUEUES} is {os.environ[_QUEUES]}: that the program ends is known for "
-                    f"{HARDWARE_QUEUES}"
+                    f"{_QUEUES} is {os.environ[_QUEUES]}: the program is proven free of deadlocks "
+                    f"for {HARDWARE_QUEUES}"
                 )
             if (plain := _launchers_store(self._patience, signed=False)) is not None:
                 self._store = plain
@@ -479,15 +496,17 @@ class Transport:
         return store
 
     def make_control_group(self) -> ControlGroup:
-        """It waits for the slowest rank's files to be on the disk."""
+        """Return a new control group. Its time-out includes the writing of the slowest rank's
+        checkpoint.
+        """
         patience_s = self.timeouts.checkpoint_s + self.timeouts.step_s
         control_group = ControlGroup(self.rank, self.world_size, patience_s, self.heartbeat)
         self._control_groups.append(control_group)
         return control_group
 
     def connect(self, groups: Iterable[tuple[int, ...]], channels: Iterable[Channel] = ()) -> None:
-        """Make all groups and channels that any rank needs, in the same order everywhere, before
-        the first step.
+        """Create all process groups and channels that any rank uses, before the first step. All
+        ranks must pass the same groups and channels.
         """
         members = {tuple(sorted(ranks)) for ranks in groups if len(ranks) > 1}
         channels = tuple(channels)
@@ -506,8 +525,8 @@ class Transport:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of these ranks, whatever their order; None stands for the whole world over
-        gloo.
+        """Return the process group of these ranks, in any order; None for all ranks over gloo,
+        torch's default group.
         """
         if len(ranks) == self.world_size and not self.nccl:
             return None
@@ -515,8 +534,8 @@ class Transport:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """NCCL carries the messages of the block as one: all go to one rank, or come from one, over
-        one communicator. Both ends put the same messages into a batch. Gloo carries each alone.
+        """Run the P2P operations of the block as one NCCL batch. All must have the same peer and
+        direction, and the peer must batch the matching operations. Over gloo there are no batches.
         """
         if not self.nccl:
             yield
@@ -536,13 +555,14 @@ class Transport:
                 self._sends.add(pending)
 
     def _add(self, operation: dist.P2POp, pending: PendingRecv | PendingSend) -> None:
-        """Start a message over NCCL, with the others of the batch where there is one."""
+        """Start an NCCL operation, or add it to the current batch."""
         if self._batch is None:
             self._post([(operation, pending)])
         else:
             self._batch.append((operation, pending))
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
+        """Start to send a tensor to `rank`; `gradient` is True for the gradients of the channel."""
         self.traffic["send"] += tensor.nbytes
         tensor = tensor.detach().contiguous()
         if self.nccl:
@@ -562,9 +582,9 @@ class Transport:
         return pending
 
     def recv(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
-        """Post a receive; it is waited for where the tensor is used."""
+        """Post the receive of a tensor with the type and shape `like` from `rank`."""
         dtype, shape = like
-        if self.staged:  # Torch keeps pinned memory for its next use, once copies from it are done.
+        if self.staged:  # Torch's allocator reuses pinned memory when copies from it have ended.
             buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
             buffer = self._buffers[channel, gradient].take(shape, dtype, self.device)
@@ -582,31 +602,31 @@ class Transport:
         return PendingRecv(work, buffer, self.device)
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        """Start adding up a gradient over the ranks; it may be done in place."""
+        """Start the all-reduce of a gradient over `ranks`, possibly in place."""
         self.traffic["gradient"] += tensor.nbytes
         return start_all_reduce(tensor, self.group(ranks))
 
     def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        """Start adding up gradients over the ranks, of which this rank gets its share of the
-        sums.
-        """
+        """Start the reduce-scatter of a row of gradients over `ranks`, split evenly."""
         self.traffic["gradient"] += row.nbytes
         return start_reduce_scatter(row.view(len(ranks), -1), self.group(ranks))
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """Fill a row, of which each of the ranks has its share in place. Counted by who asks for
-        it.
+        """All-gather a row over `ranks`; each rank's part of the row is filled before. The caller
+        counts the bytes.
         """
         rows = row.view(len(ranks), -1)
         all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
     def maximum(self, number: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' numbers, on the device, []. Not counted as a step's."""
+        """Return the maximum over all ranks of a scalar on the device, []. Not counted in
+        `traffic`.
+        """
         return self._of_all_ranks(number, dist.ReduceOp.MAX)
 
     def total(self, number: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' numbers, on the device, [], the same on all. Not counted as a
-        step's.
+        """Return the sum over all ranks of a scalar on the device, [], equal on all ranks. Not
+        counted in `traffic`.
         """
         return self._of_all_ranks(number, dist.ReduceOp.SUM)
 
@@ -616,11 +636,12 @@ class Transport:
         return start_all_reduce(number, self.group(tuple(range(self.world_size))), how).wait()
 
     def total_over(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """The sum of the ranks' tensors. Not counted as a step's."""
+        """Return the sum of a tensor over `ranks`. Not counted in `traffic`."""
         with self.heartbeat.waiting():
             return start_all_reduce(tensor, self.group(ranks)).wait()
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        """Return the lists of all ranks, in the order of ranks. All must have the same length."""
         if self.world_size == 1:
             return [numbers]
         with self.heartbeat.waiting():
@@ -630,11 +651,12 @@ class Transport:
         return found
 
     def finish(self) -> None:
+        """Wait until all tensors of the step have been sent."""
         self._sends.finish()
 
     def stop(self) -> None:
-        """Leave all groups, and the world if `start` joined it. All ranks together: gloo aborts a
-        rank whose peer goes away while it closes its threads.
+        """Leave all process groups, and the world if `start` joined it. Collective over all ranks:
+        gloo aborts a rank whose peer ends while it closes its threads.
         """
         self._sends.close()
         if not dist.is_initialized():
@@ -655,16 +677,18 @@ class Transport:
 
 
 def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
-    """The launcher's store; None where another program started the rank, so that torch shall find
-    or make one. NCCL's own threads look into the store, also while they are ended, when they must
-    not wait for Python: not signed.
+    """Return the launcher's store, None if another program started the rank; torch then finds or
+    creates one.
+
+    NCCL's threads use the store, also while they are being stopped, when they must not wait for
+    Python. So they need the unsigned store.
     """
     if ATTEMPT not in os.environ:
         return None
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
     )
-    key = os.environ.pop(KEY, "")  # Under a bare torchrun there is none.
+    key = os.environ.pop(KEY, "")  # A bare torchrun sets no key.
     if not signed or not key:
         return store
     return SignedStore(
@@ -682,14 +706,16 @@ def _choose_device(wanted: str) -> torch.device:
     if wanted == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("no CUDA device is at hand", hint="use --device cpu")
+        raise LaunchError("no CUDA device is available", hint="use --device cpu")
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
 def pci_address(device: torch.device) -> str:
-    """Such as `0000:cd:00.0`; empty where torch does not tell."""
+    """Return the PCI address of a GPU, for example `0000:cd:00.0`; "" if this version of torch does
+    not provide it.
+    """
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

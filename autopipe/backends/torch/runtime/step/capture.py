@@ -1,4 +1,4 @@
-"""Which stages of a rank run as CUDA graphs, and whether the update does."""
+"""`--cuda-graphs`: which stages of a rank are captured as CUDA graphs, and whether the update is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _UPDATE = "update"
 
 
 def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
-    """Capture CUDA graphs of this rank's stages, all ranks together, between two steps: of all
-    stages if `--cuda-graphs` is given, otherwise of those that the host bounds. If a stage is
-    captured, so is the rank's update; `capture_update` returns why not. Return a line that says
-    which stages of all ranks are captured, and why others are not.
+    """Capture CUDA graphs of this rank's stages between two steps: of all stages if `--cuda-graphs`
+    is given, otherwise of stages whose speed the plan predicts to be bound by the host. If a stage
+    is captured, `capture_update` captures the update; it returns the reason if it cannot.
+    Collective over all ranks.
+
+    Return a line that says which stages of all ranks are captured, and why the others are not.
     """
 
     def capture() -> dict[str, str]:
@@ -48,8 +50,8 @@ def captures_by_default(rank: RankContext) -> bool:
 
 
 def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
-    """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does
-    not.
+    """Capture a stage if it should be captured. Return the reason why it stays eager, "" if it is
+    captured.
     """
     if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
         return _NOT_ASKED
@@ -57,8 +59,8 @@ def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> st
 
 
 def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
-    """Return one line about the stages of a program and its update. Each rank gives, by stage or
-    `update`, why it stays eager, "" if it is captured.
+    """Return one line about the stages of a program and its update. Each rank gives, by stage
+    number or `update`, the reason why it stays eager, "" if it is captured.
     """
     reasons: dict[str, str] = {}
     for own in by_rank:
@@ -87,7 +89,7 @@ def _stages(numbers: Iterable[int]) -> str:
 
 
 def _free_bytes(rank: RankContext) -> int:
-    """Return how much memory of the device is free for this rank."""
+    """Return the free memory of the device that this rank may use, in bytes."""
     free: int = torch.cuda.mem_get_info(rank.device)[0]
     if rank.manifest.memory_limits:
         limit = rank.manifest.memory_limits[rank.number]

@@ -1,6 +1,8 @@
-"""Forwards of stages through `torch.compile`, with their backwards. A micro-batch of zeros compiles
-them before the first step, so that no step does. What waits for other ranks, and what waits for the
-second half of a split backward, runs eagerly between compiled parts.
+"""`--compile`: forward and backward of stages through `torch.compile`.
+
+Before the first step, a micro-batch of zeros compiles each stage, so that no step waits for the
+compiler. Collectives and operators with deferred weight gradients run eagerly between compiled
+parts.
 """
 
 from __future__ import annotations
@@ -22,24 +24,23 @@ from autopipe.backends.torch.torch_interfaces import configure_compiler
 from autopipe.ir.errors import ConfigurationError
 
 _LOCAL = {"slice", "along"}
-"""Methods of a group that exchange nothing."""
+"""Methods of `Group` that do not communicate, so that they may be compiled."""
 _EAGER = {
     "group": "exchanges between its ranks",
     "weight_grads": "operators whose gradients of weights wait",
 }
-"""By attribute of a forward's `p`, what no graph can hold."""
+"""By attribute of a forward's `p`, a description of the calls that cannot be compiled."""
 _NO_COMPILER = {
     "No working C++ compiler": "install g++, or name a compiler in CXX",
     "Cannot find a working triton": "install triton as torch's wheels for CUDA do, or leave out --compile",
 }
-"""Words of errors with which every stage would end, and what to do."""
+"""By part of an error message that compilation of any stage would raise, the hint for the user."""
 
 
 def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[str]:
-    """Compile this rank's stages, all ranks together, so that no step waits for a compiler: in the
-    order of their numbers, since exchanges wait for a stage's group. Returns a line for each stage
-    of any rank that is not compiled as one. Raises ConfigurationError where there is no compiler
-    for the device.
+    """Compile this rank's stages in ascending order. Collective over all ranks, because a stage's
+    forward communicates within its group. Return a line for each stage of any rank that is not
+    compiled as one graph. Raise ConfigurationError if there is no compiler for the device.
     """
     _set_up_compiler()
     said = _said_of_stages(stages, transport, _compile)
@@ -50,8 +51,8 @@ def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[st
 def _said_of_stages(
     stages: Mapping[int, Stage], transport: Transport, act: Callable[[Stage], str]
 ) -> list[tuple[int, str]]:
-    """Do something with each stage, on all ranks, and give what is said of the stages of any of
-    them.
+    """Apply `act` to each stage on all ranks. Return (stage, text) for each stage for which some
+    rank's `act` returned a text that is not empty.
     """
 
     def run() -> dict[str, str]:
@@ -65,9 +66,9 @@ def _said_of_stages(
 
 
 def _set_up_compiler() -> None:
-    """From now on no graph holds what waits for other ranks, or for the second half of a backward;
-    kernels are kept in one folder for all ranks of a node, which nobody else writes, and nothing
-    that is kept is a pickle.
+    """Exclude collectives and deferred weight gradients from compilation, and select the folder of
+    compiled kernels. All ranks of a node share the folder; only its owner can write it, and it
+    contains no pickles.
     """
     configure_compiler()
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (folder := _cache_folder()) is not None:
@@ -83,13 +84,13 @@ def _set_up_compiler() -> None:
 
 
 def _compile(stage: Stage) -> str:
-    """Compile a stage's forward, or the segments of it that run again. Returns what runs eagerly
-    all the same, and why; "" for nothing.
+    """Compile a stage's forward, or its recomputed segments. Return which parts run eagerly and
+    why, "" if none does.
     """
     from autopipe.backends.torch.torch_interfaces import (
         TorchDynamoException,
         Unsupported,
-    )  # Takes a second to import.
+    )  # The import takes about a second.
 
     forward = stage.module.forward
     segments = [
@@ -114,7 +115,7 @@ def _compile(stage: Stage) -> str:
             for words, hint in _NO_COMPILER.items():
                 if words in str(error):
                     raise ConfigurationError(
-                        f"--compile: {words.lower()} is there", hint
+                        f"--compile: {words[0].lower()}{words[1:]}", hint
                     ) from error
             said = f"all of it eagerly: {_first_line(error)}"
             break
@@ -125,7 +126,7 @@ def _compile(stage: Stage) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Beside the answers of plans; None where nothing can be written there."""
+    """Return the folder of compiled kernels, next to the plan cache; None if it cannot be created."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("AUTOPIPE_CACHE") or Path(caches) / "autopipe") / "kernels"
     try:

@@ -2,15 +2,15 @@
 micro-batch.
 
 A CUDA graph reads and writes the same memory at each replay. So a stage has a `Slot` of static
-tensors and graphs for each micro-batch in flight (forward has run, backward has not). Each slot has
-a memory pool of its own: its graphs are replayed in the order in which they were captured, and
-another slot's graphs, which run in between, cannot overwrite what the forward graph saved for the
+tensors and graphs for each micro-batch in flight (its forward has run, its backward has not). Each
+slot has its own memory pool: its graphs are replayed in the order of their capture, and graphs of
+other slots, which run in between, cannot overwrite tensors that the forward graph saved for the
 backward graph.
 
 Autograd runs in Python only during the capture. A captured backward adds to static gradient tensors
 (`StaticGradients`), which become `parameter.grad`. During the capture, the stage reads its
-parameters through aliases that are made on the capturing stream: autograd runs each node on the
-stream on which the node was made, and a node of the default stream would break the capture.
+parameters through aliases that are created on the capturing stream: autograd runs each node on the
+stream on which the node was created, and a node of the default stream would break the capture.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from autopipe.backends.torch.torch_interfaces import abandon_capture, foreach_co
 
 Tensors = dict[str, torch.Tensor]
 
-_NEVER = {"p.group": "its ranks exchange data inside of it"}
-"""By name in a stage's text, the reason why the stage is never captured."""
+_NEVER = {"p.group": "its ranks communicate within it"}
+"""By name in a stage's generated code, the reason why the stage is never captured."""
 _DEVICE = "cuda"
 _FREE_SHARE = 0.9
-"""Share of the device's free memory that the slots of a stage may take."""
+"""Maximum fraction of the device's free memory that the slots of a stage may use."""
 
 
 def has_cuda_graphs(device: torch.device) -> bool:
-    """True if stages on `device` can be captured."""
+    """Return True if stages on `device` can be captured."""
     return device.type == _DEVICE
 
 
 def why_not_captured(names: Collection[str]) -> str:
-    """Return the reason why a stage cannot be captured, "" if it may be. `names` are the dotted
-    names in the stage's text (`names_in`).
+    """Return the reason why a stage cannot be captured, "" if its code contains none. `names` are
+    the dotted names in the code (`names_in`).
     """
     for name, reason in _NEVER.items():
         if any(each == name or each.startswith(f"{name}.") for each in names):
@@ -60,7 +60,7 @@ def why_not_captured(names: Collection[str]) -> str:
 
 
 def names_in(source: str) -> frozenset[str]:
-    """Return the dotted names that a module's text mentions, for example `p.group.all_reduce`."""
+    """Return the dotted names in Python code, for example `p.group.all_reduce`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute | ast.Name):
@@ -69,12 +69,12 @@ def names_in(source: str) -> frozenset[str]:
 
 
 class NotCaptured(Exception):
-    """Raised with the reason why a stage stays eager."""
+    """Raised if a stage or the update stays eager. The message is the reason."""
 
 
 class StaticGradients:
     """The static gradient tensors of a rank's parameters, to which captured backwards add. Stages
-    that share a parameter share its tensor.
+    that use the same parameter use the same static tensor.
     """
 
     def __init__(self) -> None:
@@ -89,14 +89,12 @@ class StaticGradients:
         return self._buffers[id(parameter)]
 
     def missing_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
-        """Return the memory that the static gradients of `parameters` take in addition to those
-        allocated.
-        """
+        """Return the bytes of static gradients of `parameters` that are not allocated yet."""
         return sum(each.nbytes for each in parameters if id(each) not in self._buffers)
 
     def place(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make each parameter's static tensor its gradient, with the value that the gradient has:
-        zero if none.
+        """Make the static tensor of each parameter its gradient, with the value of its present
+        gradient, or zeros if it has none.
         """
         fresh: list[torch.Tensor] = []
         moved: list[torch.Tensor] = []
@@ -121,14 +119,14 @@ class CaptureResources:
     """The stream, the static gradients and the memory of a rank's captures."""
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
-        """`free_bytes` returns how much memory of the device is free for the rank."""
+        """`free_bytes` returns the free memory of the device that the rank may use."""
         # One stream for all: libraries allocate a workspace for each stream.
         self.stream = torch.cuda.Stream()
         self.gradients = StaticGradients()
         self._free_bytes = free_bytes
 
     def reserve(self, needed: int) -> None:
-        """Raise NotCaptured if `needed` bytes are too many for the free memory."""
+        """Raise NotCaptured if `needed` bytes exceed the usable fraction of the free memory."""
         free = self._free_bytes()
         if needed > _FREE_SHARE * free:
             share = f"{_FREE_SHARE:.0%} of the {_gib(free)} that are free"
@@ -136,8 +134,8 @@ class CaptureResources:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """While the block runs, the stream is the current one. Any error becomes NotCaptured.
-        Nothing is under way on the device before and behind the block.
+        """Make the capturing stream the current one in the block. Errors of the block are raised as
+        NotCaptured. The device is idle before and after the block.
         """
         torch.cuda.synchronize()
         # A capture that ends with an error leaves its stream the current one: this context restores
@@ -154,12 +152,12 @@ class CaptureResources:
                 torch.cuda.empty_cache()
 
     def capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        """Return the graph of the kernels that `run` launches; its memory is in `pool`. In
-        `capturing` only.
+        """Return the graph of the kernels that `run` launches, with memory in `pool`. Only valid
+        within `capturing`.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may use the device: that of the data copies batches.
+            # The prefetching thread may copy batches to the device meanwhile.
             with torch.cuda.graph(
                 graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
@@ -171,8 +169,8 @@ class CaptureResources:
 
 
 class _NarrowAlias(torch.autograd.Function):
-    """The 16-bit copy of a parameter, as a cast of the parameter's alias: gradients go on in the
-    parameter's type.
+    """The 16-bit copy of a parameter as a cast of the parameter's alias, so that autograd returns
+    gradients in the parameter's type.
     """
 
     @staticmethod
@@ -189,26 +187,26 @@ class _NarrowAlias(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A stage as its capture needs it."""
+    """The parts of a stage that its capture uses."""
 
     p: Arguments
     results: Callable[[Tensors], tuple[torch.Tensor, ...]]
-    """Run the stage's forward on its arguments."""
+    """Runs the stage's forward on its arguments."""
     make_arguments: Callable[[], Tensors]
-    """Make arguments of zeros, which require gradients as those of every micro-batch do."""
+    """Returns arguments of zeros that require gradients like those of a micro-batch."""
     parameters: Mapping[str, torch.Tensor]
-    """The parameters that the stage reads, by their name in `p`; in fp32 where `p` has a 16-bit
-    copy.
+    """The parameters of the stage, by their name in `p`. If `p` has a 16-bit copy, this is the fp32
+    parameter.
     """
     seeded: frozenset[int]
-    """Indices of the results to which gradients come; empty in inference."""
+    """Indices of the results that have incoming gradients; empty in inference."""
 
 
 class StageGraphs:
     """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
 
     def __init__(self, stage: Captured, resources: CaptureResources, slots: int) -> None:
-        """Capture the stage. Raises NotCaptured; then nothing has changed."""
+        """Capture the stage with `slots` slots. If this raises NotCaptured, the stage is unchanged."""
         self._stage = stage
         self._resources = resources
         self._trained: list[torch.Tensor] = []
@@ -225,25 +223,25 @@ class StageGraphs:
             grown = torch.cuda.memory_reserved() - before
             found = [name for name, alias in aliases.items() if alias.grad is not None]
             self._trained = [self._stage.parameters[name] for name in found]
-            a_slot = max(
-                0, grown - sum(each.nbytes for each in self._trained)
-            )  # Gradients are common to all slots.
+            # All slots use the same gradients, which are not part of a slot's memory.
+            slot_bytes = max(0, grown - sum(each.nbytes for each in self._trained))
             for name in aliases:
                 aliases[name].grad = None
             torch.cuda.empty_cache()
-            # One more for what stays eager: validation, and micro-batches for which no slot is
-            # left.
+            # One more slot's memory for eager passes: in validation, and if all slots are in use.
             gradients = self._resources.gradients
-            self._resources.reserve((slots + 1) * a_slot + gradients.missing_bytes(self._trained))
+            self._resources.reserve(
+                (slots + 1) * slot_bytes + gradients.missing_bytes(self._trained)
+            )
             for name in found:
                 aliases[name].grad = gradients.of(self._stage.parameters[name])
-            self._warm_up()  # Kernels that add to gradients are loaded before the capture, too.
+            self._warm_up()  # Loads the kernels that add to existing gradients.
             self.free += [Slot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
     def _aliases(self) -> Iterator[Tensors]:
-        """While the block runs, the stage reads aliases of its trained parameters. Yields the
-        aliases by name.
+        """Make the stage read aliases of its trained parameters in the block. Yield the aliases by
+        name.
         """
         p = self._stage.p
         read = {name: getattr(p, name) for name in self._stage.parameters}
@@ -268,8 +266,8 @@ class StageGraphs:
             p.random.state = state
 
     def _warm_up(self) -> None:
-        """Run the stage eagerly on the capturing stream: libraries allocate their workspaces, and
-        an operator that waits for the device raises an error.
+        """Run the stage eagerly on the capturing stream, so that libraries allocate their
+        workspaces. Raise NotCaptured if an operator waits for the device.
         """
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -290,32 +288,30 @@ class StageGraphs:
         torch.cuda.synchronize()
 
     def take(self) -> Slot | None:
-        """Return a slot for a micro-batch, None if all are in use."""
+        """Return a free slot for a micro-batch, None if all are in use."""
         return self.free.pop() if self.free else None
 
     def place_gradients(self) -> None:
-        """Have the parameters' gradients in static tensors, as the step's captured backwards
-        expect.
-        """
+        """Move the parameters' gradients into the static tensors, once per step."""
         if not self._placed:
             self._resources.gradients.place(self._trained)
             self._placed = True
 
     def end_step(self) -> None:
-        """A step has ended: gradients of parameters may be elsewhere."""
+        """Note that gradients of parameters may have left the static tensors."""
         self._placed = False
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A forward of a stage and its backward, on tensors that a graph may hold."""
+    """A forward of a stage and its backward, on tensors that graphs may use."""
 
     stage: Captured
     arguments: Tensors
     results: tuple[torch.Tensor, ...] = ()
     edges: tuple[OutputEdge, ...] = ()
     seeds: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Gradients of results, by the index of the result."""
+    """Gradients of results, by index of the result."""
     statistics: list[NotedStatistic] = field(default_factory=list)
     waiting: Waiting = field(default_factory=list)
 
@@ -330,7 +326,7 @@ class _Pass:
         self.results = tuple(each.detach() for each in results)
 
     def make_seeds(self) -> None:
-        """Make the gradients of results, of zeros."""
+        """Allocate zeros as the gradients of results."""
         for index in sorted(self.stage.seeded):
             if self.edges[index].edge is not None:
                 self.seeds[index] = torch.zeros_like(self.results[index])
@@ -338,9 +334,8 @@ class _Pass:
     def run_backward(self) -> None:
         if self.seeds:
             run_backward(self.edges, self.seeds)
-        self.waiting += (
-            self.stage.p.weight_grads.take()
-        )  # Segments that run again in the backward leave these.
+        # Recomputed segments defer gradients in the backward.
+        self.waiting += self.stage.p.weight_grads.take()
 
     def run_weight_gradients(self) -> None:
         compute_all(self.waiting)
@@ -350,7 +345,7 @@ class Slot:
     """The static tensors of one micro-batch in flight, and the graphs that read and write them."""
 
     def __init__(self, stage: Captured, resources: CaptureResources, graphs: StageGraphs) -> None:
-        """Capture the graphs."""
+        """Capture the forward and, in training, the backward and the deferred weight gradients."""
         self._graphs = graphs
         self._state = (
             StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
@@ -374,9 +369,7 @@ class Slot:
         return self._pass.edges
 
     def forward(self, arguments: Tensors, state: ForwardState) -> tuple[torch.Tensor, ...]:
-        """Replay the forward for a micro-batch. Returns its results, which no later replay
-        changes.
-        """
+        """Replay the forward for a micro-batch. Return copies of its results."""
         with torch.no_grad():
             if self._pass.arguments:
                 foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
@@ -387,14 +380,14 @@ class Slot:
             return tuple(each.clone() for each in self._pass.results)
 
     def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
-        """Replay the backward from the gradients of results. Returns the gradients of the
-        arguments; those of parameters that wait are added by `weight_gradients`.
+        """Replay the backward with `seeds`, the gradients of results by index. Return the gradients
+        of the arguments. `weight_gradients` adds the deferred gradients of parameters.
         """
-        asking = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
+        inputs = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
         self._has_backward = bool(seeds) and self._backward is not None
         if self._backward is None or not seeds:
             return {
-                name: torch.zeros_like(each, requires_grad=False) for name, each in asking.items()
+                name: torch.zeros_like(each, requires_grad=False) for name, each in inputs.items()
             }
         self._graphs.place_gradients()
         with torch.no_grad():
@@ -406,17 +399,17 @@ class Slot:
             self._backward.replay()
             return {
                 name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
-                for name, each in asking.items()
+                for name, each in inputs.items()
             }
 
     def weight_gradients(self) -> None:
-        """Replay the second half of the backward, and leave the slot to another micro-batch."""
+        """Replay the deferred weight gradients, and release the slot."""
         if self._weight_gradients is not None and self._has_backward:
             self._weight_gradients.replay()
         self.release()
 
     def release(self) -> None:
-        """Leave the slot to another micro-batch."""
+        """Make the slot available to another micro-batch."""
         self._graphs.free.append(self)
 
 
@@ -430,5 +423,5 @@ def _gib(count: float) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of the message of `error`, its type if it has no message."""
+    """Return the first line of the error's message, or the name of its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

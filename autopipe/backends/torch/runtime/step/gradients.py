@@ -1,10 +1,10 @@
-"""Adding up gradients over the ranks that hold the same block of a parameter: in buckets,
-overlapped with backward.
+"""Reduction of gradients over the ranks that hold the same shard of a parameter, in buckets that
+overlap with the backward.
 
-With ZeRO-1 each of the ranks updates a share of a bucket, and keeps the optimizer's state of that
-share only (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion
-parameter models", SC 2020, section 5.1). Updates are element by element, so a share is any part of
-a bucket's row: see `autopipe.ir.program`.
+With ZeRO-1 (`zero_stage: 1`), each rank updates a part of each bucket and stores the optimizer
+state of this part only (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward
+training trillion parameter models", SC 2020, section 5.1). Updates are elementwise, so the parts
+need not end at parameters: see `autopipe.ir.program`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from autopipe.backends.torch.runtime.communication.transport import PendingRecv,
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.program import Block, Bucket, ElementRange, Shard, buckets_of
 
-_ALIKE: Mapping[int, int] = {}
+_NO_GROUPS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerShard:
-    """A tensor that the optimizer updates in place of parameters, and which elements of them it
-    is.
+    """A flat tensor that the optimizer updates instead of parameters; `runs` are the elements of
+    parameters that it consists of.
     """
 
     tensor: torch.Tensor
     runs: tuple[ElementRange, ...]
     start: int = 0
-    """Where the tensor begins in the rank's share of the bucket; its runs are counted from there.
-    """
+    """Index of the tensor's first element in the rank's part of the bucket."""
 
     @property
     def part(self) -> slice:
+        """Return the slice of the rank's part of the bucket that the tensor covers."""
         return slice(self.start, self.start + self.tensor.numel())
 
 
 class ReducedBucket:
-    """A bucket of which each rank gets all sums."""
+    """A bucket whose gradients are all-reduced."""
 
     def __init__(
         self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]
@@ -49,10 +49,11 @@ class ReducedBucket:
         self.bucket = bucket
         self.parameters = parameters
         self.missing = 0
-        """Gradients that its stage's last backward has still to give; where that has not begun, it
-        only falls.
+        """Number of gradients that the stage's last backward has not computed yet. It is negative
+        or 0 before that backward.
         """
-        self.pending: PendingRecv | None = None  # From its start to its end the exchange.
+        self.pending: PendingRecv | None = None
+        """The collective while it runs."""
         self._transport = transport
         if bucket.home is not None:
             for parameter in parameters:
@@ -64,15 +65,19 @@ class ReducedBucket:
             self.start()
 
     def start(self) -> None:
+        """Start the collective with the gradients so far; parameters without a gradient contribute
+        zeros.
+        """
         gradients = [
             torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters
         ]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
-            parameter.grad = None  # It is in the message now, and comes back from there.
+            parameter.grad = None  # The collective's buffer has it; `finish` sets the sum.
         self.pending = self._transport.start_all_reduce(row, self.bucket.ranks)
 
     def finish(self) -> None:
+        """Wait for the collective, and set the sums as gradients."""
         assert self.pending is not None
         self._place(self.pending.wait())
         self.pending = None
@@ -85,8 +90,9 @@ class ReducedBucket:
 
 
 class ShardedBucket(ReducedBucket):
-    """A bucket of which each rank gets a share of the sums, and updates that. Its parameters lie in
-    one row, and the share is a part of it: what is gathered after an update is in place.
+    """A bucket whose gradients are reduce-scattered (ZeRO-1). Its parameters are views of one row
+    of memory, of which the rank updates its part. An all-gather then updates the parameters in
+    place.
     """
 
     def __init__(
@@ -103,8 +109,8 @@ class ShardedBucket(ReducedBucket):
         self.shards = tuple(self._shards_of(groups))
 
     def _shards_of(self, groups: Mapping[int, int]) -> Iterator[OptimizerShard]:
-        """The rank's share, in parts whose parameters are updated alike: all of it where these are
-        of one group.
+        """Yield the tensors that the rank's optimizer updates: its part of the row, divided where
+        the parameter group changes.
         """
         own = self._own(self._row)
         runs = tuple(self.bucket.runs(self._transport.rank))
@@ -134,7 +140,7 @@ class ShardedBucket(ReducedBucket):
         for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
-                parameter.grad = None  # It is in the message now.
+                parameter.grad = None  # The collective's buffer has it.
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def _place(self, sums: torch.Tensor) -> None:
@@ -142,12 +148,13 @@ class ShardedBucket(ReducedBucket):
             shard.tensor.grad = sums[shard.part]
 
     def gather(self) -> None:
+        """All-gather the updated parameters. Collective over the bucket's ranks."""
         self._transport.traffic["parameter"] += self._row.nbytes
         self._transport.gather(self._row, self.bucket.ranks)
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients by parameter, whole. All of the bucket's ranks together; not counted as a
-        step's.
+        """Return the full gradients by parameter index. Collective over the bucket's ranks; not
+        counted as communication of a step.
         """
         row = torch.zeros_like(self._row)
         for shard in self.shards:
@@ -159,9 +166,9 @@ class ShardedBucket(ReducedBucket):
 
 
 class GradientReduction:
-    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order.
-    Buckets of parameters with a home stage start as soon as the stage's last backward has their
-    gradients, the others at the end.
+    """All buckets of a rank. The ranks of a group start its buckets in the same order. Buckets of
+    parameters with a home stage start when the last backward of the stage has computed their
+    gradients, the others at the end of the step.
     """
 
     def __init__(
@@ -170,10 +177,11 @@ class GradientReduction:
         parameters: dict[int, torch.Tensor],
         buckets: Iterable[Bucket],
         shared: bool,
-        groups: Mapping[int, int] = _ALIKE,
+        groups: Mapping[int, int] = _NO_GROUPS,
     ) -> None:
-        """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into
-        one row. `groups` are those of the optimizer, by parameter, 0 where it is not listed.
+        """`shared` is True for ZeRO-1: each rank updates a part of each bucket, whose parameters
+        move into one row. `groups` has the number of the optimizer's group by parameter index;
+        parameters that are missing are in group 0.
         """
         self._parameters = parameters
         make = partial(ShardedBucket, groups=groups) if shared else ReducedBucket
@@ -185,6 +193,7 @@ class GradientReduction:
 
     @property
     def shards(self) -> list[OptimizerShard]:
+        """The tensors that the optimizer updates instead of parameters (ZeRO-1)."""
         return [shard for each in self.shared for shard in each.shards]
 
     @property
@@ -200,8 +209,8 @@ class GradientReduction:
         return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
 
     def counted(self, rank: int, shards: Iterable[Shard]) -> list[torch.Tensor]:
-        """The tensors among `updated` that are counted here and on no other rank; `shards` are the
-        rank's blocks.
+        """Return the tensors in `updated` that this rank adds to the gradient norm, so that no
+        element is counted on two ranks. `shards` are the rank's shards of parameters.
         """
         first = {
             shard.parameter for shard in shards if min(shard.gradient_ranks, default=rank) == rank
@@ -210,22 +219,22 @@ class GradientReduction:
         return own + [shard.tensor for shard in self.shards]
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
-        """Mark the stage's next backward as its last: buckets start when their gradients are
-        complete. `times` is how often a backward adds to the gradient of a parameter, by its index;
-        once where it is not listed.
+        """Make the stage's buckets start as soon as their gradients are complete in its next
+        backward, the last of the step. `times` has the number of additions to a gradient in one
+        backward, by parameter index; 1 for parameters that are missing.
         """
         for each in self._buckets:
             if each.bucket.home == stage:
                 each.missing = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)
 
     def start(self, stage: int) -> None:
-        """Start the stage's buckets that wait for their gradients no longer."""
+        """Start the stage's buckets that have not started."""
         for each in self._buckets:
             if each.bucket.home == stage and each.pending is None:
                 each.start()
 
     def finish(self) -> None:
-        """Start what has not started, wait for all, and put the sums in place."""
+        """Start the remaining buckets, wait for all, and set the sums as gradients."""
         for each in self._buckets:
             if each.pending is None:
                 each.start()
@@ -233,8 +242,8 @@ class GradientReduction:
             each.finish()
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients of the rank's trained blocks by parameter, all of them: what verification
-        compares.
+        """Return the full gradients of the rank's trained shards by parameter index, for
+        verification. Collective over all ranks with ZeRO-1.
         """
         found = {
             index: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -247,17 +256,13 @@ class GradientReduction:
 
 
 def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool:
-    """True if the gradients of a block that `ranks` hold are added up, so that its optimizer's
-    state may be shared.
-    """
+    """Return True if the gradients of a shard that `ranks` hold are summed over these ranks."""
     found = manifest.parameters[parameter]
     return len(ranks) > 1 and found.trainable and found.value.dtype.is_floating
 
 
 def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
-    """The ranks of all groups of a program that exchange anything, for its stages or to add up
-    gradients.
-    """
+    """Return the ranks of all process groups of a program: of its stages and of gradient reduction."""
     found = {ranks for stage in manifest.stages for ranks in stage.groups()}
     if manifest.train:
         for shards in manifest.shards:
@@ -270,8 +275,8 @@ def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
-    """Buckets of the trained blocks that the rank holds together with others, in the order of their
-    exchanges.
+    """Return the buckets of trained shards that the rank holds together with others, in the order
+    of their collectives.
     """
     found = []
     for shard in manifest.shards[rank]:

@@ -1,5 +1,6 @@
-"""The update of parameters: optimizers (torch's, Lion, Muon beside AdamW), groups of parameters,
-rates, clipping by the norm of all gradients, averaged weights.
+"""Optimizers and what belongs to their step: parameter groups, learning rates, gradient clipping,
+and the moving average of weights. Optimizers are torch's and Lion; Muon updates matrices while
+AdamW updates the other parameters.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from autopipe.ir.problem import GROUPS, matches
 
 
 def groups_of_parameters(manifest: Manifest) -> dict[int, int]:
-    """By parameter the number of its group in `optimizer.groups`, from 1 on; those of none are left
-    out.
+    """Return the number of each parameter's group in `optimizer.groups`, counted from 1, by
+    parameter index. Parameters in no group are omitted.
     """
     patterns = [each["match"] for each in manifest.optimizer.get("groups", ())]
     found = {}
@@ -48,8 +49,8 @@ def groups_of_parameters(manifest: Manifest) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that are updated alike: `lr_factor` times the rate of the step, and by Muon if
-    `matrices`.
+    """Tensors with the same settings: the learning rate is `lr_factor` times that of the step; Muon
+    updates them if `matrices`.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -58,7 +59,7 @@ class TensorGroup:
     matrices: bool = False
 
     def form(self, lr: float) -> dict[str, Any]:
-        """As torch's optimizers take it."""
+        """Return a `torch.optim` parameter group with learning rate `lr * lr_factor`."""
         return {
             "params": list(self.tensors),
             "lr": lr * self.lr_factor,
@@ -68,7 +69,7 @@ class TensorGroup:
 
 
 def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[TensorGroup]:
-    """All that the rank's optimizer updates."""
+    """Return all tensors that the rank's optimizer updates, grouped by settings."""
     settings = manifest.optimizer
     numbers = groups_of_parameters(manifest)
     matrices = frozenset(settings.get("matrices", ()))
@@ -89,14 +90,14 @@ def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[Tens
 
 
 def _is_fused(tensor: torch.Tensor) -> bool:
-    """True if one kernel of torch updates many tensors like `tensor`."""
+    """Return True if torch updates many tensors like `tensor` with one fused kernel."""
     return tensor.is_cuda
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """An optimizer that does not import torch._dynamo. Torch's own methods import it, which takes
-    longer than all else before the first step, to break graphs of a compiled update; autopipe does
-    not compile updates.
+    """An optimizer that does not import torch._dynamo. Torch's own methods import it so that a
+    compiled update can call them; the import takes longer than the rest of the start-up, and
+    autopipe does not compile updates.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -107,8 +108,8 @@ class EagerOptimizer(torch.optim.Optimizer):
 
 @cache
 def eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return a subclass of `kind`, with its name, that is an `EagerOptimizer` and has the eager
-    form of its update.
+    """Return a subclass of `kind` with its name that is an `EagerOptimizer` and has an update
+    without torch._dynamo.
     """
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (EagerOptimizer, kind), {"step": step, "__module__": __name__})
@@ -117,13 +118,13 @@ def eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimi
 def make_optimizer(
     settings: dict[str, Any], groups: Sequence[TensorGroup]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a manifest over the rank's trainable blocks; None where the rank has
-    none.
+    """Return the optimizer of a manifest, given its `optimizer` settings and the groups of this
+    rank; None if the rank updates no tensor. Raise ConfigurationError for an unknown name.
     """
     if not groups:
         return None
     forms = [each.form(settings["lr"]) for each in groups]
-    # One kernel updates many tensors; on CPUs torch chooses.
+    # On GPUs one fused kernel updates many tensors; on CPUs torch chooses.
     fused = True if all(_is_fused(tensor) for each in groups for tensor in each.tensors) else None
     betas = tuple(settings.get("betas", ()))
     momentum = settings.get("momentum", 0.0)
@@ -142,8 +143,8 @@ def make_optimizer(
             others = [form for form, each in zip(forms, groups, strict=True) if not each.matrices]
             parts: list[torch.optim.Optimizer] = []
             if matrices:
-                # Updates as large as AdamW's, whichever way round a matrix lies, so that one rate
-                # does for both.
+                # Scales updates of a matrix and of its transpose to the size of AdamW's, so that
+                # one learning rate suits both optimizers.
                 how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
                 parts.append(eager(torch.optim.Muon)(matrices, momentum=momentum, **how))
             if others:
@@ -151,12 +152,12 @@ def make_optimizer(
                     eager(torch.optim.AdamW)(others, betas=betas, eps=settings["eps"], fused=fused)
                 )
             return parts[0] if len(parts) == 1 else JointOptimizer(parts)
-    raise ConfigurationError(f"there is no optimizer {settings['name']!r}")
+    raise ConfigurationError(f"unknown optimizer {settings['name']!r}")
 
 
 class Lion(EagerOptimizer):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2:
-    steps by the sign of an average, with decoupled weight decay.
+    """Lion: updates by the sign of an interpolated momentum, with decoupled weight decay (Chen et
+    al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2).
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:
@@ -181,7 +182,9 @@ class Lion(EagerOptimizer):
 
 
 class JointOptimizer(EagerOptimizer):
-    """Several optimizers of different tensors as one, whose groups and state are all of theirs."""
+    """Several optimizers of disjoint tensors as one optimizer, with all their parameter groups and
+    one state.
+    """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(
@@ -210,8 +213,8 @@ class JointOptimizer(EagerOptimizer):
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make what it keeps, as its first step would: by a step of gradients that
-    are zero.
+    """Make the optimizer allocate its state by a step with gradients of zero. The step also applies
+    weight decay.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -221,10 +224,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of the next step: of each group `rate` times its factor.
+    """Set the learning rate of the next step: `rate` times the factor of each parameter group.
 
-    Fused kernels get it in float32, as a captured update reads it from a tensor: captured and eager
-    steps are equal.
+    Fused kernels get the rate rounded to float32, as a captured update reads it from a float32
+    tensor. So captured and eager steps are equal.
     """
     for group in optimizer.param_groups:
         own = rate * group["lr_factor"]
@@ -237,8 +240,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Take the weights into their exponential moving average, as torch's `AveragedModel` does with
-    `get_ema_multi_avg_fn`: the first ones are its beginning."""
+    """Update the exponential moving average of the weights, as torch's `AveragedModel` with
+    `get_ema_multi_avg_fn`. The first weights initialise it.
+    """
     averages = []
     weights = []
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
@@ -248,18 +252,19 @@ def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
             weights.append(tensor.detach())
         elif state or isinstance(
             optimizer, torch.optim.SGD
-        ):  # Others take an empty state for one to be made.
+        ):  # Other optimizers initialise their state if it is empty.
             state[AVERAGE] = tensor.detach().clone()
     if averages:
         foreach_lerp_(averages, weights, 1.0 - decay)
 
 
-_EPS = 1e-6  # Of torch's clip_grad_norm_.
+_EPS = 1e-6
+"""Added to the norm before the division, as torch's `clip_grad_norm_` does."""
 
 
 class GradientClipping:
-    """Scales a step's gradients so that their norm over all ranks is `max_norm` at most, as torch's
-    `clip_grad_norm_` does on one device. Nothing waits for the device.
+    """Scales a step's gradients so that their norm over all ranks is at most `max_norm`, as torch's
+    `clip_grad_norm_` does on one device. The host does not wait for the device.
     """
 
     def __init__(
@@ -269,8 +274,8 @@ class GradientClipping:
         counted: Iterable[torch.Tensor],
         updated: Sequence[torch.Tensor],
     ) -> None:
-        """`updated` are all tensors that this rank's optimizer updates, `counted` those of them
-        that no other rank counts.
+        """`updated` are the tensors that this rank's optimizer updates. `counted` are those of them
+        that this rank adds to the norm; every element is counted on one rank only.
         """
         self._max_norm = max_norm
         self._transport = transport
@@ -278,10 +283,13 @@ class GradientClipping:
         self._updated = tuple(updated)
 
     def clip(self) -> torch.Tensor:
-        """The norm before, on the device, []. All ranks together."""
+        """Scale the gradients. Return their norm before that, on the device, []. Collective over
+        all ranks.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         if counted := [each.grad for each in self._counted if each.grad is not None]:
-            # One conversion per element type, not one per tensor: the host launches each.
+            # One conversion for each element type: a conversion for each tensor would launch more
+            # kernels.
             by_dtype = defaultdict[torch.dtype, list[torch.Tensor]](list)
             for norm in foreach_norm(counted):
                 by_dtype[norm.dtype].append(norm)
@@ -297,7 +305,7 @@ class GradientClipping:
 
 
 def scale_gradients(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply the gradients of tensors by a number that is on their device, []."""
+    """Multiply the gradients of tensors by `factor`, a scalar on their device, []."""
     gradients = [each.grad for each in tensors if each.grad is not None]
     for dtype in {each.dtype for each in gradients}:
         foreach_mul_([each for each in gradients if each.dtype is dtype], factor.to(dtype))

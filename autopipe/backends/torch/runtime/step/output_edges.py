@@ -1,4 +1,4 @@
-"""Where the results of a forward pass lie in autograd's graph."""
+"""References to the results of a forward pass in autograd's graph, without the results' values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 @dataclass(frozen=True, slots=True)
 class OutputEdge:
-    """A result's place in autograd's graph (None if no gradient flows through it), without the
-    result's values.
+    """A result's position in autograd's graph; `edge` is None if the result needs no gradient. Does
+    not keep the values of the result in memory.
     """
 
     edge: GradientEdge | None

@@ -1,8 +1,8 @@
-"""The update of parameters as a CUDA graph: the optimizer's step, and the moving average of the
+"""The update of parameters as a CUDA graph: the optimizer's step, and the moving average of
 weights.
 
-The graph reads static gradients, learning rates that are tensors on the device, and with loss
-scaling a static tensor that says whether the step is skipped.
+The graph reads static gradients, learning rates that are tensors on the device, and, with loss
+scaling, a static tensor that is 1 if the step is skipped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class UpdateGraph:
         skips: bool,
         resources: CaptureResources,
     ) -> None:
-        """Capture the update; the optimizer has taken a step before. Raises NotCaptured; then
-        nothing has changed.
+        """Capture the update after the optimizer's first step. Raise NotCaptured if that is
+        impossible; the optimizer is then unchanged.
 
-        `tensors` are those that had a gradient in that step, `average` updates the moving average,
-        `skips` is True if a step may be skipped.
+        `tensors` had a gradient in that step. `average` updates the moving average. `skips` is True
+        if a step may be skipped.
         """
         if not all(group.get("fused") for group in optimizer.param_groups):
             raise NotCaptured("its optimizer takes the learning rate from the host")
@@ -53,7 +53,7 @@ class UpdateGraph:
                 tensor.grad = None
 
     def _prepare(self, device: torch.device) -> None:
-        """Have the optimizer read tensors only."""
+        """Make the optimizer read tensors on the device only."""
         for tensor in self._tensors:
             tensor.grad = self._gradients.of(tensor)
         for group in self._optimizer.param_groups:
@@ -69,16 +69,17 @@ class UpdateGraph:
         average()
 
     def _restore(self) -> None:
-        """Have the optimizer take numbers of the host again."""
+        """Make the optimizer read learning rates from the host again."""
         for group in self._optimizer.param_groups:
             group["lr"] = float(group["lr"])
             if "capturable" in group:
                 group["capturable"] = False
 
     def replay(self, tensors: Sequence[torch.Tensor], skipped: torch.Tensor | None) -> bool:
-        """Replay the update of `tensors`, which are all that the optimizer updates; the learning
-        rates are set. `skipped` is on the device, 1 if the step is skipped. Return False if other
-        tensors have gradients than at the capture: then nothing has happened.
+        """Replay the update, after the learning rates were set. `tensors` are all that the
+        optimizer updates; `skipped` is on the device, 1 if the step is skipped.
+
+        Return False, without any effect, if other tensors have gradients than at the capture.
         """
         found = [each for each in tensors if each.grad is not None]
         if len(found) != len(self._tensors) or any(map(_differ, found, self._tensors)):

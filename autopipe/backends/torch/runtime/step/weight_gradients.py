@@ -1,11 +1,21 @@
-"""The second half of a split backward: gradients of parameters that wait until the schedule says
-so.
+"""Deferred weight gradients: the second half (W) of a split backward.
 
-Where a schedule splits a stage's backward, its forward calls costly operators through
-`WeightGradQueue`. Autograd then gives at once only the gradients of what flows through the stage
-(Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2). By formula, an operator runs with
-its weight detached, and a hook on its result takes the gradient from which, with the operand kept,
-the weight's follows. Operators without a formula get a graph of autograd of their own.
+Objective: let a schedule run the backward of a stage in two tasks. The first (I) computes the
+gradients of activations, which earlier stages wait for. The second (W) computes the gradients of
+weights and can fill idle time (Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2).
+
+The forward calls matmuls, convolutions and embeddings through `WeightGradQueue`. For y = x w^T with
+upstream gradient g, I computes g w, and W computes g^T x. The operator runs in one of two ways:
+
+By formula (`_FORMULAS`): the operator runs with its weight detached. A hook on the result stores g,
+and W computes the gradient of w from g and x.
+
+By a graph of its own (`_Deferred`), for operators without a formula: autograd runs this graph
+twice, first for the activations, then for the parameters.
+
+Invariants: W adds to `parameter.grad`, and runs after the I of the same micro-batch. I and W
+together give the gradients of an undivided backward. A `WeightGradient` to which no gradient came
+adds nothing. x and g stay in memory until W has run.
 """
 
 from __future__ import annotations
@@ -25,17 +35,17 @@ Function = Callable[..., torch.Tensor]
 Operands = tuple[Any, ...]
 Settings = Mapping[str, Any]
 Add = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds a weight's gradient to `parameter.grad`: takes the operand beside the weight, and the
-result's gradient.
+"""A function (x, g) that adds the gradient of a weight to `parameter.grad`, from the operand x and
+the gradient g of the result.
 """
 Formula = tuple[tuple[torch.Tensor, ...], Add]
-"""How an operator runs without the history of its weight: the weight, and what waits with it,
-detached, in place of the operands behind the first; and how the weight's gradient comes about.
+"""(operands, add) of one call of an operator. operands: the detached weight, and bias if there is
+one, which replace the operands after the first. add: adds the deferred gradients.
 """
 
 
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient; the first one is taken as it is."""
+    """Add `gradient` to a parameter's gradient. The first gradient is stored without a copy."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -49,7 +59,10 @@ def _product(
     operands: Operands,
     settings: Settings,
 ) -> Formula | None:
-    """`x @ weight`, or `x @ weight.t()` where the weight has the rows of the result first."""
+    """Return the formula of `x @ weight`, or of `x @ weight.t()` if `rows_first`: then the first
+    dimension of the weight is the last of the result. `transposed` is True if the operand is the
+    transpose of `parameter`. None if the call is not a matmul with a two-dimensional weight.
+    """
     if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
         return None
     flip = rows_first is not transposed
@@ -69,8 +82,9 @@ def _product(
 def _convolution(
     upwards: bool, parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
 ) -> Formula | None:
-    """A convolution, `upwards` a transposed one; its bias waits with the weight, since libraries
-    compute both gradients in one.
+    """Return the formula of a convolution, of a transposed one if `upwards`. The gradient of the
+    bias is deferred with that of the weight, as libraries compute both in one call. None if the
+    call has settings that the formula does not cover.
     """
     bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
     trained = bias if bias is not None and bias.requires_grad else None
@@ -108,6 +122,7 @@ def _convolution(
 def _lookup(
     parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
 ) -> Formula | None:
+    """Return the formula of `F.embedding`. None if the call has settings or a transposed weight."""
     if settings or transposed or len(operands) != 2:
         return None
 
@@ -132,16 +147,18 @@ _FORMULAS: dict[Function, Callable[[torch.Tensor, bool, Operands, Settings], For
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """The gradients of one operator's parameters, that wait: `add` adds them up from the gradient
-    of its result.
+    """The deferred gradients of one operator's parameters. `add` adds them to the parameters, given
+    the gradient of the operator's result.
     """
 
     add: Callable[[torch.Tensor], None]
     arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    """The gradient of the result, once backward has come to it."""
+    """The gradient of the result, once a backward pass has reached the operator."""
 
     def take(self, result: torch.Tensor) -> None:
-        """Note the gradient of a result through which nothing flows."""
+        """Store the gradient of a result that autograd treats as a leaf, and remove it from the
+        result.
+        """
         gradient = result.grad
         result.grad = None
         assert gradient is not None
@@ -149,13 +166,13 @@ class WeightGradient:
 
 
 Waiting = list[WeightGradient]
-"""Of a forward's operators, in the order in which it called them. One that backward does not come
-to adds nothing.
-"""
+"""Deferred gradients of one forward, in the order in which its operators were called."""
 
 
 def compute_all(waiting: Waiting) -> None:
-    """Compute them, the last first, each freeing what it alone needed."""
+    """Compute all deferred gradients, the last operator first. Each operator's tensors are freed
+    before the next is computed.
+    """
     with torch.no_grad():
         while waiting:
             last = waiting.pop()
@@ -164,26 +181,33 @@ def compute_all(waiting: Waiting) -> None:
 
 
 class WeightGradQueue:
-    """Calls operators such that their backward leaves the gradients of `parameters` for later."""
+    """Calls operators so that their backward defers the gradients of `parameters`. It is
+    `p.weight_grads` in generated code.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        # A bias is no such parameter: its gradient is a sum, cheaper computed than waited for.
+        # Vectors are not deferred: the gradient of a bias is a sum, which is cheap to compute at once.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
         self._known: dict[str, list[tuple[Function, Formula | None]]] = {}
-        """Of the calls of a forward, or a segment of one by its name, which are always the same."""
+        """By name of a recomputed segment ("" for the forward), the function and formula of each
+        call in the order of the calls, which is equal in every forward.
+        """
         self.begin()
         self._waiting: Waiting = []
-        self.used = False  # True if a forward has called an operator such that gradients may wait.
+        self.used = False
+        """True if a forward has called an operator through this object."""
 
     def begin(self, part: str = "") -> None:
-        """From now on a forward runs, or this part of one."""
+        """Start a forward, or the recomputed segment named `part`."""
         self._formulas = self._known.setdefault(part, [])
         self._calls = 0
 
     def __call__(self, function: Function, *operands: Any, **settings: Any) -> torch.Tensor:
-        """`function(*operands, **settings)`, one tensor. Parameters count as such also through
-        views of them. Forwards call the same operators with the same parameters in the same order:
-        what is known of a call is looked up by its number, since a forward waits for this code.
+        """Return `function(*operands, **settings)`, one tensor, and defer the gradients of
+        parameters among the operands. Views of a parameter count as the parameter.
+
+        All forwards call the same operators with the same parameters in the same order. So the
+        formula of a call is stored by its number, which keeps the overhead of a call small.
         """
         self.used = True
         if not torch.is_grad_enabled():
@@ -206,15 +230,16 @@ class WeightGradQueue:
         self._waiting.append(waits)
         if result.grad_fn is not None:
             result.grad_fn.register_prehook(waits.arrived.append)
-        else:  # Nothing flows through the operator, but its result's gradient is needed all the same.
+        else:  # No operand needs a gradient; the weight needs that of the result.
             result.requires_grad_(True).register_post_accumulate_grad_hook(waits.take)
         return result
 
     def _formula_of(
         self, function: Function, operands: Operands, settings: Settings
     ) -> Formula | None:
-        """The formula for a call; None where there is none, as under autocast, which casts weights
-        and what flows.
+        """Return the formula of a call. None if there is none: for operators without one, under
+        autocast (which casts weights and activations), and for views that are neither the parameter
+        nor its transpose.
         """
         make = _FORMULAS.get(function)
         if (
@@ -231,9 +256,10 @@ class WeightGradQueue:
             return make(parameter, False, operands, settings)
         if parameter.dim() == 2 and shapes[0] == shapes[1][::-1] and strides[0] == strides[1][::-1]:
             return make(parameter, True, operands, settings)
-        return None  # Another view of a parameter.
+        return None
 
     def _places(self, operands: Operands) -> tuple[int, ...]:
+        """Return the positions of the parameters among the operands."""
         return tuple(
             place
             for place, each in enumerate(operands)
@@ -242,7 +268,7 @@ class WeightGradQueue:
         )
 
     def take(self) -> Waiting:
-        """Deferred gradients of the forward that has just run, for after its backward."""
+        """Return the deferred gradients of the forward that has just run, and start a new list."""
         taken = self._waiting
         self._waiting = []
         self.begin()
@@ -250,8 +276,8 @@ class WeightGradQueue:
 
 
 class _Deferred(torch.autograd.Function):
-    """One operator with a graph of its own, run backwards twice: for what flows, then for its
-    parameters. That graph keeps what the operator's own backward keeps, until the second time.
+    """One operator with its own autograd graph, through which backward runs twice: first for the
+    activations, later for the parameters. The graph keeps its saved tensors until the second time.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from autopipe.backends.torch.runtime.step.cuda_graphs import (
     ("names", "reason"),
     [
         (("torch.tanh", "p.w0", "p.weight_grads", "p.running.batch_norm", "recompute"), ""),
-        (("p.group.all_reduce",), "its ranks exchange data inside of it"),
+        (("p.group.all_reduce",), "its ranks communicate within it"),
     ],
 )
 def test_which_stages_may_be_captured(names: tuple[str, ...], reason: str) -> None:
@@ -46,13 +46,13 @@ def test_names_of_a_text() -> None:
         (
             4,
             [
-                {"0": "", "1": "its ranks exchange data inside of it", "update": ""},
+                {"0": "", "1": "its ranks communicate within it", "update": ""},
                 {
-                    "1": "its ranks exchange data inside of it",
+                    "1": "its ranks communicate within it",
                     "2": "",
                     "update": "its optimizer takes the learning rate from the host",
                 },
-                {"3": "its ranks exchange data inside of it"},
+                {"3": "its ranks communicate within it"},
             ],
             "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data "
             "inside of it; "
