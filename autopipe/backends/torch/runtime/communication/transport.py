@@ -429,7 +429,7 @@ class Transport:
         self._control_groups: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None
-        """The launcher's store. Kept because `SignedStore` must outlive its users."""
+        """The launcher's store. Kept because a Python store must live as long as its users."""
         self.store: Store | None = None
         """The store of the ranks of this attempt; None in a world of one rank, and before `start`.
         """

@@ -1,10 +1,10 @@
-"""Stages that wait for every message where they come to it: what overlapping messages with tasks is
-measured by.
+"""Stages with blocking send and receive (`--blocking`): the baseline for the gain from
+communication overlap.
 
-A generated step sends and posts receives where that overlaps best; waiting there would deadlock. So
-these stages exchange messages between tasks, in one order of all tasks and messages that all ranks
-share: a topological order of tasks with each message, one item for both ends, right behind the task
-that gives it (Lin et al., "Tessel" (HPCA 2024), section V).
+A generated step posts sends and receives where they overlap best; blocking there would deadlock. So
+these stages exchange tensors between tasks, in one global order of all tasks and messages: a
+topological order of the tasks, in which each message follows the task that computes it (Lin et al.,
+"Tessel", HPCA 2024, section V). A message is one event for both ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
-"""Rough lengths: they choose among orders, all of which are correct."""
+"""Estimated durations of tasks. They select one of several orders, all of which are correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelEnd:
-    """A channel, from a stage on one rank to a stage on another, or on the same."""
+    """A channel from a stage on one rank to a stage on another or the same rank."""
 
     channel: int
     source_stage: int
@@ -41,8 +41,8 @@ class ChannelEnd:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message on a channel, forwards or, as gradient, back; `number` counts those of its
-    direction in a step.
+    """One transfer on a channel, forward or (`gradient`) backward. `number` counts the transfers of
+    this direction in a batch.
     """
 
     end: ChannelEnd
@@ -51,6 +51,7 @@ class Message:
 
     @property
     def ranks(self) -> tuple[int, int]:
+        """(sender, receiver)."""
         ends = self.end.source_rank, self.end.target_rank
         return (ends[1], ends[0]) if self.gradient else ends
 
@@ -61,9 +62,12 @@ Event = Task | Message
 def global_event_order(
     lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]
 ) -> list[list[Event]]:
-    """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a
-    group's run together. What can start first comes first, so that the order is near to that in
-    which things happen.
+    """Return for each rank its tasks and messages in the global order.
+
+    `lists` are the tasks of each rank in their order. The ranks of a stage run its task together.
+    The order comes from a list schedule: repeatedly run the task that can start first (ties: lower
+    stage, then lower micro-batch), which is close to the real order. Tasks that cannot run because
+    of a cycle are omitted.
     """
     orders: list[list[Event]] = [[] for _ in lists]
     rest = [deque(tasks) for tasks in lists]
@@ -72,8 +76,8 @@ def global_event_order(
     for rank, tasks in enumerate(lists):
         for stage in {task.stage for task in tasks}:
             ranks[stage].append(rank)
-    # By stage, and whether of gradients: stages whose messages it needs, with its slice and theirs;
-    # where its own go.
+    # Keys are (stage, is gradient). `needs`: slice of the stage, other stage that sends to it, slice
+    # of the other stage. `leaving`: the channels to other ranks, and the slice of the stage.
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
     leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
     for end in ends:
@@ -127,14 +131,14 @@ def _is_forward(event: Event) -> bool:
 
 
 class BlockingStage(Stage):
-    """A stage whose messages are `GlobalOrder`'s to exchange, before its tasks."""
+    """A stage whose `GlobalOrder` exchanges tensors before each task."""
 
     def __init__(self, order: GlobalOrder, *wiring: Any) -> None:
         super().__init__(*wiring)
         self._order = order
 
     def _remote(self, *_: Any, **__: Any) -> list[Any]:
-        return []  # Nothing is received or sent where a step says so.
+        return []  # `recv` and `send` do nothing.
 
     def forward(self, micro_batch: int) -> None:
         if self._order.reach(Task(self.number, Phase.FORWARD, micro_batch)):
@@ -160,9 +164,7 @@ class BlockingStage(Stage):
 
 
 class GlobalOrder:
-    """This rank's tasks and messages in the one order of all ranks, for one step after the
-    other.
-    """
+    """This rank's tasks and messages in the global order."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -171,8 +173,8 @@ class GlobalOrder:
         self._rest: deque[Event] = deque()
 
     def note(self, step: Callable[[], None]) -> list[Event]:
-        """The order; before the first step walk through it noting its tasks, and agree with the
-        other ranks.
+        """Return the order of one batch. The first call runs `step` without computing, to record
+        its tasks, and derives the order from those of all ranks (collective).
         """
         if self._order is None:
             step()
@@ -180,20 +182,20 @@ class GlobalOrder:
         return self._order
 
     def begin(self, step: Callable[[], None]) -> None:
-        """Begin a batch of a step."""
+        """Start a batch. In a validation only its forward tasks and messages are expected."""
         order = self.note(step)
         self._rest.extend(order if self._rank.training else filter(_is_forward, order))
 
     def reach(self, task: Task | None) -> bool:
-        """Exchange what comes before a task, or at a step's end (None) behind its last; False if it
-        is only noted.
+        """Exchange the messages that precede a task, or, for None, those after the last task of the
+        batch. Return False if the task is only recorded and must not run.
         """
         if self._order is None:
-            assert task is not None, "a step that is noted has no end"
+            assert task is not None, "tasks are being recorded"
             self._tasks.append(task)
             return False
         while self._rest and (event := self._rest.popleft()) != task:
-            assert isinstance(event, Message), f"{event} is left out"
+            assert isinstance(event, Message), f"the step does not run {event}"
             end = event.end
             rank = self._rank
             leaves = rank.number == end.source_rank
@@ -206,7 +208,9 @@ class GlobalOrder:
         return True
 
     def _agree(self) -> list[Event]:
-        """Tell the others this rank's tasks and channels, and order those of all."""
+        """Exchange tasks and channels with the other ranks. Return this rank's events in the global
+        order.
+        """
         number = self._rank.number
         stages = self._rank.stages.values()
         train = self._rank.train

@@ -1,8 +1,9 @@
-"""One rank's program without the other ranks: what comes from them is zeros, what goes to them is
-only counted. With `--device meta` tensors have no memory. They are torch's fake tensors, which say
-that they are on the CPU: on torch's own device `meta` there is no autocast, so that a plan in bf16
-would be run in other types. With `--device cuda`, where there is no GPU, they say that they are on
-it (`fake_cuda`).
+"""Dry run (`--dry-run`): one rank's program without the other ranks. Received tensors are zeros;
+sends are only counted.
+
+With `--device meta` tensors have no memory. They are torch's fake tensors that report device CPU:
+on torch's device `meta` there is no autocast, so a plan in bf16 would run in other types. With
+`--device cuda` and without a GPU, fake tensors report a GPU (`fake_cuda`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ from autopipe.ir.program import by_kind
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message on a channel, `size` in bytes. Dry runs of both its ends count the same ones."""
+    """A transfer on a channel; `size` in bytes. The dry runs of sender and receiver count equal
+    messages.
+    """
 
     channel: int
     gradient: bool
@@ -62,7 +65,7 @@ class Message:
 
 
 class DryTransport(Transport):
-    """A rank's ends of channels whose other ends do not exist, on torch's `fake` process group."""
+    """A transport without other ranks, on torch's `fake` process group."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -78,7 +81,7 @@ class DryTransport(Transport):
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
         self._count(tensor, self.rank, rank, channel, gradient)
         pending = super().send(tensor, rank, channel, gradient)
-        pending.wait()  # It is gone at once.
+        pending.wait()
         return pending
 
     def recv(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
@@ -95,8 +98,8 @@ class DryTransport(Transport):
 
 
 class DryStage(Stage):
-    """A stage that compares all it computes with what its file says of it, as no other rank is
-    there to mind.
+    """A stage that checks types and shapes of arguments, results and sent tensors against its
+    generated file, because no receiving rank would notice a difference.
     """
 
     def start_send(self, port: Recv | Send, micro_batch: int) -> PendingSend:
@@ -115,11 +118,11 @@ class DryStage(Stage):
         return results
 
     def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
-        """Raises LaunchError where a tensor is not as it should be."""
+        """Raise LaunchError if the type or shape of a tensor is not `form`."""
         found = tensor.dtype, tuple(tensor.shape)
         if found != form:
             there, here = (f"{dtype_name(dtype)} {list(shape)}" for dtype, shape in (found, form))
-            raise LaunchError(f"{what} of stage {self.number} is {there}, and should be {here}")
+            raise LaunchError(f"{what} of stage {self.number} is {there}, expected {here}")
 
 
 class DryExecution(Execution):
@@ -135,6 +138,7 @@ class DryExecution(Execution):
 
     @property
     def has_values(self) -> bool:  # type: ignore[override]
+        """False if tensors are fake. Known once `context` is entered."""
         return self._tracker is None
 
     def make_transport(self, device: str, timeouts: Timeouts, heartbeat: Heartbeat) -> Transport:
@@ -163,7 +167,7 @@ class DryExecution(Execution):
 
 
 class DryReporter(Reporter):
-    """Says what the rank did in one step instead of gathering figures of all ranks."""
+    """Reports tasks, messages and memory of one rank in one step, instead of metrics of all ranks."""
 
     def __init__(
         self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None
@@ -191,14 +195,13 @@ class DryReporter(Reporter):
             "stages": tuple(rank.stages),
             "tasks": tuple(span.task for span in times.spans()),
             "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
-            # Activations and their gradients, by the rank at the other end; then all exchanges by
-            # kind.
+            # Bytes of activations and their gradients by peer; then all communication by kind.
             "sent_bytes": dict(sorted(sent.items())),
             "received_bytes": dict(sorted(received.items())),
             "communication_bytes": by_kind(self._transport.traffic),
             "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
             "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
-            # Without values: of all tensors that would be alive at once.
+            # Of fake tensors: the maximum bytes of tensors alive at one time.
             "peak_memory_bytes": peak_memory(rank.device)
             if tracker is None
             else tracker.peak_bytes,
@@ -210,18 +213,18 @@ class DryReporter(Reporter):
 
 _NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _NO_NUMBERS = "is not supported for tensor subclasses"
-"""Part of torch's message for `tolist` and `numpy` of fake tensors."""
+"""Part of torch's error message for `tolist` and `numpy` of fake tensors."""
 
 
 @contextmanager
 def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
-    """From now on new tensors have no values, and exchanges return at once; memory of `device` is
-    counted. Raises LaunchError at an operator that needs values to know what to do, or how large
-    its result is.
+    """Make new tensors of the block fake, and collectives return at once. Yield a tracker of the
+    memory that tensors on `device` would use. Raise LaunchError at an operator whose execution or
+    result shape depends on values.
     """
     tensors = MemoryTracker(device)
     try:
-        # What is read as it is, data and constants, becomes such a tensor where it meets one.
+        # Data and constants become fake when an operator combines them with a fake tensor.
         with FakeTensorMode(allow_non_fake_inputs=True), tensors:
             yield tensors
     except RuntimeError as error:
@@ -234,8 +237,8 @@ def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Sees all that operators make, and counts the bytes that the tensors on a device alive at once
-    would have taken at most.
+    """Computes the peak memory of fake tensors: the maximum bytes of storages on one device that
+    are alive at one time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -248,7 +251,9 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, or, if it is an exchange, say that it is done."""
+        """Run an operator and count its results. A collective returns completed work without
+        running.
+        """
         if function.namespace == "c10d":
             done = completed_work()
             return done if result_count(function) == 1 else (args[0], done)

@@ -1,4 +1,4 @@
-"""Gradients and parameters of a run's first steps, in files for verification."""
+"""Files with gradients, parameters and values of a run's first steps, for `autopipe verify`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 Results = TypeVar("Results")
 RECORDED_STEPS = 2
-"""Steps of which verification sees gradients, and the parameters that they lead to."""
+"""Number of steps whose gradients and updated parameters are recorded."""
 
 
 def record_file(folder: Path, kind: str, step: int, rank: int) -> Path:
-    """Where a rank leaves its blocks."""
+    """Return the path of a rank's file for one step, or of a stage's file for `values`."""
     return folder / f"{kind}_{step}_{rank:03d}.npz"
 
 
 def dump_tensors(
     folder: Path, kind: str, step: int, rank: int, tensors: Mapping[int, torch.Tensor]
 ) -> None:
-    """Write gradients or parameters of the rank's blocks by the parameter's index, as float32 or
-    float64.
+    """Write the rank's shards of gradients or parameters, by parameter index, as float32 or
+    float64. Tensors that are not floating-point are omitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = {str(index): _wide(each) for index, each in tensors.items() if each.is_floating_point()}
@@ -43,8 +43,8 @@ def _wide(tensor: torch.Tensor) -> np.ndarray:
 def run_recorded(
     function: Callable[..., Results], arguments: tuple[Any, ...], file: Path
 ) -> Results:
-    """The results of a stage's function; what each of its lines gives is written to `file` by the
-    variable's name.
+    """Return `function(*arguments)`, and write every tensor that is a local variable of the
+    generated function to `file`, by the variable's name.
     """
     import torch
 
@@ -69,7 +69,9 @@ def run_recorded(
 
 
 def load_gradients(folder: Path, step: int, parameters: Mapping[int, torch.Tensor]) -> None:
-    """Give parameters the gradients of a step that `dump_tensors` wrote of whole parameters."""
+    """Set the gradients of parameters to those that `dump_tensors` wrote for step `step` of one
+    rank, with full parameters.
+    """
     import torch
 
     with np.load(record_file(folder, "gradients", step, 0), allow_pickle=False) as stored:

@@ -1,5 +1,5 @@
-"""Parameters and constants put into a program's stages; and a second program in the process of a
-rank, whose stages have the rank's parameters and connections.
+"""Assigns parameters and constants to a program's stages; loads a second program into the process
+of a rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 
 _PACKAGE = "autopipe.backends.torch.runtime"
-"""From which the file of a rank takes `Rank`."""
+"""The package from which a generated file imports `Rank`."""
 _STAGE = re.compile(r"stage_\d+")
 
 
 def equip_stages(rank: RankContext) -> None:
-    """Give all stages their parameters, constants, group and random numbers."""
+    """Give all stages of a rank their parameters, constants, process group and random numbers."""
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
     for mode in rank.modes:
@@ -51,7 +51,7 @@ def equip_stages(rank: RankContext) -> None:
 
 
 class _Stages:
-    """Stands for the `Rank` that a rank's file makes and adds its stages to."""
+    """Replaces `Rank` in a generated file: adds the file's stages to a given context."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
@@ -63,8 +63,8 @@ class _Stages:
 
 
 def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
-    """The same rank of the program in `folder`, and its step. The program has the rank's
-    parameters, groups and channels, and other shapes.
+    """Load the same rank of the program in `folder`. Return its context and its step function. The
+    program uses this rank's parameters, process groups and channels, and has other shapes.
     """
     context = RankContext(
         rank.number,
@@ -82,7 +82,7 @@ def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Stages' modules have the same names in both programs.
+    # Modules of stages have equal names in both programs.
     own = {name: sys.modules.pop(name) for name in tuple(sys.modules) if _STAGE.fullmatch(name)}
     sys.path.insert(0, str(folder))
     package = vars(sys.modules[_PACKAGE])

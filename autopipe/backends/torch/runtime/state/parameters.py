@@ -1,9 +1,9 @@
-"""A rank's parameters: its own blocks only, read from the ONNX file by offset or initialised from
+"""Parameters of a rank: only its own shards, read from the ONNX file by offset or initialised from
 the seed.
 
-Element i of an initialised parameter is made from word i of the key of the seed and the parameter's
-name. So every sharding starts from the values of one device, and another element type rounds these
-values.
+Element i of an initialised parameter is computed from word i of a random stream whose key depends
+on the seed and the parameter's name. So every sharding starts from the values of one device, and
+other element types round these values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CPU: Final = torch.device("cpu")
 def init_shard(
     parameter: Parameter, box: TensorSlice, seed: int, threads: int = 1, device: torch.device = _CPU
 ) -> torch.Tensor:
-    """Return a block of a parameter that is initialised from the seed, on `device`, in the
+    """Return a shard of a parameter that is initialised from the seed, on `device`, in the
     parameter's element type.
     """
     value = parameter.value
@@ -61,7 +61,9 @@ def init_shard(
 
 
 def _elements(words: torch.Tensor, *, normal: bool, scale: float, whole: bool) -> torch.Tensor:
-    """Return elements of a parameter, float32: of other types too, so that the type only rounds."""
+    """Return the initial values for random words: integers (int64) if `whole`, otherwise float32,
+    which the caller rounds to the parameter's type.
+    """
     if normal:
         numbers = standard_normal(words).mul_(float(np.float32(scale)))
     else:
@@ -70,8 +72,8 @@ def _elements(words: torch.Tensor, *, normal: bool, scale: float, whole: bool) -
 
 
 def _number_of(name: str) -> int:
-    """Return a number that only this name has. A parameter's index depends on the graph, its name
-    does not.
+    """Return a number derived from a hash of the name. A parameter's index depends on the graph,
+    its name does not.
     """
     return int.from_bytes(
         hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little"
@@ -85,13 +87,13 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ONNX's name of an element type, which is torch's."""
+    """Return the name of an element type, which ONNX and torch share."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor on the array's memory; of types that numpy does not know, the array holds the
-    bits.
+    """Return a tensor that shares memory with the array. For types unknown to numpy, the array
+    holds the bits.
     """
     if dtype == "bfloat16" or dtype.startswith("float8"):
         bits = torch.from_numpy(array.view(np.int16 if dtype == "bfloat16" else np.uint8))
@@ -107,11 +109,11 @@ def load_parameters(
     narrow: torch.dtype | None = None,
     valued: bool = True,
 ) -> dict[int, torch.Tensor]:
-    """Return the rank's blocks by parameter index, on `device`, with gradients enabled for
-    trainable ones in training.
+    """Return the rank's shards by parameter index, on `device`; trainable ones require gradients in
+    training.
 
-    `narrow` is the type of the parameters that stages read in 16 bits, or None for the parameter's
-    type. Unless `valued`, the tensors have shapes and types only.
+    `narrow` is the 16-bit type of the parameters in `manifest.low_precision`, None for the
+    parameter's own type. Unless `valued`, the tensors are uninitialised.
     """
     found: dict[int, torch.Tensor] = {}
     threads = processors_of_this_rank()
@@ -141,9 +143,9 @@ def read_block(
     threads: int = 1,
     device: torch.device = _CPU,
 ) -> torch.Tensor:
-    """Return one block of one parameter of the ONNX file `model`.
+    """Return one shard of one parameter of the ONNX file `model`.
 
-    A block that is read from the file is on the CPU, an initialised block on `device`. Raises
+    A shard that is read from the file is on the CPU, an initialised shard on `device`. Raise
     ConfigurationError if the file does not exist, LaunchError if it cannot be read or is too short.
     """
     storage = parameter.storage
@@ -187,10 +189,11 @@ def read_block(
         return numbers
     return (
         -numbers if storage.form == "log of the negative" else numbers
-    ).log()  # Its exponential is stored.
+    ).log()  # The file stores the exponential.
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the constants of stages by name, from `constants.npz` of a program folder."""
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {
@@ -203,5 +206,5 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
 
 class Arguments(SimpleNamespace):
     """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`,
-    `weight_grads`, `random`, `running`, and `training`, which is false in a validation.
+    `weight_grads`, `random`, `running`, and `training`, which is False in a validation.
     """

@@ -1,11 +1,13 @@
-"""Running means and variances of BatchNormalization. Training moves them towards each micro-batch's
-own, as ONNX says: what is left of the old is `momentum`, and the variance is that of the samples;
-in files of torch's exporter, the estimate for a population. A validation reads them.
+"""Running mean and variance of BatchNormalization.
 
-They move at the step's end, by all micro-batches in the order of their numbers, and within a
-micro-batch by all calls of a BatchNormalization in the order of the graph, whoever ran them. So
-they are equal for every schedule and number of ranks, and a forward that runs again changes
-nothing.
+Training: r = m r + (1 - m) s for each micro-batch, with running value r, `momentum` m and the
+micro-batch's statistic s, as ONNX defines it. The variance is the biased one; for files of torch's
+exporter, which mark this, the unbiased one. A validation reads the running values.
+
+They are updated at the end of a step, by all micro-batches in the order of their numbers, and
+within a micro-batch by the calls of a BatchNormalization in the order of the graph, whichever ranks
+ran them. So they are equal for every schedule and number of ranks, and recomputation does not
+change them.
 """
 
 from __future__ import annotations
@@ -24,43 +26,44 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
 Calls = tuple[tuple[float, ...], tuple[int, ...]]
-"""The momenta of all calls that move a running statistic in one forward pass of the model, in their
-order, and the numbers of the calls that a stage makes.
+"""(momenta, numbers): the momenta of all calls that update a running statistic in one forward pass
+of the model, in their order, and the numbers of the calls that one stage makes.
 """
 NotedStatistic = tuple[Tensor, Tensor, float]
-"""A running statistic, the batch's own statistic, and the momentum."""
+"""(running statistic, statistic of the micro-batch, momentum)."""
 
 
 @dataclass(slots=True)
 class RunningStatistics:
-    """The running statistics of a stage, `p.running` of its forward."""
+    """The running statistics of a stage: `p.running` of its forward."""
 
     training: bool = True
     _found: list[NotedStatistic] = field(default_factory=list)
-    """Noted by the forward that runs."""
+    """Statistics of the current forward."""
     _by_micro_batch: dict[int, list[NotedStatistic]] = field(default_factory=dict)
 
     def begin(self, training: bool) -> None:
-        """A forward begins. What one has left that ran again, in a backward, is forgotten."""
+        """Start a forward. Statistics of a recomputed forward are discarded."""
         self.training = training
         self._found.clear()
 
     def end(self, micro_batch: int) -> None:
+        """Keep the statistics of the forward that has just run for the end of the step."""
         if self._found:
             self._by_micro_batch[micro_batch] = self._found.copy()
 
     def take(self) -> list[NotedStatistic]:
-        """Return the statistics that a captured forward has noted. Each replay writes the batch's
-        own statistics.
+        """Return the statistics of a forward that is being captured. Each replay overwrites the
+        micro-batch's statistics.
         """
         found = self._found.copy()
         self._found.clear()
         return found
 
     def give(self, captured: list[NotedStatistic]) -> None:
-        """Note copies of the statistics that a replay of a captured forward has written."""
+        """Note copies of the statistics that the replay of a captured forward has written."""
         if captured:
-            # A product with 1 copies all tensors with few kernels.
+            # A multiplication by 1 copies all tensors with few kernels.
             own = foreach_mul([own for _, own, _ in captured], 1.0)
             self._found = [
                 (running, copy, momentum)
@@ -68,7 +71,7 @@ class RunningStatistics:
             ]
 
     def note(self, running: Tensor, own: Tensor, momentum: float) -> None:
-        """The batch's own statistic of which `running` is the running one."""
+        """Note the statistic `own` of the micro-batch, with which `running` is to be updated."""
         self._found.append((running, own.detach(), momentum))
 
     def batch_norm(
@@ -82,15 +85,14 @@ class RunningStatistics:
         epsilon: float,
         unbiased: bool = False,
     ) -> Tensor:
-        """x normalised by its own statistics, which are noted; by the running ones in a validation.
-        The variance is that of the samples or, if `unbiased`, the estimate for a population.
+        """Return x normalised with its own mean and variance, which are noted; in a validation,
+        with the running values. The noted variance is biased unless `unbiased`.
         """
         if not self.training:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         own_mean = torch.zeros_like(mean)
         own_variance = torch.zeros_like(variance)
-        # Torch leaves in its buffers what it has found; of the variance the estimate for samples of
-        # a population.
+        # With momentum 1, torch writes the mean and the unbiased variance into the buffers.
         y = F.batch_norm(
             x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon
         )
@@ -104,12 +106,12 @@ class RunningStatistics:
     def changes(
         self, micro_batches: int, calls: Mapping[int, Calls]
     ) -> list[tuple[Tensor, float, Tensor]]:
-        """Return for each running statistic what is left of it at the end of a step, and what the
-        forwards that ran here add; forget these forwards.
+        """Return (running statistic, factor, addend) for each running statistic at the end of a
+        step: it becomes factor * r + addend. Forget the forwards of the step.
 
-        A step has `micro_batches`, of which each moves a statistic once per call of its
-        BatchNormalization. `calls` has, by `id` of the statistic, all calls of one that several
-        stages hold; otherwise all calls ran here.
+        A step has `micro_batches`, each of which updates a statistic once per call of its
+        BatchNormalization. `calls` has, by `id` of the statistic, all calls of statistics that
+        several stages update; the calls of others all ran here.
         """
         added: list[Tensor] = []
         weights: list[tuple[float, float]] = []
@@ -139,8 +141,8 @@ def _weights(
 ) -> list[tuple[float, float]]:
     """Return (weight, decay) of each statistic that a forward has noted.
 
-    weight: of the batch's own statistic in the running one after the forward.
-    decay: what is left of the old running statistic after the forward.
+    weight: factor of the micro-batch's statistic in the running one after the forward. decay:
+    factor of the previous running statistic.
 
     With momenta m_1 ... m_k of the calls in their order, the weight of call j is (1 - m_j) m_(j+1)
     ... m_k, and the decay is m_1 ... m_k.
@@ -164,8 +166,8 @@ def _weights(
 
 
 def shared_statistics(manifest: Manifest) -> frozenset[int]:
-    """Return the untrained parameters, by index, that move by the forwards of several stages:
-    running statistics that several stages hold, and with several pipelines all of them.
+    """Return the parameter indices of running statistics that the forwards of several stages
+    update. With several pipelines these are all untrained parameters. Empty in inference.
     """
     if not manifest.train:
         return frozenset()
@@ -177,7 +179,7 @@ def shared_statistics(manifest: Manifest) -> frozenset[int]:
 
 
 def sharing_groups(manifest: Manifest, shared: Collection[int]) -> set[tuple[int, ...]]:
-    """Return the ranks of each block of the `shared` statistics."""
+    """Return the ranks of each shard of the `shared` statistics, for shards on several ranks."""
     found = (shard for shards in manifest.shards for shard in shards if shard.parameter in shared)
     return {shard.gradient_ranks for shard in found if len(shard.gradient_ranks) > 1}
 
@@ -189,10 +191,11 @@ def move(
     stages: Iterable[tuple[int, RunningStatistics]],
     shared: Collection[int],
 ) -> None:
-    """Move the running statistics on a rank, at a step's end, by those of its stages and of other
-    ranks' stages.
+    """Update the running statistics on a rank at the end of a step, by the micro-batches of its
+    stages and of other ranks' stages. Collective over the ranks that hold a shared statistic.
 
-    `shared` are the manifest's `shared_statistics`.
+    `shared` are the manifest's `shared_statistics`. `stages` are the numbers and statistics of the
+    rank's stages.
     """
     changed = []
     for number, running in stages:
@@ -216,7 +219,7 @@ def move(
         left[index] = factor
     count = manifest.micro_batches * manifest.training.gradient_accumulation_steps
     for each in manifest.running_calls:
-        # A stage on this rank may hold a statistic, and only others move it.
+        # This rank may hold a statistic that only other ranks' stages update.
         if each.parameter in parameters and each.parameter not in totals:
             totals[each.parameter].append(torch.zeros_like(parameters[each.parameter]))
             left[each.parameter] = math.prod(each.momenta) ** count

@@ -1,5 +1,5 @@
-"""Times of a step and its tasks: by the host's clock on a CPU, by events on a CUDA stream, read
-once they are past; and torch's profiler over some steps of a rank.
+"""Times of a step and its tasks: host clock on a CPU, CUDA events on a GPU, read after the step;
+and torch's profiler for some steps of a rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 
-Mark = float | torch.cuda.Event  # A moment: of the host's clock, in seconds, or of a CUDA stream.
+Mark = float | torch.cuda.Event
+"""A time: seconds of the host clock, or an event of a CUDA stream."""
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
@@ -29,7 +30,7 @@ def seconds_between(first: Mark, second: Mark) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpan:
-    """A task's compute time, in seconds from the start of the step."""
+    """Start and end of a task's computation, in seconds since the start of the step."""
 
     task: str
     start: float
@@ -38,25 +39,23 @@ class MeasuredSpan:
 
 @dataclass(frozen=True, slots=True)
 class LateMessage:
-    """A task's wait for a message, in seconds from the start of the step."""
+    """Start and end of a task's wait for a received tensor, in seconds since the start of the step."""
 
     task: str
     peer: int
-    """The rank that sends it."""
+    """The sending rank."""
     channel: int
     start: float
     end: float
 
 
 class StepTimes:
-    """When a step and its tasks began and ended on the device. After `wait` the figures can be
-    read.
-    """
+    """Start and end of a step and its tasks on the device. Times may be read after `wait`."""
 
     def __init__(self, begin: Mark, previous: StepTimes | None) -> None:
         self.began = time.time()
-        """When the step began, in seconds since 1970: what puts the steps of several ranks on one
-        axis.
+        """Start of the step in seconds since 1970, which puts the steps of several ranks on one
+        time axis.
         """
         self.begin = self._end = begin
         self._tasks: list[tuple[str, Mark, Mark]] = []
@@ -73,12 +72,11 @@ class StepTimes:
         self._end = mark
 
     def wait(self) -> None:
-        """Wait until the device has done the step. What it was given since goes on."""
+        """Wait until the device has ended the step. Kernels launched later may still run."""
         if not isinstance(self._end, float):
             self._end.synchronize()
-            if (
-                self._previous is not None
-            ):  # A device begins a step no earlier than the host, but may long after.
+            # The device may begin a step long after the host.
+            if self._previous is not None:
                 since = seconds_between(self._previous.begin, self.begin)
                 self.began = max(self.began, self._previous.began + since)
         self._previous = None
@@ -100,19 +98,18 @@ class StepTimes:
 
 
 class Clock:
-    """Marks in time. On a CUDA stream they are events, which the host makes without waiting for the
-    device.
-    """
+    """Records times of the current step. On a GPU these are events, so the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.keeps_waits = False
-        """True if waits for messages are marked, too, which on a GPU takes two events for each
-        message.
+        """True if waits for received tensors are recorded, which takes two more events per tensor
+        on a GPU.
         """
         self.step = StepTimes(0.0, None)
 
     def mark(self) -> Mark:
+        """Return the present time; on a GPU, an event on the current stream."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -124,12 +121,14 @@ class Clock:
         self.step = StepTimes(self.mark(), before)
 
     def add(self, task: str, start: Mark) -> None:
-        """A task that started at `start` and ends now."""
+        """Record a task that started at `start` and ends now."""
         self.step.add(task, start, self.mark())
 
     @contextmanager
     def waiting(self, task: str, peer: int, channel: int) -> Iterator[None]:
-        """While the block runs, a task waits for a message; on a GPU, its stream does."""
+        """Record the block as a wait of a task for a tensor from rank `peer`, if waits are
+        recorded.
+        """
         if not self.keeps_waits:
             yield
             return
@@ -138,14 +137,14 @@ class Clock:
         self.step.add_wait(task, peer, channel, start, self.mark())
 
     def end_step(self) -> StepTimes:
-        """All that the device was given up to now belongs to the step."""
+        """End the step after all kernels launched so far. Return its times."""
         self.step.end(self.mark())
         return self.step
 
 
 class StepProfiler:
-    """Profiles `steps`, if any, and writes `rank_000.json` into `folder`. Tasks are marked by the
-    heartbeat.
+    """Profiles `steps` with torch's profiler and writes `rank_NNN.json` into `folder`. Does nothing
+    if `folder` is None. Changes of the heartbeat's task delimit the tasks in the profile.
     """
 
     def __init__(
@@ -175,14 +174,14 @@ class StepProfiler:
         self._heartbeat.on_task = self._mark
 
     def end_step(self, step: int) -> None:
-        """Write the trace after the last step."""
+        """Stop recording tasks; write the profile if the next step is not profiled."""
         self._heartbeat.on_task = None
         self._unmark()
         if step + 1 not in self._steps:
             self.close()
 
     def close(self) -> None:
-        """Write what has been profiled, if it has not been written."""
+        """Write the profile unless it has been written."""
         if self._profiler is None or self._folder is None:
             return
         self._profiler.stop()
@@ -191,7 +190,7 @@ class StepProfiler:
         self._profiler = None
 
     def _mark(self, task: str) -> None:
-        """A task begins, and the one before has ended."""
+        """End the current task and begin `task` in the profile."""
         self._unmark()
         self._task = record_function(task)
         self._task.__enter__()

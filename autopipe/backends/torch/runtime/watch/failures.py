@@ -1,6 +1,4 @@
-"""How a rank ends when something goes wrong: one line on stderr, and a file where the launcher finds
-it.
-"""
+"""End of a rank after an error: one line on stderr, and a failure file for the launcher."""
 
 from __future__ import annotations
 
@@ -31,29 +29,31 @@ _LOST_OVER_GLOO = (
     "Timed out",
     "Timeout",
 )
-"""Words of the plain RuntimeErrors that a rank gets over gloo when another one has gone away."""
+"""Parts of the messages of RuntimeErrors that a rank gets over gloo when another rank has ended."""
 _LOST_OVER_NCCL = (
     "ncclRemoteError", "remote process exited", "communicator was aborted", "collective operation timeout",
 )  # fmt: skip
-"""Words of NCCL's errors of that kind; its other errors, out of memory or used wrongly, are the
-rank's own.
+"""Parts of the messages of NCCL errors that follow from the end of another rank. Other NCCL errors,
+such as out of memory, are errors of the rank itself.
 """
 _GRACE_S = 2.0
-"""How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's
-end first.
+"""Seconds that a rank waits before it ends because of a lost peer, so that the launcher sees the
+end of the peer first.
 """
 _BEAT_S = 0.5
-STACKS = signal.SIGUSR1  # The signal at which a rank writes to stderr what its threads are doing.
-STOP = (
-    signal.SIGUSR2
-)  # The signal at which a rank that saves checkpoints ends after a step, with a last one.
+"""Seconds between heartbeats."""
+STACKS = signal.SIGUSR1
+"""Signal at which a rank writes the stacks of its threads to stderr."""
+STOP = signal.SIGUSR2
+"""Signal at which a rank that saves checkpoints requests a last checkpoint and the end of the run."""
 INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of one rank. It is `final` if trying again would end alike, a `consequence` if it
-    followed another's.
+    """The error that ended one rank. `final` is True if a restart would fail again, `consequence`
+    if another rank's failure caused it.
     """
 
     rank: int
@@ -65,10 +65,11 @@ class Failure:
     exit_code: int
     final: bool
     consequence: bool
-    host: str = ""  # The rank's machine, where there are several.
+    host: str = ""
+    """Name of the rank's machine; "" if all ranks are on one."""
 
     def error(self) -> AutopipeError:
-        """The error to show to the user. A mistake in the request belongs to no rank or task."""
+        """Return the error to show to the user. A configuration error names no rank or task."""
         if self.exit_code == ConfigurationError.exit_code:
             return ConfigurationError(self.message, self.hint, self.where)
         if self.message.startswith(f"rank {self.rank} "):
@@ -82,7 +83,7 @@ class Failure:
 
 
 def host_of_several() -> str:
-    """This machine's name; empty where all ranks are on it."""
+    """Return this machine's name; "" if all ranks are on it."""
     world, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return "" if world == here else socket.gethostname()
 
@@ -90,7 +91,9 @@ def host_of_several() -> str:
 def failure_of(
     error: BaseException, rank: int, task: str, awaited: tuple[int, int] = (-1, -1)
 ) -> Failure:
-    """`awaited` are the peer and channel that the rank waited for, -1 for none."""
+    """Return the failure of `rank` in `task` for an error. `awaited` is the peer and channel for
+    which the rank waited, -1 for none.
+    """
     host = host_of_several()
     if isinstance(error, AutopipeError):
         words = (error.message, error.hint, error.where)
@@ -111,7 +114,7 @@ def failure_of(
         peer, channel = awaited
         whom = "another rank" if peer < 0 else f"rank {peer} (channel {channel})"
         message = f"lost {whom}: {message}"
-        hint = "the error of the rank, or node, that ended first says why"
+        hint = "look at the error of the rank or node that ended first"
     elif "NCCL" in str(error):
         hint = "NCCL_DEBUG=INFO tells more in the rank's log: see docs/guides/multi-node.md"
     code = LaunchError.exit_code
@@ -121,9 +124,7 @@ def failure_of(
 
 
 def has_lost_rank(error: BaseException) -> bool:
-    """True for the errors of torch that follow from the end of another rank, or of the connection
-    to it.
-    """
+    """Return True if a torch error follows from the end of another rank or of the connection to it."""
     if not isinstance(error, RuntimeError):
         return False
     import torch.distributed as dist
@@ -136,9 +137,8 @@ def has_lost_rank(error: BaseException) -> bool:
 
 
 def end_on_error(number: int, heartbeat: Heartbeat) -> None:
-    """From now on, an exception that nothing catches ends the process at once, with its file
-    written. At once, because a normal exit waits for threads of process groups whose peers may
-    never answer.
+    """Install a hook: an uncaught exception ends the process at once, after its failure file is
+    written. A normal exit would wait for threads of process groups whose peers may never answer.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -148,7 +148,7 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
         if name := os.environ.get(ERROR_FILE):
-            # Where elastic looks for it, in elastic's form with ours beside it.
+            # In the format of torch elastic, with autopipe's failure as an additional key.
             form = {
                 "message": str(failure.error()),
                 "timestamp": int(failure.time),
@@ -168,9 +168,9 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
 
 
 def live_with_launcher(heartbeat: Heartbeat) -> None:
-    """From now on, give signs of life to the process that started this rank, and end when it has
-    gone, killed perhaps: a rank that no one watches would go on writing where the next launch
-    writes. At `STACKS`, say where it stands.
+    """Start a thread that sends heartbeats, and ends this process when the launcher has ended:
+    without a launcher, the rank would continue to write files that the next launch writes too. The
+    signal `STACKS` prints stacks from now on.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -187,14 +187,14 @@ def live_with_launcher(heartbeat: Heartbeat) -> None:
 
 
 def stop_on_signal(stop: Callable[[], None]) -> None:
-    """Call `stop` at `STOP`, and at SIGTERM where no launcher of ours, which sends that to ranks
-    that shall end at once, is there to send the other.
+    """Call `stop` at the signal `STOP`; also at SIGTERM unless autopipe's launcher, which sends
+    SIGTERM to end ranks at once, is the parent.
     """
     for each in (STOP, *(() if PARENT in os.environ else (signal.SIGTERM,))):
         signal.signal(each, lambda *_: stop())
 
 
 def read_failure(form: Mapping[str, object]) -> Failure | None:
-    """The failure in an error file's object; None where it is not one of ours."""
+    """Return the failure in the object of an error file, None if autopipe has not written it."""
     ours = form.get("autopipe")
     return Failure(**ours) if isinstance(ours, dict) else None

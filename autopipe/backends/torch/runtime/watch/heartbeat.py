@@ -1,7 +1,9 @@
-"""A rank's heartbeat: its task, since when, and that it lives, in a file that can be read after it
-has died. The launcher on the same machine reads it (`backends/torch/elastic_agent.py`). A rank
-states only that it waits for others; which rank hangs is for the launcher to find, which sees
-several of them.
+"""Heartbeat of a rank: its current task, since when, and the time of its last heartbeat, in a
+memory-mapped file that the launcher on the same machine reads (`backends/torch/elastic_agent.py`),
+even after the rank has died.
+
+A rank records only that it waits for other ranks. The launcher compares several ranks to find the
+one that hangs.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PULSES = "AUTOPIPE_PULSES"
-"""Environment variable with the folder in which the launcher looks for the ranks' heartbeats."""
-ENDED = "ended"  # The task of a rank that has nothing left to do.
+"""Environment variable with the launcher's folder of heartbeat files."""
+ENDED = "ended"
+"""The task of a rank that has completed its run."""
 _BEAT = struct.Struct("<d")
 _STATE = struct.Struct("<d?ii")
 _TASK = struct.Struct("<d?ii64p")
@@ -26,7 +29,7 @@ _SIZE = _BEAT.size + _TASK.size
 
 
 def phase_of(task: str) -> str:
-    """The phase to which a task belongs: `start`, `step` or `checkpoint`."""
+    """Return the phase of a task: `start`, `step` or `checkpoint`."""
     return {
         "": "start",
         "start": "start",
@@ -38,15 +41,15 @@ def phase_of(task: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that a rank may take in each phase, without getting further or giving a sign of
-    life.
-    """
+    """Maximum seconds without progress, or without a heartbeat, in each phase."""
 
     start_s: float = 1800.0
-    step_s: float = 600.0  # One task of a step; the first one may compile kernels.
+    step_s: float = 600.0
+    """Of one task of a step. The first task may compile kernels."""
     checkpoint_s: float = 7200.0
 
     def of(self, task: str) -> float:
+        """Return the time-out of the phase of a task, in seconds."""
         return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[
             phase_of(task)
         ]
@@ -57,35 +60,31 @@ DEFAULTS = Timeouts()
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRecord:
-    """A record in the heartbeat file; times are those of the machine's monotonic clock, in
-    seconds.
-    """
+    """The contents of a heartbeat file. Times are seconds of the machine's monotonic clock."""
 
     at: float
-    since: float  # Since when the rank does what it does.
+    since: float
+    """When the rank began its task or its wait."""
     waits: bool
     task: str
-    peer: int = (
-        -1
-    )  # The rank whose message on `channel` it waits for; -1 where it is not one alone.
+    peer: int = -1
+    """The rank from or to which it transfers a tensor on `channel`; -1 for other waits."""
     channel: int = -1
 
 
 class Heartbeat:
-    """This rank's own record, kept in `file`, which is made, or for nobody."""
+    """This rank's heartbeat record, written to `file`, or only to memory if `file` is None."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._record: bytearray | mmap.mmap = bytearray(_SIZE)
         self.on_task: Callable[[str], None] | None = None
-        """Called with each task as it begins, where somebody wants to know."""
+        """Called with each task that begins, if not None."""
         self.task = "start"
         self.awaited = _NOBODY
-        """The peer and channel that the rank waits for, or waited for when that ended in an error;
-        -1 for none.
+        """(peer, channel) of the current wait, or of a wait that ended with an error; -1 for none.
         """
-        if (
-            file is not None
-        ):  # What is written to its bytes is in the file at once, even if the process never goes on.
+        # Writes to mapped memory reach the file even if the process is killed.
+        if file is not None:
             made = file.with_suffix(".new")
             made.write_bytes(self._record)
             with made.open("r+b") as opened:
@@ -94,7 +93,9 @@ class Heartbeat:
 
     @staticmethod
     def of(rank: int) -> Heartbeat:
-        """The heartbeat of a rank where its launcher looks for it."""
+        """Return the heartbeat of a rank in the file that its launcher reads; only in memory
+        without a launcher.
+        """
         folder = os.environ.get(PULSES)
         return Heartbeat(None if folder is None else heartbeat_file(Path(folder), rank))
 
@@ -112,12 +113,13 @@ class Heartbeat:
         _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY, task.encode())
 
     def sign_of_life(self) -> None:
+        """Record that the process is alive, without a change of task."""
         _BEAT.pack_into(self._record, 0, time.monotonic())
 
     @contextmanager
     def waiting(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
-        """While the block runs, the rank waits for others: for the rank `peer`, where it is a
-        message on `channel`.
+        """Record that the rank waits for others in the block: for rank `peer` on `channel`, if
+        given.
         """
         self.awaited = peer, channel
         _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), True, peer, channel)
@@ -129,8 +131,8 @@ class Heartbeat:
 
     @contextmanager
     def posting(self, peer: int, channel: int) -> Iterator[None]:
-        """The block posts a message to or from the rank `peer`. If the block raises, `awaited`
-        names that rank: torch may find only now that the connection is closed.
+        """If the block, which posts a transfer with rank `peer`, raises RuntimeError, make
+        `awaited` name that rank: torch may notice a closed connection only then.
         """
         try:
             yield
@@ -140,11 +142,12 @@ class Heartbeat:
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's heartbeat file."""
     return folder / f"rank_{rank:03d}.pulse"
 
 
 def read_heartbeat(file: Path) -> HeartbeatRecord | None:
-    """None where there is none yet."""
+    """Return the record in a heartbeat file, None if the file does not exist yet."""
     try:
         record = file.read_bytes()
     except FileNotFoundError:

@@ -1,10 +1,18 @@
-"""Acting after the same step on all ranks, once any of them asks for it.
+"""Agreement of all ranks on the step after which they save a checkpoint or stop.
 
-Ranks are at different steps at any one time, and a step must not wait for such an agreement. So a
-thread of each rank looks for requests in the ranks' store. Once it has told the others how many
-steps its rank has done, that rank begins no step after its next one before it knows theirs; all act
-after the largest of them plus one. Nobody waits for a rank that waits: who is behind goes on, up to
-that step, and its thread answers meanwhile.
+Ranks are at different steps at one time, and a step must not wait for an agreement. So a thread of
+each rank watches the ranks' store for requests. Protocol of one round:
+
+1. A rank that has a request writes the round's key into the store.
+
+2. Each rank's thread that sees the key sends the number of steps its rank has done, s_i, to all
+ranks. From then on the rank ends at most one further step before the round is complete: it waits in
+`reach`.
+
+3. All ranks act after step max s_i + 1. This step is not yet complete on any rank.
+
+There is no deadlock: a rank that is behind continues to that step, while its thread takes part in
+the round.
 """
 
 from __future__ import annotations
@@ -18,17 +26,19 @@ from autopipe.backends.torch.torch_interfaces import Store
 SAVE = "save"
 STOP = "stop"
 _LOOK_S = 0.5
+"""Seconds between looks for requests in the store."""
 _CLOSING_LOOK_S = 0.02
+"""Seconds between looks after the last step."""
 
 
 class StepAgreement:
-    """One rank's part. All ranks make one, and end it, together."""
+    """One rank's part in the agreement. All ranks must create and close it together."""
 
     def __init__(
         self, store: Store | None, control_group: ControlGroup, save_every_s: float = 0.0
     ) -> None:
-        """`store` may be None where the rank is the only one. With `save_every_s` the first rank
-        asks for a save whenever that many seconds have gone by.
+        """`store` is None in a world of one rank. With `save_every_s`, rank 0 requests `SAVE`
+        whenever this number of seconds has passed; 0 for never.
         """
         self._store = store
         self._group = control_group
@@ -44,13 +54,15 @@ class StepAgreement:
         self._thread.start()
 
     def request(self, what: str) -> None:
-        """Ask for something, after a step that all will agree on. Safe in a signal handler: it
-        takes no lock.
+        """Request `SAVE` or `STOP` after a step on which all ranks agree. Takes no lock, so a
+        signal handler may call it.
         """
         self._wanted |= {what}
 
     def reach(self, steps: int) -> set[str]:
-        """To be called after every step with the number of steps done: what all ranks do now."""
+        """Return the requests that all ranks act on after `steps` steps. Must be called after every
+        step. Raises an error of the thread.
+        """
         with self._changed:
             self._steps = steps
             while self._agreeing:
@@ -60,7 +72,7 @@ class StepAgreement:
             return self._due.pop(steps, set())
 
     def close(self) -> None:
-        """After the last step: serve the requests of others until all ranks are here."""
+        """End the thread after the last step, when all ranks have called this."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -102,7 +114,7 @@ class StepAgreement:
         return f"agreement/{self._round}"
 
     def _has_request(self) -> bool:
-        """Raises LaunchError where somebody else has written it."""
+        """Return True if a rank has written the key of the current round."""
         return (
             self._store is not None
             and self._store.check([self._key])
