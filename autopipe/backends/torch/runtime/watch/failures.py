@@ -116,7 +116,7 @@ def failure_of(
         message = f"lost {whom}: {message}"
         hint = "look at the error of the rank or node that ended first"
     elif "NCCL" in str(error):
-        hint = "NCCL_DEBUG=INFO tells more in the rank's log: see docs/guides/multi-node.md"
+        hint = "set NCCL_DEBUG=INFO for details in the rank's log: see docs/guides/multi-node.md"
     code = LaunchError.exit_code
     return Failure(
         rank, task, message, hint, "", time.time(), code, final=False, consequence=lost, host=host

@@ -9,7 +9,7 @@ each rank watches the ranks' store for requests. Protocol of one round:
 ranks. From then on the rank ends at most one further step before the round is complete: it waits in
 `reach`.
 
-3. All ranks act after step max s_i + 1. This step is not yet complete on any rank.
+3. All ranks act after step max s_i + 1. No rank has returned from `reach` for this step yet.
 
 There is no deadlock: a rank that is behind continues to that step, while its thread takes part in
 the round.
