@@ -1,4 +1,4 @@
-"""ONNX files for tests, a few words each."""
+"""Short constructors of ONNX files for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOOL = onnx.TensorProto.BOOL
 
 
 def floats(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    """Normally distributed float32 numbers."""
+    """Return float32 numbers of the standard normal distribution."""
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
@@ -26,7 +26,7 @@ def integers(*numbers: int) -> np.ndarray:
 
 
 def node(op: str, inputs: str, outputs: str, **attributes: object) -> onnx.NodeProto:
-    """`node("MatMul", "x w", "y")`; "_" stands for an absent operand."""
+    """Return a node, such as `node("MatMul", "x w", "y")`. "_" stands for an absent operand."""
     names = ["" if name == "_" else name for name in inputs.split()]
     return oh.make_node(
         op,
@@ -46,7 +46,9 @@ def model(
     types: Mapping[str, Shape] | None = None,
     domains: Sequence[str] = (),
 ) -> onnx.ModelProto:
-    """A model; inputs are float32 unless given as (type, shape). `types` states float32 values."""
+    """Return a model. Inputs are float32 unless given as (type, shape). `types` declares float32
+    values.
+    """
     infos = []
     for name, shape in inputs.items():
         kind, dims = shape if isinstance(shape, tuple) else (FLOAT, shape)
@@ -67,12 +69,12 @@ def model(
 
 
 def linear(**changes: object) -> onnx.ModelProto:
-    """y = x w."""
+    """Return the model y = x w."""
     return model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}, **changes)  # type: ignore[arg-type]
 
 
 def linear_beside(folder: Path, location: str, offset: int = 0, length: int = 48) -> Path:
-    """The file of `linear`, which says that its weights are in another one."""
+    """Return the model of `linear` whose weights are declared to be in another file."""
     proto = linear()
     (tensor,) = proto.graph.initializer
     tensor.ClearField("raw_data")
@@ -85,8 +87,8 @@ def linear_beside(folder: Path, location: str, offset: int = 0, length: int = 48
 
 
 def saved(proto: onnx.ModelProto, folder: Path, name: str = "model.onnx") -> Path:
-    """The file of a model, written without onnx's checks; output types are filled in so that
-    onnxruntime takes it.
+    """Write a model without onnx's checks and return its path. Output types are filled in, as
+    onnxruntime requires.
     """
     known = {info.name: info for info in onnx.shape_inference.infer_shapes(proto).graph.output}
     for info in proto.graph.output:

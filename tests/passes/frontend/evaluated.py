@@ -1,4 +1,4 @@
-"""A file of one node, as onnxruntime computes it and as we read and emit it on one device."""
+"""Files of one node, computed by onnxruntime and by the emitted program on one device."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def node_file(
     opset: int = 21,
     **attributes: object,
 ) -> tuple[Path, dict[str, np.ndarray]]:
-    """The file of a node with operands i0, i1 …, those of `known` held in it, and what is fed to
-    the others. Results are named one blank apart, "_" one that is not asked for.
+    """Return (the path of a model of one node, the arrays of its inputs). Operands are called i0,
+    i1, …; those in `known` are initializers. `results` has the names of results, separated by
+    blanks; "_" stands for one that is not written.
     """
     names = ["" if array is None else f"i{place}" for place, array in enumerate(arrays)]
     outputs = ["" if name == "_" else name for name in results.split()]
@@ -57,7 +58,7 @@ def node_file(
 
 
 def emitted(model: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The outputs of a model as one device computes them."""
+    """Return the outputs of a model on one device, by name."""
     graph = model.graph
     held = SimpleNamespace(
         device=torch.device("cpu"),
@@ -77,6 +78,6 @@ def emitted(model: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 def both(
     folder: Path, op: str, arrays: Arrays, results: str = "y", **settings: object
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Our results, and what onnxruntime does."""
+    """Return our results and those of onnxruntime."""
     path, feeds = node_file(folder, op, arrays, results, **settings)  # type: ignore[arg-type]
     return emitted(read_model(path, mode=Mode.INFER), feeds), run(path, feeds)

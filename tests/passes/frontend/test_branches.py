@@ -1,4 +1,4 @@
-"""Branches are the parts that may run side by side."""
+"""Parallel branches of a graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.passes.frontend.building import Shape, floats, model, node, saved
 
 
 def towers(count: int, layers: int) -> onnx.ModelProto:
-    """`count` chains of `layers` products, summed and multiplied once more."""
+    """Return a model of `count` parallel chains of `layers` matrix products, whose results are
+    summed and multiplied once more.
+    """
     nodes = []
     ends = []
     for tower in range(count):
@@ -40,13 +42,13 @@ def test_towers_are_branches(count: int, layers: int, tmp_path: Path) -> None:
     assert {branch.flops for branch in found} == {layers * 2.0 * 2 * 8 * 8}
 
 
-def test_a_chain_has_none(tmp_path: Path) -> None:
+def test_a_chain_has_no_branches(tmp_path: Path) -> None:
     graph = read_model(saved(towers(1, 4), tmp_path)).graph
     assert branches_of(graph, [each.forward_flops for each in annotate(graph)]) == ()
 
 
-def test_parts_one_after_the_other_are_not_side_by_side(tmp_path: Path) -> None:
-    """Two forks in a row: the branches of one of them are listed, not those of both."""
+def test_consecutive_forks(tmp_path: Path) -> None:
+    """Of two forks in a row, only the branches of one are returned."""
     nodes = [
         node("MatMul", "x a", "a1"), node("MatMul", "x b", "b1"), node("Add", "a1 b1", "m"),
         node("MatMul", "m c", "c1"), node("MatMul", "m d", "d1"), node("Add", "c1 d1", "y"),

@@ -1,5 +1,5 @@
-"""If, Loop and Scan are resolved while a file is read; ONNX Runtime computes the same as from the
-file.
+"""If, Loop and Scan are replaced while a file is read: the numbers equal those of ONNX Runtime on
+the file.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ REFUSED = {
 
 
 def written(text: str, folder: Path, inputs: str = "") -> Path:
-    """The model y = f(x) of these nodes, with weights that lie in the file or, those of the same
-    name, in bodies.
+    """Write the model y = f(x) of these nodes. Weights are initializers of the graph or, if a body
+    has one of the name, of the body.
     """
     proto = onnx.parser.parse_model(
         f'<ir_version: 9, opset_import: ["" : 18]> g (float[3,4] x{inputs}) => (float y) {{{text}}}'
@@ -213,7 +213,7 @@ def written(text: str, folder: Path, inputs: str = "") -> Path:
 
 
 @pytest.mark.parametrize("text", READ.values(), ids=READ)
-def test_same_numbers(text: str, tmp_path: Path) -> None:
+def test_numbers_equal_onnxruntime(text: str, tmp_path: Path) -> None:
     path = written(text, tmp_path)
     read = read_model(path)
     for seed in range(4):
@@ -222,7 +222,7 @@ def test_same_numbers(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("reason", "text"), REFUSED.items())
-def test_refused(reason: str, text: str, tmp_path: Path) -> None:
+def test_rejected_control_flow(reason: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=reason):
         read_model(written(text, tmp_path))
 
@@ -235,8 +235,8 @@ MERGED = """
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_an_input_that_is_always_one_number(chosen: bool, tmp_path: Path) -> None:
-    """As decoders are merged: one branch with a cache, one without."""
+def test_a_condition_that_is_given_selects_a_branch(chosen: bool, tmp_path: Path) -> None:
+    """Merged decoder files have one branch with a cache and one without."""
     path = written(MERGED, tmp_path, ", bool[1] c")
     read = read_model(path, fixed_inputs={"c": chosen})
     assert [each.name for each in read.graph.inputs] == ["x"]
@@ -304,28 +304,28 @@ ASKED = {
 
 
 @pytest.mark.parametrize(("text", "expected"), ASKED.values(), ids=ASKED)
-def test_the_input_that_decides_is_named(text: str, expected: str, tmp_path: Path) -> None:
+def test_the_hint_names_the_input_that_decides(text: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         read_model(written(text, tmp_path, ", int64 rate"))
     assert expected in caught.value.hint
 
 
-def test_the_input_that_decides_is_given(tmp_path: Path) -> None:
+def test_the_input_that_decides_can_be_given(tmp_path: Path) -> None:
     path = written(RATES, tmp_path, ", int64 rate")
     for rate, rows in ((8000, 6), (16000, 3)):
         read = read_model(path, fixed_inputs={"rate": rate})
         assert next(each.shape for each in read.graph.values if each.name == "y") == (rows, 4)
 
 
-def test_no_input_is_named_if_samples_decide(tmp_path: Path) -> None:
+def test_the_hint_names_no_input_if_samples_decide(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         read_model(written(REFUSED["it depends on data whether 'y' is"], tmp_path))
     assert "model.inputs" not in caught.value.hint
 
 
 def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
-    """Those of a body that is repeated are one; of branches with weights of one name, the one that
-    is taken.
+    """The weights of a loop body become one parameter each. Of branches with weights of one name,
+    the branch that is taken counts.
     """
     read = read_model(written(READ["as often as there are columns"], tmp_path))
     assert [(each.value.name, each.trainable) for each in read.graph.parameters] == [("w", True)]
@@ -346,8 +346,8 @@ def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
     assert_close(run_read(read, feeds), run(path, feeds))
 
 
-def test_what_a_value_of_the_whole_batch_decides_is_warned_of(tmp_path: Path) -> None:
-    """Micro-batches, each with a condition of its own, would compute something else."""
+def test_a_condition_on_the_whole_batch_warns(tmp_path: Path) -> None:
+    """Each micro-batch would have a condition of its own, and compute something else."""
     for text, warned in (
         ("a branch that data choose", True),
         ("until data say so", True),
@@ -376,7 +376,7 @@ def test_a_scan_of_opset_8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"), [("seq(float[3,4])", "a sequence"), ("optional(float[3,4])", "an Optional")]
 )
-def test_inputs_that_hold_tensors(kind: str, said: str, tmp_path: Path) -> None:
+def test_sequence_inputs_are_rejected(kind: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=f"input 's': it is {said}, and only tensors .*make each tensor"
     ):

@@ -1,5 +1,5 @@
-"""Gathers that spell a broadcast are told by arithmetic, as an enumeration of every element tells
-them.
+"""Gathers that only broadcast: the pass finds by arithmetic what an enumeration of all elements
+finds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EXTENTS = st.integers(0, 4)
 
 @st.composite
 def gathers(draw: st.DrawFn) -> Graph:
-    """One gather by known indices of small data: at random, or in an order that may spell a
-    broadcast.
+    """Strategy for one gather from small data by known indices, either random or in an order that
+    may be a broadcast.
     """
     shape = tuple(draw(st.lists(EXTENTS, min_size=1, max_size=4)))
     by_rows = draw(st.booleans())
@@ -57,7 +57,7 @@ def gathers(draw: st.DrawFn) -> Graph:
     else:
         indices = np.asarray(places)
         result = (*shape[:axis], *places.shape, *shape[axis + 1 :])
-    shift = draw(st.sampled_from([0, 0, -1]))  # Counted from the end.
+    shift = draw(st.sampled_from([0, 0, -1]))  # Negative indices count from the end.
     indices = (indices + shift * np.asarray(limits if by_rows else limits[0])).astype(np.int64)
     return gather(
         "GatherND" if by_rows else "Gather",
@@ -75,7 +75,7 @@ def gather(
     result: tuple[int, ...],
     attributes: tuple[tuple[str, int], ...],
 ) -> Graph:
-    """The graph of one gather."""
+    """Return the graph of one gather."""
     held = Constant(Value("indices", DType.INT64, indices.shape), indices)
     node = Node("gather", op, ("data", "indices"), ("y",), attributes)
     inputs = (Value("data", DType.FLOAT32, shape),)
@@ -83,9 +83,9 @@ def gather(
     return Graph("test", 20, inputs, (), (held,), (node,), ("y",), values)
 
 
-def enumerated(graph: Graph) -> tuple[int, ...] | None:
-    """The shape under which the data expands to the result, from the place that each element of it
-    reads.
+def expected_shape(graph: Graph) -> tuple[int, ...] | None:
+    """Return the shape in which the data expand to the result, by enumeration of the element that
+    each result reads; None if there is none.
     """
     (node,) = graph.nodes
     shape = graph.type_of("data").shape
@@ -118,8 +118,8 @@ def enumerated(graph: Graph) -> tuple[int, ...] | None:
     )
 
 
-def told(graph: Graph) -> tuple[int, ...] | None:
-    """The same, as the pass tells it."""
+def found_shape(graph: Graph) -> tuple[int, ...] | None:
+    """Return the shape in which the pass expands the data; None if it keeps the gather."""
     found = with_plain_gathers(graph)
     if found.nodes == graph.nodes:
         return None
@@ -131,12 +131,12 @@ def told(graph: Graph) -> tuple[int, ...] | None:
 
 @settings(max_examples=150, deadline=None)
 @given(gathers())
-def test_arithmetic_tells_what_enumeration_tells(graph: Graph) -> None:
-    assert told(graph) == enumerated(graph)
+def test_random_gathers_against_enumeration(graph: Graph) -> None:
+    assert found_shape(graph) == expected_shape(graph)
 
 
 def test_every_gather_of_few_elements() -> None:
-    """All indices into up to six rows, by each way of laying three or fewer of them out."""
+    """All indices into up to six rows, in all arrangements of at most three of them."""
     broadcasts = 0
     for rows, node_layouts in itertools.product(
         range(1, 4), [(), (1,), (2,), (3,), (1, 2), (2, 1), (1, 3)]
@@ -144,22 +144,22 @@ def test_every_gather_of_few_elements() -> None:
         for numbers in itertools.product(range(rows), repeat=math.prod(node_layouts)):
             indices = np.asarray(numbers, dtype=np.int64).reshape(node_layouts)
             graph = gather("Gather", (2, rows, 2), indices, (2, *node_layouts, 2), (("axis", 1),))
-            assert told(graph) == enumerated(graph)
-            broadcasts += told(graph) is not None
+            assert found_shape(graph) == expected_shape(graph)
+            broadcasts += found_shape(graph) is not None
     assert broadcasts
 
 
-def test_a_gather_of_a_huge_value_enumerates_nothing() -> None:
-    """2⁴⁰ elements: numbers for each of them are more than any machine here holds."""
+def test_a_gather_from_a_huge_value_needs_little_memory() -> None:
+    """The data have 2⁴⁰ elements."""
     shape = (1 << 20, 1 << 10, 1 << 10)
     last = gather("Gather", shape, np.asarray(0), (shape[0], shape[2]), (("axis", 1),))
-    assert told(last) is None
+    assert found_shape(last) is None
     rows = np.broadcast_to(np.arange(1 << 10), (2, 1 << 10))
     spread = gather("Gather", shape, rows, (shape[0], 2, *shape[1:]), (("axis", 1),))
-    assert told(spread) == (shape[0], 1, *shape[1:])
+    assert found_shape(spread) == (shape[0], 1, *shape[1:])
 
 
-def test_differences_count_from_the_end_where_they_are_negative(tmp_path: Path) -> None:
+def test_negative_differences_count_from_the_end(tmp_path: Path) -> None:
     nodes = [
         node("Sub", "one two", "width"),
         node("Unsqueeze", "width axes", "u"),

@@ -1,6 +1,4 @@
-"""A body that would become too many nodes stays one: it computes, and gives the gradients, that its
-runs apart do.
-"""
+"""Loops that are kept as one operator: results and gradients equal those of the unrolled loop."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model, control_flow, read_model
 from tests.ir.ops.splitting import Use, check
 from tests.passes.frontend.building import floats
+from tests.passes.frontend.fusion.test_programs import trained
 from tests.passes.frontend.reference import assert_close, parameter_array, random_feeds, run
 from tests.passes.frontend.test_control_flow import READ, written
-from tests.passes.frontend.test_fused_programs import trained
 
 SHAPE = (3, 4, 2)
 WEIGHTS = {"w": floats(2, 2), "k": floats(5, 2, seed=1), "c": np.float32([[[0.5]]])}
@@ -40,11 +38,11 @@ STEPS = {
     "same": "{0}t = Transpose <perm = [1, 0]> (w)\n{0}u = MatMul ({0}t, w)\n{0} = MatMul ({1}, {0}u)",
     "constant": "{0} = Add ({1}, half)",
 }
-"""What a run may do with what it has computed so far."""
+"""Steps that an iteration may take with the values so far."""
 
 
 def model(text: str, opset: int = 17) -> onnx.ModelProto:
-    """y = f(x) of these nodes."""
+    """Return the model y = f(x) of these nodes."""
     extents = ",".join(map(str, SHAPE))
     head = f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[{extents}] x) => (float y)'
     proto = onnx.parser.parse_model(f"{head} {{{text}}}")
@@ -63,8 +61,8 @@ def model(text: str, opset: int = 17) -> onnx.ModelProto:
 
 @st.composite
 def loops(draw: st.DrawFn) -> onnx.ModelProto:
-    """A Loop or Scan along any axis, its body a few random steps, and all that it gives as one
-    vector.
+    """Strategy for a Loop or Scan along any axis with a body of a few random steps. All outputs are
+    concatenated to one vector.
     """
     axis = draw(st.integers(0, 2))
     backwards = draw(st.booleans())
@@ -73,7 +71,7 @@ def loops(draw: st.DrawFn) -> onnx.ModelProto:
     out = draw(st.integers(0, 2))
     is_loop = draw(st.booleans())
     allowed = [each for each in STEPS if is_loop or each not in ("number", "row")]
-    # Along the last axis a slice has no dimension of two for the weight.
+    # A slice along the last axis lacks the dimension of size 2 that the weight needs.
     allowed = [
         each for each in allowed if axis < 2 or each not in ("product", "row", "same", "constant")
     ]
@@ -130,7 +128,7 @@ def loops(draw: st.DrawFn) -> onnx.ModelProto:
 
 
 def both(path: Path, **settings: object) -> tuple[Model, Model]:
-    """The model with its loops kept, and with their runs apart."""
+    """Return the model with its loops kept, and with its loops unrolled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control_flow, "MAX_UNROLLED_NODES", 0)
         kept = read_model(path, **settings)  # type: ignore[arg-type]
@@ -140,7 +138,7 @@ def both(path: Path, **settings: object) -> tuple[Model, Model]:
 
 @given(loops())
 @settings(max_examples=60, deadline=None)
-def test_a_loop_is_its_runs(
+def test_kept_and_unrolled_loops_agree(
     tmp_path_factory: pytest.TempPathFactory, proto: onnx.ModelProto
 ) -> None:
     path = tmp_path_factory.mktemp("loop") / "model.onnx"
@@ -173,7 +171,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_what_cannot_stay_a_loop_is_repeated(case: str, tmp_path: Path) -> None:
+def test_loops_that_cannot_be_kept_are_unrolled(case: str, tmp_path: Path) -> None:
     kept, apart = both(written(READ[case], tmp_path))
     assert sum(node.body is not None for node in kept.graph.nodes) == KEPT.get(case, 0)
     feeds = random_feeds(kept.graph)
@@ -196,9 +194,9 @@ ACROSS = (
 )
 
 
-def test_samples_are_followed_through_a_loop(tmp_path: Path) -> None:
-    """A baked batch is made smaller, the body with it; where the runs go through the samples, that
-    is said.
+def test_the_batch_of_a_loop_is_reduced(tmp_path: Path) -> None:
+    """A batch size that is fixed in the file is reduced, also in the body. If the iterations are
+    the samples, that is an error.
     """
     path = tmp_path / "model.onnx"
     onnx.save(model(CELL), path)
@@ -213,7 +211,7 @@ def test_samples_are_followed_through_a_loop(tmp_path: Path) -> None:
         rebatched(both(path)[0].graph, 1)
 
 
-def test_the_work_of_a_loop_is_that_of_its_runs(tmp_path: Path) -> None:
+def test_the_work_of_a_loop_is_that_of_all_iterations(tmp_path: Path) -> None:
     onnx.save(model(CELL), tmp_path / "model.onnx")
     found = []
     for each in both(tmp_path / "model.onnx"):

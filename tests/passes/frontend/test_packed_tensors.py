@@ -15,8 +15,8 @@ import pytest
 
 from autopipe.ir.graph import DType
 from autopipe.passes.frontend.read import read_model
+from tests.passes.frontend.decompositions.test_operators import computed
 from tests.passes.frontend.reference import run
-from tests.passes.frontend.test_contributed import computed
 
 WIDTH = 64
 BLOCK = 16

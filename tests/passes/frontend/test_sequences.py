@@ -1,5 +1,5 @@
-"""Sequences of tensors are taken apart while a file is read; ONNX Runtime computes the same as from
-the file.
+"""Sequences of tensors are replaced while a file is read: the numbers equal those of ONNX Runtime
+on the file.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ REFUSED = {
     ("case", "opset"),
     [(case, opset) for case in READ for opset in (11, 20) if (case, opset) != ("handed on", 11)],
 )
-def test_what_is_computed(case: str, opset: int, tmp_path: Path) -> None:
+def test_numbers_equal_onnxruntime(case: str, opset: int, tmp_path: Path) -> None:
     path = saved(model(READ[case], {"x": [3, 7]}, "y", HELD, opset=opset), tmp_path)
     graph = read_model(path).graph
     assert not any("Sequence" in each.op for each in graph.nodes)
@@ -102,16 +102,14 @@ def test_what_is_computed(case: str, opset: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("message", "nodes"), REFUSED.items(), ids=REFUSED.keys())
-def test_what_depends_on_data_or_does_not_fit(
-    message: str, nodes: list[onnx.NodeProto], tmp_path: Path
-) -> None:
+def test_rejected_sequences(message: str, nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(model(nodes, {"x": [3, 7], "p": []}, "y", HELD).SerializeToString())
     with pytest.raises(ModelError, match=message):
         read_model(path)
 
 
-def test_a_small_file_with_more_tensors_than_fit(tmp_path: Path) -> None:
+def test_a_split_into_too_many_tensors_is_rejected(tmp_path: Path) -> None:
     nodes = [node("SplitToSequence", "x", "s"), node("SequenceAt", "s zero", "y")]
     path = tmp_path / "model.onnx"
     path.write_bytes(model(nodes, {"x": [10**9, 7]}, "y", HELD).SerializeToString())
@@ -119,9 +117,9 @@ def test_a_small_file_with_more_tensors_than_fit(tmp_path: Path) -> None:
         read_model(path)
 
 
-def test_a_sequence_among_the_outputs_is_its_tensors(tmp_path: Path) -> None:
-    """Named as those that ONNX Runtime gives are for `verify`; one that is another output too is
-    both.
+def test_a_sequence_output_becomes_its_tensors(tmp_path: Path) -> None:
+    """The outputs have the names that `verify` gives ONNX Runtime's. A tensor that is an output
+    itself, too, is both.
     """
     nodes = [
         THIRDS,

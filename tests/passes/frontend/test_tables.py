@@ -1,4 +1,4 @@
-"""Numbers that are computed from positions are told from those that are drawn or trained."""
+"""Tables that are computed from positions are distinguished from random and trained tensors."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_are_known(name: str) -> None:
+def test_tables_are_recognised(name: str) -> None:
     assert table_of(TABLES[name].astype(np.float32), named=False)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_are_not_taken_for_tables(name: str) -> None:
+def test_weights_are_no_tables(name: str) -> None:
     assert not table_of(WEIGHTS[name].astype(np.float32), named=False)
 
 
-def test_a_modules_own_series_may_be_a_parameter() -> None:
+def test_a_series_with_a_name_may_be_a_parameter() -> None:
     assert not table_of(np.linspace(-6, 1, 16), named=True)
 
 
-def test_equal_numbers() -> None:
+def test_tensors_of_equal_elements_are_no_tables() -> None:
     assert is_uniform(np.ones((3, 4))) and is_uniform(np.zeros(0))
     assert not is_uniform(np.array([1.0, 2.0, 1.0]))

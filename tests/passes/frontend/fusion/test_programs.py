@@ -1,4 +1,6 @@
-"""Fused and unfused programs agree: results and gradients of spellings that files have."""
+"""Programs of fused and unfused graphs agree in results and gradients, for patterns from real
+files.
+"""
 
 from __future__ import annotations
 
@@ -228,8 +230,8 @@ def test_fused_and_unfused_programs_agree(
 
 
 def trained(read: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What one device computes: the result, and the gradients of floating inputs and of trained
-    parameters.
+    """Return the results of a graph on one device, and the gradients of floating-point inputs and
+    of trained parameters.
     """
     graph = read.graph
     weights = {

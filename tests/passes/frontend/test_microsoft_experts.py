@@ -1,4 +1,6 @@
-"""Mixtures of experts equal onnxruntime's kernels, whole and in parts."""
+"""Mixtures of experts of com.microsoft (MoE, QMoE): numbers against onnxruntime's kernels, on one
+device and split over devices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 
 from autopipe.backends.onnxruntime import ReferenceModel
 from tests.ir.ops.splitting import check, check_pairs
-from tests.passes.frontend.test_contributed import compare, computed, floats, use_of, whole
+from tests.passes.frontend.decompositions.test_operators import (
+    compare,
+    computed,
+    floats,
+    integers_of,
+    use_of,
+)
 
 TOKENS = 6
 HIDDEN = 32
@@ -23,7 +31,7 @@ Operands = list[tuple[str, np.ndarray] | None]
 def operands_of(
     rows: int, biased: bool, gated: bool, shape: tuple[int, ...] = (TOKENS, HIDDEN)
 ) -> Operands:
-    """Operands of MoE with `rows` in the first layer."""
+    """Return the operands of MoE with `rows` rows in the first layer's weights."""
     bias = (
         (("b1", floats(EXPERTS, rows)), ("b2", floats(EXPERTS, HIDDEN))) if biased else (None, None)
     )
@@ -70,7 +78,7 @@ def test_gated_experts_of_a_batch_in_three_dimensions(tmp_path: Path) -> None:
     compare(tmp_path, "MoE", operands, "w1 w2 b1 b2", k=3, activation_type="gelu", rtol=1e-3)
 
 
-def test_the_reference_does_not_write_over_the_tokens_it_reads(tmp_path: Path) -> None:
+def test_the_reference_does_not_overwrite_its_operands(tmp_path: Path) -> None:
     text = f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
     experts (float[{TOKENS}, {HIDDEN}] a, float[{TOKENS}, {EXPERTS}] r, float[{EXPERTS}, {INNER}, {HIDDEN}] u,
              float[{EXPERTS}, {HIDDEN}, {INNER}] d) => (float[{TOKENS}, {HIDDEN}] z)
@@ -86,18 +94,18 @@ def test_the_reference_does_not_write_over_the_tokens_it_reads(tmp_path: Path) -
 
 
 def packed_operands(bits: int, block: int, points: bool, rows: int, biased: bool) -> Operands:
-    """Operands of QMoE."""
+    """Return the operands of QMoE."""
 
     def layer(name: str, out: int, inner: int) -> tuple[Operands, Any]:
         blocks = inner // block if block else 0
         scales = floats(EXPERTS, out, *([blocks] if block else []), scale=0.002)
         shape = (out, -(-blocks * bits // 8)) if block else (-(-out * bits // 8),)
         made: Operands = [
-            (f"w{name}", whole(EXPERTS, out, inner * bits // 8)),
+            (f"w{name}", integers_of(EXPERTS, out, inner * bits // 8)),
             (f"s{name}", scales),
         ]
         bias = (f"b{name}", floats(EXPERTS, out)) if biased else None
-        return [*made, bias], (f"z{name}", whole(EXPERTS, *shape)) if points else None
+        return [*made, bias], (f"z{name}", integers_of(EXPERTS, *shape)) if points else None
 
     first = layer("1", rows, HIDDEN)
     second = layer("2", HIDDEN, INNER)
@@ -122,12 +130,14 @@ def test_packed_experts(bits: int, points: bool, block: int, tmp_path: Path) -> 
     }
     settings |= {"block_size": block} if block else {}
     held = " ".join(each[0] for each in operands[2:] if each)
-    atol = 0.3 if block and bits == 8 else 1e-4  # There the kernel rounds activations to bytes.
+    atol = (
+        0.3 if block and bits == 8 else 1e-4
+    )  # In these cases the kernel quantises activations to bytes.
     compare(tmp_path, "QMoE", operands, held, rtol=1e-3, atol=atol, **settings)
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
-def test_experts_in_parts(activation: str, tmp_path: Path) -> None:
+def test_experts_are_split_over_devices(activation: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = SWIGLU if activation == "swiglu" else {"activation_type": activation}
     operands = operands_of(INNER * (1 + (activation == "swiglu")), True, False)
     use = use_of(tmp_path, "MoE", operands, k=2, **settings)
@@ -135,7 +145,7 @@ def test_experts_in_parts(activation: str, tmp_path: Path) -> None:
     assert check_pairs(use, 1e-3, 1e-4) == 6
 
 
-def test_packed_experts_in_parts(tmp_path: Path) -> None:
+def test_packed_experts_are_split_over_devices(tmp_path: Path) -> None:
     operands = packed_operands(4, 16, True, 2 * INNER, True)
     use = use_of(tmp_path, "QMoE", operands, k=2, block_size=16, expert_weight_bits=4, **SWIGLU)
     assert check(use, 1e-3, 1e-4) == 2

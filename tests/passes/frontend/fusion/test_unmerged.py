@@ -1,5 +1,5 @@
-"""Products of rows that merge positions and samples: samples are shared over devices, and results
-stay as they are.
+"""Matrix products whose rows merge positions and samples: after the rule, samples can be split over
+devices, and results are equal.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ HIDDEN = 8
 BATCH = 4
 
 
-def _shares_samples(graph: Graph) -> bool:
-    """True if each node that has samples can be split by them."""
+def _splits_samples(graph: Graph) -> bool:
+    """True if all nodes with a sample dimension can be split along it."""
     axes = batch_axes_of(graph)
     return all(axes.axis(index) is not None for index, found in enumerate(axes.nodes) if found)
 
 
 def _merged(product: list[onnx.NodeProto], order: list[int], **held: np.ndarray) -> onnx.ModelProto:
-    """x [samples, positions, hidden] with its dimensions in `order`, a product `p` of its merged
-    rows, `y`.
+    """Return a model: x [samples, positions, hidden] with axes in `order`, merged to rows, times a
+    matrix (`p`), separated again (`y`).
     """
     nodes = [node("Transpose", "x", "t", perm=order), node("Reshape", "t rows", "r"), *product]
     lead = [BATCH if axis == 0 else POSITIONS for axis in order[:2]]
@@ -63,21 +63,19 @@ def test_a_product_of_merged_rows(
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), run(path, feeds))
     is_scaled = any(each.name == "alpha" for each in product.attribute)
-    assert _shares_samples(read.graph) != is_scaled
+    assert _splits_samples(read.graph) != is_scaled
 
 
-def test_rows_with_samples_in_front_stay_merged(tmp_path: Path) -> None:
+def test_rows_with_samples_first_stay_merged(tmp_path: Path) -> None:
     held = {"w": floats(HIDDEN, 3)}
     read = read_model(saved(_merged([node("MatMul", "r w", "p")], [0, 1, 2], **held), tmp_path))
-    assert _shares_samples(read.graph)
+    assert _splits_samples(read.graph)
     (product,) = (each for each in read.graph.nodes if each.op == "MatMul")
     assert read.graph.type_of(product.outputs[0]).shape == (BATCH * POSITIONS, 3)
 
 
 class Network(torch.nn.Module):
-    """Layers of torch on sequences of [samples, positions, hidden] or [positions, samples,
-    hidden].
-    """
+    """A torch layer on sequences [samples, positions, hidden] or [positions, samples, hidden]."""
 
     def __init__(self, kind: str, batch_first: bool) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ class Network(torch.nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["samples first", "positions first"])
 @pytest.mark.parametrize("kind", ["attention", "weights", "no bias", "encoder", "decoder"])
-def test_samples_of_torchs_attention_are_shared(
+def test_multihead_attention_is_split_by_samples(
     tmp_path: Path, kind: str, batch_first: bool
 ) -> None:
     torch.manual_seed(0)
@@ -132,6 +130,6 @@ def test_samples_of_torchs_attention_are_shared(
             opset_version=17,
         )
     read = read_model(path, batch=BATCH)
-    assert _shares_samples(read.graph)
+    assert _splits_samples(read.graph)
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), run(path, feeds), tolerance=1e-4)

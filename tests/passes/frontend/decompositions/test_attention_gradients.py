@@ -1,4 +1,4 @@
-"""Gradients of ONNX Runtime's attention as it is read are those of a plain spelling in torch."""
+"""Gradients of ONNX Runtime's attention operators equal those of plain attention in torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ VISIBLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & (
 def plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """Causal attention of [b, t, h · d] tensors, of keys that are no padding, perhaps with
-    sinks.
+    """Return causal attention of [batch, tokens, heads · features] tensors over keys that are not
+    padding, perhaps with attention sinks.
     """
     words = [each.unflatten(2, (-1, SIZE)).transpose(1, 2) for each in (query, key, value)]
     key, value = (each.repeat_interleave(HEADS // each.shape[1], 1) for each in words[1:])
@@ -105,10 +105,10 @@ def test_gradients(op: str, tmp_path: Path) -> None:
         assert (found - wanted).norm() < 1e-5 * wanted.norm(), name
 
 
-def test_rows_that_see_nothing_harm_no_gradient_where_the_loss_leaves_them_out() -> None:
-    """A padded row's scores are all the least number, and torch's kernel takes each of its
-    probabilities for 1 in backward, not for 1 / keys: the gradient of values that such a row gives
-    is as many times too large.
+def test_padded_queries_do_not_affect_gradients_of_other_rows() -> None:
+    """All scores of a padded query are the smallest number. torch's kernel then uses probability 1,
+    not 1 / keys, for each key in backward, so the gradients of values are too large by that factor;
+    here the loss ignores padded queries.
     """
     query, key, value = (
         torch.from_numpy(floats(1, HEADS, TOKENS, SIZE, seed=seed)) for seed in range(3)

@@ -1,5 +1,5 @@
-"""Attention of com.microsoft against onnxruntime's kernels, and where its CPU has none against the
-specification.
+"""Attention operators of com.microsoft: numbers against onnxruntime's kernels, or, if there is no
+CPU kernel, against the specification.
 """
 
 from __future__ import annotations
@@ -210,15 +210,17 @@ def test_group_query_attention(name: str, tmp_path: Path) -> None:
     )
     if (
         tokens == max(lengths) and 6 not in attributes["known"]
-    ):  # What stands behind a prompt has no meaning.
+    ):  # The results for padding behind a prompt are undefined.
         counted = np.arange(tokens) < np.array(lengths)[:, None]
         found["y"], expected["y"] = found["y"][counted], expected["y"][counted]
     for key, array in expected.items():
         np.testing.assert_allclose(found[key], array, 1e-4, 1e-5, err_msg=key)
 
 
-def test_norms_of_queries_and_keys(tmp_path: Path) -> None:
-    """No kernel of a CPU has them: they are those of operators in front."""
+def test_query_and_key_normalization(tmp_path: Path) -> None:
+    """There is no CPU kernel with normalization: the reference normalizes in separate operators
+    before the attention.
+    """
     words = [
         floats(BATCH, TOKENS, each, seed=each) for each in (HIDDEN, GROUPS * SIZE, GROUPS * SIZE)
     ]
@@ -247,8 +249,8 @@ def _with(settings: dict[str, Any], *known: int) -> dict[str, Any]:
     return {**settings, "known": [*settings["known"], *known]}
 
 
-def test_side_by_side_is_as_apart(tmp_path: Path) -> None:
-    """Queries, keys and values in one tensor by head, which no kernel of a CPU takes."""
+def test_packed_queries_keys_and_values_equal_separate_ones(tmp_path: Path) -> None:
+    """There is no CPU kernel for queries, keys and values in one tensor by head."""
     apart = three()
     words = [array.reshape(BATCH, TOKENS, HEADS, 1, SIZE) for array in apart if array is not None]
     _, expected = both(tmp_path, "MultiHeadAttention", apart, num_heads=HEADS)
@@ -263,9 +265,9 @@ def test_side_by_side_is_as_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["apart", "side by side", "merged"])
-def test_packed_tokens_are_as_padded_ones(form: str, tmp_path: Path) -> None:
-    """No kernel of a CPU takes sequences without their padding: the real tokens of padded ones give
-    the same.
+def test_packed_tokens_equal_padded_ones(form: str, tmp_path: Path) -> None:
+    """There is no CPU kernel for sequences without padding: the reference is attention on padded
+    sequences.
     """
     lengths = np.array([3, 1, 4])
     longest = 4
@@ -304,7 +306,7 @@ def test_packed_tokens_are_as_padded_ones(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
 def test_linear_attention(rule: str, tmp_path: Path) -> None:
-    """More tokens than a chunk has, behind those of a call before."""
+    """The call has more tokens than one chunk, and a state of an earlier call."""
     tokens = 70
     decay = -np.abs(floats(BATCH, 70, GROUPS))
     beta = np.abs(np.tanh(floats(BATCH, 70, GROUPS)))

@@ -1,5 +1,5 @@
-"""A product and the cross-entropy of its result put together: what is, what is not, and that both
-agree.
+"""Fusion of a matrix product with the cross-entropy of its result: which graphs are fused, and that
+both forms agree.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 from autopipe.backends.torch.codegen import normalization
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
 from tests.passes.frontend.building import FLOAT, INT64, Shape, floats, integers, model, node, saved
+from tests.passes.frontend.fusion.test_programs import trained
 from tests.passes.frontend.reference import assert_close, random_feeds
-from tests.passes.frontend.test_fused_programs import trained
 
 HIDDEN = 6
 CLASSES = 12
@@ -84,7 +84,7 @@ def both(
     folder: Path,
     outputs: str = "y",
 ) -> tuple[Model, Model]:
-    """Return the model with scores that are kept, and with scores that are recomputed."""
+    """Return the model with logits that are saved, and with logits that are recomputed."""
     read = {name for each in nodes for name in each.input}
     path = saved(
         model(nodes, inputs, outputs, {name: each for name, each in HELD.items() if name in read}),
@@ -107,7 +107,7 @@ def both(
     ],
     ids=["read by others", "classes in another order", "classes of samples"],
 )
-def test_other_scores_are_kept(
+def test_other_logits_are_not_fused(
     between: list[onnx.NodeProto], after: list[onnx.NodeProto], tmp_path: Path
 ) -> None:
     square: dict[str, Shape | tuple[int, Shape]] = {
@@ -124,7 +124,7 @@ def test_other_scores_are_kept(
     assert fused.graph == plain.graph
 
 
-def test_scores_that_training_does_not_give_are_not_kept_for_it(tmp_path: Path) -> None:
+def test_an_output_that_training_does_not_need_is_not_saved(tmp_path: Path) -> None:
     path = saved(
         model([node("MatMul", "x w", "logits")], {"x": [2, 5, HIDDEN]}, "logits", {"w": HELD["w"]}),
         tmp_path,

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators, as files hold them: what is read, emitted and run equals its own
+"""Operators of ONNX Runtime: the numbers of the emitted program equal those of ONNX Runtime's
 kernels.
 """
 
@@ -26,12 +26,12 @@ RANDOM = np.random.default_rng(0)
 
 
 def floats(*shape: int, scale: float = 1.0) -> np.ndarray:
-    """Standard normal numbers."""
+    """Return float32 numbers of the standard normal distribution."""
     return (RANDOM.standard_normal(shape) * scale).astype(np.float32)
 
 
-def whole(*shape: int, dtype: str = "uint8") -> np.ndarray:
-    """Whole numbers of a type of one byte, all of them."""
+def integers_of(*shape: int, dtype: str = "uint8") -> np.ndarray:
+    """Return uniform random integers of a one-byte type, over its whole range."""
     limits = np.iinfo(dtype)
     return RANDOM.integers(limits.min, limits.max + 1, shape).astype(dtype)
 
@@ -43,7 +43,9 @@ def model_of(
     results: int = 1,
     **attributes: object,
 ) -> onnx.ModelProto:
-    """A model of one node of the domain com.microsoft; operands are inputs unless `held`."""
+    """Return a model of one node of the domain com.microsoft. Operands are graph inputs, except
+    those in `held`, which are initializers.
+    """
     names = [each[0] if each else "" for each in operands]
     outputs = [f"y{index}" for index in range(results)]
     node = oh.make_node(operator, names, outputs, name="node", domain="com.microsoft", **attributes)
@@ -64,7 +66,7 @@ def model_of(
 
 
 def computed(path: Path, fed: Arrays) -> list[np.ndarray]:
-    """The results of a file as it is read and emitted."""
+    """Return the outputs that the emitted program computes for a file."""
     return [*emitted(read_model(path, batch_axes=dict.fromkeys(fed)), fed).values()]
 
 
@@ -79,8 +81,9 @@ def compare(
     steps: float = 0.0,
     **attributes: object,
 ) -> None:
-    """Assert that a node's results are those of onnxruntime. Operands named in `held` are tensors
-    of the file. Of whole numbers a share of `steps` may differ by one: roundings of halves.
+    """Assert that a node's results equal those of onnxruntime. Operands named in `held` are
+    initializers. Of integers, a fraction `steps` of the elements may differ by 1, because halves
+    are rounded.
     """
     stored = {name: array for name, array in filter(None, operands) if name in held.split()}
     fed = {name: array for name, array in filter(None, operands) if name not in stored}
@@ -104,13 +107,13 @@ def compare(
 def packed(
     bits: int, points: str, inner: int, rows: int = 24, block: int = 32
 ) -> list[tuple[str, np.ndarray] | None]:
-    """Operands B, scales and zero points of MatMulNBits."""
+    """Return the operands B, scales and zero points of MatMulNBits."""
     blocks = -(-inner // block)
     zero = {
-        "packed": whole(rows, -(-blocks * bits // 8)), "numbers": floats(rows, blocks), "": None
+        "packed": integers_of(rows, -(-blocks * bits // 8)), "numbers": floats(rows, blocks), "": None
     }[points]  # fmt: skip
     made = [
-        ("b", whole(rows, blocks, block * bits // 8)),
+        ("b", integers_of(rows, blocks, block * bits // 8)),
         ("scales", floats(rows, blocks, scale=0.05)),
     ]
     return [*made, None if zero is None else ("points", zero)]
@@ -121,7 +124,7 @@ def packed(
     ("bits", "points"),
     [(4, ""), (4, "packed"), (4, "numbers"), (8, "packed"), (8, ""), (2, "packed"), (2, "numbers")],
 )
-def test_products_of_packed_weights(bits: int, points: str, inner: int, tmp_path: Path) -> None:
+def test_matmul_nbits(bits: int, points: str, inner: int, tmp_path: Path) -> None:
     operands = [
         ("x", floats(2, 3, inner)),
         *packed(bits, points, inner),
@@ -133,10 +136,10 @@ def test_products_of_packed_weights(bits: int, points: str, inner: int, tmp_path
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_products_of_weights_in_bitsandbytes_types(kind: int, tmp_path: Path) -> None:
+def test_matmul_bnb4(kind: int, tmp_path: Path) -> None:
     operands = [
         ("x", floats(2, 3, 48)),
-        ("b", whole(12 * 48 // 2)),
+        ("b", integers_of(12 * 48 // 2)),
         ("scales", floats(12 * 48 // 16, scale=0.05)),
     ]
     compare(
@@ -144,7 +147,7 @@ def test_products_of_weights_in_bitsandbytes_types(kind: int, tmp_path: Path) ->
     )
 
 
-def test_older_files_have_flat_scales(tmp_path: Path) -> None:
+def test_matmul_nbits_with_flat_scales(tmp_path: Path) -> None:
     b, scales, points = filter(None, packed(4, "packed", 128))
     operands = [
         ("x", floats(3, 128)),
@@ -159,10 +162,10 @@ def test_older_files_have_flat_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("points", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_lookups_of_packed_rows(bits: int, points: bool, tmp_path: Path) -> None:
-    zero = ("points", whole(10, 4 * bits // 8)) if points else None
+def test_gather_block_quantized(bits: int, points: bool, tmp_path: Path) -> None:
+    zero = ("points", integers_of(10, 4 * bits // 8)) if points else None
     operands = [
-        ("table", whole(10, 16 * bits)),
+        ("table", integers_of(10, 16 * bits)),
         ("places", np.array([[3, 9], [0, -2]])),
         ("scales", floats(10, 4)),
         zero,
@@ -177,7 +180,9 @@ def use_of(
     operands: list[tuple[str, np.ndarray] | None],
     **attributes: object,
 ) -> Use:
-    """A node as it is read, all its operands inputs."""
+    """Return the only node of the graph that is read from a node of com.microsoft whose operands
+    are inputs.
+    """
     arrays = dict(filter(None, operands))
     onnx.save(model_of(operator, operands, {}, **attributes), tmp_path / "model.onnx")
     graph = read_model(tmp_path / "model.onnx", batch_axes=dict.fromkeys(arrays)).graph
@@ -185,14 +190,14 @@ def use_of(
 
 
 @pytest.mark.parametrize("points", ["packed", "numbers", ""])
-def test_products_of_packed_weights_in_parts(points: str, tmp_path: Path) -> None:
+def test_matmul_nbits_is_split_over_devices(points: str, tmp_path: Path) -> None:
     operands = [("x", floats(2, 4, 128)), *packed(4, points, 128)]
     use = use_of(tmp_path, "MatMulNBits", operands, bits=4, block_size=32, K=128, N=24)
     assert check(use, 1e-4, 1e-5) == 4
 
 
 @pytest.mark.parametrize("points", ["packed", ""])
-def test_lookups_of_packed_rows_in_parts(points: str, tmp_path: Path) -> None:
+def test_gather_block_quantized_is_split_over_devices(points: str, tmp_path: Path) -> None:
     table, *others = packed(4, points, 128)
     assert table is not None
     operands = [
@@ -207,93 +212,105 @@ def test_lookups_of_packed_rows_in_parts(points: str, tmp_path: Path) -> None:
     )
 
 
-def number(name: str, value: float) -> tuple[str, np.ndarray]:
-    """A scale."""
+def scale_of(name: str, value: float) -> tuple[str, np.ndarray]:
+    """Return an operand that is a scale."""
     return name, np.array(value, np.float32)
 
 
-def point(name: str, value: int, dtype: str = "uint8") -> tuple[str, np.ndarray]:
-    """A zero point."""
+def zero_point_of(name: str, value: int, dtype: str = "uint8") -> tuple[str, np.ndarray]:
+    """Return an operand that is a zero point."""
     return name, np.array(value, dtype)
 
 
-def in_bytes(
+def quantized_operand(
     name: str, *shape: int, scale: float = 0.0517, zero: int = 120, dtype: str = "uint8"
 ) -> list[Any]:
-    """A quantised operand, its scale and zero point."""
+    """Return a quantised operand, its scale and its zero point."""
     return [
-        (name, whole(*shape, dtype=dtype)),
-        number(f"{name}_scale", scale),
-        point(f"{name}_point", zero, dtype),
+        (name, integers_of(*shape, dtype=dtype)),
+        scale_of(f"{name}_scale", scale),
+        zero_point_of(f"{name}_point", zero, dtype),
     ]
 
 
-def result_of(scale: float = 0.0493, zero: int = 110, dtype: str = "uint8") -> list[Any]:
-    """Scale and zero point of a result."""
-    return [number("y_scale", scale), point("y_point", zero, dtype)]
+def result_scale(scale: float = 0.0493, zero: int = 110, dtype: str = "uint8") -> list[Any]:
+    """Return the scale and zero point of a result."""
+    return [scale_of("y_scale", scale), zero_point_of("y_point", zero, dtype)]
 
 
-A = in_bytes("a", 2, 3, 8)
-IMAGE = in_bytes("a", 2, 4, 6, 5)
-SIGNED = in_bytes("a", 2, 3, 8, zero=-3, dtype="int8")
-NARROW = result_of(1 / 256, 0)
+A = quantized_operand("a", 2, 3, 8)
+IMAGE = quantized_operand("a", 2, 4, 6, 5)
+SIGNED = quantized_operand("a", 2, 3, 8, zero=-3, dtype="int8")
+NARROW = result_scale(1 / 256, 0)
 QUANTIZED: list[tuple[str, list[Any], dict[str, Any]]] = [
-    ("QLinearAdd", [*A, *in_bytes("b", 3, 1), *result_of(0.0971)], {}),
+    ("QLinearAdd", [*A, *quantized_operand("b", 3, 1), *result_scale(0.0971)], {}),
     (
         "QLinearAdd",
-        [*SIGNED, *in_bytes("b", 8, zero=4, dtype="int8"), *result_of(0.0971, 5, "int8")],
+        [
+            *SIGNED,
+            *quantized_operand("b", 8, zero=4, dtype="int8"),
+            *result_scale(0.0971, 5, "int8"),
+        ],
         {},
     ),
-    ("QLinearMul", [*A, *in_bytes("b", 2, 3, 8, zero=130), *result_of(0.317)], {}),
+    ("QLinearMul", [*A, *quantized_operand("b", 2, 3, 8, zero=130), *result_scale(0.317)], {}),
     ("QLinearSigmoid", [*A, *NARROW], {}),
-    ("QLinearLeakyRelu", [*A, *result_of()], {"alpha": 0.2}),
-    ("QLinearSoftmax", [*in_bytes("a", 3, 9, scale=0.02), *NARROW], {"opset": 13, "axis": -1}),
-    ("QLinearSoftmax", [*in_bytes("a", 3, 2, 5, scale=0.02), *NARROW], {"opset": 12, "axis": 1}),
+    ("QLinearLeakyRelu", [*A, *result_scale()], {"alpha": 0.2}),
     (
         "QLinearSoftmax",
-        [*in_bytes("a", 9, 8, scale=0.001), *result_of(1 / 255, 0)],
+        [*quantized_operand("a", 3, 9, scale=0.02), *NARROW],
+        {"opset": 13, "axis": -1},
+    ),
+    (
+        "QLinearSoftmax",
+        [*quantized_operand("a", 3, 2, 5, scale=0.02), *NARROW],
+        {"opset": 12, "axis": 1},
+    ),
+    (
+        "QLinearSoftmax",
+        [*quantized_operand("a", 9, 8, scale=0.001), *result_scale(1 / 255, 0)],
         {"opset": 13, "axis": -1},
     ),
     (
         "QLinearConcat",
-        [*result_of(), *A, *in_bytes("b", 2, 3, 2, scale=0.04, zero=100)],
+        [*result_scale(), *A, *quantized_operand("b", 2, 3, 2, scale=0.04, zero=100)],
         {"axis": 2},
     ),
     (
         "QLinearWhere",
         [
-            ("c", whole(3, 8) > 127),
-            *in_bytes("a", 3, 8),
-            *in_bytes("b", 8, scale=0.04),
-            *result_of(),
+            ("c", integers_of(3, 8) > 127),
+            *quantized_operand("a", 3, 8),
+            *quantized_operand("b", 8, scale=0.04),
+            *result_scale(),
         ],
         {},
     ),
-    ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {}),
-    ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {"channels_last": 1}),
+    ("QLinearGlobalAveragePool", [*IMAGE, *result_scale(0.0213)], {}),
+    ("QLinearGlobalAveragePool", [*IMAGE, *result_scale(0.0213)], {"channels_last": 1}),
     (
         "QLinearAveragePool",
-        [*IMAGE, *result_of(0.04)],
+        [*IMAGE, *result_scale(0.04)],
         {"kernel_shape": [3, 2], "pads": [1, 0, 1, 0], "strides": [2, 1]},
     ),
     (
         "QLinearAveragePool",
-        [*IMAGE, *result_of(0.04)],
+        [*IMAGE, *result_scale(0.04)],
         {"kernel_shape": [2, 2], "channels_last": 1},
     ),
     (
         "QGemm",
         [
-            *in_bytes("a", 4, 6),
-            *in_bytes("b", 6, 5),
+            *quantized_operand("a", 4, 6),
+            *quantized_operand("b", 6, 5),
             ("c", np.arange(5, dtype=np.int32) * 99),
-            *result_of(0.9),
+            *result_scale(0.9),
         ],
         {},
     ),
     (
         "QGemm",
-        [*in_bytes("a", 6, 4), *in_bytes("b", 5, 6)],
+        [*quantized_operand("a", 6, 4), *quantized_operand("b", 5, 6)],
         {"transA": 1, "transB": 1, "alpha": 0.5},
     ),
 ]
@@ -313,13 +330,13 @@ def test_quantised_operators(
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("per_column", [False, True])
-def test_products_of_bytes(signed: bool, per_column: bool, tmp_path: Path) -> None:
+def test_integer_matrix_products(signed: bool, per_column: bool, tmp_path: Path) -> None:
     dtype = "int8" if signed else "uint8"
     count = (5,) if per_column else ()
-    b = ("b", whole(6, 5, dtype=dtype))
+    b = ("b", integers_of(6, 5, dtype=dtype))
     bias = ("bias", floats(5))
     scale = ("b_scale", np.abs(floats(*count)) + 0.01)
-    zero = ("b_point", whole(*count, dtype=dtype))
+    zero = ("b_point", integers_of(*count, dtype=dtype))
     compare(
         tmp_path,
         "DynamicQuantizeMatMul",
@@ -328,7 +345,7 @@ def test_products_of_bytes(signed: bool, per_column: bool, tmp_path: Path) -> No
         rtol=1e-3,
         atol=1e-3,
     )
-    a, a_scale, a_point = in_bytes("a", 2, 4, 6)
+    a, a_scale, a_point = quantized_operand("a", 2, 4, 6)
     operands = [a, b, a_scale, scale, a_point, zero, bias]
     compare(
         tmp_path,
@@ -341,8 +358,8 @@ def test_products_of_bytes(signed: bool, per_column: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("settings", ["", "mask", "lengths", "unidirectional", "past"])
-def test_attention_of_bytes(settings: str, tmp_path: Path) -> None:
-    a, scale, zero = in_bytes("a", 2, 4, 8, scale=0.02)
+def test_quantised_attention(settings: str, tmp_path: Path) -> None:
+    a, scale, zero = quantized_operand("a", 2, 4, 8, scale=0.02)
     past = ("past", floats(2, 2, 2, 3, 4)) if settings == "past" else None
     mask = {
         "mask": ("mask", np.array([[1, 1, 1, 0], [1, 0, 1, 1]], np.int32)),
@@ -350,13 +367,13 @@ def test_attention_of_bytes(settings: str, tmp_path: Path) -> None:
     }
     operands = [
         a,
-        ("w", whole(8, 24)),
+        ("w", integers_of(8, 24)),
         ("bias", floats(24)),
         scale,
-        number("w_scale", 0.01),
+        scale_of("w_scale", 0.01),
         mask.get(settings),
         zero,
-        point("w_point", 128),
+        zero_point_of("w_point", 128),
         past,
     ]
     attributes = {"num_heads": 2, "unidirectional": int(settings in ("unidirectional", "past"))}
@@ -374,14 +391,14 @@ def test_attention_of_bytes(settings: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_recurrent_layers_of_bytes(per_row: bool, tmp_path: Path) -> None:
-    """The kernel rounds what it reads to bytes, which changes nothing where that is in bytes; the
-    reference of `verify` does not, since the kernel's rounding depends on its threads.
+def test_quantised_lstm(per_row: bool, tmp_path: Path) -> None:
+    """The kernel quantises the layer's inputs, the decomposition does not. The test's inputs are
+    representable in a byte, so that both agree.
     """
     operands: list[Any] = [
         ("x", np.linspace(-128, 127, 10).round().astype(np.float32).reshape(1, 2, 5) / 64),
-        ("w", whole(2, 5, 12)),
-        ("r", whole(2, 3, 12)),
+        ("w", integers_of(2, 5, 12)),
+        ("r", integers_of(2, 3, 12)),
         ("b", floats(2, 24, scale=0.1)),
         None,
         None,
@@ -464,8 +481,8 @@ MATRICES = [("x", floats(3, 4)), ("w", floats(5, 4)), ("b", floats(5))]
             {"transBatchA": 1, "transBatchB": 1},
         ),
         ("FusedGemm", MATRICES, {"activation": "LeakyRelu", "activation_alpha": 0.1, "transB": 1}),
-        ("DequantizeLinear", in_bytes("a", 3, 4), {}),
-        ("QuantizeLinear", [("a", floats(3, 4)), *result_of()], {}),
+        ("DequantizeLinear", quantized_operand("a", 3, 4), {}),
+        ("QuantizeLinear", [("a", floats(3, 4)), *result_scale()], {}),
     ],
 )
 def test_other_operators(
@@ -476,9 +493,10 @@ def test_other_operators(
 
 @pytest.mark.parametrize(("last", "active"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("skip", ["", "whole", "one a sample", "flat"])
-def test_group_normalization_which_has_no_kernel_for_cpus(
+def test_group_normalization_against_numpy(
     last: int, active: int, skip: str, tmp_path: Path
 ) -> None:
+    """ONNX Runtime has no CPU kernel for it."""
     x = floats(2, 8, 3, 5)
     gamma = floats(8)
     beta = floats(8)
@@ -519,7 +537,8 @@ def test_group_normalization_which_has_no_kernel_for_cpus(
         np.testing.assert_allclose(ours, placed(theirs), rtol=1e-4, atol=1e-5)
 
 
-def test_sums_and_convolutions_which_have_no_kernel_for_cpus(tmp_path: Path) -> None:
+def test_fused_sums_and_convolutions_against_numpy(tmp_path: Path) -> None:
+    """ONNX Runtime has no CPU kernels for these operators."""
     x = floats(2, 3, 8)
     bias = floats(8)
     skip = floats(2, 3, 8)
@@ -550,18 +569,18 @@ def test_sums_and_convolutions_which_have_no_kernel_for_cpus(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("segments", [False, True])
-def test_embeddings_of_bytes(segments: bool, tmp_path: Path) -> None:
+def test_quantised_embeddings(segments: bool, tmp_path: Path) -> None:
     tables = {"words": (9, 8), "positions": (6, 8), "table": (2, 8), "gamma": (8,), "beta": (8,)}
     ids = RANDOM.integers(0, 2, (2, 2, 4)).astype(np.int32)
     operands: list[Any] = [("ids", ids[0]), ("segments", ids[1]) if segments else None]
     operands += [
-        (name, whole(*shape)) if segments or name != "table" else None
+        (name, integers_of(*shape)) if segments or name != "table" else None
         for name, shape in tables.items()
     ]
     operands.append(("mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.int32)))
     for kind, made in (
-        ("scale", lambda name: number(name, 0.02)),
-        ("point", lambda name: point(name, 128)),
+        ("scale", lambda name: scale_of(name, 0.02)),
+        ("point", lambda name: zero_point_of(name, 128)),
     ):
         operands += [
             made(f"{name}_{kind}") if segments or name != "table" else None for name in tables
@@ -577,25 +596,25 @@ def test_embeddings_of_bytes(segments: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
 @pytest.mark.parametrize("points", [False, True])
 @pytest.mark.parametrize(("gathered", "axis"), [(0, 1), (1, 0), (0, 2)])
-def test_lookups_of_elements_of_4_bits(
+def test_gather_of_4_bit_elements(
     gathered: int, axis: int, points: bool, kind: str, tmp_path: Path
 ) -> None:
     shape = [32, 32, 16][: 2 + (axis == 2)]
     blocks = [extent // 16 if place == axis else extent for place, extent in enumerate(shape)]
     dtype = getattr(ml_dtypes, kind)
     operands: list[Any] = [
-        ("table", whole(*shape, dtype="int8").astype(dtype)),
+        ("table", integers_of(*shape, dtype="int8").astype(dtype)),
         ("places", np.array([[3, 9], [0, 2]])),
     ]
     operands += [
         ("scales", floats(*blocks)),
-        ("points", whole(*blocks, dtype="int8").astype(dtype)) if points else None,
+        ("points", integers_of(*blocks, dtype="int8").astype(dtype)) if points else None,
     ]
     settings = {"block_size": 16, "gather_axis": gathered, "quantize_axis": axis}
     compare(tmp_path, "GatherBlockQuantized", operands, "table scales points", **settings)
 
 
-def test_numbers_of_4_bits_in_a_file_of_an_opset_without_them(tmp_path: Path) -> None:
+def test_4_bit_types_in_a_file_of_an_older_opset(tmp_path: Path) -> None:
     text = """<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
     g (float[3, 4] x) => (float[3, 4] y) <float s = {0.25}>
     { n = com.microsoft.DequantizeLinear(w, s, z)  y = Mul(x, n) }
@@ -609,8 +628,8 @@ def test_numbers_of_4_bits_in_a_file_of_an_opset_without_them(tmp_path: Path) ->
     np.testing.assert_array_equal(ours[0][0], [-2.25, 1.5, 0.5, -0.5])
 
 
-def test_images_whose_channels_stand_in_blocks(tmp_path: Path) -> None:
-    """As a session writes a file that it has optimized for its machine."""
+def test_nchwc_operators(tmp_path: Path) -> None:
+    """The file is a session's optimized model for this machine."""
     text = """<ir_version: 10, opset_import: ["": 20]>
     g (float[2, 3, 12, 12] x, float[20, 3, 3, 3] a, float[64, 20, 3, 3] b, float[64, 1, 3, 3] c, float[64] e,
        float[32, 32, 1, 1] d) => (float[2, 32, 10, 10] y, float[2, 96, 1, 1] z)
@@ -637,7 +656,7 @@ def test_images_whose_channels_stand_in_blocks(tmp_path: Path) -> None:
     assert {"ReorderOutput", "Conv", "MaxPool", "Upsample", "GlobalAveragePool"} <= written
 
 
-def test_blocks_and_bounds_of_an_old_file(tmp_path: Path) -> None:
+def test_nchwc_operators_of_an_old_opset(tmp_path: Path) -> None:
     text = """<ir_version: 4, opset_import: ["": 9]>
     g (float[2, 3, 6, 6] x) => (float[2, 5, 4, 4] y)
     { c = Conv(x, a)  y = Clip <min = 0.0, max = 0.5> (c) }
@@ -657,8 +676,8 @@ def test_blocks_and_bounds_of_an_old_file(tmp_path: Path) -> None:
         "Elu <alpha = 0.5>", "Selu", "Softplus", "Softsign", "ThresholdedRelu <alpha = 0.1>",
     ],
 )  # fmt: skip
-def test_activations_behind_convolutions_and_products(tmp_path: Path, activation: str) -> None:
-    """The session puts some of them into the operator before."""
+def test_fused_activations(tmp_path: Path, activation: str) -> None:
+    """The session fuses some of the activations into the operator before them."""
     text = f"""<ir_version: 8, opset_import: ["": 17]>
     g (float[2, 3, 6, 6] x, float[2, 4] v) => (float[2, 8, 4, 4] y, float[2, 5] z)
     {{ c = Conv(x, a)  y = {activation} (c)  p = Gemm(v, b)  z = {activation} (p) }}
@@ -679,7 +698,7 @@ def test_activations_behind_convolutions_and_products(tmp_path: Path, activation
 def test_fused_activations_of_old_files(
     tmp_path: Path, activation: str, parameters: list[float], opset: int
 ) -> None:
-    """HardSwish is an operator of ONNX since opset 14."""
+    """ONNX has HardSwish since opset 14."""
     x = floats(1, 3, 5, 5)
     weight = floats(4, 3, 3, 3)
     settings: dict[str, object] = {"activation": activation} | (
@@ -708,8 +727,8 @@ def test_fused_activations_of_old_files(
 
 
 def compare_optimized(model: onnx.ModelProto, fed: Arrays, tmp_path: Path) -> set[str]:
-    """Assert that a session's file of what it runs is computed as by the session; its operators on
-    blocks.
+    """Assert that the program of a session's optimized model computes what the session computes.
+    Return the operators of the optimized model in the nchwc domain.
     """
     options = ort.SessionOptions()
     file = tmp_path / "model.onnx"
@@ -725,7 +744,7 @@ def compare_optimized(model: onnx.ModelProto, fed: Arrays, tmp_path: Path) -> se
     }
 
 
-def test_what_stands_around_networks_of_skl2onnx(tmp_path: Path) -> None:
+def test_classical_operators_of_skl2onnx(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["": 15, "ai.onnx.ml": 1]>
     g (double[4, 3] x) => (float[4, 2] t, int64[1, 4] y)
     <int64[3] labels = {7, 9, 4}>
@@ -745,8 +764,10 @@ def test_what_stands_around_networks_of_skl2onnx(tmp_path: Path) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_numbers_are_quantised_by_their_own_range_to_the_bit(tmp_path: Path) -> None:
-    """A scale that is one rounding off moves some of the bytes of a graph's middle by one."""
+def test_dynamic_quantisation_is_exact(tmp_path: Path) -> None:
+    """An error of one rounding in a scale would change some of the bytes in the middle of a graph
+    by 1.
+    """
     text = """<ir_version: 10, opset_import: ["": 20]>
     g (float[64] x) => (uint8[64] y, float s, uint8 z) { y, s, z = DynamicQuantizeLinear(x) }"""
     file = tmp_path / "model.onnx"

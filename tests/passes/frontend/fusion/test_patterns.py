@@ -1,4 +1,6 @@
-"""Spelt-out operators are put back together where they are what they seem, and compute the same."""
+"""Fusion rules: patterns that match become one operator with equal results; similar nodes that do
+not match stay.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ GELU_CONSTANTS = {
 
 
 @pytest.mark.parametrize("form", GELU)
-def test_gelu_in_every_order(form: str, tmp_path: Path) -> None:
+def test_gelu_with_factors_in_any_order(form: str, tmp_path: Path) -> None:
     read = read_and_compare(model(GELU[form], {"x": [2, 5]}, "y", GELU_CONSTANTS), tmp_path)
     (fused,) = read.graph.nodes
     assert (fused.op, fused.inputs, fused.outputs) == ("Gelu", ("x",), ("y",))
@@ -73,7 +75,7 @@ def test_gelu_in_every_order(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [("root", 1.5), ("half", 0.6), ("one", 2.0)])
-def test_what_only_looks_like_gelu_is_left_alone(name: str, number: float, tmp_path: Path) -> None:
+def test_similar_patterns_are_not_gelu(name: str, number: float, tmp_path: Path) -> None:
     constants = GELU_CONSTANTS | {name: scalar(number)}
     read = read_and_compare(model(GELU["erf, half last"], {"x": [2, 5]}, "y", constants), tmp_path)
     assert "Erf" in operators(read)
@@ -140,8 +142,8 @@ def attention_model(
     heads: int = 4,
     softmaxed: str = "float",
 ) -> onnx.ModelProto:
-    """Scores of four heads, as the exporters spell them; with `heads` < 4 keys and values are
-    shared.
+    """Return a model of attention with four query heads, as exporters write it. With `heads` < 4,
+    keys and values are shared by query heads.
     """
     nodes = [node("Mul", "q scale", "qs")]
     key = "k"
@@ -192,7 +194,7 @@ def test_a_causal_mask_becomes_an_attribute(shape: tuple[int, ...], tmp_path: Pa
     assert fused.inputs == ("q", "k", "v") and fused.integer("is_causal") == 1
 
 
-def test_a_mask_of_zeros_is_none(tmp_path: Path) -> None:
+def test_a_mask_of_zeros_is_removed(tmp_path: Path) -> None:
     (fused,) = read_and_compare(
         attention_model(np.zeros((1, 1, 5, 5), dtype=np.float32)), tmp_path
     ).graph.nodes
@@ -213,8 +215,10 @@ def test_repeated_heads_are_shared(heads: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_choice_between_scores_and_a_hiding_number(causal: bool, tmp_path: Path) -> None:
-    """Causal masks as GPT-2 had them first; any other choice is a mask that is added."""
+def test_masks_that_select_scores(causal: bool, tmp_path: Path) -> None:
+    """GPT-2 writes causal masks so. Any other mask that selects scores becomes a mask that is
+    added.
+    """
     nodes = [
         node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "scores"),
         node("Div", "scores root", "s"), node("Where", "shown s low", "masked"), node("Softmax", "masked", "p"),
@@ -232,12 +236,12 @@ def test_a_choice_between_scores_and_a_hiding_number(causal: bool, tmp_path: Pat
 @pytest.mark.parametrize(
     ("queries", "low", "is_fused"), [(1, -1e9, True), (5, -1e9, False), (5, -np.inf, True)]
 )
-def test_a_choice_that_may_hide_all_keys_of_a_query(
+def test_a_mask_that_may_hide_all_keys_is_not_fused(
     queries: int, low: float, is_fused: bool, tmp_path: Path
 ) -> None:
-    """DeBERTa hides all keys from padding: the same number stands in the place of all scores, which
-    have no gradient; they would have one if the number were added to them. A softmax of infinities
-    alone is no number in either form.
+    """DeBERTa hides all keys from padding queries. Their scores get no gradient because a number
+    replaces them, but they would get one if the number were added. A softmax of only infinities is
+    NaN in both forms.
     """
     nodes = [
         node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "scores"),
@@ -257,7 +261,7 @@ def test_a_softmax_over_queries_is_no_attention(tmp_path: Path) -> None:
     assert "Softmax" in operators(read_and_compare(attention_model(axis=2), tmp_path))
 
 
-def test_biases_and_masks_add_up(tmp_path: Path) -> None:
+def test_a_bias_and_a_mask_are_added(tmp_path: Path) -> None:
     """T5 adds a bias that is a parameter, then a mask."""
     nodes = [
         node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "scores"),
@@ -272,7 +276,7 @@ def test_biases_and_masks_add_up(tmp_path: Path) -> None:
 
 
 def test_a_gather_of_every_mask_entry_is_an_expand(tmp_path: Path) -> None:
-    """`mask[batch_index, key_index]`, as masks are exported: every index spelt out."""
+    """Masks are exported as `mask[batch_index, key_index]` with all indices listed."""
     samples, keys = np.meshgrid(np.arange(2), np.arange(5), indexing="ij")
     index = np.broadcast_to(np.stack([samples, keys], -1)[:, None, None], (2, 1, 5, 5, 2)).astype(
         np.int64
@@ -284,7 +288,7 @@ def test_a_gather_of_every_mask_entry_is_an_expand(tmp_path: Path) -> None:
     assert operators(read) == ["Reshape", "Expand"]
 
 
-def test_a_gather_that_permutes_stays_one(tmp_path: Path) -> None:
+def test_a_gather_that_permutes_is_kept(tmp_path: Path) -> None:
     proto = model(
         [node("Gather", "x index", "y", axis=1)], {"x": [2, 3]}, "y", {"index": integers(1, 0, 2)}
     )

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators are typed as ONNX Runtime types them."""
+"""Type inference of com.microsoft operators: the shapes are those of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_shapes_are_those_of_onnxruntime(
     assert graph.type_of("y").shape == run(path, random_feeds(graph))["y"].shape
 
 
-def test_a_product_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_product_of_shapes_that_do_not_fit_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"\(2, 3, 6\), \(2, 5, 6\) do not fit"):
         read_model(path_of("FusedMatMul", ["x", "v"], tmp_path))
 
 
-def test_a_result_that_the_operator_does_not_have(tmp_path: Path) -> None:
+def test_too_many_results_are_rejected(tmp_path: Path) -> None:
     nodes = [oh.make_node("Gelu", ["x"], ["y", "z"], name="node", domain=DOMAIN)]
     path = tmp_path / "model.onnx"
     path.write_bytes(model(nodes, {"x": [2, 3]}, "y z", domains=[DOMAIN]).SerializeToString())

@@ -1,4 +1,4 @@
-"""Mixtures of experts as exporters spell them out become one operator: results, gradients, splits,
+"""Fusion of mixtures of experts as exporters write them: results, gradients, splits over devices,
 memory.
 """
 
@@ -18,8 +18,8 @@ from autopipe.passes.frontend import read_model, weights
 from autopipe.passes.frontend.fusion import rules
 from tests.ir.ops.splitting import Use, check
 from tests.passes.frontend.building import floats, integers, model, node, saved
+from tests.passes.frontend.fusion.test_programs import trained
 from tests.passes.frontend.reference import assert_close, random_feeds, run
-from tests.passes.frontend.test_fused_programs import trained
 
 BOOL = onnx.TensorProto.BOOL
 TOKENS = 6
@@ -41,9 +41,9 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def looked_up(turned: bool) -> list[onnx.NodeProto]:
-    """A matrix of each token's experts is looked up; `turned`, as GPT-OSS has it, with biases,
-    clamps and gates in turn.
+def gathered(turned: bool) -> list[onnx.NodeProto]:
+    """Return nodes that gather the matrices of each token's experts. With `turned`, as GPT-OSS
+    writes them: transposed weights, biases, clamps, and interleaved gates.
     """
     nodes = [
         *ROUTER, node("Unsqueeze", "x one", "x1"),
@@ -79,8 +79,9 @@ def looked_up(turned: bool) -> list[onnx.NodeProto]:
 
 
 def masked(listed: bool, hit: bool = False) -> list[onnx.NodeProto]:
-    """Every expert computes every token, under a mask; `listed`, by matrices of its own; `hit`, one
-    after the other of as many experts as had tokens in an example.
+    """Return nodes that compute all experts for all tokens under a mask; with `listed`, each expert
+    has separate matrices; with `hit`, as a traced loop over the experts that had tokens in an
+    example.
     """
     nodes = [
         *ROUTER, node("OneHot", "chosen depth hot", "hots", axis=-1), node("Transpose", "hots", "by", perm=[2, 1, 0]),
@@ -129,14 +130,14 @@ LISTED = {
     for name in ("gate", "up", "down") for expert in range(EXPERTS)
 }  # fmt: skip
 CASES = {
-    "looked up": (looked_up(False), STACKED, "Experts"), "turned": (looked_up(True), TURNED, "Experts"),
+    "looked up": (gathered(False), STACKED, "Experts"), "turned": (gathered(True), TURNED, "Experts"),
     "masked": (masked(False), STACKED, "Experts"), "listed": (masked(True), LISTED, "ListedExperts"),
     "hit": (masked(False, True), STACKED, "Experts"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
+def test_a_mixture_computes_and_saves_only_chosen_experts(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes, layers, operator = CASES[case]
@@ -161,9 +162,7 @@ def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
     assert_close(found, trained(plain, feeds))
 
 
-def test_zeros_too_large_for_the_graph_are_known_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_zero_tensors_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "SMALL", 16)
     in_nodes = {
         name: onnx.numpy_helper.from_array(NUMBERS[name], name) for name in ("zeros", "none")
@@ -175,14 +174,14 @@ def test_zeros_too_large_for_the_graph_are_known_as_such(
     read = {name for each in masked(True) for name in each.input} - in_nodes.keys()
     known = {name: array for name, array in (NUMBERS | LISTED).items() if name in read}
     file = model(nodes, INPUTS, "y", known)
-    file.producer_name = "pytorch"  # Its exporters keep every parameter among the initializers.
+    file.producer_name = "pytorch"  # Exporters store all of its parameters as initializers.
     found = read_model(saved(file, tmp_path))
     assert found.fused == {"ListedExperts": 1}
     assert {each.value.name for each in found.graph.parameters} == set(LISTED)
 
 
 @pytest.mark.parametrize(("case", "axes"), [("looked up", 2), ("turned", 3), ("listed", 2)])
-def test_experts_hidden_units_and_tokens_are_split(case: str, axes: int, tmp_path: Path) -> None:
+def test_splits_by_experts_hidden_units_and_tokens(case: str, axes: int, tmp_path: Path) -> None:
     nodes, layers, operator = CASES[case]
     read = {name for each in nodes for name in each.input}
     known = {name: array for name, array in (NUMBERS | layers).items() if name in read}
@@ -200,7 +199,7 @@ def test_experts_hidden_units_and_tokens_are_split(case: str, axes: int, tmp_pat
     assert check(Use(graph, mixture, tokens | drawn), 1e-4, 1e-5) == axes
 
 
-def test_backward_of_a_mixture_keeps_its_operands() -> None:
+def test_backward_saves_the_operands() -> None:
     x = torch.randn(64, HIDDEN, requires_grad=True)
     shares = torch.rand(64, CHOSEN, requires_grad=True)
     layers = [
