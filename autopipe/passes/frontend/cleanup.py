@@ -160,7 +160,7 @@ def _range_shape(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
     """
     if rows.size < count:
         return None
-    # A dimension along which nothing changes is broadcast; the others must read all rows, in order.
+    # Along a broadcast dimension the row is constant; the other dimensions read all rows in order.
     shape = tuple(
         size if size > 1 and (rows.take(0, axis) != rows.take(1, axis)).any() else 1
         for axis, size in enumerate(rows.shape)
@@ -463,8 +463,8 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
 
 
 def _only_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
-    """Return the value between which and itself a Where selects, after replacing operands by
-    `names`; "" if the two values differ, or if the Where broadcasts the value.
+    """Return the value of a Where that selects between two copies of one value, after `names`
+    replaced its operands; "" if the two values differ, or if the Where broadcasts them.
     """
     first, second = (names.get(each, each) for each in node.inputs[1:])
     is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape

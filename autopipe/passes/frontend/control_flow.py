@@ -155,7 +155,7 @@ def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the reader knows about values so far, and what it does. Names may be aliases."""
+    """Access to the state of the reader, and to its actions. Names of values may be aliases."""
 
     numbers: Callable[[str], np.ndarray | None]
     """Returns the data of a value, None if they are not known."""
@@ -209,7 +209,7 @@ class ScanOutput:
 
 @dataclass(frozen=True, slots=True)
 class KeptLoop:
-    """A loop that is kept as one operator."""
+    """A loop that becomes one loop operator instead of copies of its body."""
 
     title: str
     """Prefix of the names of the body's values."""
@@ -240,7 +240,7 @@ def replace_control_flow(
     bodies = {each.name: each.g for each in node.attribute if each.HasField("g")}
     needed = ("then_branch", "else_branch") if node.op_type == "If" else ("body",)
     if any(name not in bodies for name in needed) or not node.output:
-        raise ModelError(f"it has no graph {' or '.join(needed)}, or no output", where=where)
+        raise ModelError(f"expected an output and the graphs {', '.join(needed)}", where=where)
     if node.op_type == "If":
         return _if(node, operands[0], [bodies[name] for name in needed], known, where)
     repeat = _Unrolling(node, bodies["body"], known, where)
@@ -255,7 +255,8 @@ def _if(
     for branch in branches:
         if len(branch.output) != len(node.output) or branch.input:
             raise ModelError(
-                f"its branches must have no inputs, and as many outputs as the node: {len(node.output)}",
+                f"expected branches with {len(node.output)} {plural(len(node.output), 'output')} "
+                "and without inputs",
                 where=where,
             )
     numbers = known.numbers(condition)

@@ -1,5 +1,5 @@
-"""Operands whose data must be known before running, such as the axes of a reduction, and the inputs
-that such data are computed from.
+"""Checks of operands whose data must be known before running, such as the axes of a reduction, and
+hints that name the inputs from which these data are computed.
 """
 
 from __future__ import annotations

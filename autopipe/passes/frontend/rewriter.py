@@ -261,7 +261,9 @@ class Rewriter:
         return self.add(op, [left, right], shape, dtype=dtype, result=result)
 
     def select(self, condition: str, chosen: str, other: str) -> str:
-        """Return the elements of `chosen` where `condition` is true, else of `other` (Where)."""
+        """Return a Where: elements of `chosen` at positions with a true `condition`, of `other`
+        at the others.
+        """
         shape = np.broadcast_shapes(*map(self.shape, (condition, chosen, other)))
         return self.add(
             "Where", [condition, chosen, other], shape, dtype=self.type_of(chosen).dtype
@@ -354,7 +356,7 @@ class FileRewriter(Rewriter):
 
     @property
     def is_unchanged(self) -> bool:
-        """True if nothing has been written: the node stays."""
+        """True if the caller has written no node and given no result, so that the node is kept."""
         return not (self._written or self.aliases)
 
     def copy(self, node: onnx.NodeProto) -> None:

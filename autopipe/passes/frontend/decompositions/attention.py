@@ -303,8 +303,8 @@ def _attend(
 def _attend_with_past(
     rewriter: Rewriter, heads: Heads, past: tuple[str, str], past_length: str, logits_index: int
 ) -> tuple[str, str, str]:
-    """Write Attention with cached keys and values in front of the new ones. Return what `_attend`
-    returns.
+    """Write Attention with cached keys and values in front of the new ones. Return its output, all
+    keys, and all values.
 
     If `past_length` is given, the cache is a longer buffer with that many valid tokens, and the new
     keys and values are written behind them.
@@ -559,7 +559,7 @@ def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> s
     if len(shape) == 1:
         return _visible_range(rewriter, padding, batch, total)
     if shape[-1] == 1 and total > 1:
-        return ""  # A mask of one key stands for no mask.
+        return ""  # A mask of one key means that there is no mask.
     visible = rewriter.cast(padding, DType.BOOL)
     if len(shape) == 4:
         return rewriter.slice(visible, {2: (total - tokens, total), 3: (0, total)})

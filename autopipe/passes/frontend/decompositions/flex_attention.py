@@ -47,8 +47,8 @@ def flex_attention(rewriter: FileRewriter) -> None:
 
 
 def _modified(rewriter: FileRewriter, attribute: str, operand: str) -> str:
-    """Return what the subgraph in `attribute` computes from a value; the value itself if the node
-    has no such subgraph.
+    """Write the nodes of the subgraph in `attribute`, applied to a value. Return the name of the
+    result, or of the value itself if the node has no such subgraph.
     """
     found = (each.g for each in rewriter.proto.attribute if each.name == attribute)
     graph = next(found, None)

@@ -1,4 +1,4 @@
-"""All decompositions by operator, and the function that runs one."""
+"""The table of all decompositions by operator, and the function that applies a decomposition."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PREVIEW = "ai.onnx.preview"
 
 
 class Decomposition(NamedTuple):
-    """How to replace an operator. A `write` that writes nothing keeps the node as it is."""
+    """The function that writes the nodes in place of a node. If it writes nothing, the node is kept."""
 
     write: Callable[[FileRewriter], None]
     is_typed: bool = False
-    """True if `write` uses operators of opset `rewriter.NEWEST`, some of which the file's opset may
-    lack, and gives the types of all results.
+    """True if `write` uses operators of opset `rewriter.NEWEST`, which the file's opset may lack, and
+    gives the shapes of all results.
     """
 
 

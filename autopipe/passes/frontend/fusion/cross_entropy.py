@@ -70,7 +70,7 @@ def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
 
 
 def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
-    """Return how often each value is read by nodes that the values `wanted` depend on."""
+    """Return the number of reads of each value by nodes that the values `wanted` depend on."""
     found = Counter(wanted)
     for node in reversed(graph.nodes):
         if any(found[name] for name in node.outputs):

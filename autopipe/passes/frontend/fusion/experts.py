@@ -432,8 +432,8 @@ def _product(view: View, name: str) -> Layer | None:
 
 
 def _term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
-    """Match one expert's term of the sum: Where(any slot chose it, result · share, 0). Return
-    (unit, chosen, shares, expert); `expert` is what `_expert_number` returns.
+    """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). Return
+    (unit, chosen, shares, expert number in the form of `_expert_number`); None for other values.
     """
     node = view.made_by(name, "Where")
     product = view.made_by(node.inputs[1], "Mul") if node is not None else None

@@ -235,8 +235,8 @@ def _kind_of_band(shown: np.ndarray) -> str:
 
 
 def parts(shape: Shape, lead: tuple[int, int]) -> int | None:
-    """Return how many leading dimensions of `shape` have `lead[0]` elements while the others have
-    `lead[1]`; None if there is no such number.
+    """Return the number of leading dimensions of `shape` whose product is `lead[0]` while the
+    product of the other dimensions is `lead[1]`; None if there is no such number.
     """
     for count in range(len(shape) + 1):
         if (math.prod(shape[:count]), math.prod(shape[count:])) == lead:

@@ -85,7 +85,7 @@ def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _leading_axes(shape: tuple[int, ...], elements: int) -> int:
-    """Return how many leading dimensions have `elements` elements together; 0 if no number has."""
+    """Return the number of leading dimensions whose product is `elements`; 0 if there is none."""
     sizes = itertools.accumulate(shape, int.__mul__)
     return next((count for count, size in enumerate(sizes, 1) if size == elements), 0)
 
