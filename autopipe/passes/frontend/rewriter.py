@@ -1,9 +1,9 @@
 """The rewriter: it writes the nodes that replace one node, and the type of each value that they
 write.
 
-All passes of the frontend that replace nodes use this module: the decompositions of ONNX Runtime's
-operators, the fusion rules, and the clean-up passes. `Rewriter` writes nodes; a `Scope` supplies
-the types of the values that exist and takes up the new values. There are two kinds of scopes.
+These parts of the frontend use it: the decompositions of ONNX Runtime's operators, dynamic shapes,
+the fusion rules, and the clean-up passes. `Rewriter` writes nodes; a `Scope` supplies the types of
+existing values and stores new values. There are two kinds of scopes.
 
 **While a file is read** (`interpret.py`) the caller receives a `FileRewriter`. The reader processes
 each new node at once, as if the file contained it: ONNX infers the types of the results, results
@@ -16,8 +16,8 @@ caller need not give shapes, and `shape(name)` works for a new value as soon as 
         rewriter.add("Add", [total, skip], result=0)
 
 Nodes have the meaning of `rewriter.opset`, which is the file's. A decomposition that needs newer
-operators runs in a scope of opset `NEWEST`: there it gives all shapes, and nodes are neither
-inferred nor folded.
+operators runs in a scope of opset `NEWEST`. There it must give all shapes, and no constants are
+folded.
 
 **On a graph** the scope is a `GraphEdit`. The caller gives all shapes, collects `rewriter.nodes`,
 and builds the new graph with `GraphEdit.build`::
