@@ -175,19 +175,21 @@ def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
 
 
 def run_time_numbers(context: NodeContext, name: str, counted: Counted) -> str:
-    """Write numbers that are affine in n, computed from the mask while running."""
+    """Write numbers that are polynomials in n, computed from the mask while running."""
     numbers = counted.numbers
     if numbers.dtype.kind == "f":
         return name  # A float count is computed in the graph.
-    if numbers.dtype.kind != "i" or numbers.degree > 1:
+    if numbers.dtype.kind != "i":
         raise context.unsupported()
     write = context.write
-    scale, offset = (
+    total, *coefficients = [
         write.reshape(write.vector(each.reshape(-1).tolist()), each.shape)
-        for each in (numbers.coefficient(1), numbers.offset)
-    )
-    product = write.node("Mul", [write.count_selected(counted.selection), scale])
-    return write.cast(write.node("Add", [product, offset]), DType(numbers.dtype.name))
+        for each in reversed(numbers.coefficients)
+    ]
+    count = write.count_selected(counted.selection)
+    for coefficient in coefficients:
+        total = write.node("Add", [write.node("Mul", [count, total]), coefficient])
+    return write.cast(total, DType(numbers.dtype.name))
 
 
 def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) -> None:

@@ -257,6 +257,20 @@ SMALL = {
         [KEPT, node("Reshape", "kept squares", "q"), node("Flatten", "q", "f", axis=2),
          node("Gather", "f backwards", "y")],
     ),
+    "indices and their number added": (
+        [node("NonZero", "keep", "n"), node("Shape", "n", "s"), node("Gather", "s one", "c"), node("Add", "n c", "m"),
+         node("Cast", "m", "f", to=FLOAT), node("ReduceSum", "f last", "y", keepdims=0)],
+    ),
+    "all but the last row by their number": (
+        [KEPT, node("Shape", "kept", "s", end=1), node("Sub", "s one", "e"), node("Slice", "kept axis0 e axis0", "r"),
+         node("ReduceSum", "r axis0", "y")],
+    ),
+    "the square of a size": (
+        [KEPT, node("Size", "kept", "s"), node("Mul", "s s", "q"), node("Cast", "q", "y", to=FLOAT)],
+    ),
+    "half of the number of rows": (
+        [KEPT, node("Shape", "kept", "s", end=1), node("Div", "s axis2", "h"), node("Cast", "h", "y", to=FLOAT)],
+    ),
     "put where another tensor says": (
         [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
          node("ScatterND", "table p kept", "y", reduction="add")],
