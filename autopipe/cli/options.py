@@ -131,12 +131,12 @@ _MODEL_FLAGS = ("dim", "assignment", "batch_axis")
 
 def _model_flags() -> tuple[Callable[[Command], Command], ...]:
     dim = (
-        "Bind a symbolic dimension, axis AXIS of an input as INPUT:AXIS=EXTENT, or the most "
+        "Bind a symbolic dimension, axis AXIS of an input as INPUT:AXIS=SIZE, or the most "
         "numbers that data may give "
-        "a Range as RESULT:0=EXTENT (repeatable)."
+        "a Range as RESULT:0=SIZE (repeatable)."
     )
     return (
-        click.option("--dim", multiple=True, metavar="NAME=EXTENT", help=dim),
+        click.option("--dim", multiple=True, metavar="NAME=SIZE", help=dim),
         click.option(
             "--batch-axis",
             multiple=True,

@@ -529,7 +529,7 @@ def settings(
     batch_axes: Sequence[str] = (),
 ) -> list[Setting]:
     """Settings of a command line, the later over the earlier. `words` are flags, of `OPTION_FLAGS`
-    too, with their words, `dims` the words of `--dim NAME=EXTENT`, `batch_axes` those of
+    too, with their words, `dims` the words of `--dim NAME=SIZE`, `batch_axes` those of
     `--batch-axis INPUT=AXIS`, `assignments` those of `--set KEY=VALUE`. Raises ConfigurationError
     for a word without `=` or a key without a name.
     """
@@ -542,7 +542,7 @@ def settings(
             path = (*path, "name")
         found.append((path, read_word(word, f"{flag} {word}")))
     for texts, flag, form, key in (
-        (dims, "--dim", "NAME=EXTENT", "dims"),
+        (dims, "--dim", "NAME=SIZE", "dims"),
         (batch_axes, "--batch-axis", "INPUT=AXIS", "batch_axes"),
     ):
         for text in texts:

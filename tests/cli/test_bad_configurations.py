@@ -178,7 +178,7 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("--set", "strategy.stages=2"): ("strategy.stages=2", "strategy auto has no option 'stages'"),
     ("--set", "seed=1", "--set", "seed.x=1"): ("seed",),
-    ("--dim", "batch"): ("--dim 'batch'", "NAME=EXTENT"),
+    ("--dim", "batch"): ("--dim 'batch'", "NAME=SIZE"),
     ("--dim", "batch=-1"): ("--dim batch=-1", "at least 0"),
     ("--dim", "batch=x"): ("--dim batch=x", "whole number"),
     ("--confg", "x"): ("--confg", "--config"),

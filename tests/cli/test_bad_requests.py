@@ -59,7 +59,7 @@ ONE_STAGE = "{match: 're:.*', stage: 0}"
 HUGE = 10**30
 
 REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]]] = {
-    "dimension without extent": (sequences(), 2, (), ("dimension 'seq'", "input 'x'", "--dim seq=EXTENT")),
+    "dimension without extent": (sequences(), 2, (), ("dimension 'seq'", "input 'x'", "--dim seq=SIZE")),
     "unknown dimension": (sequences(), 2, ("--dim", "seq=4", "--dim", "sec=4"), ("--dim sec", "'seq'")),
     "dimension of a static model": (perceptron(4), 2, ("--dim", "batch=3"), ("--dim batch", "it has none")),
     "batch of the file": (
@@ -166,9 +166,9 @@ def test_a_plan_that_cannot_be(command_line: CommandLine, name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), ("dimension 'seq'", "--dim seq=EXTENT")),
+        ((), ("dimension 'seq'", "--dim seq=SIZE")),
         (("--dim", "sec=4"), ("--dim", "'seq'")),
-        (("--dim", "seq"), ("--dim 'seq'", "NAME=EXTENT")),
+        (("--dim", "seq"), ("--dim 'seq'", "NAME=SIZE")),
         (("--batch-axis", "x=7"), ("model.batch_axes", "no axis 7")),
         (("--dim", "seq=-1"), ("--dim seq=-1", "at least 0")),
         (("--dim", "seq=1e3"), ("--dim seq=1e3", "whole number")),

@@ -107,9 +107,9 @@ def test_errors_are_one_line_with_the_right_code(
     classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(classifier)]) == 2
-    assert "add --dim width=EXTENT" in capsys.readouterr().err
+    assert "add --dim width=SIZE" in capsys.readouterr().err
     assert main(["inspect", str(classifier), "--dim", "width"]) == 2
-    assert "is not of the form NAME=EXTENT" in capsys.readouterr().err
+    assert "is not of the form NAME=SIZE" in capsys.readouterr().err
     nothing = tmp_path / "nothing.onnx"
     nothing.write_bytes(b"")
     assert main(["inspect", str(nothing)]) == 3

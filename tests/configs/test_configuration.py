@@ -339,7 +339,7 @@ def test_bad_flags() -> None:
     ):
         load_configuration(words={"--gpus": "x"})
     with pytest.raises(
-        ConfigurationError, match=re.escape("--dim 'batch' is not of the form NAME=EXTENT")
+        ConfigurationError, match=re.escape("--dim 'batch' is not of the form NAME=SIZE")
     ):
         load_configuration(dims=["batch"])
     with pytest.raises(

@@ -273,7 +273,7 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
     if not listed:
         return
     required = sorted({symbol for each in unknown.values() for symbol in each} or titles.keys())
-    flags = " ".join(f"--dim {shlex.quote(each + '=EXTENT')}" for each in required)
+    flags = " ".join(f"--dim {shlex.quote(each + '=SIZE')}" for each in required)
     hint = f"add {flags}"
     batch_flags = " ".join(
         f"--batch-axis {shlex.quote(each)}" for each in _possible_batch_axes(shapes, symbols)

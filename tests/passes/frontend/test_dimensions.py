@@ -67,7 +67,7 @@ def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None
         ConfigurationError, match=r"dimension 'seq' \(axis 1 of input 'a'\)"
     ) as caught:
         read_model(path)
-    assert caught.value.hint == "add --dim seq=EXTENT"
+    assert caught.value.hint == "add --dim seq=SIZE"
     with pytest.raises(ConfigurationError, match="no such dimension") as caught:
         read_model(path, dims={"seq": 5, "sequence": 5})
     assert "'seq'" in caught.value.hint
@@ -83,7 +83,7 @@ def test_an_axis_that_may_count_samples_behind_a_fixed_one_is_named(tmp_path: Pa
     flags = "--batch-axis a=1 --batch-axis b=1"
     assert (
         caught.value.hint
-        == f"add --dim N=EXTENT --dim b:1=EXTENT, or {flags} if that axis counts samples"
+        == f"add --dim N=SIZE --dim b:1=SIZE, or {flags} if that axis counts samples"
     )
 
 
@@ -93,7 +93,7 @@ def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
         ConfigurationError, match=r"dimensions 'seq' .*, 'b:1' .*, .* are symbolic"
     ) as caught:
         read_model(path)
-    assert caught.value.hint == "add --dim b:1=EXTENT --dim seq=EXTENT --dim w=EXTENT"
+    assert caught.value.hint == "add --dim b:1=SIZE --dim seq=SIZE --dim w=SIZE"
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_dimensions_without_a_name_of_their_own_are_distinct(tmp_path: Path, nam
     assert read.graph.type_of("y").shape == (2, 3, 8, 24)
     with pytest.raises(ConfigurationError) as caught:
         read_model(path)
-    assert caught.value.hint == "add --dim x:2=EXTENT --dim x:3=EXTENT"
+    assert caught.value.hint == "add --dim x:2=SIZE --dim x:3=SIZE"
 
 
 def test_a_state_whose_first_axis_counts_directions(tmp_path: Path) -> None:

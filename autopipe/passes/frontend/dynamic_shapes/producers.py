@@ -74,7 +74,7 @@ def select_first(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, in
     if result not in bounds and root not in context.derived_selections:
         raise ModelError(
             f"the size of its result {result!r} is computed while running",
-            hint=f"add --dim {shlex.quote(f'{result}:0=EXTENT')} with the maximum size",
+            hint=f"add --dim {shlex.quote(f'{result}:0=SIZE')} with the maximum size",
             where=context.title,
         )
     factor = roots.factor(limit, context.types, context.arrays)

@@ -268,7 +268,7 @@ def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
     path = saved(proto_of(CASES["the rows"][0]), tmp_path)
     with pytest.raises(ModelError, match=r"range_range.*'range'") as refused:
         read_model(path)
-    assert refused.value.hint == "add --dim range:0=EXTENT with the maximum size"
+    assert refused.value.hint == "add --dim range:0=SIZE with the maximum size"
     known = model(
         [node("Range", "zero two one", "y")],
         {"x": [2]},

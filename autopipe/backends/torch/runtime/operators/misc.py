@@ -37,7 +37,7 @@ def bounded(count: Tensor, most: int, title: str) -> Tensor:
     """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than
     `most`.
     """
-    hint = f"plan with a larger --dim {title!r}=EXTENT"
+    hint = f"plan with a larger --dim {title!r}=SIZE"
     assert_async(
         count <= most, f"data tell more than {most} {plural(most, 'row')} of {title!r}: {hint}"
     )
