@@ -17,7 +17,8 @@ import yaml
 
 from autopipe.api import codegen, planning
 from autopipe.api.plan_folder import check_plan_folder, open_plan
-from autopipe.cli.options import flag_words, run_command
+from autopipe.api.program_folder import flag_words
+from autopipe.cli.options import run_command
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_file, read_text
 from autopipe.ir.placement import Placement
@@ -158,13 +159,34 @@ class Plan:
         """Write the program of every rank to the folder `program`, and return this folder."""
         return codegen.codegen(self.folder).folder
 
-    def verify(self, **flags: object) -> Mapping[str, object]:
-        """Check that the ranks compute what one device computes; `flags` are those of `autopipe
-        verify`, such as `device="cpu"`. Raises VerificationError where they do not.
-        """
-        from autopipe.cli.verify import verify
+    def verify(self, **flags: Any) -> Mapping[str, object]:
+        """Check that the ranks compute the results of one device, and return the comparisons.
 
-        return run_command(verify, self._generated(), *flag_words(**flags))
+        `flags` are the flags of `autopipe verify` with underscores, such as `device="cpu"`. Raises
+        VerificationError if a result differs.
+        """
+        from autopipe.api import verification
+
+        program = self._generated()
+        if flags.get("model") is not None:
+            flags["model"] = Path(flags["model"])
+        if flags.pop("static", False):
+            found = verification.verify_statically(program, **flags)
+            return {
+                "tasks": found.tasks,
+                "channels": found.channels,
+                "files": found.files,
+                "edited": list(found.edited),
+            }
+        result = verification.verify(program, **flags)
+        if result.error is not None:
+            raise result.error
+        return {
+            "tolerance": result.limit,
+            "rounding": result.rounding,
+            "checks": list(result.checks),
+            "equal": True,
+        }
 
     def launch(self, **flags: object) -> list[dict[str, Any]]:
         """Run the ranks and return a report of each step: its loss, its time, its peak memory.

@@ -77,3 +77,14 @@ def check_model(manifest: Manifest) -> None:
 
 _DIGITS = 12
 """Digits of a digest that a message shows."""
+
+
+def flag_words(**flags: object) -> list[str]:
+    """Return the command line of a rank's program: `--name value` for each flag, `--name` alone if
+    the value is True, and nothing if it is None or False.
+    """
+    words = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words

@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from autopipe.api.codegen import write_programs
+from autopipe.api.program_folder import flag_words
 from autopipe.api.request import request_of
 from autopipe.backends.torch.launcher import run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
@@ -24,7 +25,6 @@ from autopipe.backends.torch.verification import (
     read_losses,
     read_outputs,
 )
-from autopipe.cli.options import flag_words
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, standard_options
+from autopipe.api.program_folder import flag_words
+from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.output_files import scratch_folder

@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from autopipe.api.program_folder import open_program
+from autopipe.api.program_folder import flag_words, open_program
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import (
     check_free,
@@ -45,7 +45,7 @@ from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
 from autopipe.backends.torch.runtime.watch.heartbeat import Timeouts
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
-from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, stepwise_options
+from autopipe.cli.options import FORCE, MODEL, PATH, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.plan_report import update_line
 from autopipe.ir.errors import ConfigurationError

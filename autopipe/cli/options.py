@@ -53,17 +53,6 @@ class ResultKeeper(Output):
         """The result has it, too."""
 
 
-def flag_words(**flags: object) -> list[str]:
-    """Words of a command line: flags with their values, alone where those are true, none for None
-    and false.
-    """
-    words = []
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
-
-
 def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
     """Run a command on these words and return the data of its result. Raises what the command line
     would print.

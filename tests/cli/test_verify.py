@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from autopipe.api import verification
+from autopipe.api.verification import Check, Verification
 from autopipe.backends.torch.verification import Difference, Spread
-from autopipe.cli import verify as verification
 from autopipe.cli.main import main
-from autopipe.cli.verify import Check, Verification
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import DataSettings
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from autopipe.api import verification
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from tests.distributed.support.dropping import save_with_batch_statistics, save_with_dropout
