@@ -87,7 +87,7 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
             found = divide(problem, stages, allowed, time_limit=time_limit)
         except InfeasibleError as error:
             print(f"{name}, {stages} stages: {error}")
-            told = re.search(r"smallest unbalance.* is ([\d.]+)%", str(error))
+            told = re.search(r"minimum imbalance.* is ([\d.]+)%", str(error))
             if told is None:
                 continue
             allowed = float(told[1]) / 100
@@ -99,7 +99,7 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
         figures = (
             f"{seconds:.2f}",
             f"{elapsed:.2f}",
-            *(f"{each:.0f}" for each in (found.crossing_bytes, found.line_bytes)),
+            *(f"{each:.0f}" for each in (found.crossing_bytes, found.contiguous_bytes)),
         )
         bound = f"{found.bound:.0f}" if found.bound else ""
         yield (
@@ -110,7 +110,7 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
             f"{allowed:.3f}",
             *figures,
             bound,
-            f"{found.unbalance:.3f}",
+            f"{found.imbalance:.3f}",
         )
 
 

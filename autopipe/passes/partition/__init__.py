@@ -1,5 +1,6 @@
-"""Dividing a model's nodes among stages: a line cut into runs (`chain_cut`), all downsets of a
-graph (`downsets`), and even stages between which the fewest bytes cross (`flow`, `min_cut_ilp`).
+"""Partitions of a model's nodes into pipeline stages.
 
-It imports analysis, cost and solvers, and knows nothing of strategies.
+`chain_cut` partitions a chain of operators into contiguous stages. `downsets` enumerates all
+downsets of a graph. `flow` and `min_cut_ilp` find balanced stages with the fewest bytes between
+them. This package imports analysis, cost and solvers, and no strategy.
 """

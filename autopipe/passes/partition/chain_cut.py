@@ -1,5 +1,7 @@
-"""The model as a line of stages that take about equally long, each on a group of devices, and the
-divider of any line into runs whose slowest is fastest.
+"""Partition of a model, as a chain of blocks, into contiguous stages whose slowest stage is as fast
+as possible.
+
+Each stage runs on a group of devices. `best_stops` partitions chains of any kind.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.cost.range_tables import state_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
-_MOST_BLOCKS = 224
-"""Places to cut that are considered: time grows with their square."""
+_MAXIMUM_BLOCKS = 224
+"""Maximum number of blocks of a chain; the search takes time in their square."""
 
 _Floats = NDArray[np.float64]
 
@@ -33,75 +35,79 @@ def best_stops(
     known: Sequence[int],
     bounds: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Where each of a line's runs ends, so that the longest is shortest; [] where there is no
-    division.
+    """Return the end of each run in the partition of a chain that minimises the longest run; [] if
+    there is no partition.
 
-    `lengths[s][a, b]` is the length of run s from place a to place b, infinite where it may not be
-    one. Run s ends from place `bounds[s][0]` to `bounds[s][1]`, where they are given. Of equal
-    divisions the first: for every stage and end the earliest start.
+    `lengths[s][a, b]` is the length of run s from block boundary a to boundary b, infinite if it is
+    not permitted. Run s ends at a boundary in `bounds[s]` = (first, last), if `bounds` is given.
+    With R(s, b) = the minimum longest run over the partitions of [0, b) into s runs:
 
-    The best division into s runs up to a place follows from those into s - 1 runs up to all earlier
-    places, as its longest run is the longer of theirs and the last. A run that is longer than the
-    longest of a division that is `known` (by its stops) is in no best one, so that few starts are
-    looked at for each end.
+        R(s, b) = min over a < b of max(R(s-1, a), lengths[s-1][a, b])
+
+    Ties: the first start wins, for each run and end. `known` are the ends of some partition. A run
+    longer than its longest run is in no best partition, which limits the starts that are compared:
+    time O(runs · boundaries · width), where width is the largest number of blocks in such a run.
     """
-    places = np.arange(len(lengths[0]))
+    boundaries = np.arange(len(lengths[0]))
     different = {id(each): each for each in lengths}
-    bounds = bounds or [(0, len(places) - 1)] * len(lengths)
+    bounds = bounds or [(0, len(boundaries) - 1)] * len(lengths)
     runs = list(itertools.pairwise([0, *known]))
     slowest = max(float(length[run]) for length, run in zip(lengths, runs, strict=True))
-    width = len(places) - 1
+    width = len(boundaries) - 1
     if not np.isinf(slowest) and all(
         first <= stop <= last for stop, (first, last) in zip(known, bounds, strict=True)
     ):
-        spans = (np.subtract(*np.nonzero(length <= slowest)) for length in different.values())
-        width = max(-int(each.min()) for each in spans)
-    starts = places[:, None] + np.arange(-width, 0)
-    # At [b, j] the length from place `starts[b, j]` to b; infinite where there is no such start.
+        widths = (np.subtract(*np.nonzero(length <= slowest)) for length in different.values())
+        width = max(-int(each.min()) for each in widths)
+    starts = boundaries[:, None] + np.arange(-width, 0)
+    # bands[..][b, j] is the length of the run from boundary `starts[b, j]` to boundary b, or
+    # infinity if that start is negative.
     bands = {
-        key: np.where(starts < 0, np.inf, each[np.maximum(starts, 0), places[:, None]])
+        key: np.where(starts < 0, np.inf, each[np.maximum(starts, 0), boundaries[:, None]])
         for key, each in different.items()
     }
-    longest = np.where(places == 0, 0.0, np.inf)
-    came_from = []
+    longest = np.where(boundaries == 0, 0.0, np.inf)
+    best_starts = []
     for length, (first, last) in zip(lengths, bounds, strict=True):
-        before = np.lib.stride_tricks.sliding_window_view(
+        previous = np.lib.stride_tricks.sliding_window_view(
             np.concatenate((np.full(width, np.inf), longest)), width
         )[:-1]
-        through = np.maximum(before, bands[id(length)])
-        nearest = through.argmin(axis=1)
-        longest = through[places, nearest]
-        longest[(places < first) | (places > last)] = np.inf
-        came_from.append(starts[places, nearest])
+        candidates = np.maximum(previous, bands[id(length)])
+        nearest = candidates.argmin(axis=1)
+        longest = candidates[boundaries, nearest]
+        longest[(boundaries < first) | (boundaries > last)] = np.inf
+        best_starts.append(starts[boundaries, nearest])
     if np.isinf(longest[-1]):
         return []
-    stops = [len(places) - 1]
-    for sources in came_from[:0:-1]:
+    stops = [len(boundaries) - 1]
+    for sources in best_starts[:0:-1]:
         stops.append(int(sources[stops[-1]]))
     return stops[::-1]
 
 
-def within_room(
-    lengths: Sequence[_Floats], weights: _Floats, room: Sequence[float]
+def within_memory(
+    lengths: Sequence[_Floats], weights: _Floats, capacity: Sequence[float]
 ) -> list[_Floats]:
-    """The same lengths, infinite where a run's entry in `weights` is more than its room."""
-    pairs = [(id(length), most) for length, most in zip(lengths, room, strict=True)]
-    cut = {
+    """Return `lengths` with infinite entries for runs whose entry in `weights` exceeds their
+    `capacity`.
+    """
+    pairs = [(id(length), maximum) for length, maximum in zip(lengths, capacity, strict=True)]
+    limited = {
         pair: np.where(weights > pair[1], np.inf, length)
         for pair, length in zip(pairs, lengths, strict=True)
     }
-    return [cut[pair] for pair in pairs]
+    return [limited[pair] for pair in pairs]
 
 
-def step_of_line(seconds: Sequence[float], micro_batches: int) -> float:
-    """Seconds of a step of stages that take these for a micro-batch, filling and draining
-    included.
+def chain_step_seconds(seconds: Sequence[float], micro_batches: int) -> float:
+    """Return the seconds of a pipeline step, warm-up and cool-down included, for stages with these
+    seconds per micro-batch.
     """
     return sum(seconds) + (micro_batches - 1) * max(seconds)
 
 
 def even_stops(work: _Floats, count: int) -> list[int]:
-    """Where runs of about equal work end, each of a block at least."""
+    """Return the ends of `count` runs of about equal work; each run has at least one block."""
     done = np.concatenate(([0.0], np.cumsum(work)))
     stops = [0]
     for stage, stop in enumerate(np.searchsorted(done, done[-1] * np.arange(1, count + 1) / count)):
@@ -110,8 +116,8 @@ def even_stops(work: _Floats, count: int) -> list[int]:
 
 
 def run_lengths(seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
-    """At [a, b] the seconds of blocks a to b - 1, with what crosses at places a and b; infinite for
-    none.
+    """Return a table [a, b] with the seconds of blocks a … b-1 plus communication at boundaries a
+    and b; infinite for a >= b.
     """
     found: _Floats = range_sums(seconds) + before[:, None] + after[None, :]
     found[np.tril_indices(len(found))] = np.inf
@@ -126,8 +132,9 @@ def crossing_seconds(
     link: Link,
     replicas: int = 1,
 ) -> _Floats:
-    """For each place between two blocks, and 0 at both ends, the time of sending what crosses it,
-    each of `replicas` devices its own samples. Nodes that are in no block count for nothing.
+    """Return the seconds to send the values that cross each boundary of the blocks; 0 at both ends.
+
+    Each of `replicas` devices sends its own samples. Nodes that are in no block are ignored.
     """
     change = np.zeros(blocks + 2)
     sizes = sent_bytes(graph, precision)
@@ -140,40 +147,42 @@ def crossing_seconds(
     return crossing
 
 
-def cut_into_stages(
+def partition_chain(
     problem: Problem,
     groups: Sequence[Sequence[int]],
     fixed: Mapping[int, int],
     replicas: int | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """The nodes of the stage on each of `groups` of devices, `fixed` ones in the stages it says.
+    """Return the nodes of the stage on each of `groups` of devices. The nodes in `fixed` are in the
+    given stages.
 
-    Of what crosses from stage to stage each of `replicas` in a group sends its own samples; without
-    a number one device sends all, but among groups that differ as many as the smaller one has.
+    The slowest stage is as fast as possible. The time of a stage is its work divided by its
+    devices, plus the communication at both boundaries, before any splits are known. For
+    communication, each of `replicas` devices of a group sends its own samples. If `replicas` is
+    None, one device sends everything; between groups of different kinds, as many devices send as
+    the smaller group has.
 
-    The slowest stage is as fast as it can be, work shared by its group and messages at both its
-    ends included, as far as that is known before splits are. Where devices have different memory,
-    no stage has parameters that its group cannot hold even in parts, if that can be. Raises
-    ConfigurationError where `fixed` allows no line, InfeasibleError where the model has fewer
-    operators than stages.
+    If the devices have different memory, no stage gets more parameters than its group can hold in
+    shards, if that is possible. Raise ConfigurationError if `fixed` permits no partition, and
+    InfeasibleError if the model has fewer operators than stages.
     """
     count = len(groups)
     if count == 1:
         return (tuple(range(len(problem.graph.nodes))),)
     forward, backward = mean_seconds(problem)
     seconds = forward + (backward if problem.train else 0.0)
-    together = tuple(
+    fixed_together = tuple(
         tuple(node for node in fixed if fixed[node] == stage)
         for stage in sorted(set(fixed.values()))
     )
-    chain = make_chain(problem.graph, seconds, _MOST_BLOCKS, together)
+    chain = make_chain(problem.graph, seconds, _MAXIMUM_BLOCKS, fixed_together)
     if chain.blocks < count:
         raise InfeasibleError(
             (
-                f"{chain.blocks} {plural(chain.blocks, 'operator')} cannot be cut into {count} "
-                f"{plural(count, 'stage')}"
+                f"{chain.blocks} {plural(chain.blocks, 'operator')} cannot be partitioned into "
+                f"{count} {plural(count, 'stage')}"
             ),
-            hint="take fewer stages",
+            hint="use fewer stages",
         )
     bounds = _bounds(problem.graph, chain, count, fixed)
     lengths = _lengths(problem, chain, groups, replicas)
@@ -181,9 +190,9 @@ def cut_into_stages(
     stops = []
     limits = [min(map(problem.memory_of, group)) for group in groups]
     if len(set(limits)) > 1:
-        room = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
+        capacity = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
         stops = best_stops(
-            within_room(lengths, state_sums(problem, chain, attrgetter("total")), room),
+            within_memory(lengths, state_sums(problem, chain, attrgetter("total")), capacity),
             known,
             bounds,
         )
@@ -194,7 +203,7 @@ def cut_into_stages(
 def _bounds(
     graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]
 ) -> list[tuple[int, int]]:
-    """For each stage the first and the last place where it may end."""
+    """Return the first and the last boundary at which each stage may end."""
     found = []
     for stage in range(1, count + 1):
         before = {int(chain.block_of[node]): node for node in fixed if fixed[node] < stage}
@@ -207,12 +216,12 @@ def _bounds(
             names = [repr(graph.nodes[node].name) for node in (late, early) if node is not None]
             raise ConfigurationError(
                 (
-                    f"constraints leave no place to end stage {stage - 1} of {count}: "
+                    f"constraints permit no boundary after stage {stage - 1} of {count}: "
                     f"{' comes before '.join(names)}"
                 ),
                 hint=(
-                    "a stage may read from earlier stages only, and each needs at least one "
-                    "operator"
+                    "assign operators to stages in topological order, and leave at least one "
+                    "operator for each stage"
                 ),
                 where="constraints",
             )
@@ -223,22 +232,26 @@ def _bounds(
 def _lengths(
     problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int | None
 ) -> list[_Floats]:
-    """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends;
-    infinite for none. A group's devices share the work, and the slowest kind of them tells how long
-    it takes.
+    """Return, for each stage, the table [a, b] of `run_lengths`: work of blocks a … b-1 and
+    communication at both boundaries.
+
+    The devices of a group divide the work evenly, and the slowest device type of the group
+    determines the time.
     """
     cluster = problem.cluster
     block_of = dict(enumerate(chain.block_of.tolist()))
     kinds = [(frozenset(cluster.kinds_among(group)), len(group)) for group in groups]
 
     @cache
-    def crossing(link: Link, lanes: int) -> _Floats:
+    def crossing(link: Link, senders: int) -> _Floats:
         return crossing_seconds(
-            problem.graph, problem.precision, block_of, chain.blocks, link, lanes
+            problem.graph, problem.precision, block_of, chain.blocks, link, senders
         )
 
-    def seconds(devices: frozenset[Device], share: float) -> _Floats:
-        both = (node_seconds(problem.work, device, problem.precision, share) for device in devices)
+    def seconds(devices: frozenset[Device], fraction: float) -> _Floats:
+        both = (
+            node_seconds(problem.work, device, problem.precision, fraction) for device in devices
+        )
         each = [forward + backward if problem.train else forward for forward, backward in both]
         slowest: _Floats = np.maximum.reduce(each)
         return slowest
@@ -249,12 +262,13 @@ def _lengths(
         return [run_lengths(chain.by_block(seconds(devices, 1.0) / width), between, between)] * len(
             groups
         )
-    own = {kind: chain.by_block(seconds(kind[0], 1 / kind[1])) for kind in set(kinds)}
+    work_by_kind = {kind: chain.by_block(seconds(kind[0], 1 / kind[1])) for kind in set(kinds)}
     ends = [np.zeros(chain.blocks + 1)]
-    for one, other in itertools.pairwise(groups):
-        lanes = replicas or min(len(one), len(other))
-        ends.append(crossing(cluster.slowest_link((one[-1], other[0])), lanes))
+    for group, next_group in itertools.pairwise(groups):
+        senders = replicas or min(len(group), len(next_group))
+        ends.append(crossing(cluster.slowest_link((group[-1], next_group[0])), senders))
     ends.append(ends[0])
     return [
-        run_lengths(own[kind], ends[stage], ends[stage + 1]) for stage, kind in enumerate(kinds)
+        run_lengths(work_by_kind[kind], ends[stage], ends[stage + 1])
+        for stage, kind in enumerate(kinds)
     ]

@@ -1,8 +1,10 @@
-"""Downsets: sets of blocks that hold, with a block, all that it needs. What is done after some
-stages is always one.
+"""Downsets of a graph of blocks: sets that contain, with each block, all blocks that it depends on.
 
-A deep graph without branches has few of them, so that searches over all are exact, whatever the
-number of stages; with many parallel branches there are exponentially many.
+The blocks of the first k stages of a pipeline always form a downset. A deep graph without branches
+has few downsets, so a search over all of them is exact for any number of stages. With many parallel
+branches, their number is exponential.
+
+Sets of blocks are represented as integers whose bit b is set if block b is in the set.
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST_STEPS = 50_000
-"""Sets of blocks that counting looks at; it is given up after that."""
+_MAXIMUM_STEPS = 50_000
+"""Maximum number of sets of blocks that `count_downsets` visits before it gives up."""
 _CELLS = 2**22
-"""Cells of a table made at once."""
+"""Maximum number of cells of a table that is created at a time."""
 
 
 def count_downsets(needs: tuple[int, ...]) -> int | None:
-    """The number of downsets, the empty one among them; None where counting takes too long. `needs`
-    are what each block reads from, as bits, in topological order. Blocks that have nothing to do
-    with each other multiply; otherwise the downsets with a block, all that it needs set aside, and
-    those without it, all that needs it set aside, add up.
+    """Return the number of downsets, the empty one included, or None if counting takes too long.
+
+    `needs` contains, for each block in topological order, the blocks that it reads from, as bits.
+    The count of independent parts is the product of their counts. Otherwise, for a block v that
+    depends on or is needed by many others:
+
+        count(S) = count(S without v and all blocks that v needs)
+             + count(S without v and all blocks that need v)
+
+    The first term counts the downsets that contain v, the second term those that do not.
     """
     below = closed(needs)
     above = [
@@ -38,7 +46,7 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
         found = known.get(left)
         if found is not None:
             return found
-        if len(known) > _MOST_STEPS:
+        if len(known) > _MAXIMUM_STEPS:
             raise OverflowError
         part = component(left, linked)
         if part != left:
@@ -57,7 +65,7 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
 
 
 def closed(needs: Sequence[int]) -> list[int]:
-    """For each block everything it needs, directly or not."""
+    """Return, for each block, all blocks that it depends on, directly or indirectly, as bits."""
     below: list[int] = []
     for need in needs:
         found = need
@@ -68,7 +76,9 @@ def closed(needs: Sequence[int]) -> list[int]:
 
 
 def component(left: int, linked: Sequence[int]) -> int:
-    """The blocks of `left` that are linked with its first one, through others of it too."""
+    """Return the blocks of the set `left` that are connected with its lowest block inside the set,
+    as bits.
+    """
     found = waiting = left & -left
     while waiting:
         new = 0
@@ -80,7 +90,7 @@ def component(left: int, linked: Sequence[int]) -> int:
 
 
 def bits(mask: int) -> list[int]:
-    """The places of the ones of a number, ascending."""
+    """Return the positions of the one-bits of `mask`, ascending."""
     found = []
     while mask:
         found.append((mask & -mask).bit_length() - 1)
@@ -89,9 +99,11 @@ def bits(mask: int) -> list[int]:
 
 
 def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[int]] | None:
-    """All downsets as bits, ascending, by the number of their blocks; None where they are more than
-    `most`. `needs` as `count_downsets` takes them. Each downset of a level goes on with one of the
-    blocks that are ready.
+    """Return all downsets, grouped by their number of blocks and ascending in each group; None if
+    there are more than `most`.
+
+    `needs` is as in `count_downsets`. Each downset is extended by each block whose dependencies it
+    contains.
     """
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
@@ -116,7 +128,7 @@ def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[in
 
 
 def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
-    """Bits of masks in words of 64."""
+    """Return the bits of `masks` as rows of 64-bit words."""
     words = max(1, -(-blocks // 64))
     packed = np.frombuffer(
         b"".join(mask.to_bytes(8 * words, "little") for mask in masks), np.dtype("<u8")
@@ -125,45 +137,52 @@ def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
 
 
 def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
-    """At [d, b] whether downset d holds block b."""
+    """Return a boolean array [d, b] that is true if downset d contains block b."""
     packed = _packed(masks, blocks).view(np.uint8)
     return np.unpackbits(packed, axis=1, count=blocks, bitorder="little").astype(bool)
 
 
 Figures = NDArray[np.float64]
-"""A figure for each pair."""
+"""One number per pair of downsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Some of the pairs: their numbers, and the downsets of each."""
+    """Some of the pairs of nested downsets: their numbers in the full list, and the inner and outer
+    downset of each.
+    """
 
     numbers: NDArray[np.int64]
     inner: NDArray[np.int64]
     outer: NDArray[np.int64]
 
-    def some(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
-        return Pairs(self.numbers[places], self.inner[places], self.outer[places])
+    def some(self, positions: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
+        """Return the pairs at these positions."""
+        return Pairs(self.numbers[positions], self.inner[positions], self.outer[positions])
 
-    def difference(self, figures: NDArray[np.float64]) -> Figures:
-        """For each pair how much more a figure of downsets is of the outer one than of the inner
-        one.
+    def difference(self, values: NDArray[np.float64]) -> Figures:
+        """Return, for each pair, the value of its outer downset minus the value of its inner
+        downset.
         """
-        found: Figures = figures.take(self.outer)
-        found -= figures.take(self.inner)
+        found: Figures = values.take(self.outer)
+        found -= values.take(self.inner)
         return found
 
 
 class Downsets:
-    """All downsets, larger ones first, and every pair of which one holds the other. `holds[d, b]`
-    says whether downset d holds block b: d = 0 holds all, the last one none. Pair p is (`inner[p]`,
-    `outer[p]`), two different downsets: what the outer one has more can be a stage. Pairs go by
-    inner downset. The downsets of one number of blocks are `levels[i]` to `levels[i + 1] - 1`; the
-    pairs with such an inner one are `starts[i]` to `starts[i + 1] - 1`.
+    """All downsets in descending order of size, and all pairs of nested downsets.
+
+    `holds[d, b]` is true if downset d contains block b; d = 0 contains all blocks, and the last
+    downset none. Pair p is (`inner[p]`, `outer[p]`), two different downsets; the blocks that are
+    only in the outer one can form a stage. Pairs are ordered by inner downset. The downsets with
+    one number of blocks are `levels[i]` … `levels[i + 1] - 1`; the pairs whose inner downset is one
+    of them are `starts[i]` … `starts[i + 1] - 1`.
     """
 
     def __init__(self, needs: tuple[int, ...]) -> None:
-        """`needs` are what each block reads from, as bits, in topological order."""
+        """Enumerate the downsets. `needs` contains the blocks that each block reads from, as bits,
+        in topological order.
+        """
         found = (downset_levels(needs) or [])[::-1]
         masks = [mask for level in found for mask in level]
         packed = _packed(masks, len(needs))
@@ -188,4 +207,5 @@ class Downsets:
 
     @property
     def pairs(self) -> Pairs:
+        """Return all pairs."""
         return Pairs(np.arange(len(self.inner)), self.inner, self.outer)

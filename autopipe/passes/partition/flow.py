@@ -1,6 +1,8 @@
-"""A model as stage division sees it (operators with their work, values with their bytes and
-readers), the stages that an operator can be in, and divisions by dynamic programming: over a line
-of operators, and over all downsets.
+"""The input of the partition into stages: operators with their work, and values with their bytes
+and readers.
+
+`PartitionSpace` restricts the stages of operators, and partitions by dynamic programming over
+contiguous ranges of operators, or over all downsets.
 """
 
 from __future__ import annotations
@@ -21,72 +23,79 @@ from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.partition.downsets import closed, downset_levels, membership
 
 Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
-"""One entry an operator, or a list of operators, which are counted in a topological order."""
+Indices = NDArray[np.int64]
+"""One index per operator, or a list of operators. Operators are numbered in a topological order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Operators 0, 1, … in a topological order, and the values that go from one to others.
-    `work[v]` is what operator v takes, in any unit. Value a is made by operator `source[a]`, has
-    `size[a]` bytes and is read by `readers[starts[a] : starts[a + 1]]`: later operators, each once,
-    ascending.
+    """Operators 0, 1, … in a topological order, and the values that they exchange.
+
+    `work[v]` is the work of operator v, in any unit. Value a is produced by operator `source[a]`,
+    has `size[a]` bytes, and is read by `readers[starts[a] : starts[a + 1]]`: later operators,
+    without repetition, ascending.
     """
 
     work: Floats
-    source: Places
+    source: Indices
     size: Floats
-    starts: Places
-    readers: Places
+    starts: Indices
+    readers: Indices
 
     @property
     def operators(self) -> int:
         return len(self.work)
 
-    def edges(self) -> tuple[Places, Places, Places]:
-        """Of each reader of each value: the value, its producer, the reader."""
+    def edges(self) -> tuple[Indices, Indices, Indices]:
+        """Return (value, producer, reader) arrays with one entry per reader of each value."""
         value = np.repeat(np.arange(len(self.source)), np.diff(self.starts))
         return value, self.source[value], self.readers
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Producer and reader of each edge, by reader."""
+        """Return the (producer, reader) pairs of the edges, ordered by reader."""
         _, sources, readers = self.edges()
         order = np.argsort(readers, kind="stable")
         return list(zip(sources[order].tolist(), readers[order].tolist(), strict=True))
 
     def needs(self) -> list[int]:
-        """For each operator those that it reads from, as bits."""
+        """Return, for each operator, the operators that it reads from, as bits."""
         found = [0] * self.operators
         for source, reader in self.pairs():
             found[reader] |= 1 << source
         return found
 
-    def crossing(self, stage: Places) -> float:
-        """Bytes that travel between stages: each value once to every other stage that reads it."""
+    def crossing(self, stage: Indices) -> float:
+        """Return the bytes sent between stages. A value is sent once to each other stage that reads
+        it.
+        """
         value, source, reader = self.edges()
-        away = stage[source] != stage[reader]
-        pairs = np.unique(np.stack((value[away], stage[reader[away]])), axis=1)
+        crosses = stage[source] != stage[reader]
+        pairs = np.unique(np.stack((value[crosses], stage[reader[crosses]])), axis=1)
         return float(self.size[pairs[0]].sum())
 
-    def loads(self, stage: Places, stages: int) -> Floats:
+    def loads(self, stage: Indices, stages: int) -> Floats:
+        """Return the work of each stage."""
         return np.bincount(stage, self.work, minlength=stages).astype(float)
 
-    def readers_of(self, value: int) -> Places:
+    def readers_of(self, value: int) -> Indices:
+        """Return the operators that read a value."""
         return self.readers[self.starts[value] : self.starts[value + 1]]
 
-    def reordered(self, order: Places) -> Flow:
-        place = np.empty(self.operators, dtype=np.int64)
-        place[order] = np.arange(self.operators)
+    def reordered(self, order: Indices) -> Flow:
+        """Return the flow with operators in this order, which must be topological."""
+        position = np.empty(self.operators, dtype=np.int64)
+        position[order] = np.arange(self.operators)
         value, _, readers = self.edges()
-        read = np.lexsort((place[readers], value))
+        read = np.lexsort((position[readers], value))
         return Flow(
-            self.work[order], place[self.source], self.size, self.starts, place[readers][read]
+            self.work[order], position[self.source], self.size, self.starts, position[readers][read]
         )
 
 
 def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
-    """The flow of values given as producer, bytes and readers; those that nobody else reads are
-    left out. Values of one producer for the same readers are one.
+    """Return the flow of values given as (producer, bytes, readers).
+
+    Values without another reader are dropped. Values of one producer with equal readers are merged.
     """
     sizes: dict[tuple[int, tuple[int, ...]], float] = {}
     for source, size, readers in values:
@@ -103,54 +112,63 @@ def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
     )
 
 
-def flow_of(problem: Problem) -> tuple[Flow, Places]:
-    """The flow of a problem's operators, and the node that each of them is. Work is in seconds of a
-    micro-batch's forward and backward, on average over kinds of devices: FLOPs alone would count a
-    stage of lookups and normalisations as idle. A value's bytes are those of its message, at the
-    problem's precision, and of the gradient that comes back where it has one. Nodes that every
-    stage computes for itself are left out.
+def flow_of(problem: Problem) -> tuple[Flow, Indices]:
+    """Return (flow, the node of each operator) of a problem.
+
+    Work is in seconds of forward and backward of one micro-batch, averaged over device types; FLOPs
+    would count stages of gathers and normalisations as idle. The bytes of a value are those of its
+    communication at the problem's precision, plus those of its gradient if it has one. Nodes that
+    each stage recomputes (`recomputed_nodes`) are not part of the flow.
     """
     graph = problem.graph
-    shared = recomputed_nodes(problem.graph)
-    order = np.array([node for node in linear_order(graph) if node not in shared], dtype=np.int64)
-    place = {int(node): index for index, node in enumerate(order)}
+    recomputed = recomputed_nodes(problem.graph)
+    order = np.array(
+        [node for node in linear_order(graph) if node not in recomputed], dtype=np.int64
+    )
+    operator_of = {int(node): index for index, node in enumerate(order)}
     forward, backward = mean_seconds(problem)
-    turns = 2.0 if problem.recompute == "full" and problem.train else 1.0
-    seconds = turns * forward + (backward if problem.train else 0.0)
+    forwards = 2.0 if problem.recompute == "full" and problem.train else 1.0
+    seconds = forwards * forward + (backward if problem.train else 0.0)
     sizes = sent_bytes(graph, problem.precision)
     returned = differentiable_values(graph) if problem.train else frozenset()
     values = []
-    for name, source, readers in values_between(graph, place):
+    for name, source, readers in values_between(graph, operator_of):
         values.append((source, sizes[name] * (2.0 if name in returned else 1.0), readers))
     return make_flow(seconds[order], values), order
 
 
 _ROUNDING = 1e-9
+"""Relative tolerance of comparisons of work."""
 _ROWS = 1024
-"""Of a table of bits, unpacked at a time."""
+"""Number of rows of a table of bits that are unpacked at a time."""
 
 Members = NDArray[np.bool_]
-"""At [d, v] whether downset d has operator v."""
+"""Boolean array [d, v] that is true if downset d contains operator v."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DivisionSpace:
-    """A flow to be divided into `stages`, each with work: operator v may be in stages `first[v]` to
-    `last[v]`. Both never fall along an edge.
+class PartitionSpace:
+    """The permitted partitions of a flow into `stages`, each of which must have work.
+
+    Operator v may be in the stages `first[v]` … `last[v]`. Neither bound decreases along an edge.
     """
 
     flow: Flow
     stages: int
-    first: Places
-    last: Places
+    first: Indices
+    last: Indices
 
     @property
     def open(self) -> int:
-        """How many questions "is it in a later stage than this?" there are."""
+        """Return the number of undecided questions of the form "is operator v in a
+        stage after s?".
+        """
         return int((self.last - self.first).sum())
 
-    def coarsened(self, group: Places) -> DivisionSpace:
-        """The space of groups of operators, each where all of its operators may be."""
+    def coarsened(self, group: Indices) -> PartitionSpace:
+        """Return the space of groups of operators. A group may be in the stages that all of its
+        operators permit.
+        """
         flow = self.flow
         count = int(group.max(initial=-1)) + 1
         first = np.zeros(count, dtype=np.int64)
@@ -164,12 +182,17 @@ class DivisionSpace:
             work,
             [(source, size, each) for (source, size), each in zip(values, readers, strict=True)],
         )
-        return DivisionSpace(coarse, self.stages, first, last)
+        return PartitionSpace(coarse, self.stages, first, last)
 
-    def under(self, limit: float) -> DivisionSpace:
-        """The part where no stage takes more work than `limit`; it may be empty. All predecessors
-        of an operator are in no later stage, all its successors in no earlier one: as soon as
-        possible and as late as possible are by work, not by number of operators.
+    def under(self, limit: float) -> PartitionSpace:
+        """Return the part of the space in which no stage has more work than `limit`; it may be
+        empty.
+
+        With W_before(v) = work of operator v and all its predecessors, and W_after(v) = work of v
+        and all its successors:
+
+            first[v] >= ceil(W_before(v) / limit) - 1
+            last[v] <= stages - ceil(W_after(v) / limit)
         """
         flow = self.flow
         masks = [mask | 1 << each for each, mask in enumerate(closed(self.flow.needs()))]
@@ -185,20 +208,26 @@ class DivisionSpace:
             self, first=np.maximum(self.first, soonest), last=np.minimum(self.last, latest)
         )
 
-    def best_line(self, limit: float) -> Places | None:
-        """The stage of each operator in the line that least crosses; None where there is no line.
-        No stage takes more work than `limit`. What a stage receives depends on where it begins and
-        ends alone, and all stages receive together what crosses: so the best line follows from the
-        best lines of fewer stages.
+    def best_contiguous(self, limit: float) -> Indices | None:
+        """Return the stage of each operator in the contiguous partition that sends the fewest
+        bytes; None if there is none.
+
+        A contiguous partition assigns consecutive operators to each stage, with at most `limit`
+        work per stage. With W(b, e) = work of operators b … e-1, and R(b, e) = bytes of values
+        produced before b and read in b … e-1, each counted once:
+
+            best[s, e] = min over b < e, W(b, e) <= limit of best[s-1, b] + R(b, e)
+
+        Time O(stages · operators²).
         """
         count = self.flow.operators
         done = np.concatenate(([0.0], np.cumsum(self.flow.work)))
         best = np.full((self.stages + 1, count + 1), np.inf)
         best[0, 0] = 0.0
         origin = np.zeros((self.stages + 1, count + 1), dtype=np.int64)
-        # Bytes that a stage receives, by the operator at which it does, and how they change as its
-        # first operator moves on: a stage that begins after one reader of a value and before the
-        # next receives it for the next.
+        # arriving[r]: bytes that a stage receives because of its operator r. changes[b]: how they
+        # change when the stage's first operator becomes b. A stage that begins between two readers
+        # of a value receives the value because of the second one.
         arriving = np.zeros(count)
         changes: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
         for value, size in enumerate(self.flow.size.tolist()):
@@ -240,27 +269,29 @@ class DivisionSpace:
             end = begin
         return found
 
-    def least_limit(self) -> float:
-        """The least work that the largest stage of a line can have, to a millionth; infinite where
-        there is no line.
+    def minimum_limit(self) -> float:
+        """Return the minimum work of the largest stage over contiguous partitions, to a relative
+        1e-6; infinity if there is none.
         """
         total = float(self.flow.work.sum())
         low = max(total / self.stages, float(self.flow.work.max(initial=0.0)))
         high = total
-        if not self.is_any_line(high):
+        if not self.has_contiguous(high):
             return np.inf
-        if self.is_any_line(low):
+        if self.has_contiguous(low):
             return low
         while high - low > 1e-6 * high:
             middle = (low + high) / 2
-            if self.is_any_line(middle):
+            if self.has_contiguous(middle):
                 high = middle
             else:
                 low = middle
         return high
 
-    def is_any_line(self, limit: float) -> bool:
-        """True if there is a line at all, as `best_line` asks for it."""
+    def has_contiguous(self, limit: float) -> bool:
+        """True if there is a contiguous partition with at most `limit` work per stage
+        (`best_contiguous`).
+        """
         count = self.flow.operators
         done = np.concatenate(([0.0], np.cumsum(self.flow.work)))
         furthest = np.searchsorted(done, done[:-1] + limit * (1 + _ROUNDING), side="right") - 1
@@ -268,9 +299,11 @@ class DivisionSpace:
         reached = np.zeros(count + 1, dtype=bool)
         reached[0] = True
         for stage in range(self.stages):
-            refused = np.flatnonzero((self.first > stage) | (self.last < stage))
-            barrier = np.append(refused, count)[np.searchsorted(refused, np.arange(count))]
-            ends = np.minimum(furthest, barrier)
+            forbidden = np.flatnonzero((self.first > stage) | (self.last < stage))
+            next_forbidden = np.append(forbidden, count)[
+                np.searchsorted(forbidden, np.arange(count))
+            ]
+            ends = np.minimum(furthest, next_forbidden)
             starts = np.flatnonzero(reached[:-1] & (ends >= nearest))
             change = np.zeros(count + 2, dtype=np.int64)
             np.add.at(change, nearest[starts], 1)
@@ -280,18 +313,24 @@ class DivisionSpace:
 
     def best_over_downsets(
         self, members: Members, limit: float, evenest: bool = False
-    ) -> Places | None:
-        """The stage of each operator where least crosses, as `best_line` says it, but of lines in
-        any order; with `evenest` where the largest stage takes least work.
+    ) -> Indices | None:
+        """Return the stage of each operator in the best partition over all topological orders, or
+        None if there is none.
+
+        The recurrence is that of `best_contiguous` with downsets in place of prefixes. With
+        `evenest`, the work of the largest stage is minimised instead of the bytes. `members` are
+        all downsets. Time O(stages · nested pairs of downsets).
         """
         done = members @ self.flow.work
         order = np.argsort(done, kind="stable")
         members = members[order]
         done = done[order]
 
-        def price(before: int, after: Places) -> Floats:
-            """Of the stages from one downset to several others: their work, or the bytes that they
-            read of what was made before them.
+        def stage_cost(before: int, after: Indices) -> Floats:
+            """Return the cost of the stages between downset `before` and each downset in `after`.
+
+            The cost is the work if `evenest`, and otherwise the bytes of values produced in
+            `before` that the stage reads.
             """
             if evenest:
                 work: Floats = (members[after] & ~members[before]) @ self.flow.work
@@ -317,8 +356,8 @@ class DivisionSpace:
                 done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right"
             )
             after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
-            cost = join(best[: self.stages, before, None], price(before, after)[None, :])
-            # All operators in between have to be allowed in the stage.
+            cost = join(best[: self.stages, before, None], stage_cost(before, after)[None, :])
+            # The stage must be permitted for all of its operators.
             early = np.flatnonzero(~members[before] & (self.first > 0))
             late = np.flatnonzero(~members[before] & (self.last < self.stages - 1))
             first = np.where(members[np.ix_(after, early)], self.first[early], 0).max(
@@ -331,50 +370,53 @@ class DivisionSpace:
             better = cost < best[1:, after]
             best[1:, after] = np.where(better, cost, best[1:, after])
             origin[1:, after] = np.where(better, before, origin[1:, after])
-        whole = int(np.flatnonzero(members.all(axis=1))[0])
-        if not np.isfinite(best[self.stages, whole]):
+        all_operators = int(np.flatnonzero(members.all(axis=1))[0])
+        if not np.isfinite(best[self.stages, all_operators]):
             return None
         found = np.zeros(self.flow.operators, dtype=np.int64)
         for number in range(self.stages, 0, -1):
-            start = int(origin[number, whole])
-            found[members[whole] & ~members[start]] = number - 1
-            whole = start
+            start = int(origin[number, all_operators])
+            found[members[all_operators] & ~members[start]] = number - 1
+            all_operators = start
         return found
 
 
-def division_space(
-    graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]
-) -> DivisionSpace:
-    """Divisions under which `settled` nodes are in the stages that are asked for, and every edge
-    leads to no earlier stage. Raises ConfigurationError, naming two nodes, where there are none.
+def partition_space(
+    graph: Graph, flow: Flow, nodes: Indices, stages: int, fixed_stages: Mapping[int, int]
+) -> PartitionSpace:
+    """Return the partitions in which the nodes in `fixed_stages` are in the required stages, and no
+    edge leads to an earlier stage.
+
+    Raise ConfigurationError with the names of two nodes if there is none.
     """
-    own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
-    first = np.maximum(own, 0)
-    last = np.where(own < 0, stages - 1, own)
+    required = np.array([fixed_stages.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
+    first = np.maximum(required, 0)
+    last = np.where(required < 0, stages - 1, required)
     cause = np.arange(flow.operators)
     for source, reader in flow.pairs():
         if first[source] > first[reader]:
             first[reader], cause[reader] = first[source], cause[source]
-        if 0 <= own[reader] < first[reader]:
+        if 0 <= required[reader] < first[reader]:
             late, early = (
-                repr(graph.nodes[int(nodes[place])].name) for place in (reader, cause[reader])
+                repr(graph.nodes[int(nodes[operator])].name) for operator in (reader, cause[reader])
             )
             raise ConfigurationError(
                 (
-                    f"constraints put {late} into stage {own[reader]}, but it depends on "
-                    f"{early} in "
-                    f"stage {first[reader]}"
+                    f"constraints require {late} in stage {required[reader]}, but it depends on "
+                    f"{early} in stage {first[reader]}"
                 ),
-                hint="a stage may read from earlier stages only",
+                hint="move one of the two: a stage may read from earlier stages only",
                 where="constraints",
             )
     for source, reader in sorted(flow.pairs(), reverse=True):
         last[source] = min(last[source], last[reader])
-    return DivisionSpace(flow, stages, first, last)
+    return PartitionSpace(flow, stages, first, last)
 
 
 def downsets(flow: Flow, most: int) -> Members | None:
-    """All downsets, smaller ones first; None where there are more than `most`."""
+    """Return all downsets of a flow in ascending order of size; None if there are more
+    than `most`.
+    """
     levels = downset_levels(flow.needs(), most)
     return (
         None

@@ -1,10 +1,10 @@
-"""Pipeline stages by integer program, without putting operators in one line (Alibaba PAI,
-"TePDist", 2023).
+"""Partition into pipeline stages by an integer program over the graph, without a linear order
+(Alibaba PAI, "TePDist", 2023).
 
-Of all divisions whose stages take at most (1 + unbalance) times the mean work, that which sends the
-fewest bytes between stages. The best line of operators is where it begins, so that what is found
-never crosses more. Operators that some best division has in one stage anyway are joined before the
-program is written.
+Objective: the fewest bytes between stages, over all partitions in which no stage has more than (1 +
+imbalance tolerance) times the mean work. The search starts from the best contiguous partition, so
+its result never sends more bytes. Before the program is written, operators that share a stage in
+some best partition are merged into groups.
 """
 
 from __future__ import annotations
@@ -23,31 +23,37 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.partition.downsets import closed
 from autopipe.passes.partition.flow import (
-    DivisionSpace,
     Flow,
+    Indices,
     Members,
-    Places,
-    division_space,
+    PartitionSpace,
     downsets,
     flow_of,
+    partition_space,
 )
 from autopipe.passes.solvers.milp import Builder, Model, solve
 from autopipe.passes.solvers.pulp_client import AUTO
 
 Term = tuple[int, float]
-"""A variable and what it is multiplied by; variable -1 is the number 1."""
+"""(variable, factor); variable -1 is the constant 1."""
 
 
 class Program:
-    """The variables of operators' stages in a space of divisions, and rows that are still
-    collected. Asked of operator v and stage s is "is v in stage s or a later one?", y[v, s]: 0 or
-    1, and it never grows with s. An edge u → v says y[u, s] <= y[v, s] for every s; stage(u) <=
-    stage(v) in whole numbers says the same much more loosely once numbers need not be whole.
-    Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
+    """The integer program for the stages of operators in a space of partitions.
+
+    The binary variable y[v, s] is 1 if operator v is in stage s or a later one, for stages after
+    the operator's first up to its last. Rows:
+
+        y[v, s] >= y[v, s+1]                                  for each operator v
+        y[w, s] >= y[v, s]                                    for each edge v -> w, stage s
+        sum over v with work of (y[v, s] - y[v, s+1]) >= 1    each stage s has work
+
+    Operator v is in stage s if y[v, s] - y[v, s+1] = 1. The rows for edges have a tighter linear
+    relaxation than stage(v) <= stage(w) with integer variables.
     """
 
-    def __init__(self, space: DivisionSpace) -> None:
-        """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
+    def __init__(self, space: PartitionSpace) -> None:
+        """Create the variables and the rows above."""
         self.space = space
         flow = space.flow
         first = space.first
@@ -77,7 +83,7 @@ class Program:
             self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
 
     def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
-        """Is the operator in this stage or a later one?"""
+        """Return the term `factor` · y[operator, stage]."""
         first = self.space.first[operator]
         if stage <= first:
             return -1, factor
@@ -86,14 +92,14 @@ class Program:
         return int(self._begin[operator] + stage - first - 1), factor
 
     def within(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
-        """Is the operator in this stage?"""
+        """Return the terms of `factor` times "operator is in stage"."""
         return [
             self.in_or_after(operator, stage, factor),
             self.in_or_after(operator, stage + 1, -factor),
         ]
 
     def loads(self, stage: int, unit: float) -> list[Term]:
-        """The work of the stage in `unit`, taken away."""
+        """Return the terms of minus the work of a stage, in units of `unit`."""
         work = self.space.flow.work
         return [
             term
@@ -102,11 +108,12 @@ class Program:
         ]
 
     def at_least(self, terms: list[Term], least: float) -> None:
-        """A row: the sum of the terms is at least this."""
+        """Add the row: sum of `terms` >= `least`."""
         self._least.append(least - sum(factor for variable, factor in terms if variable < 0))
         self._rows.append([term for term in terms if term[0] >= 0])
 
     def model(self) -> Model:
+        """Return the integer program with all rows."""
         numbers = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
         terms = [term for row in self._rows for term in row]
         columns = [variable for variable, _ in terms]
@@ -115,21 +122,29 @@ class Program:
         return self.builder.model()
 
     def members(self, stage: int) -> list[int]:
+        """Return the operators that may be in a stage."""
         found: list[int] = np.flatnonzero(
             (self.space.first <= stage) & (self.space.last >= stage)
         ).tolist()
         return found
 
-    def stage(self, values: NDArray[np.float64]) -> Places:
-        """The stage of each operator that the variables' values say."""
+    def stage(self, values: NDArray[np.float64]) -> Indices:
+        """Return the stage of each operator for these values of the variables."""
         chosen = np.concatenate(([0.0], np.cumsum(values[: self._begin[-1]])))
-        found: Places = self.space.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
+        found: Indices = self.space.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
         return found
 
 
-def crossing_program(space: DivisionSpace, limit: float) -> Program:
-    """Least bytes that cross, where no stage takes more work than `limit`. A value costs its bytes
-    in stage t where a reader is in t and its producer is not.
+def crossing_program(space: PartitionSpace, limit: float) -> Program:
+    """Return the program that minimises the bytes between stages, with at most `limit` work per
+    stage.
+
+    For each value a and stage t, a variable c[a, t] with cost size[a] satisfies, for each reader w
+    of a with producer v:
+
+        c[a, t] >= in(w, t) - in(v, t)
+
+    So the bytes of a value count in each stage that reads the value and does not produce it.
     """
     program = Program(space)
     flow = space.flow
@@ -152,14 +167,15 @@ def crossing_program(space: DivisionSpace, limit: float) -> Program:
     return program
 
 
-def grouped(space: DivisionSpace, cheap: float, ceiling: float) -> Places:
-    """The group of each operator; groups are counted in a topological order of theirs.
+def grouped(space: PartitionSpace, cheap: float, ceiling: float) -> Indices:
+    """Return the group of each operator. Groups are numbered in a topological order.
 
-    An operator without much work joins a neighbour where no division crosses less for keeping them
-    apart. Operators that share more bytes than all of a division that is already known crosses are
-    one, too, with all that lies between. Operators that take at most `cheap` work may join others
-    with equal windows. `ceiling` is what some division crosses: a value with more bytes stays in
-    its stage.
+    Operators are merged if no partition needs them in different stages:
+
+    - the producer and the readers of a value of more than `ceiling` bytes, with all operators
+      between them. `ceiling` is the bytes of a known partition.
+    - an operator of at most `cheap` work with a neighbour of equal permitted stages, if separating
+      them never saves bytes (`_earlier`, `_first_reader`).
     """
     value, sources, readers = space.flow.edges()
     large = space.flow.size[value] > ceiling
@@ -174,8 +190,10 @@ def grouped(space: DivisionSpace, cheap: float, ceiling: float) -> Places:
         group = _joined(coarse.flow, joins, into[joins])[group]
 
 
-def _neighbours(flow: Flow, cheap: float) -> Places:
-    """For each operator the one that it joins: itself, one it reads, or one that reads it."""
+def _neighbours(flow: Flow, cheap: float) -> Indices:
+    """Return, for each operator, the operator that it is merged into: itself, one that it reads, or
+    one that reads it.
+    """
     before = closed(flow.needs())
     reads: list[list[int]] = [[] for _ in range(flow.operators)]
     for value, _, reader in zip(*flow.edges(), strict=True):
@@ -188,9 +206,9 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
     for operator in np.flatnonzero(flow.work <= cheap).tolist():
         values = reads[operator], gives[operator]
         other = _earlier(flow, before, operator, *values)
-        other = _sole_reader(flow, before, *values) if other is None else other
-        # Two that join one another at once might close a circle: what is joined stays where it is,
-        # this time.
+        other = _first_reader(flow, before, *values) if other is None else other
+        # Simultaneous merges could create a cycle, so an operator that another one was merged into
+        # is not merged itself in this round.
         if other is not None and into[other] == other and not joined[operator]:
             into[operator] = other
             joined[other] = True
@@ -200,9 +218,12 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
 def _earlier(
     flow: Flow, before: Sequence[int], operator: int, reads: list[int], gives: list[int]
 ) -> int | None:
-    """The operator that `operator` may follow into an earlier stage: the last it reads, with all it
-    shares behind it. What it gives then crosses in place of what the other gives it, which is no
-    less; nobody else needs in the later stage what it read there.
+    """Return the operator that `operator` can follow into an earlier stage without additional
+    bytes, or None.
+
+    It is the last operator u that `operator` reads. All other producers of the operands and all
+    other readers of the operands must be before u. Moving `operator` into the stage of u then sends
+    its results instead of the values of u, which must not be larger.
     """
     if not reads:
         return None
@@ -216,12 +237,15 @@ def _earlier(
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
 
-def _sole_reader(
+def _first_reader(
     flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]
 ) -> int | None:
-    """The operator that one may wait for which reads and gives these values: its first reader, of
-    which all other readers come after. What it reads then crosses in place of what it gives, which
-    is no less.
+    """Return the operator whose stage the operator with these reads and results can join without
+    additional bytes, or None.
+
+    It is the first reader w of the results; all other readers must come after w. Moving the
+    operator into the stage of w sends its operands instead of its results, which must not be
+    smaller.
     """
     if not gives:
         return None
@@ -234,10 +258,12 @@ def _sole_reader(
     return first if sum(flow.size[value] for value in reads) <= saved else None
 
 
-def _joined(flow: Flow, one: Places, other: Places) -> Places:
-    """The groups, where each of these pairs of operators is in one, and with them what lies
-    between: the strongly connected parts of the graph in which a pair is joined both ways. They are
-    numbered in a topological order in which a group comes as early as its last operator lets it.
+def _joined(flow: Flow, one: Indices, other: Indices) -> Indices:
+    """Return the group of each operator if each pair (`one`, `other`) is in one group, with all
+    operators between the two.
+
+    Groups are the strongly connected components of the graph in which the pairs have edges in both
+    directions. They are numbered in a topological order, ties by their last operator.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
@@ -253,136 +279,142 @@ def _joined(flow: Flow, one: Places, other: Places) -> Places:
     np.maximum.at(rank, label, np.arange(len(label)))
     pairs = np.unique(np.stack((label[sources], label[readers])), axis=1)
     pairs = pairs[:, pairs[0] != pairs[1]]
-    waiting = np.bincount(pairs[1], minlength=count)
+    missing = np.bincount(pairs[1], minlength=count)
     after: list[list[int]] = [[] for _ in range(count)]
     for source, reader in pairs.T.tolist():
         after[source].append(reader)
-    ready = [(int(rank[each]), each) for each in np.flatnonzero(waiting == 0).tolist()]
+    ready = [(int(rank[each]), each) for each in np.flatnonzero(missing == 0).tolist()]
     heapq.heapify(ready)
-    place = np.zeros(count, dtype=np.int64)
+    position = np.zeros(count, dtype=np.int64)
     for number in range(count):
         _, each = heapq.heappop(ready)
-        place[each] = number
+        position[each] = number
         for reader in after[each]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
+            missing[reader] -= 1
+            if not missing[reader]:
                 heapq.heappush(ready, (int(rank[reader]), reader))
-    found: Places = place[label]
+    found: Indices = position[label]
     return found
 
 
-_CHEAP = 0.01
-"""Operators that take at most this share of a stage's mean work may join a neighbour."""
-_MOST_OPEN = 5000
-"""Questions of "is it in a later stage than this?" up to which an integer program has all of them.
+_CHEAP_WORK = 0.01
+"""Fraction of a stage's work limit up to which an operator may be merged with a neighbour."""
+_MAXIMUM_OPEN = 5000
+"""Maximum number of variables (`PartitionSpace.open`) for which one integer program covers the full
+space.
 """
-_MOST_DOWNSETS = 6000
-_MOST_PAIRS = 2_000_000
-"""Downsets, and pairs of them that may begin and end a stage, up to which all are gone through."""
+_MAXIMUM_DOWNSETS = 6000
+"""Maximum number of downsets for an exhaustive search."""
+_MAXIMUM_PAIRS = 2_000_000
+"""Maximum number of pairs of downsets that bound a stage, for an exhaustive search."""
 _NODES = 1000
-"""Of an integer program's search tree: what ends it on a machine that is fast enough."""
+"""Maximum number of branch-and-bound nodes of an integer program. It makes results independent of
+the speed of a fast machine.
+"""
 _SAME = 1e-9
-"""Bytes that differ by no more than this share are equal."""
+"""Relative difference up to which bytes count as equal."""
 _ROUNDING = 1e-6
-"""Share of its limit by which an integer program's answer may leave a stage above it."""
+"""Relative amount by which a solver's solution may exceed a stage's work limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class StageDivision:
-    """The nodes of each stage, ascending, and what is known of how good that is."""
+class StagePartition:
+    """The nodes of each stage, ascending, with the quality of the partition."""
 
-    stage: Places = field(compare=False)
-    """Of each operator of the flow that was divided."""
+    stage: Indices = field(compare=False)
+    """The stage of each operator of the flow."""
     crossing_bytes: float
-    """Bytes between stages for each micro-batch: every message, and the gradient that comes back
-    for it.
-    """
+    """Bytes between stages per micro-batch: all values sent, and the gradients sent back."""
     bound: float
-    """No division, of the groups of operators that were kept together, crosses less; 0 where
-    nothing is proven.
+    """A lower bound on the bytes of all partitions that keep the groups together; 0 if nothing is
+    proven.
     """
-    unbalance: float
-    """By how much, as a share of the mean, the largest stage takes more work than the mean."""
-    line_bytes: float
-    """Bytes that cross in the best line of operators under the same limit; infinite where there is
-    none.
-    """
+    imbalance: float
+    """Work of the largest stage above the mean, as a fraction of the mean."""
+    contiguous_bytes: float
+    """Bytes of the best contiguous partition under the same limit; infinite if there is none."""
     groups: int
-    """Groups of operators that the integer program divided."""
+    """Number of groups of operators in the integer program."""
 
     nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def proven(self) -> bool:
-        """True if the groups cannot be divided better."""
+        """True if the partition is proven optimal for the groups."""
         return self.crossing_bytes <= self.bound * (1 + _SAME)
 
 
 @dataclass(frozen=True, slots=True)
-class DivisionProblem:
-    """Division into stages of a space that take at most (1 + `unbalance`) times the mean work."""
+class PartitionProblem:
+    """Partition of a space into stages with at most (1 + `imbalance`) times the mean work."""
 
-    space: DivisionSpace
-    unbalance: float
+    space: PartitionSpace
+    imbalance: float
     end: float
-    """When integer programs end, by `time.monotonic`."""
+    """The time (`time.monotonic`) at which integer programs end."""
     solver: str = AUTO
-    """The solver of integer programs, a name of `pulp_client.SOLVER_NAMES`."""
+    """The integer-program solver, a name of `pulp_client.SOLVER_NAMES`."""
 
     @property
     def flow(self) -> Flow:
         return self.space.flow
 
-    def run(self) -> StageDivision:
-        """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that
-        has one.
+    def run(self) -> StagePartition:
+        """Return the partition with the fewest bytes found. Raise InfeasibleError with the minimum
+        imbalance if the limit permits none.
         """
         space = self.space
         flow = self.flow
         working = int((flow.work > 0).sum())
         if working < space.stages:
             raise InfeasibleError(
-                f"{working} {plural(working, 'operator')} cannot be divided into "
+                f"{working} {plural(working, 'operator')} cannot be partitioned into "
                 f"{space.stages} {plural(space.stages, 'stage')}",
-                hint="take fewer stages",
+                hint="use fewer stages",
             )
-        limit = float(flow.work.sum()) / space.stages * (1 + self.unbalance)
-        start = line = space.best_line(limit)
+        limit = float(flow.work.sum()) / space.stages * (1 + self.imbalance)
+        start = line = space.best_contiguous(limit)
         if start is None:
             start = self._balanced(limit)
         ceiling = flow.crossing(start)
-        # Groups that can be divided under the limit, as far as that is seen by their line.
-        for cheap in (_CHEAP * limit, 0.0):
+        # Merge cheap operators only if a contiguous partition of the groups still exists.
+        for cheap in (_CHEAP_WORK * limit, 0.0):
             group = grouped(space, cheap, ceiling)
             coarse = space.coarsened(group)
-            if line is None or coarse.is_any_line(limit):
+            if line is None or coarse.has_contiguous(limit):
                 break
-        stage, bound = self._divided(coarse, limit, group, start)
+        stage, bound = self._best_of_groups(coarse, limit, group, start)
         if line is not None and flow.crossing(stage) >= ceiling * (1 - _SAME):
-            stage = self._evenest(limit, line, coarse, group)
+            stage = self._most_even(limit, line, coarse, group)
         crossing = flow.crossing(stage)
-        # A line of single operators may cross less than any division of the groups, which then
-        # proves nothing of it.
+        # A contiguous partition of single operators may send fewer bytes than all partitions of the
+        # groups. Then the groups' bound does not apply to it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
-        unbalance = (
+        imbalance = (
             float(flow.loads(stage, space.stages).max()) / (float(flow.work.sum()) / space.stages)
             - 1
         )
-        best_line = np.inf if line is None else ceiling
-        return StageDivision(stage, crossing, bound, unbalance, best_line, coarse.flow.operators)
+        best_contiguous = np.inf if line is None else ceiling
+        return StagePartition(
+            stage, crossing, bound, imbalance, best_contiguous, coarse.flow.operators
+        )
 
-    def _divided(
-        self, coarse: DivisionSpace, limit: float, group: Places, start: Places
-    ) -> tuple[Places, float]:
-        """The best division of the groups that is found, `start` if that is none worse, and what is
-        proven.
+    def _best_of_groups(
+        self, coarse: PartitionSpace, limit: float, group: Indices, start: Indices
+    ) -> tuple[Indices, float]:
+        """Return (stages, bound): the best partition of the groups found, or `start` if it is at
+        least as good, and its proven bound.
+
+        Tried in order: an integer program over the full space if it is small; a search over all
+        downsets if they are few; and, for a large space, an integer program in which each group may
+        move by one stage from `start`.
         """
         full = coarse.under(limit)
         if (full.last < full.first).any():
             return start, 0.0
-        members = few_downsets(coarse.flow, limit)
+        members = downsets_if_few(coarse.flow, limit)
         bound = 0.0
-        if full.open <= _MOST_OPEN:
+        if full.open <= _MAXIMUM_OPEN:
             stage, bound = self._programmed(full, limit, group, 1.0 if members is None else 1 / 3)
             start = self._better(start, stage, limit)
         if self.flow.crossing(start) <= bound * (1 + _SAME):
@@ -391,7 +423,7 @@ class DivisionProblem:
             best = coarse.best_over_downsets(members, limit)
             if best is not None:
                 return self._better(start, best[group], limit), coarse.flow.crossing(best)
-        if full.open > _MOST_OPEN:
+        if full.open > _MAXIMUM_OPEN:
             centre = np.zeros(coarse.flow.operators, dtype=np.int64)
             np.maximum.at(centre, group, start)
             near = replace(
@@ -404,64 +436,67 @@ class DivisionProblem:
         return start, bound
 
     def _programmed(
-        self, coarse: DivisionSpace, limit: float, group: Places, share: float
-    ) -> tuple[Places | None, float]:
-        """Solve an integer program in a share of the time; returns the division, and the bound
-        proven for its space.
+        self, coarse: PartitionSpace, limit: float, group: Indices, fraction: float
+    ) -> tuple[Indices | None, float]:
+        """Solve an integer program in a `fraction` of the remaining time, and return (partition or
+        None, bound).
         """
         program = crossing_program(coarse, limit)
-        answer = solve(
-            program.model(), share * (self.end - time.monotonic()), nodes=_NODES, solver=self.solver
+        result = solve(
+            program.model(),
+            fraction * (self.end - time.monotonic()),
+            nodes=_NODES,
+            solver=self.solver,
         )
-        return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)
+        return program.stage(result.values)[group] if result.found else None, max(result.bound, 0.0)
 
-    def _better(self, one: Places, other: Places | None, limit: float) -> Places:
-        """The other division, if it crosses less and keeps the limit."""
+    def _better(self, one: Indices, other: Indices | None, limit: float) -> Indices:
+        """Return `other` if it satisfies the limit and sends fewer bytes, and otherwise `one`."""
         if other is None or self.flow.loads(other, self.space.stages).max() > limit * (
             1 + _ROUNDING
         ):
             return one
         return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
 
-    def _balanced(self, limit: float) -> Places:
-        """A division under the limit that is no line. Raises InfeasibleError where there is none,
-        with the smallest unbalance that has one.
+    def _balanced(self, limit: float) -> Indices:
+        """Return a partition that satisfies the limit but is not contiguous. Raise InfeasibleError
+        with the minimum imbalance if none was found.
         """
         total = float(self.flow.work.sum())
         stages = self.space.stages
-        least = self.space.least_limit()
+        minimum = self.space.minimum_limit()
         group = grouped(self.space, 0.0, np.inf)
-        stage, proven = self._evenest_groups(group, min(least * (1 + _SAME), total))
+        stage, proven = self._most_even_groups(group, min(minimum * (1 + _SAME), total))
         if stage is not None:
             largest = float(self.flow.loads(stage[group], stages).max())
             if largest <= limit * (1 + _ROUNDING):
                 return stage[group]
-            least = min(least, largest)
-        if not np.isfinite(least):
+            minimum = min(minimum, largest)
+        if not np.isfinite(minimum):
             raise InfeasibleError(
-                f"no division into {stages} {plural(stages, 'stage')} was found that keeps the "
+                f"found no partition into {stages} {plural(stages, 'stage')} that satisfies the "
                 "constraints"
             )
-        smallest = "smallest unbalance" if proven else "smallest unbalance that was found"
+        smallest = "minimum imbalance" if proven else "minimum imbalance found"
         raise InfeasibleError(
-            f"operators cannot be divided into {stages} {plural(stages, 'stage')} "
-            f"that take at most {self.unbalance:.1%} more than "
+            f"operators cannot be partitioned into {stages} {plural(stages, 'stage')} "
+            f"with at most {self.imbalance:.1%} more work than "
             f"the mean: the {smallest} is "
-            f"{np.ceil((least / (total / stages) - 1) * 1000 - 0.002) / 10:.1f}%",
-            hint="allow it, or take another number of stages",
+            f"{np.ceil((minimum / (total / stages) - 1) * 1000 - 0.002) / 10:.1f}%",
+            hint="increase imbalance_tolerance, or set another number of stages",
         )
 
-    def _evenest_groups(self, group: Places, limit: float) -> tuple[Places | None, bool]:
-        """The stages of the groups, none above the limit, whose largest takes least, and whether
-        that is proven.
+    def _most_even_groups(self, group: Indices, limit: float) -> tuple[Indices | None, bool]:
+        """Return (stages, proven): the stages of the groups with the smallest largest stage, within
+        `limit`; None if none was found.
         """
         coarse = self.space.coarsened(group).under(limit)
-        members = few_downsets(coarse.flow, limit)
+        members = downsets_if_few(coarse.flow, limit)
         if members is not None:
             return coarse.best_over_downsets(members, limit, evenest=True), True
-        if coarse.open > _MOST_OPEN:
+        if coarse.open > _MAXIMUM_OPEN:
             return None, False
-        # The least work of the largest stage, in means.
+        # Minimise the work of the largest stage, in units of the mean.
         program = Program(coarse)
         most = float(coarse.stages)
         mean = max(float(coarse.flow.work.sum()) / coarse.stages, 1e-300)
@@ -475,60 +510,66 @@ class DivisionProblem:
         )
         return program.stage(answer.values) if answer.found else None, answer.proven
 
-    def _evenest(self, limit: float, line: Places, coarse: DivisionSpace, group: Places) -> Places:
-        """Of the lines that cross no more than the best, one of groups whose largest stage is about
-        smallest.
+    def _most_even(
+        self, limit: float, contiguous: Indices, coarse: PartitionSpace, group: Indices
+    ) -> Indices:
+        """Return a contiguous partition with at most the bytes of `contiguous` whose largest stage
+        is about as small as possible.
+
+        Bisection over the limit, to 0.5%.
         """
-        low = coarse.least_limit()
-        most = self.flow.crossing(line)
-        limit = min(limit, float(self.flow.loads(line, self.space.stages).max()))
+        low = coarse.minimum_limit()
+        bytes_of_best = self.flow.crossing(contiguous)
+        limit = min(limit, float(self.flow.loads(contiguous, self.space.stages).max()))
         while limit - low > 0.005 * limit:
             middle = (low + limit) / 2
-            found = coarse.best_line(middle)
-            if found is not None and coarse.flow.crossing(found) <= most * (1 + _SAME):
-                line = found[group]
+            found = coarse.best_contiguous(middle)
+            if found is not None and coarse.flow.crossing(found) <= bytes_of_best * (1 + _SAME):
+                contiguous = found[group]
                 limit = float(coarse.flow.loads(found, coarse.stages).max())
             else:
                 low = middle
-        return line
+        return contiguous
 
 
-def few_downsets(flow: Flow, limit: float) -> Members | None:
-    """All downsets, where they are few enough to go through all stages of at most `limit` between
-    them.
+def downsets_if_few(flow: Flow, limit: float) -> Members | None:
+    """Return all downsets if they, and the stages of at most `limit` work between them, are few
+    enough for an exhaustive search; otherwise None.
     """
-    members = downsets(flow, _MOST_DOWNSETS)
+    members = downsets(flow, _MAXIMUM_DOWNSETS)
     if members is None:
         return None
     done = np.sort(members @ flow.work)
     pairs = np.searchsorted(done, done + limit, side="right") - np.arange(len(done))
-    return members if pairs.sum() <= _MOST_PAIRS else None
+    return members if pairs.sum() <= _MAXIMUM_PAIRS else None
 
 
 def divide(
     problem: Problem,
     stages: int,
-    unbalance: float,
-    settled: Mapping[int, int] | None = None,
+    imbalance: float,
+    fixed_stages: Mapping[int, int] | None = None,
     time_limit: float = 30.0,
-) -> StageDivision:
-    """The nodes in `stages` stages, each with work, of which none takes over (1 + `unbalance`)
-    times the mean. `settled` nodes are in the stages that are asked for. Stages are numbered so
-    that each reads from earlier ones only. Raises ConfigurationError where `settled` allows no
-    division, InfeasibleError where the limit allows none, with the smallest unbalance that does.
+) -> StagePartition:
+    """Partition the problem's nodes into `stages` stages, each with work of at most (1 +
+    `imbalance`) times the mean.
+
+    The nodes in `fixed_stages` are in the required stages. Each stage reads from earlier stages
+    only. `time_limit` is in seconds. Raise ConfigurationError if `fixed_stages` permits no
+    partition, and InfeasibleError with the minimum imbalance if the limit permits none.
     """
     flow, nodes = flow_of(problem)
-    settled = settled or {}
-    space = division_space(problem.graph, flow, nodes, stages, settled)
-    # In this order a line can have the settled operators where they belong.
+    fixed_stages = fixed_stages or {}
+    space = partition_space(problem.graph, flow, nodes, stages, fixed_stages)
+    # In this order, contiguous partitions exist that satisfy the fixed stages.
     order = np.lexsort((np.arange(flow.operators), space.last, space.first))
     flow = flow.reordered(order)
     nodes = nodes[order]
-    space = DivisionSpace(flow, stages, space.first[order], space.last[order])
-    found = DivisionProblem(space, unbalance, time.monotonic() + time_limit, problem.solver).run()
+    space = PartitionSpace(flow, stages, space.first[order], space.last[order])
+    found = PartitionProblem(space, imbalance, time.monotonic() + time_limit, problem.solver).run()
     stage_of = dict(zip(nodes.tolist(), found.stage.tolist(), strict=True))
-    # Nodes that every reader computes for itself are where they are asked for, or where they are
-    # read first.
+    # A node that each reading stage recomputes is in its fixed stage, or in the first stage that
+    # reads it.
     graph = problem.graph
     consumers = problem.graph.consumers()
     for node in sorted(recomputed_nodes(graph), reverse=True):
@@ -537,7 +578,7 @@ def divide(
             for name in graph.nodes[node].outputs
             for reader in consumers.get(name, ())
         )
-        stage_of[node] = settled.get(node, min(readers, default=0))
+        stage_of[node] = fixed_stages.get(node, min(readers, default=0))
     members: list[list[int]] = [[] for _ in range(stages)]
     for node in sorted(stage_of):
         members[stage_of[node]].append(node)

@@ -42,7 +42,7 @@ from autopipe.passes.cost.memory_check import (
 from autopipe.passes.cost.roofline import StepSeconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.regions import (
@@ -140,7 +140,7 @@ def place(
     samples = sample_axes(problem.graph)
     stages = []
     for nodes, group in zip(
-        cut_into_stages(problem, groups, settled, degrees.data), groups, strict=True
+        partition_chain(problem, groups, settled, degrees.data), groups, strict=True
     ):
         own = {node: shared[node] for node in nodes if node in shared}
         splits = with_samples_split(samples, nodes, degrees.data, own)

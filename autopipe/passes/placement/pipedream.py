@@ -36,7 +36,7 @@ from autopipe.passes.cost.memory_check import check_operators, may_share, out_of
 from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
-from autopipe.passes.partition.chain_cut import step_of_line
+from autopipe.passes.partition.chain_cut import chain_step_seconds
 from autopipe.passes.schedule.device_order import best_micro_batch_size, best_order
 
 
@@ -474,4 +474,4 @@ def _highest(pieces: list[ChainStage]) -> float:
 
 
 def _step_seconds(problem: Problem, pieces: list[ChainStage]) -> float:
-    return step_of_line([piece.price for piece in pieces], problem.micro_batches)
+    return chain_step_seconds([piece.price for piece in pieces], problem.micro_batches)

@@ -49,7 +49,7 @@ from autopipe.passes.partition.chain_cut import (
     crossing_seconds,
     even_stops,
     run_lengths,
-    within_room,
+    within_memory,
 )
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import (
@@ -168,7 +168,7 @@ class CutLine:
         known = even_stops(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
         lengths = [self.lengths[kind][1] for kind in kinds]
         if min(room, default=math.inf) < math.inf:
-            lengths = within_room(lengths, range_sums(self.sizes), room)
+            lengths = within_memory(lengths, range_sums(self.sizes), room)
         stops = best_stops(lengths, known)
         if not stops:
             raise InfeasibleError(

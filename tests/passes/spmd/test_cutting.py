@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.chain_cut import partition_chain
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
 
@@ -55,7 +55,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(
 ) -> None:
     graph = perceptron(widths)
     given = problem(graph, mixed_cluster([(2, kind(1.0)), (2, kind(speed, name="other"))]))
-    stages = cut_into_stages(given, groups, {})
+    stages = partition_chain(given, groups, {})
     assert [node for stage in stages for node in stage] == list(range(len(graph.nodes)))
     stops = tuple(int(stop) for stop in np.cumsum([len(stage) for stage in stages])[:-1])
     every = itertools.combinations(range(1, len(graph.nodes)), len(groups) - 1)
@@ -69,7 +69,7 @@ def test_parameters_go_where_there_is_room_for_them() -> None:
     whole = sum(each.value.bytes for each in graph.parameters)
     small = kind(1.0, memory=whole // 2, name="small")
     given = problem(graph, mixed_cluster([(1, kind(1.0)), (1, small)]))
-    _, second = cut_into_stages(given, [(0,), (1,)], {})
+    _, second = partition_chain(given, [(0,), (1,)], {})
     # With their gradients, two of the eight are a quarter of all: half of the parameters' bytes.
     assert sum(graph.nodes[node].op == "MatMul" for node in second) == 2
     tiny = problem(
@@ -77,4 +77,4 @@ def test_parameters_go_where_there_is_room_for_them() -> None:
     )
     # Where nothing fits, the cut is that without regard to memory, and what refuses it says by how
     # much.
-    assert [len(stage) for stage in cut_into_stages(tiny, [(0,), (1,)], {})] == [8, 8]
+    assert [len(stage) for stage in partition_chain(tiny, [(0,), (1,)], {})] == [8, 8]

@@ -33,7 +33,7 @@ from autopipe.passes.cost.memory_check import (
     check_operators,
     fitted,
 )
-from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.configurations import Splits
@@ -67,7 +67,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     size = problem.micro_batch_size
     recompute = problem.recomputes_all
     stages = zip(
-        cut_into_stages(problem, groups, constrained_stages(resolved, groups, "pase")),
+        partition_chain(problem, groups, constrained_stages(resolved, groups, "pase")),
         groups,
         strict=True,
     )
@@ -333,9 +333,7 @@ class Mcmc(_OneStage):
     """
 
     iterations: int = 20_000
-    """Maximum number of changes; the walk stops earlier if the last half of them brought no
-    improvement.
-    """
+    """Maximum number of changes. The walk stops after half as many changes without improvement."""
     temperature: float = 0.1
     """Cost increase that is accepted with probability 1/e, as a fraction of the mean cost of an
     operator.

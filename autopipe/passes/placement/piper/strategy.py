@@ -50,7 +50,7 @@ from autopipe.passes.cost.memory_check import (
     fitted,
 )
 from autopipe.passes.cost.roofline import Seconds, mean_seconds
-from autopipe.passes.partition.chain_cut import step_of_line
+from autopipe.passes.partition.chain_cut import chain_step_seconds
 from autopipe.passes.partition.downsets import Downsets, count_downsets
 from autopipe.passes.placement.piper.stage_costs import (
     ANY_PLACE,
@@ -284,7 +284,11 @@ def search_steps(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
 
 def _step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
     """Return the seconds of a step of a chain; infinite for []."""
-    return step_of_line([piece.seconds for piece in pieces], micro_batches) if pieces else math.inf
+    return (
+        chain_step_seconds([piece.seconds for piece in pieces], micro_batches)
+        if pieces
+        else math.inf
+    )
 
 
 def _slowest(pieces: list[DownsetStage]) -> float:

@@ -36,7 +36,7 @@ from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import check_least, check_operators, equal_device_runs
 from autopipe.passes.cost.roofline import Seconds, StepSeconds, accumulate_per_byte
 from autopipe.passes.cost.stage_work import exchange_of_gradients
-from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.partition.min_cut_ilp import divide
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import LEVELS, Level, LevelName
@@ -389,7 +389,7 @@ class Outer:
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
         fixed_stages = constrained_stages(inside.resolved, mesh.groups, "this number of stages")
-        for method in (cut_into_stages, self._evenly):
+        for method in (partition_chain, self._evenly):
             try:
                 found[method(inside.problem, mesh.groups, fixed_stages)] = None
             except InfeasibleError as error:

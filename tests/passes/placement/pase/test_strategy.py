@@ -125,7 +125,7 @@ def test_stages_of_equal_groups_are_split_inside() -> None:
 
 
 def test_more_stages_than_operators() -> None:
-    with pytest.raises(InfeasibleError, match="2 operators cannot be cut into 4 stages"):
+    with pytest.raises(InfeasibleError, match="2 operators cannot be partitioned into 4 stages"):
         Pase(stages=4).run(problem(perceptron([8, 8]), cluster(4)))
 
 

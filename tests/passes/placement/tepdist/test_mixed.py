@@ -12,7 +12,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import O2
 from autopipe.passes.placement.tepdist.strategy import Bounds, TePDist, meshes
@@ -50,7 +50,7 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
     both = given(micro_batches=micro_batches)
     bounds = Bounds(both)
     for mesh in meshes(both.cluster):
-        stages = cut_into_stages(both, mesh.groups, {})
+        stages = partition_chain(both, mesh.groups, {})
         placement = Placement(
             tuple(Stage(nodes, group, 8) for nodes, group in zip(stages, mesh.groups, strict=True))
         )

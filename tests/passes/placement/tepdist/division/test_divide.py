@@ -19,7 +19,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.partition.min_cut_ilp import StageDivision, divide
+from autopipe.passes.partition.min_cut_ilp import StagePartition, divide
 from tests.passes.cost.graphs import Builder, cluster
 from tests.passes.cost.graphs import problem as given
 
@@ -38,7 +38,7 @@ def zoo_problem(name: str, settings: tuple[tuple[str, str], ...]) -> Problem:
     )
 
 
-def placement_of(problem: Problem, division: StageDivision) -> Placement:
+def placement_of(problem: Problem, division: StagePartition) -> Placement:
     """One device a stage."""
     size = problem.micro_batch_size
     placement = Placement(
@@ -63,8 +63,8 @@ def test_what_crosses_is_what_is_sent(name: str, settings: tuple[tuple[str, str]
     division = divide(problem, 3, 0.1)
     placement = placement_of(problem, division)
     assert division.crossing_bytes == sent(problem, placement)
-    assert division.bound <= division.crossing_bytes <= division.line_bytes
-    assert 0 <= division.unbalance <= 0.1 + 1e-6
+    assert division.bound <= division.crossing_bytes <= division.contiguous_bytes
+    assert 0 <= division.imbalance <= 0.1 + 1e-6
     assert division.proven
     assert division == divide(problem, 3, 0.1)
 
@@ -72,7 +72,7 @@ def test_what_crosses_is_what_is_sent(name: str, settings: tuple[tuple[str, str]
 def test_stages_of_a_branched_model_cross_less_than_lines() -> None:
     division = divide(zoo_problem("flava", FLAVA), 4, 0.1)
     assert division.proven
-    assert division.crossing_bytes < division.line_bytes
+    assert division.crossing_bytes < division.contiguous_bytes
 
 
 def test_inference_sends_no_gradients() -> None:
@@ -120,17 +120,17 @@ def test_a_balance_that_cannot_be_says_which_can() -> None:
     for width in (16, 4096, 4096):
         data = builder.linear(data, width)
     problem = given(builder.finish(data), cluster(2))
-    expected = r"at most 8\.0% more than the mean: the smallest unbalance is \d+\.\d%"
+    expected = r"at most 8\.0% more work than the mean: the minimum imbalance is \d+\.\d%"
     with pytest.raises(InfeasibleError, match=expected) as refused:
         divide(problem, 2, 0.08)
-    smallest = float(str(refused.value).split("unbalance is ")[1].split("%")[0]) / 100
-    assert divide(problem, 2, smallest).unbalance <= smallest + 1e-6
-    with pytest.raises(InfeasibleError, match="3 operators cannot be divided into 4 stages"):
+    smallest = float(str(refused.value).split("imbalance is ")[1].split("%")[0]) / 100
+    assert divide(problem, 2, smallest).imbalance <= smallest + 1e-6
+    with pytest.raises(InfeasibleError, match="3 operators cannot be partitioned into 4 stages"):
         divide(problem, 4, 0.08)
 
 
 def test_no_time_leaves_the_best_line() -> None:
     division = divide(zoo_problem("flava", FLAVA), 4, 0.1, time_limit=0.0)
-    assert division.crossing_bytes == division.line_bytes
+    assert division.crossing_bytes == division.contiguous_bytes
     assert not division.proven
     assert len(np.concatenate(division.nodes)) == len(zoo_problem("flava", FLAVA).graph.nodes)

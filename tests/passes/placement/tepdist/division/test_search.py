@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.partition import min_cut_ilp as module
-from autopipe.passes.partition.flow import DivisionSpace, Flow, downsets, make_flow
-from autopipe.passes.partition.min_cut_ilp import DivisionProblem, grouped
+from autopipe.passes.partition.flow import Flow, PartitionSpace, downsets, make_flow
+from autopipe.passes.partition.min_cut_ilp import PartitionProblem, grouped
 
 
 @st.composite
@@ -30,7 +30,7 @@ def flows(draw: st.DrawFn, most: int = 7) -> Flow:
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[DivisionSpace, float]:
+def tasks(draw: st.DrawFn) -> tuple[PartitionSpace, float]:
     flow = draw(flows())
     stages = draw(st.integers(2, 3))
     first = np.zeros(flow.operators, dtype=np.int64)
@@ -39,10 +39,10 @@ def tasks(draw: st.DrawFn) -> tuple[DivisionSpace, float]:
         first[-1] = last[-1] = stages - 1
         last[0] = 0
     unbalance = draw(st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0]))
-    return DivisionSpace(flow, stages, first, last), unbalance
+    return PartitionSpace(flow, stages, first, last), unbalance
 
 
-def every(space: DivisionSpace) -> list[np.ndarray]:
+def every(space: PartitionSpace) -> list[np.ndarray]:
     """All divisions into stages that have work, in which no edge leads back."""
     flow = space.flow
     stages = space.stages
@@ -58,7 +58,7 @@ def every(space: DivisionSpace) -> list[np.ndarray]:
 @given(task=tasks())
 @settings(max_examples=30)
 def test_the_division_is_the_best_of_all(
-    task: tuple[DivisionSpace, float], most_downsets: int
+    task: tuple[PartitionSpace, float], most_downsets: int
 ) -> None:
     space, unbalance = task
     flow = space.flow
@@ -67,10 +67,10 @@ def test_the_division_is_the_best_of_all(
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
     with mock.patch.object(module, "_MOST_DOWNSETS", most_downsets):
-        check(DivisionProblem(space, unbalance, np.inf), found, allowed)
+        check(PartitionProblem(space, unbalance, np.inf), found, allowed)
 
 
-def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
+def check(search: PartitionProblem, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
     flow = search.flow
     stages = search.space.stages
     if not allowed:
@@ -80,7 +80,7 @@ def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.nda
             smallest = (
                 min(flow.loads(s, stages).max() for s in found) * stages / flow.work.sum() - 1
             )
-            assert f"the smallest unbalance is {np.ceil(smallest * 1000 - 0.002) / 10:.1f}%" in str(
+            assert f"the minimum imbalance is {np.ceil(smallest * 1000 - 0.002) / 10:.1f}%" in str(
                 refused.value
             )
         return
@@ -92,18 +92,18 @@ def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.nda
 
 @given(tasks())
 @settings(max_examples=40)
-def test_the_line_is_the_best_of_lines(task: tuple[DivisionSpace, float]) -> None:
+def test_the_line_is_the_best_of_lines(task: tuple[PartitionSpace, float]) -> None:
     space, unbalance = task
     flow = space.flow
     stages = space.stages
     limit = flow.work.sum() / stages * (1 + unbalance)
     lines = [s for s in every(space) if (np.diff(s) >= 0).all()]
-    least = space.least_limit()
+    least = space.minimum_limit()
     assert least == pytest.approx(
         min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5
     )
     costs = [flow.crossing(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
-    line = space.best_line(limit)
+    line = space.best_contiguous(limit)
     if line is None:
         assert not costs
         return
@@ -113,7 +113,7 @@ def test_the_line_is_the_best_of_lines(task: tuple[DivisionSpace, float]) -> Non
 
 @given(tasks())
 @settings(max_examples=40)
-def test_downsets_lead_to_the_best_of_all(task: tuple[DivisionSpace, float]) -> None:
+def test_downsets_lead_to_the_best_of_all(task: tuple[PartitionSpace, float]) -> None:
     space, unbalance = task
     flow = space.flow
     stages = space.stages
@@ -137,7 +137,7 @@ def test_downsets_lead_to_the_best_of_all(task: tuple[DivisionSpace, float]) -> 
 @given(flows(12), st.integers(1, 10))
 @settings(max_examples=40)
 def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
-    space = DivisionSpace(
+    space = PartitionSpace(
         flow, 4, np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3)
     )
     group = grouped(space, 1.0, float(ceiling))
@@ -159,8 +159,8 @@ def test_two_branches_cross_less_side_by_side() -> None:
     values = [(index, 4.0, [index + 2]) for index in range(6)]
     values += [(6, 1.0, [8]), (7, 1.0, [8])]
     flow = make_flow(np.array([1.0] * 8 + [0.0]), values)
-    space = DivisionSpace(flow, 2, np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
-    answer = DivisionProblem(space, 0.0, np.inf).run()
-    assert answer.line_bytes == 8
+    space = PartitionSpace(flow, 2, np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
+    answer = PartitionProblem(space, 0.0, np.inf).run()
+    assert answer.contiguous_bytes == 8
     assert flow.crossing(answer.stage) == 1
     assert answer.stage[:8].tolist() in ([0, 1] * 4, [1, 0] * 4)
