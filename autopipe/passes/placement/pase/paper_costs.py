@@ -48,10 +48,10 @@ def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees
     """
     degrees = np.ones((1, 0), dtype=np.int64)
     used = np.ones(1, dtype=np.int64)
-    for extent in extents:
-        most = min(extent, devices)
+    for size in extents:
+        most = min(size, devices)
         divisors = [
-            each for each in range(1, most + 1) if extent % each == 0 and extent >= each * cutoff
+            each for each in range(1, most + 1) if size % each == 0 and size >= each * cutoff
         ] or [1]
         choices = np.array(divisors, dtype=np.int64)
         product = used[:, None] * choices
@@ -290,7 +290,7 @@ class Axis:
     """An axis of a layer's iteration space. The paper does not split an axis that is `unsplit`."""
 
     name: str
-    extent: int
+    size: int
     unsplit: bool = False
 
 
@@ -337,7 +337,7 @@ class Layer:
 
     @property
     def extents(self) -> Extents:
-        return tuple(axis.extent for axis in self.axes)
+        return tuple(axis.size for axis in self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
     degrees = []
     for layer in layer_classes:
         found = configurations(
-            [1 if axis.unsplit else axis.extent for axis in layer.axes], devices, graph.cutoff
+            [1 if axis.unsplit else axis.size for axis in layer.axes], devices, graph.cutoff
         )
         degrees.append(found[contiguous(found, layer.extents)] if layer.contiguous else found)
     costs = [

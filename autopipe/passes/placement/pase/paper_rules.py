@@ -97,8 +97,8 @@ class LayerGraphBuilder:
             (location, axis_names) for location, axis_names in operands if location is not None
         ]
         factors = {
-            axis_name: (extent,) if isinstance(extent, int) else extent
-            for axis_name, extent in axes.items()
+            axis_name: (size,) if isinstance(size, int) else size
+            for axis_name, size in axes.items()
         }
         for location, axis_names in placed:
             extents = self.tensor(location).extents
@@ -115,8 +115,8 @@ class LayerGraphBuilder:
                 else [f"{axis_name}{position}" for position in range(len(sizes))]
             )
             layer_axes += [
-                Axis(each, extent, axis_name in unsplit)
-                for each, extent in zip(names, sizes, strict=True)
+                Axis(each, size, axis_name in unsplit)
+                for each, size in zip(names, sizes, strict=True)
             ]
         read = tuple(
             self._operand(location, axis_names, indices, layer_axes)
@@ -215,9 +215,7 @@ class LayerGraphBuilder:
             split_axes = tuple(axis for axis_name in dimension for axis in indices[axis_name])
             if len(group) == 1:
                 axes[group[0]] = split_axes
-            elif [source[each] for each in group] == [
-                layer_axes[axis].extent for axis in split_axes
-            ]:
+            elif [source[each] for each in group] == [layer_axes[axis].size for axis in split_axes]:
                 for each, axis in zip(group, split_axes, strict=True):
                     axes[each] = (axis,)
         return Tensor(source, tuple(axes))
@@ -236,7 +234,7 @@ def _result(
     groups: list[tuple[int, ...]] = []
     for dimension, size in zip(axis_names, shape, strict=True):
         split_axes: list[tuple[int, tuple[int, ...]]] = [
-            (layer_axes[axis].extent, (axis,))
+            (layer_axes[axis].size, (axis,))
             for axis_name in dimension
             for axis in indices[axis_name]
         ] or [(size, ())]
@@ -258,7 +256,7 @@ def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
     Return None if a dimension of `extents` would have to be divided. Positions of size 1 are
     omitted.
     """
-    remaining = [position for position, extent in enumerate(extents) if extent != 1]
+    remaining = [position for position, size in enumerate(extents) if size != 1]
     groups = []
     for size in shape:
         group: list[int] = []
@@ -288,7 +286,7 @@ def pointwise(builder: LayerGraphBuilder, index: int) -> None:
     parameter_shapes = [
         builder.shape_of(name) for name in node.inputs if name and name not in builder.locations
     ]
-    are_vectors = all(sum(extent > 1 for extent in shape) <= 1 for shape in parameter_shapes)
+    are_vectors = all(sum(size > 1 for size in shape) <= 1 for shape in parameter_shapes)
     result = builder.shape_of(node.outputs[0])
     locations = {builder.locations[name] for name in computed}
     if (
@@ -366,7 +364,7 @@ def reshape(builder: LayerGraphBuilder, index: int) -> None:
             builder.absorb(index, replace(location, groups=merged))
             return
     source_axes, target_axes = (
-        tuple(Axis(f"d{position}", extent) for position, extent in enumerate(each))
+        tuple(Axis(f"d{position}", size) for position, size in enumerate(each))
         for each in (extents, shape)
     )
     read = tuple((order.index(each),) if each in order else () for each in range(len(source)))
@@ -485,7 +483,7 @@ def embed(builder: LayerGraphBuilder, index: int) -> None:
     ):
         by_space(builder, index)
         return
-    rows = {f"i{position}": extent for position, extent in enumerate(indices)}
+    rows = {f"i{position}": size for position, size in enumerate(indices)}
     result = _each([*rows, "e"])
     cost = product_of(_each([*rows, "v"]), _each("ve"), result)
     builder.add_node_layer(
@@ -719,7 +717,7 @@ def along_rows(builder: LayerGraphBuilder, index: int) -> None:
     axis, kind = AXIS_AND_COST.get(node.op) or (node.integer("axis", -1), Softmax)
     shape = builder.shape_of(node.inputs[0])
     result = builder.shape_of(node.outputs[0])
-    axes = {f"d{position}": extent for position, extent in enumerate(shape)}
+    axes = {f"d{position}": size for position, size in enumerate(shape)}
     special = list(axes)[axis]
     written: AxisNames = _each(axes) if result == shape else ((),) * len(result)
     builder.add_node_layer(index, axes, [written], lambda found: kind(found[special][-1]))
@@ -773,7 +771,7 @@ def recur(builder: LayerGraphBuilder, index: int) -> None:
     location = builder.locations.get(node.inputs[0])
     if location is not None and _joins(builder, location, inputs, units):
         first, *others = builder.layers[location.layer].axes
-        axes = (replace(first, extent=first.extent + 1), *others)
+        axes = (replace(first, size=first.size + 1), *others)
         builder.absorb(index, ValueLocation(location.layer, 0, ((0,), (1,), (2,), (3,))), axes=axes)
     else:
         extents = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}

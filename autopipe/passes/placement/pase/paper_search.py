@@ -121,7 +121,7 @@ def _layer_splits(
             innermost_split = max(
                 (position for position, axis in enumerate(axes) if degrees[axis] > 1), default=0
             )
-            if all(degrees[axis] == layer.axes[axis].extent for axis in axes[:innermost_split]):
+            if all(degrees[axis] == layer.axes[axis].size for axis in axes[:innermost_split]):
                 unassigned -= set(axes)
                 if (degree := math.prod(degrees[axis] for axis in axes)) > 1:
                     node_splits.append(Split(name, degree))
@@ -170,6 +170,6 @@ def _node_axes(
     if row is not None and row.kind != "view":
         position = {axis.name: location for location, axis in enumerate(layer.axes)}
         for name, own in layer.aliases:
-            if sizes.get(own) == layer.axes[position[name]].extent:
+            if sizes.get(own) == layer.axes[position[name]].size:
                 layer_axes.setdefault(own, (position[name],))
     return layer_axes

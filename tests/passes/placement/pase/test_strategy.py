@@ -178,7 +178,7 @@ def test_gradients_that_backward_hides(batch: int) -> None:
         ({"search_space": "paper"}, "costs autopipe and search_space paper are incompatible"),
         (
             {"costs": "pase-paper", "search_space": "paper", "stages": 2},
-            "the paper's search space has neither constraints nor stages",
+            "supports neither constraints nor several stages",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_settled_operators_that_contradict_one_another_are_named() -> None:
     problem = zoo_problem("gpt", GPT)
     late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name)
     with pytest.raises(
-        ConfigurationError, match=r"'/layers\.1.* into stage 0, but .*/Gather' in stage 1"
+        ConfigurationError, match=r"'/layers\.1.* in stage 0, but .*/Gather' in stage 1"
     ):
         divide(problem, 3, 1.0, {0: 1, late: 0})
 

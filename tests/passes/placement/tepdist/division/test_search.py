@@ -66,7 +66,7 @@ def test_the_division_is_the_best_of_all(
     found = every(space)
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
-    with mock.patch.object(module, "_MOST_DOWNSETS", most_downsets):
+    with mock.patch.object(module, "_MAXIMUM_DOWNSETS", most_downsets):
         check(PartitionProblem(space, unbalance, np.inf), found, allowed)
 
 
