@@ -236,7 +236,7 @@ class Shard:
     home: Index | None
 
 
-class Verb(enum.Enum):
+class Opcode(enum.Enum):
     """Method of a stage that a rank's program calls. `backward_input` and `backward_weight` are the
     halves of a split backward (the names of `torch.distributed.pipelining`).
     """
@@ -253,13 +253,13 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One verb on one stage and micro-batch. `recv` posts, `forward` and `backward` wait, `send`
+    """One operation on one stage and micro-batch. `recv` posts, `forward` and `backward` wait, `send`
     returns at once. A receive is of what one stage, `source`, sends; of what all stages send where
     it is None. Where a micro-batch takes parts of several of the source's, it is of the `part` from
     those of the slice with this index.
     """
 
-    verb: Verb
+    opcode: Opcode
     stage: int
     micro_batch: int
     source: int | None = None

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.program import Loop, MessageBlock, Program, RankCode, Verb
+from autopipe.ir.program import Loop, MessageBlock, Opcode, Program, RankCode
 from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 
@@ -262,10 +262,10 @@ class Action:
 
 
 _LETTERS = {
-    Verb.FORWARD: "F",
-    Verb.BACKWARD: "B",
-    Verb.BACKWARD_INPUT: "I",
-    Verb.BACKWARD_WEIGHT: "W",
+    Opcode.FORWARD: "F",
+    Opcode.BACKWARD: "B",
+    Opcode.BACKWARD_INPUT: "I",
+    Opcode.BACKWARD_WEIGHT: "W",
 }
 
 
@@ -277,7 +277,7 @@ class Connections:
     """By channel number, and True if the channel carries gradients."""
     communicators: dict[tuple[int, int], Communicator] = field(default_factory=dict)
     """By sending rank and receiving rank."""
-    barriers: dict[tuple[int, Verb], Barrier] = field(default_factory=dict)
+    barriers: dict[tuple[int, Opcode], Barrier] = field(default_factory=dict)
     """By stage and phase."""
 
 
@@ -315,28 +315,30 @@ class RankTrace:
             loop = item if isinstance(item, Loop) else Loop((item,), 1)
             strides = loop.strides or (loop.stride,) * len(loop.body)
             actions = [
-                self._action(each.verb, each.stage, each.source, each.part) for each in loop.body
+                self._action(each.opcode, each.stage, each.source, each.part) for each in loop.body
             ]
             for iteration in range(loop.count):
                 for action, each, stride in zip(actions, loop.body, strides, strict=True):
                     yield action, each.micro_batch + iteration * stride
 
-    def _make_action(self, verb: Verb, stage: int, source: int | None, part: int | None) -> Action:
+    def _make_action(
+        self, opcode: Opcode, stage: int, source: int | None, part: int | None
+    ) -> Action:
         receives = self._wired[stage].receives
         sends = self._wired[stage].sends
         forward = f"{stage}F"
         backward = f"{stage}B"
         weights = f"{stage}W"
-        match verb:
-            case Verb.RECV:
+        match opcode:
+            case Opcode.RECV:
                 return Action(posts=self._between(receives, False, source, part))
-            case Verb.RECV_GRADIENT:
+            case Opcode.RECV_GRADIENT:
                 return Action(posts=self._between(sends, True, source, part))
-            case Verb.SEND:
+            case Opcode.SEND:
                 return Action(forward, sends=self._between(sends, False))
-            case Verb.SEND_GRADIENT:
+            case Opcode.SEND_GRADIENT:
                 return Action(backward, sends=self._between(receives, True))
-            case Verb.FORWARD:
+            case Opcode.FORWARD:
                 before = (
                     (
                         piece.target_slice,
@@ -349,10 +351,10 @@ class RankTrace:
                     forward,
                     after=periodic(before),
                     uses=self._between(receives, False),
-                    barrier=self._barrier(stage, verb),
+                    barrier=self._barrier(stage, opcode),
                     completes=(forward,),
                 )
-            case Verb.BACKWARD_WEIGHT:
+            case Opcode.BACKWARD_WEIGHT:
                 # The gradient all-reduce runs at the end of the step, so this task has no barrier.
                 return Action(weights, after=(((backward, EVERY, EVERY),),), completes=(weights,))
             case _:
@@ -366,11 +368,11 @@ class RankTrace:
                     if piece.needs_gradient and piece.target_rank == self.rank
                 )
                 return Action(
-                    f"{stage}{_LETTERS[verb]}",
+                    f"{stage}{_LETTERS[opcode]}",
                     after=periodic(given),
                     uses=self._between(sends, True),
-                    barrier=self._barrier(stage, verb),
-                    completes=(backward, weights) if verb is Verb.BACKWARD else (backward,),
+                    barrier=self._barrier(stage, opcode),
+                    completes=(backward, weights) if opcode is Opcode.BACKWARD else (backward,),
                 )
 
     def _between(
@@ -414,10 +416,10 @@ class RankTrace:
             )
         return connections.channels[key]
 
-    def _barrier(self, stage: int, verb: Verb) -> Barrier | None:
+    def _barrier(self, stage: int, opcode: Opcode) -> Barrier | None:
         ranks = self._program.stages[stage].devices
         return (
-            self._connections.barriers.setdefault((stage, verb), Barrier(ranks))
+            self._connections.barriers.setdefault((stage, opcode), Barrier(ranks))
             if len(ranks) > 1
             else None
         )

@@ -29,6 +29,7 @@ from autopipe.ir.program import (
     Instruction,
     Loop,
     MessageBlock,
+    Opcode,
     Output,
     OutputPlace,
     OutputShard,
@@ -39,7 +40,6 @@ from autopipe.ir.program import (
     Shard,
     StageCode,
     StageOnRank,
-    Verb,
 )
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.words import plural
@@ -357,10 +357,10 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
 
 
 _TASK_VERBS = {
-    Phase.FORWARD: (Verb.FORWARD, Verb.SEND),
-    Phase.BACKWARD: (Verb.BACKWARD, Verb.SEND_GRADIENT),
-    Phase.INPUT_GRADIENT: (Verb.BACKWARD_INPUT, Verb.SEND_GRADIENT),
-    Phase.WEIGHT_GRADIENT: (Verb.BACKWARD_WEIGHT, None),
+    Phase.FORWARD: (Opcode.FORWARD, Opcode.SEND),
+    Phase.BACKWARD: (Opcode.BACKWARD, Opcode.SEND_GRADIENT),
+    Phase.INPUT_GRADIENT: (Opcode.BACKWARD_INPUT, Opcode.SEND_GRADIENT),
+    Phase.WEIGHT_GRADIENT: (Opcode.BACKWARD_WEIGHT, None),
 }
 """The instruction that computes a task, and the instruction that sends its results, if any."""
 
@@ -421,8 +421,8 @@ def _largest_loop(
     common multiple, so that equal distances in samples are equal numbers. Time O(length of `flat`
     times `_MAX_BODY`).
     """
-    kinds: dict[tuple[int, Verb, int | None, int | None], int] = {}
-    keys = ((each.stage, each.verb, each.source, each.part) for each in flat)
+    kinds: dict[tuple[int, Opcode, int | None, int | None], int] = {}
+    keys = ((each.stage, each.opcode, each.source, each.part) for each in flat)
     codes = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int32)
     indices = np.array([each.micro_batch * units.get(each.stage, 1) for each in flat], np.int64)
     covered = start = size = distance = 0

@@ -25,10 +25,10 @@ from autopipe.ir.program import (
     Channel,
     Instruction,
     MessageBlock,
+    Opcode,
     Section,
     StageCode,
     StageOnRank,
-    Verb,
 )
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task
 from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
@@ -97,22 +97,22 @@ def transfer_pieces(
 
 
 _FIRST_USES = {
-    Verb.RECV: (Verb.FORWARD,),
-    Verb.RECV_GRADIENT: (Verb.BACKWARD, Verb.BACKWARD_INPUT),
+    Opcode.RECV: (Opcode.FORWARD,),
+    Opcode.RECV_GRADIENT: (Opcode.BACKWARD, Opcode.BACKWARD_INPUT),
 }
-_LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_WEIGHT)
+_LAST_USES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """The messages that a stage receives from another stage for a slice of its micro-batches.
 
-    They carry values if `verb` is RECEIVE, and gradients of the stage's outputs if it is
+    They carry values if `opcode` is RECEIVE, and gradients of the stage's outputs if it is
     RECEIVE_GRADIENT.
     """
 
     stage: int
-    verb: Verb
+    opcode: Opcode
     source: int
     own: MicroBatchSlice
     """Micro-batches of `stage` that use the messages."""
@@ -124,8 +124,8 @@ class Incoming:
         source = (piece.source_stage, piece.source_slice)
         target = (piece.target_stage, piece.target_slice)
         if gradient:
-            return Incoming(source[0], Verb.RECV_GRADIENT, target[0], source[1], target[1])
-        return Incoming(target[0], Verb.RECV, source[0], target[1], source[1])
+            return Incoming(source[0], Opcode.RECV_GRADIENT, target[0], source[1], target[1])
+        return Incoming(target[0], Opcode.RECV, source[0], target[1], source[1])
 
     @property
     def part(self) -> int | None:
@@ -133,11 +133,11 @@ class Incoming:
         return self.sent.index if self.sent.of > 1 else None
 
     def key(self) -> tuple[int, str, int, int, int]:
-        return self.stage, self.verb.value, self.source, self.own.index, self.sent.index
+        return self.stage, self.opcode.value, self.source, self.own.index, self.sent.index
 
 
-_Receive = tuple[int, Verb, int | None, int | None]
-"""Stage, verb, source and part of a receive."""
+_Receive = tuple[int, Opcode, int | None, int | None]
+"""Stage, opcode, source and part of a receive."""
 
 
 class HeldMessages:
@@ -152,16 +152,16 @@ class HeldMessages:
         self._spans: dict[tuple[_Receive, bool], list[tuple[int, int, int]]] = defaultdict(list)
         self._overlapping = cache(self._max_overlap)
         positions = {
-            (each.verb, each.stage, each.micro_batch): position
+            (each.opcode, each.stage, each.micro_batch): position
             for position, each in enumerate(instructions)
         }
         for position, each in enumerate(instructions):
-            if each.verb in _FIRST_USES:
-                for in_place, uses in ((False, _FIRST_USES[each.verb]), (True, _LAST_USES)):
+            if each.opcode in _FIRST_USES:
+                for in_place, uses in ((False, _FIRST_USES[each.opcode]), (True, _LAST_USES)):
                     end = max(
                         positions.get((use, each.stage, each.micro_batch), position) for use in uses
                     )
-                    receive = each.stage, each.verb, each.source, each.part
+                    receive = each.stage, each.opcode, each.source, each.part
                     self._spans[receive, in_place].append((each.micro_batch, position, end))
 
     def buffers(self, incoming: Incoming, in_place: bool) -> int:
@@ -170,9 +170,9 @@ class HeldMessages:
         `in_place` is True if tasks use the buffers themselves (see `is_used_in_place`).
         """
         stage = incoming.stage
-        verb = incoming.verb
+        opcode = incoming.opcode
         return max(
-            self._overlapping((stage, verb, source, incoming.part), in_place, incoming.own)
+            self._overlapping((stage, opcode, source, incoming.part), in_place, incoming.own)
             for source in (incoming.source, None)
         )
 
@@ -230,9 +230,9 @@ def is_used_in_place(stages: Sequence[StageCode], piece: MessageBlock, gradient:
 
 
 RECEIVED_BY = {
-    Phase.FORWARD: Verb.RECV,
-    Phase.BACKWARD: Verb.RECV_GRADIENT,
-    Phase.INPUT_GRADIENT: Verb.RECV_GRADIENT,
+    Phase.FORWARD: Opcode.RECV,
+    Phase.BACKWARD: Opcode.RECV_GRADIENT,
+    Phase.INPUT_GRADIENT: Opcode.RECV_GRADIENT,
 }
 """The instruction that receives the input of a task. The sender is a task of equal phase on another
 stage.
@@ -246,7 +246,7 @@ class SendingOrders:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._positions: dict[tuple[int, Verb], dict[int, int]] = defaultdict(dict)
+        self._positions: dict[tuple[int, Opcode], dict[int, int]] = defaultdict(dict)
         """By stage and kind of receive: the position of each micro-batch's task in a joint order of
         the tasks of all ranks.
         """
@@ -261,7 +261,9 @@ class SendingOrders:
         If the step has fewer micro-batches than pipelines, the stages of some pipelines send no
         message.
         """
-        for micro_batch, place in self._positions.get((incoming.source, incoming.verb), {}).items():
+        for micro_batch, place in self._positions.get(
+            (incoming.source, incoming.opcode), {}
+        ).items():
             if incoming.sent.has(micro_batch):
                 yield place, incoming.own.micro_batch(incoming.sent.message(micro_batch))
 
@@ -289,8 +291,8 @@ def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
 class RankPeers:
     """The messages that a rank exchanges with other ranks. Stages of one rank need no messages."""
 
-    sends: frozenset[tuple[int, Verb]]
-    """Pairs (stage, verb) of the instructions that send at least one message."""
+    sends: frozenset[tuple[int, Opcode]]
+    """Pairs (stage, opcode) of the instructions that send at least one message."""
     receives: tuple[tuple[Incoming, frozenset[int]], ...]
     """The received messages in order, each with the numbers of the ranks that send them. Ranks are
     numbered in order of appearance, so that two ranks with equal roles have equal `RankPeers`.
@@ -298,7 +300,7 @@ class RankPeers:
 
     @staticmethod
     def of(wired: Iterable[StageOnRank]) -> RankPeers:
-        sends: set[tuple[int, Verb]] = set()
+        sends: set[tuple[int, Opcode]] = set()
         receives: dict[Incoming, set[int]] = defaultdict(set)
         for stage in wired:
             for piece in (*stage.receives, *stage.sends):
@@ -307,9 +309,9 @@ class RankPeers:
                 if piece.target_stage == stage.stage:
                     receives[Incoming.of(piece, False)].add(piece.source_rank)
                     if piece.needs_gradient:
-                        sends.add((stage.stage, Verb.SEND_GRADIENT))
+                        sends.add((stage.stage, Opcode.SEND_GRADIENT))
                 else:
-                    sends.add((stage.stage, Verb.SEND))
+                    sends.add((stage.stage, Opcode.SEND))
                     if piece.needs_gradient:
                         receives[Incoming.of(piece, True)].add(piece.target_rank)
         numbers: dict[int, int] = {}
@@ -341,7 +343,7 @@ def postings(
     due = []
     for incoming, source, ranks in _receives(peers, orders):
         for sent, micro_batch in orders.reaching(incoming):
-            each = Instruction(incoming.verb, incoming.stage, micro_batch, source, incoming.part)
+            each = Instruction(incoming.opcode, incoming.stage, micro_batch, source, incoming.part)
             due.append((sent, each, ranks))
     # A task sends to the stages of a rank in the order of stage numbers, and to each stage in the
     # order of its micro-batches.
@@ -349,7 +351,7 @@ def postings(
     found: list[list[Instruction]] = [[] for _ in tasks]
     latest: dict[int, int] = {}
     for _, each, ranks in reversed(due):
-        last = used[each.stage, each.verb, each.micro_batch]
+        last = used[each.stage, each.opcode, each.micro_batch]
         position = min(last, *(latest.get(rank, last) for rank in ranks))
         latest.update(dict.fromkeys(ranks, position))
         found[max(position - 1, 0)].append(each)
@@ -372,11 +374,11 @@ def _receives(
             (rank, *each.key()[:3]) for each, ranks in peers.receives for rank in ranks
         }
     )
-    sources: dict[tuple[int, Verb], dict[int, list[tuple[Incoming, frozenset[int]]]]] = defaultdict(
-        dict
+    sources: dict[tuple[int, Opcode], dict[int, list[tuple[Incoming, frozenset[int]]]]] = (
+        defaultdict(dict)
     )
     for incoming, ranks in peers.receives:
-        sources[incoming.stage, incoming.verb].setdefault(incoming.source, []).append(
+        sources[incoming.stage, incoming.opcode].setdefault(incoming.source, []).append(
             (incoming, ranks)
         )
     for several in sources.values():

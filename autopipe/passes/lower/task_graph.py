@@ -19,10 +19,10 @@ from autopipe.ir.program import (
     Instruction,
     Loop,
     MessageBlock,
+    Opcode,
     Program,
     RankCode,
     StageCode,
-    Verb,
     buckets_of,
 )
 from autopipe.ir.timeline import StagePrediction
@@ -125,13 +125,13 @@ class TaskGraph:
 
 
 _LETTERS = {
-    Verb.FORWARD: "F",
-    Verb.BACKWARD: "B",
-    Verb.BACKWARD_INPUT: "I",
-    Verb.BACKWARD_WEIGHT: "W",
+    Opcode.FORWARD: "F",
+    Opcode.BACKWARD: "B",
+    Opcode.BACKWARD_INPUT: "I",
+    Opcode.BACKWARD_WEIGHT: "W",
 }
-_RECEIVES = (Verb.RECV, Verb.RECV_GRADIENT)
-_OF_GRADIENTS = (Verb.RECV_GRADIENT, Verb.SEND_GRADIENT)
+_RECEIVES = (Opcode.RECV, Opcode.RECV_GRADIENT)
+_OF_GRADIENTS = (Opcode.RECV_GRADIENT, Opcode.SEND_GRADIENT)
 
 
 class TaskSource:
@@ -149,14 +149,14 @@ class TaskSource:
             _by_verb(code, tuple(stage_exchanges(own, code, differentiable)))
             for own, code in zip(stage_graphs(graph, placement), program.stages, strict=True)
         ]
-        """For each stage, the collectives of its group for one micro-batch, by verb, in order."""
+        """For each stage, the collectives of its group for one micro-batch, by opcode, in order."""
         self.one_source = {
-            (rank.rank, each.verb, each.stage, each.source)
+            (rank.rank, each.opcode, each.stage, each.source)
             for rank in program.ranks
             for item in (*rank.warm_up, *rank.repetend, *rank.cool_down)
             for each in (item.body if isinstance(item, Loop) else (item,))
         }
-        """Rank, verb, stage and source of the receives; the source is None for a receive from all
+        """Rank, opcode, stage and source of the receives; the source is None for a receive from all
         sources.
         """
 
@@ -233,16 +233,16 @@ class _Builder:
         return len(self.nodes) - 1
 
     def _add(self, instruction: Instruction) -> None:
-        verb = instruction.verb
+        opcode = instruction.opcode
         stage = instruction.stage
         micro_batch = instruction.micro_batch
-        if verb in _LETTERS:
-            self._compute(verb, stage, micro_batch)
+        if opcode in _LETTERS:
+            self._compute(opcode, stage, micro_batch)
             return
-        gradient = verb in _OF_GRADIENTS
+        gradient = opcode in _OF_GRADIENTS
         messages = tuple(self._messages(instruction))
         size = sum(each.bytes for each in messages)
-        if verb in _RECEIVES:
+        if opcode in _RECEIVES:
             name = _receive_name(stage, gradient, micro_batch, instruction.source, instruction.part)
             place = self._node(
                 TaskNode("receive", name, stage, micro_batch, size, messages=messages)
@@ -265,10 +265,10 @@ class _Builder:
 
     def _messages(self, instruction: Instruction) -> Iterator[MessageEnd]:
         """Yield the messages of a send or receive instruction."""
-        verb = instruction.verb
+        opcode = instruction.opcode
         stage = instruction.stage
-        gradient = verb in _OF_GRADIENTS
-        receives = verb in _RECEIVES
+        gradient = opcode in _OF_GRADIENTS
+        receives = opcode in _RECEIVES
         for piece, other, number in self._pieces(
             stage, instruction.micro_batch, gradient, receives
         ):
@@ -281,7 +281,7 @@ class _Builder:
             if receives:
                 task = f"{other}SEND_{'B' if gradient else 'F'}{number}"
             else:
-                key = peer, Verb.RECV_GRADIENT if gradient else Verb.RECV, other, stage
+                key = peer, Opcode.RECV_GRADIENT if gradient else Opcode.RECV, other, stage
                 only = stage if key in self.source.one_source else None
                 part = turn.index if turn.of > 1 else None
                 task = _receive_name(other, gradient, number, only, part)
@@ -306,18 +306,18 @@ class _Builder:
             if own.has(micro_batch) and (piece.needs_gradient or not gradient):
                 yield piece, there, other.micro_batch(own.message(micro_batch))
 
-    def _compute(self, verb: Verb, stage: int, micro_batch: int) -> None:
-        letter = _LETTERS[verb]
-        allocated, passing, freed = _memory(self.source.costs[stage], verb, self.program.train)
-        after = tuple(sorted(self._needed(verb, stage, micro_batch)))
+    def _compute(self, opcode: Opcode, stage: int, micro_batch: int) -> None:
+        letter = _LETTERS[opcode]
+        allocated, passing, freed = _memory(self.source.costs[stage], opcode, self.program.train)
+        after = tuple(sorted(self._needed(opcode, stage, micro_batch)))
         node = TaskNode(
-            verb.value, f"{stage}{letter}{micro_batch}", stage, micro_batch, after=after
+            opcode.value, f"{stage}{letter}{micro_batch}", stage, micro_batch, after=after
         )
         place = self._node(node, allocated, passing)
         self.done[stage, "B" if letter == "I" else letter, micro_batch] = place
         if letter == "B":
             self.done[stage, "W", micro_batch] = place
-        for number, each in enumerate(self.source.exchanges[stage].get(verb, ())):
+        for number, each in enumerate(self.source.exchanges[stage].get(opcode, ())):
             what = f"{each.kind} of {each.value.partition(chr(0))[0]}"
             devices = self.program.stages[stage].devices
             group = devices
@@ -343,8 +343,8 @@ class _Builder:
                 )
             )
         size = (
-            _gradient_bytes(self.program, self.program.stages[stage], verb)
-            if verb is not Verb.FORWARD
+            _gradient_bytes(self.program, self.program.stages[stage], opcode)
+            if opcode is not Opcode.FORWARD
             else 0
         )
         # Autograd adds the gradients of this micro-batch to the gradients of earlier ones.
@@ -360,13 +360,13 @@ class _Builder:
             self._node(
                 TaskNode("free", name, stage, micro_batch, freed, (place,), what=what), -freed
             )
-        self._free_messages(verb, stage, micro_batch, place)
+        self._free_messages(opcode, stage, micro_batch, place)
 
-    def _needed(self, verb: Verb, stage: int, micro_batch: int) -> set[int]:
+    def _needed(self, opcode: Opcode, stage: int, micro_batch: int) -> set[int]:
         """Return the indices of the tasks whose results a task uses."""
-        if verb is Verb.BACKWARD_WEIGHT:
+        if opcode is Opcode.BACKWARD_WEIGHT:
             return {self.done[stage, "B", micro_batch]}
-        backward = verb is not Verb.FORWARD
+        backward = opcode is not Opcode.FORWARD
         found = set(self.received[stage, micro_batch, backward])
         if backward:
             found.add(self.done[stage, "F", micro_batch])
@@ -375,14 +375,18 @@ class _Builder:
                 found.add(self.done[giver, "B" if backward else "F", number])
         return found
 
-    def _free_messages(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
+    def _free_messages(self, opcode: Opcode, stage: int, micro_batch: int, place: int) -> None:
         """Append tasks that release the buffers of used messages for later messages.
 
         The buffers stay allocated during the whole step, so the memory in use does not change.
         """
-        is_last = {Verb.FORWARD: not self.program.train, Verb.BACKWARD_INPUT: False}.get(verb, True)
+        is_last = {Opcode.FORWARD: not self.program.train, Opcode.BACKWARD_INPUT: False}.get(
+            opcode, True
+        )
         for gradient in (False, True):
-            is_first = (verb is Verb.FORWARD) is not gradient and verb is not Verb.BACKWARD_WEIGHT
+            is_first = (
+                opcode is Opcode.FORWARD
+            ) is not gradient and opcode is not Opcode.BACKWARD_WEIGHT
             for received in self.received[stage, micro_batch, gradient]:
                 receive = self.nodes[received]
                 ends = (
@@ -459,20 +463,20 @@ def _receive_name(
     return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{suffix}"
 
 
-def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, int]:
+def _memory(cost: StagePrediction, opcode: Opcode, train: bool) -> tuple[int, int, int]:
     """Return (allocated, passing, freed) bytes of a computation: bytes that later tasks use, bytes in
     use only while it runs, and bytes that no later task uses.
     """
     kept = cost.kept_bytes
     waiting = cost.weight_kept_bytes
     passing = cost.transient_bytes
-    match verb:
-        case Verb.FORWARD:
+    match opcode:
+        case Opcode.FORWARD:
             return (kept, 0, 0) if train else (0, passing, 0)
-        case Verb.BACKWARD_INPUT:
+        case Opcode.BACKWARD_INPUT:
             more = max(waiting - kept, 0)
             return more, max(passing - more, 0), max(kept - waiting, 0)
-        case Verb.BACKWARD_WEIGHT:
+        case Opcode.BACKWARD_WEIGHT:
             return 0, 0, waiting
         case _:
             return 0, passing, kept
@@ -480,8 +484,8 @@ def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, i
 
 def _by_verb(
     code: StageCode, every: tuple[StageExchange, ...]
-) -> dict[Verb, tuple[StageExchange, ...]]:
-    """Return the collectives of a stage by verb.
+) -> dict[Opcode, tuple[StageExchange, ...]]:
+    """Return the collectives of a stage by opcode.
 
     A recomputed segment repeats the collectives of its forward before those of its backward.
     """
@@ -493,9 +497,9 @@ def _by_verb(
         found += [each for each in forward if each.segment == number and number in again]
         found += [each for each in reversed(backward) if each.segment == number]
     return {
-        Verb.FORWARD: tuple(forward),
-        Verb.BACKWARD: tuple(found),
-        Verb.BACKWARD_INPUT: tuple(found),
+        Opcode.FORWARD: tuple(forward),
+        Opcode.BACKWARD: tuple(found),
+        Opcode.BACKWARD_INPUT: tuple(found),
     }
 
 
@@ -505,7 +509,7 @@ def _trained(program: Program, parameter: int) -> int:
     return found.value.dtype.itemsize if found.trainable and found.value.dtype.is_floating else 0
 
 
-def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
+def _gradient_bytes(program: Program, code: StageCode, opcode: Opcode) -> int:
     """Return the bytes of the parameter gradients that a backward, or one of its halves, computes."""
     nodes = set(code.deferred)
     deferred = {
@@ -517,6 +521,6 @@ def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
     found = 0
     for index, value in code.parameters:
         waits = value.name in deferred and len(value.shape) > 1
-        if verb is Verb.BACKWARD or waits is (verb is Verb.BACKWARD_WEIGHT):
+        if opcode is Opcode.BACKWARD or waits is (opcode is Opcode.BACKWARD_WEIGHT):
             found += _trained(program, index) * value.elements
     return found

@@ -9,21 +9,21 @@ from autopipe.ir.program import (
     Instruction,
     Loop,
     MessageBlock,
+    Opcode,
     Program,
     RankCode,
     Section,
     StageOnRank,
-    Verb,
 )
 from autopipe.ir.schedule import Phase
 
 TASKS = {
-    Phase.FORWARD: Verb.FORWARD,
-    Phase.BACKWARD: Verb.BACKWARD,
-    Phase.INPUT_GRADIENT: Verb.BACKWARD_INPUT,
-    Phase.WEIGHT_GRADIENT: Verb.BACKWARD_WEIGHT,
+    Phase.FORWARD: Opcode.FORWARD,
+    Phase.BACKWARD: Opcode.BACKWARD,
+    Phase.INPUT_GRADIENT: Opcode.BACKWARD_INPUT,
+    Phase.WEIGHT_GRADIENT: Opcode.BACKWARD_WEIGHT,
 }
-BACKWARDS = (Verb.BACKWARD, Verb.BACKWARD_INPUT)
+BACKWARDS = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
 """What gives the gradients of what a stage received."""
 
 
@@ -96,7 +96,7 @@ class Machine:
 
     def together(self, instruction: Instruction, rank: int) -> tuple[int, ...]:
         """A computation with exchanges runs on the whole group at once."""
-        computes = instruction.verb in (Verb.FORWARD, *BACKWARDS)
+        computes = instruction.opcode in (Opcode.FORWARD, *BACKWARDS)
         return self.exchanging.get(instruction.stage, (rank,)) if computes else (rank,)
 
     def can_run(self, rank: int, instruction: Instruction) -> bool:
@@ -107,12 +107,12 @@ class Machine:
         )
 
     def is_ready(self, rank: int, instruction: Instruction) -> bool:
-        if instruction.verb is Verb.BACKWARD_WEIGHT:
-            before = Instruction(Verb.BACKWARD_INPUT, instruction.stage, instruction.micro_batch)
+        if instruction.opcode is Opcode.BACKWARD_WEIGHT:
+            before = Instruction(Opcode.BACKWARD_INPUT, instruction.stage, instruction.micro_batch)
             assert (rank, before) in self.done
-        if instruction.verb not in (Verb.FORWARD, *BACKWARDS):
+        if instruction.opcode not in (Opcode.FORWARD, *BACKWARDS):
             return True
-        backward = instruction.verb in BACKWARDS
+        backward = instruction.opcode in BACKWARDS
         return all(
             self.has_arrived(rank, piece, number, backward)
             for piece in self.incoming(self.wires[rank, instruction.stage], backward)
@@ -170,15 +170,17 @@ class Machine:
         return True
 
     def has_run(self, rank: int, stage: int, micro_batch: int, backward: bool) -> bool:
-        verbs = BACKWARDS if backward else (Verb.FORWARD,)
-        return any((rank, Instruction(verb, stage, micro_batch)) in self.done for verb in verbs)
+        opcodes = BACKWARDS if backward else (Opcode.FORWARD,)
+        return any(
+            (rank, Instruction(opcode, stage, micro_batch)) in self.done for opcode in opcodes
+        )
 
     def step(self, rank: int, instruction: Instruction) -> None:
         wired = self.wires[rank, instruction.stage]
-        verb = instruction.verb
+        opcode = instruction.opcode
         micro_batch = instruction.micro_batch
-        backward = verb in (Verb.RECV_GRADIENT, Verb.SEND_GRADIENT)
-        if verb in (Verb.RECV, Verb.RECV_GRADIENT):
+        backward = opcode in (Opcode.RECV_GRADIENT, Opcode.SEND_GRADIENT)
+        if opcode in (Opcode.RECV, Opcode.RECV_GRADIENT):
             book = self.posted
             pieces = [
                 piece
@@ -188,9 +190,9 @@ class Machine:
         else:
             book = self.sent
             pieces = self.outgoing(wired, backward)
-        if verb in (Verb.SEND, Verb.SEND_GRADIENT):
+        if opcode in (Opcode.SEND, Opcode.SEND_GRADIENT):
             assert self.has_run(rank, instruction.stage, micro_batch, backward)
-        if verb not in TASKS.values():
+        if opcode not in TASKS.values():
             at_target = (book is self.posted) != backward
             for piece in pieces:
                 number = self.message(piece, at_target, micro_batch)

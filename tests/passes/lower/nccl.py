@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from autopipe.ir.layout import group_members
-from autopipe.ir.program import MessageBlock, Program, RankCode, StageOnRank, Verb
+from autopipe.ir.program import MessageBlock, Opcode, Program, RankCode, StageOnRank
 from tests.passes.lower.machine import BACKWARDS, Machine, unrolled
 
 Message = tuple[int, bool, int]
@@ -57,20 +57,20 @@ class Device:
         last_of = {
             each.stage: place
             for place, each in enumerate(instructions)
-            if each.verb in _GIVE_WEIGHTS
+            if each.opcode in _GIVE_WEIGHTS
         }
         for place, each in enumerate(instructions):
             wired = self._wired[each.stage]
-            backward = each.verb in (Verb.RECV_GRADIENT, Verb.SEND_GRADIENT)
-            if each.verb in (Verb.RECV, Verb.RECV_GRADIENT):
+            backward = each.opcode in (Opcode.RECV_GRADIENT, Opcode.SEND_GRADIENT)
+            if each.opcode in (Opcode.RECV, Opcode.RECV_GRADIENT):
                 for piece in Machine.incoming(wired, backward):
                     if Machine.takes(each, piece, backward):
                         self._message(piece, backward, each.micro_batch, receives=True)
-            elif each.verb in (Verb.SEND, Verb.SEND_GRADIENT):
+            elif each.opcode in (Opcode.SEND, Opcode.SEND_GRADIENT):
                 for piece in Machine.outgoing(wired, backward):
                     self._message(piece, backward, each.micro_batch, receives=False)
             else:
-                self._task(wired, each.verb, each.micro_batch)
+                self._task(wired, each.opcode, each.micro_batch)
                 if program.train and last_of.get(each.stage) == place:
                     self._sums(rank, each.stage)
         if program.train:
@@ -114,18 +114,18 @@ class Device:
         if receives:
             self._receives[message] = kernel
 
-    def _task(self, wired: StageOnRank, verb: Verb, micro_batch: int) -> None:
-        title = f"{wired.stage} {verb.value} {micro_batch}"
+    def _task(self, wired: StageOnRank, opcode: Opcode, micro_batch: int) -> None:
+        title = f"{wired.stage} {opcode.value} {micro_batch}"
         arrives = []
-        if verb is not Verb.BACKWARD_WEIGHT:
-            backward = verb in BACKWARDS
+        if opcode is not Opcode.BACKWARD_WEIGHT:
+            backward = opcode in BACKWARDS
             for piece in Machine.incoming(wired, backward):
                 number = Machine.message(piece, not backward, micro_batch)
                 if piece.source_rank != piece.target_rank and number is not None:
                     arrives.append(self._receives[piece.channel, backward, number])
         self._launch(COMPUTE, title, *arrives)
         code = self._program.stages[wired.stage]
-        for axes in code.meshes() if verb is not Verb.BACKWARD_WEIGHT else ():
+        for axes in code.meshes() if opcode is not Opcode.BACKWARD_WEIGHT else ():
             # Ranks along these axes exchange parts of tensors while the task runs.
             places = group_members(axes, code.devices.index(self.rank))
             group = tuple(sorted(code.devices[place] for place in places))
@@ -153,7 +153,7 @@ class Device:
         return {kernel.stream for kernel in self.kernels}
 
 
-_GIVE_WEIGHTS = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)
+_GIVE_WEIGHTS = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 def stopped(program: Program, queues: int = 10**6) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.program import MessageBlock, Program, Verb
+from autopipe.ir.program import MessageBlock, Opcode, Program
 from autopipe.passes.lower.lower import lower
 from tests.distributed.support.builder import mlp
 from tests.distributed.support.drawing import Case, cases
@@ -30,8 +30,8 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
             wired = wires[each.stage]
             micro_batch = each.micro_batch
             code = program.stages[each.stage]
-            gradient = each.verb is Verb.RECV_GRADIENT
-            if each.verb in (Verb.RECV, Verb.RECV_GRADIENT):
+            gradient = each.opcode is Opcode.RECV_GRADIENT
+            if each.opcode in (Opcode.RECV, Opcode.RECV_GRADIENT):
                 for piece in wired.sends if gradient else wired.receives:
                     ranks = {piece.source_rank, piece.target_rank}
                     turn = piece.source_slice if gradient else piece.target_slice
@@ -45,15 +45,15 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
                             most[piece.channel, gradient], len(here)
                         )
             shapes = {value.name: value.shape for value in (*code.inputs, *code.outputs)}
-            ends = {Verb.BACKWARD, Verb.BACKWARD_WEIGHT} if program.train else {Verb.FORWARD}
+            ends = {Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT} if program.train else {Opcode.FORWARD}
             for piece in wired.receives:
-                if each.verb in ends or (
-                    each.verb is Verb.FORWARD and is_block(piece, shapes, False)
+                if each.opcode in ends or (
+                    each.opcode is Opcode.FORWARD and is_block(piece, shapes, False)
                 ):
                     held.get((piece.channel, False), set()).discard(micro_batch)
             for piece in wired.sends:
-                if each.verb in ends or (
-                    each.verb is Verb.BACKWARD_INPUT and is_block(piece, shapes, True)
+                if each.opcode in ends or (
+                    each.opcode is Opcode.BACKWARD_INPUT and is_block(piece, shapes, True)
                 ):
                     held.get((piece.channel, True), set()).discard(micro_batch)
         assert not any(held.values())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.program import Instruction, Program, Verb
+from autopipe.ir.program import Instruction, Opcode, Program
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.hardware_queues import check_hardware_queues
@@ -105,7 +105,9 @@ def test_ranks_are_joined_by_one_communicator_each_way() -> None:
 
 def _receives(flat: list[Instruction]) -> list[int]:
     return [
-        place for place, each in enumerate(flat) if each.verb in (Verb.RECV, Verb.RECV_GRADIENT)
+        place
+        for place, each in enumerate(flat)
+        if each.opcode in (Opcode.RECV, Opcode.RECV_GRADIENT)
     ]
 
 
@@ -116,12 +118,14 @@ def test_receives_of_two_channels_in_another_order_are_refused() -> None:
     for rank, code in enumerate(program.ranks):
         flat = unrolled(code)
         places = [
-            place for place, each in enumerate(flat) if each.verb in (Verb.RECV, Verb.RECV_GRADIENT)
+            place
+            for place, each in enumerate(flat)
+            if each.opcode in (Opcode.RECV, Opcode.RECV_GRADIENT)
         ]
         for first, second in pairwise(places):
             one = flat[first]
             other = flat[second]
-            if (one.verb, one.stage) != (other.verb, other.stage):
+            if (one.opcode, one.stage) != (other.opcode, other.stage):
                 swapped = [
                     {first: other, second: one}.get(place, each) for place, each in enumerate(flat)
                 ]
@@ -152,9 +156,9 @@ def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
     )
     program = lower(graph, placement, Schedule(2, (first, second)), loss)
     assert communicators(program) == {("pair", 0, 1), ("pair", 1, 0)}
-    asked = [each for each in unrolled(program.ranks[1]) if each.verb is Verb.RECV]
+    asked = [each for each in unrolled(program.ranks[1]) if each.opcode is Opcode.RECV]
     assert asked == [
-        Instruction(Verb.RECV, 1, micro_batch, part=part)
+        Instruction(Opcode.RECV, 1, micro_batch, part=part)
         for part in (0, 1)
         for micro_batch in (0, 1)
     ]
@@ -163,7 +167,7 @@ def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
     together = [
         replace(each, part=None)
         for each in unrolled(program.ranks[1])
-        if each.verb is not Verb.RECV or each.part == 0
+        if each.opcode is not Opcode.RECV or each.part == 0
     ]
     with pytest.raises(
         CodegenError,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.program import Instruction, Loop, Verb
+from autopipe.ir.program import Instruction, Loop, Opcode
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.lower.lower import lower, sections
 from tests.distributed.support.builder import Builder, mlp
@@ -33,12 +33,12 @@ def test_no_rank_waits_for_ever(case: Case) -> None:
             Instruction(TASKS[task.phase], task.stage, task.micro_batch)
             for task in case.schedule.tasks[rank.rank]
         ]
-        assert [each for each in unrolled(rank) if each.verb in TASKS.values()] == tasks
+        assert [each for each in unrolled(rank) if each.opcode in TASKS.values()] == tasks
     Machine(program).run()
 
 
 INSTRUCTIONS = st.builds(
-    Instruction, st.sampled_from(list(Verb)), st.integers(0, 2), st.integers(0, 3)
+    Instruction, st.sampled_from(list(Opcode)), st.integers(0, 2), st.integers(0, 3)
 )
 LOOPS = st.builds(
     Loop,
@@ -73,12 +73,12 @@ def test_stages_that_take_turns_are_rolled_up_together(turns: tuple[int, int]) -
     texts = set()
     for micro_batches in (8, 64):
         order = [
-            Instruction(Verb.FORWARD, stage, micro_batch * turns[stage] + turn)
+            Instruction(Opcode.FORWARD, stage, micro_batch * turns[stage] + turn)
             for micro_batch in range(micro_batches)
             for stage in (0, 1)
             for turn in range(turns[stage])
         ]
-        order += [replace(each, verb=Verb.BACKWARD) for each in order]
+        order += [replace(each, opcode=Opcode.BACKWARD) for each in order]
         parts = sections(order, turns)
         assert expanded(*parts) == order
         texts.add(
@@ -103,13 +103,13 @@ def test_receives_follow_the_order_in_which_the_other_stage_sends() -> None:
     program = lower(graph, placement, schedule, loss)
     Machine(program).run()
     asked = [
-        [each for each in unrolled(rank) if each.verb.value.startswith("recv")]
+        [each for each in unrolled(rank) if each.opcode.value.startswith("recv")]
         for rank in program.ranks
     ]
-    assert asked[1] == [Instruction(Verb.RECV, 1, 0), Instruction(Verb.RECV, 1, 1)]
+    assert asked[1] == [Instruction(Opcode.RECV, 1, 0), Instruction(Opcode.RECV, 1, 1)]
     assert asked[0] == [
-        Instruction(Verb.RECV_GRADIENT, 0, 1),
-        Instruction(Verb.RECV_GRADIENT, 0, 0),
+        Instruction(Opcode.RECV_GRADIENT, 0, 1),
+        Instruction(Opcode.RECV_GRADIENT, 0, 0),
     ]
 
 
@@ -131,7 +131,7 @@ def test_stages_that_send_in_different_orders_are_asked_one_by_one() -> None:
     ]
     program = lower(graph, placement, Schedule(2, tuple(orders)), loss)
     Machine(program).run()
-    asked = [each for each in unrolled(program.ranks[2]) if each.verb is Verb.RECV]
+    asked = [each for each in unrolled(program.ranks[2]) if each.opcode is Opcode.RECV]
     assert [each.micro_batch for each in asked if each.source == 0] == [0, 1]
     assert [each.micro_batch for each in asked if each.source == 1] == [1, 0]
     assert len(asked) == 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Split, Stage
-from autopipe.ir.program import Instruction, Loop, Program, Verb
+from autopipe.ir.program import Instruction, Loop, Opcode, Program
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.lower import lower, sections
 from tests.distributed.support.builder import mlp
@@ -56,8 +56,8 @@ def changed(program: Program, rank: int, change: Change) -> Program:
     return replace(program, ranks=tuple(ranks))
 
 
-def without(verb: Verb, stage: int, micro_batch: int) -> Change:
-    gone = Instruction(verb, stage, micro_batch)
+def without(opcode: Opcode, stage: int, micro_batch: int) -> Change:
+    gone = Instruction(opcode, stage, micro_batch)
 
     def change(flat: list[Instruction]) -> list[Instruction]:
         assert gone in flat
@@ -78,62 +78,62 @@ def swapped(first: Instruction, second: Instruction) -> Change:
 FAULTS = {
     "two receives swapped": (
         1,
-        swapped(Instruction(Verb.RECV, 1, 2), Instruction(Verb.RECV, 1, 3)),
+        swapped(Instruction(Opcode.RECV, 1, 2), Instruction(Opcode.RECV, 1, 3)),
         "message 2 of channel 0 is 0F2 of rank 0, but rank 1 receives 0F3",
     ),
     "two sends swapped": (
         0,
-        swapped(Instruction(Verb.SEND, 0, 0), Instruction(Verb.SEND, 0, 1)),
+        swapped(Instruction(Opcode.SEND, 0, 0), Instruction(Opcode.SEND, 0, 1)),
         "rank 0: the results of 0F1 are sent before it has run",
     ),
     "a send dropped": (
         0,
-        without(Verb.SEND, 0, 4),
+        without(Opcode.SEND, 0, 4),
         "rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes",
     ),
     "a send of a gradient dropped": (
         2,
-        without(Verb.SEND_GRADIENT, 2, 4),
+        without(Opcode.SEND_GRADIENT, 2, 4),
         "rank 1 would wait in 1B4 for 2B4 of rank 2, which never comes",
     ),
     "an early send dropped": (
         0,
-        without(Verb.SEND, 0, 1),
+        without(Opcode.SEND, 0, 1),
         "message 1 of channel 0 is 0F2 of rank 0, but rank 1 receives 0F1",
     ),
     "a receive dropped": (
         1,
-        without(Verb.RECV, 1, 4),
+        without(Opcode.RECV, 1, 4),
         "rank 1: 1F4 uses the result of 0F4 of rank 0, but no receive is posted before",
     ),
     "a receive after its use": (
         1,
-        swapped(Instruction(Verb.RECV, 1, 4), Instruction(Verb.FORWARD, 1, 4)),
+        swapped(Instruction(Opcode.RECV, 1, 4), Instruction(Opcode.FORWARD, 1, 4)),
         "rank 1: 1F4 uses the result of 0F4 of rank 0, but no receive is posted before",
     ),
     "a receive too many": (
         1,
-        lambda flat: [*flat, Instruction(Verb.RECV, 1, 5)],
+        lambda flat: [*flat, Instruction(Opcode.RECV, 1, 5)],
         "rank 1 receives 0F 6 times and uses it 5 times",
     ),
     "a send too many": (
         0,
-        lambda flat: [*flat, Instruction(Verb.SEND, 0, 4)],
+        lambda flat: [*flat, Instruction(Opcode.SEND, 0, 4)],
         "rank 0 sends 0F4, which rank 1 never receives",
     ),
     "a backward before its forward": (
         0,
-        lambda flat: [Instruction(Verb.BACKWARD, 0, 0), *flat],
+        lambda flat: [Instruction(Opcode.BACKWARD, 0, 0), *flat],
         "rank 0: 0B0 runs before 0F0, whose results it uses",
     ),
     "a task twice": (
         0,
-        lambda flat: [Instruction(Verb.FORWARD, 0, 0), *flat],
+        lambda flat: [Instruction(Opcode.FORWARD, 0, 0), *flat],
         "rank 0: 0F0 runs twice",
     ),
     "a backward left out": (
         0,
-        without(Verb.BACKWARD, 0, 4),
+        without(Opcode.BACKWARD, 0, 4),
         "rank 0: 0B4 never runs",
     ),
 }
@@ -164,27 +164,27 @@ def portions() -> Program:
 FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
     "one portion is not sent": (
         0,
-        without(Verb.SEND, 0, 6),
+        without(Opcode.SEND, 0, 6),
         "rank 0 sends 0F7 on channel 3 to rank 1, which receives 0F6 on channel 2 at this position",
     ),
     "a portion is not asked for": (
         2,
-        without(Verb.RECV, 2, 3),
+        without(Opcode.RECV, 2, 3),
         "rank 2: 2F3 uses the result of 1F1 of rank 1, but no receive is posted before",
     ),
     "a portion of the gradient is not sent": (
         2,
-        without(Verb.SEND_GRADIENT, 2, 3),
+        without(Opcode.SEND_GRADIENT, 2, 3),
         "rank 1 would wait in 1B1 for 2B3 of rank 2, which never comes",
     ),
     "portions of one channel in another order": (
         2,
-        swapped(Instruction(Verb.RECV, 2, 1), Instruction(Verb.RECV, 2, 3)),
+        swapped(Instruction(Opcode.RECV, 2, 1), Instruction(Opcode.RECV, 2, 3)),
         "message 0 of channel 5 is 1F0 of rank 1, but rank 2 receives 1F1",
     ),
     "a portion is never computed": (
         0,
-        without(Verb.BACKWARD, 0, 7),
+        without(Opcode.BACKWARD, 0, 7),
         "rank 0: 0B7 never runs",
     ),
 }
@@ -204,9 +204,9 @@ def test_a_circle_names_who_waits_for_whom() -> None:
     """
 
     def forwards_first(flat: list[Instruction]) -> list[Instruction]:
-        forwards = (Verb.RECV, Verb.FORWARD, Verb.SEND)
-        return [each for each in flat if each.verb in forwards] + [
-            each for each in flat if each.verb not in forwards
+        forwards = (Opcode.RECV, Opcode.FORWARD, Opcode.SEND)
+        return [each for each in flat if each.opcode in forwards] + [
+            each for each in flat if each.opcode not in forwards
         ]
 
     with pytest.raises(CodegenError) as caught:
@@ -220,7 +220,7 @@ def test_a_circle_names_who_waits_for_whom() -> None:
 
 def test_a_group_that_comes_to_its_exchanges_in_two_orders() -> None:
     program = grouped()
-    change = swapped(Instruction(Verb.FORWARD, 0, 1), Instruction(Verb.BACKWARD, 1, 0))
+    change = swapped(Instruction(Opcode.FORWARD, 0, 1), Instruction(Opcode.BACKWARD, 1, 0))
     prove(program)
     with pytest.raises(CodegenError) as caught:
         prove(changed(program, 1, change))
@@ -236,8 +236,8 @@ def test_sums_of_gradients_start_in_one_order() -> None:
     def halved(flat: list[Instruction]) -> list[Instruction]:
         found = []
         for each in flat:
-            if each.verb is Verb.BACKWARD:
-                found.append(replace(each, verb=Verb.BACKWARD_INPUT))
+            if each.opcode is Opcode.BACKWARD:
+                found.append(replace(each, opcode=Opcode.BACKWARD_INPUT))
             else:
                 found.append(each)
         return found
@@ -246,7 +246,7 @@ def test_sums_of_gradients_start_in_one_order() -> None:
         return lambda flat: [
             *halved(flat),
             *(
-                Instruction(Verb.BACKWARD_WEIGHT, stage, index)
+                Instruction(Opcode.BACKWARD_WEIGHT, stage, index)
                 for stage in stages
                 for index in range(2)
             ),
@@ -296,10 +296,10 @@ def test_a_validation_runs_to_its_end(case: Case) -> None:
     validates.
     """
     program = lower(case.graph, case.placement, case.schedule, case.loss)
-    forwards = (Verb.RECV, Verb.FORWARD, Verb.SEND)
+    forwards = (Opcode.RECV, Opcode.FORWARD, Opcode.SEND)
     for rank in range(program.world_size):
         program = changed(
-            program, rank, lambda flat: [each for each in flat if each.verb in forwards]
+            program, rank, lambda flat: [each for each in flat if each.opcode in forwards]
         )
     prove(replace(program, train=False))
 

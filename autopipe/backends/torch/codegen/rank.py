@@ -11,11 +11,11 @@ from autopipe.ir.program import (
     Instruction,
     Loop,
     MessageBlock,
+    Opcode,
     Program,
     RankCode,
     Section,
     StageOnRank,
-    Verb,
 )
 from autopipe.ir.schedule import MicroBatchSlice
 
@@ -146,7 +146,7 @@ def _range(loop: Loop) -> str:
     return f"{start}, {stop}" if start else str(stop)
 
 
-_TASKS = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT)
+_TASKS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 
 
 def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
@@ -156,13 +156,13 @@ def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) ->
     lines: list[list[str]] = []
     done = False
     for item, index in zip(items, indices, strict=True):
-        if not lines or (done and item.verb not in (Verb.SEND, Verb.SEND_GRADIENT)):
+        if not lines or (done and item.opcode not in (Opcode.SEND, Opcode.SEND_GRADIENT)):
             lines.append([])
             done = False
         source = "" if item.source is None else f", source={item.source}"
         part = "" if item.part is None else f", part={item.part}"
-        lines[-1].append(f"s{item.stage}.{item.verb.value}({index}{source}{part})")
-        done = done or item.verb in _TASKS
+        lines[-1].append(f"s{item.stage}.{item.opcode.value}({index}{source}{part})")
+        done = done or item.opcode in _TASKS
     return [indent + "; ".join(calls) for calls in lines]
 
 

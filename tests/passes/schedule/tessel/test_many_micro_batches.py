@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.program import Instruction, Loop, Verb
+from autopipe.ir.program import Instruction, Loop, Opcode
 from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.lower.lower import sections
@@ -20,10 +20,10 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
 )
 
 VERBS = {
-    Phase.FORWARD: Verb.FORWARD,
-    Phase.BACKWARD: Verb.BACKWARD,
-    Phase.INPUT_GRADIENT: Verb.BACKWARD_INPUT,
-    Phase.WEIGHT_GRADIENT: Verb.BACKWARD_WEIGHT,
+    Phase.FORWARD: Opcode.FORWARD,
+    Phase.BACKWARD: Opcode.BACKWARD,
+    Phase.INPUT_GRADIENT: Opcode.BACKWARD_INPUT,
+    Phase.WEIGHT_GRADIENT: Opcode.BACKWARD_WEIGHT,
 }
 
 
