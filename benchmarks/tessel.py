@@ -55,7 +55,7 @@ from autopipe.passes.schedule.published.one_f_one_b import (
     OneForwardOneBackwardPlus,
 )
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.model import SearchOptions, turn_of
+from autopipe.passes.schedule.tessel.model import SearchOptions, constant_distance
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from autopipe.passes.schedule.tessel.search import search
 from benchmarks.table import Case, Row, cases_of
@@ -154,7 +154,7 @@ def _steady_state(schedule: BlockSchedule) -> tuple[int, int]:
     first = schedule.units // 3
     last = 2 * schedule.units // 3
     for units in range(1, last - first):
-        distance = turn_of(schedule.starts, units, first, last)
+        distance = constant_distance(schedule.starts, units, first, last)
         if distance is not None:
             return distance, units
     raise AssertionError("a named schedule repeats")

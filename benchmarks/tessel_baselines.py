@@ -13,13 +13,18 @@ from autopipe.passes.schedule.tessel.model import (
     frees_all,
     is_valid,
     makespan,
+    pairs_sharing_a_device,
     period_bound,
-    reserved,
-    sharing_pairs,
     unroll,
+    with_reserved_memory,
 )
-from autopipe.passes.schedule.tessel.periodic import CyclicModel, construct, one_at_a_time, widest
-from autopipe.passes.schedule.tessel.search import serial_order, shortest
+from autopipe.passes.schedule.tessel.periodic import (
+    CyclicModel,
+    construct,
+    one_at_a_time,
+    widest_block,
+)
+from autopipe.passes.schedule.tessel.search import one_by_one_order, shortest_schedule
 from autopipe.passes.solvers.cp_sat import Status, solve
 
 
@@ -34,13 +39,13 @@ def search_whole(
     """
     graph.verify()
     if units < 1:
-        raise ConfigurationError(f"{units} units; there must be at least one")
+        raise ConfigurationError(f"the number of micro-batches is {units}; the minimum is 1")
     budget = Budget(options or SearchOptions())
-    roomy = reserved(graph, units)
+    roomy = with_reserved_memory(graph, units)
     known = construct(
-        roomy, period_bound(roomy), serial_order(graph, units, budget.limit(0.2)), budget
+        roomy, period_bound(roomy), one_by_one_order(graph, units, budget.limit(0.2)), budget
     )
-    starts, bound, _ = shortest(
+    starts, bound, _ = shortest_schedule(
         graph, unroll(graph, known, units), budget.limit(1.0), budget.report
     )
     optimal = makespan(graph, starts) == bound
@@ -61,30 +66,32 @@ def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> C
     model = cp_model.CpModel()
     blocks = range(len(graph.blocks))
     furthest = high * (len(graph.blocks) + 1)
-    bounds = [(0, 0) if index == widest(graph) else (-furthest, furthest) for index in blocks]
+    bounds = [(0, 0) if index == widest_block(graph) else (-furthest, furthest) for index in blocks]
     made = CyclicModel(
         graph,
         model,
         model.new_int_var(low, high, ""),
         [model.new_int_var(*each, "") for each in bounds],
         [model.new_int_var(0, in_flight - 1, "") for _ in blocks],
-        {pair: model.new_bool_var("") for pair in sharing_pairs(graph)},
+        {pair: model.new_bool_var("") for pair in pairs_sharing_a_device(graph)},
     )
     made.order_pairs()
     for index, waits in enumerate(graph.waits):
         for other, wait in waits:
-            model.add(made.stages[index] >= made.stages[other])
+            model.add(made.modulo_stages[index] >= made.modulo_stages[other])
             if low == high:
                 model.add(made.start(index, low) >= made.start(other, low) + wait)
                 continue
             gaps = [model.new_bool_var("") for _ in range(in_flight)]
             model.add_exactly_one(gaps)
             for size, gap in enumerate(gaps):
-                model.add(made.stages[index] - made.stages[other] == size).only_enforce_if(gap)
+                model.add(
+                    made.modulo_stages[index] - made.modulo_stages[other] == size
+                ).only_enforce_if(gap)
                 end = made.phases[other] + wait
                 model.add(made.phases[index] + size * made.period >= end).only_enforce_if(gap)
     made.limit_memory()
-    made.anchor()
+    made.fix_first_blocks()
     return made
 
 
@@ -105,8 +112,8 @@ def search_in_flight(
             f"{units} units, {in_flight} of them in flight; there must be at least one"
         )
     budget = Budget(options or SearchOptions())
-    roomy = reserved(graph, units)
-    known = one_at_a_time(graph, serial_order(graph, units, budget.limit(0.2)))
+    roomy = with_reserved_memory(graph, units)
+    known = one_at_a_time(graph, one_by_one_order(graph, units, budget.limit(0.2)))
     bound = period_bound(roomy)
     period = known.period
     phases = known.starts
@@ -119,7 +126,10 @@ def search_in_flight(
         if report is not None:
             made.model.minimize(made.period)
         answer = solve(
-            made.model, [made.period, *made.phases, *made.stages], budget.limit(share), report
+            made.model,
+            [made.period, *made.phases, *made.modulo_stages],
+            budget.limit(share),
+            report,
         )
         budget.work += answer.work
         if report is not None and frees_all(graph):

@@ -22,7 +22,7 @@ from ortools.sat.python import cp_model  # noqa: F401 - imported before anything
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions
-from autopipe.passes.schedule.tessel.search import least_steady_period, search
+from autopipe.passes.schedule.tessel.search import search, shortest_steady_state
 
 Result = TypeVar("Result")
 ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}
@@ -40,7 +40,7 @@ def timed(function: Callable[[], Result]) -> tuple[Result, str]:
 
 def row(graph: BlockGraph, units: int, options: SearchOptions) -> tuple[object, ...]:
     """Seconds for the period, seconds for all, and what was found."""
-    (steady, bound), period_s = timed(lambda: least_steady_period(graph, units, Budget(options)))
+    (steady, bound), period_s = timed(lambda: shortest_steady_state(graph, units, Budget(options)))
     schedule, all_s = timed(lambda: search(graph, units, options))
     proven = "yes" if steady.period == bound else "no"
     return (

@@ -98,7 +98,7 @@ def schedule(
     from autopipe.ir.block_schedule import block_schedule_form, check_blocks
     from autopipe.ir.output_kinds import SCHEDULE, OutputFile
     from autopipe.passes.schedule.published.blocks import schedule_blocks
-    from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
+    from autopipe.passes.schedule.tessel.model import SearchOptions, require_memory
     from autopipe.passes.schedule.tessel.search import search
 
     if not (math.isfinite(time_limit) and time_limit > 0):
@@ -119,7 +119,7 @@ def schedule(
     if target is not None:
         written_to = OutputFile(target, SCHEDULE, () if placement is None else (placement,), force)
         written_to.check()
-    require_room(graph, micro_batches)
+    require_memory(graph, micro_batches)
     if name == "tessel":
         with output.progress("searching", total=time_limit) as bar:
 

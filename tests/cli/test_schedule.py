@@ -114,10 +114,10 @@ PLACEMENTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "negative time": (2, changed("B0, devices: [0], time: 2", "B0, devices: [0], time: -2"), (":8", "time is -2")),
     "block on no device": (2, changed("B1, devices: [1]", "B1, devices: []"), (":7", "'B1' is on no device")),
     "memory that no schedule meets": (
-        4, changed("memory: [4, 2]", "memory: [4, 0]"), ("device 1", "room for 0", "1 is the least that would do")
+        4, changed("memory: [4, 2]", "memory: [4, 0]"), ("device 1", "limit is 0", "1 is needed")
     ),
     "memory that fills up": (
-        4, changed("memory: -1, after: [B1]", "memory: 0, after: [B1]"), ("device 0", "room for 4", "6 is the least")
+        4, changed("memory: -1, after: [B1]", "memory: 0, after: [B1]"), ("device 0", "limit is 4", "6 is needed")
     ),
     "no YAML": (2, "blocks: [", ("placement.yaml",)),
     "an empty file": (2, "", ("placement.yaml",)),
@@ -149,7 +149,7 @@ REQUESTS: dict[str, tuple[int, tuple[object, ...], tuple[str, ...]]] = {
     "no time": (2, ("--shape", "v", "--time-limit", 0), ("--time-limit is 0", "above 0")),
     "no number of seconds": (2, ("--shape", "v", "--time-limit", "nan"), ("--time-limit is nan",)),
     "a seed below zero": (2, ("--shape", "v", "--seed", -1), ("--seed",)),
-    "memory of a shape": (4, ("--shape", "k", "--memory", 1), ("device 0", "room for 1", "2 is the least")),
+    "memory of a shape": (4, ("--shape", "k", "--memory", 1), ("device 0", "limit is 1", "2 is needed")),
     "memory of a published schedule": (
         4, ("--shape", "v", "--schedule", "gpipe", "--memory", 4, "--micro-batches", 5), ("device 0", "5")
     ),

@@ -104,7 +104,7 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
         stages, prediction = _first_pipelines(stages, prediction, problem.micro_batches)
     split_prediction = replace(prediction, stages=tuple(map(_freely_split, prediction.stages)))
     blocks = stage_blocks(
-        stages, split_prediction, problem.train, _TICK_S, split=problem.train, up=False
+        stages, split_prediction, problem.train, _TICK_S, split=problem.train, round_up=False
     )
     return makespan_bound(blocks.graph, micro_batches_per_pipeline) * _TICK_S + end_s
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.published.blocks import shape_blocks
-from autopipe.passes.schedule.tessel.model import least_room, require_room
+from autopipe.passes.schedule.tessel.model import minimum_memory, require_memory
 
 
 def peaks(graph, order):
@@ -62,7 +62,7 @@ def test_the_least_room_is_what_the_best_order_needs(graph):
                 if other != device
             )
         ]
-        assert least_room(graph, device, graph.memory) == (min(fit) if fit else math.inf)
+        assert minimum_memory(graph, device, graph.memory) == (min(fit) if fit else math.inf)
 
 
 @given(graphs() | graphs(tight=True))
@@ -76,10 +76,10 @@ def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
         for order in orders(graph)
     )
     if fits:
-        require_room(graph, 1)
+        require_memory(graph, 1)
     else:
         with pytest.raises(InfeasibleError):
-            require_room(graph, 1)
+            require_memory(graph, 1)
 
 
 def test_the_device_and_the_least_are_named():
@@ -88,14 +88,15 @@ def test_the_device_and_the_least_are_named():
         Block("G", (0, 1), 1, 2, (0,)),
         Block("B", (0, 1), 1, -2, (1,)),
     )
-    with pytest.raises(
-        InfeasibleError, match="room for 4, but 5 is the least that would do"
-    ) as caught:
-        require_room(BlockGraph(2, blocks, (2, 4)), 1)
-    assert (caught.value.where, caught.value.hint) == ("device 1", "give it a memory of 5 or more")
-    require_room(BlockGraph(2, blocks, (2, 5)), 1)
-    with pytest.raises(InfeasibleError, match="9 is the least"):  # every unit leaves 3
-        require_room(BlockGraph(2, blocks, (2, 5)), 3)
+    with pytest.raises(InfeasibleError, match="the memory limit is 4, but 5 is needed") as caught:
+        require_memory(BlockGraph(2, blocks, (2, 4)), 1)
+    assert (caught.value.where, caught.value.hint) == (
+        "device 1",
+        "raise its memory limit to 5 or more",
+    )
+    require_memory(BlockGraph(2, blocks, (2, 5)), 1)
+    with pytest.raises(InfeasibleError, match="9 is needed"):  # every unit leaves 3
+        require_memory(BlockGraph(2, blocks, (2, 5)), 3)
 
 
 def test_devices_that_have_room_each_but_not_together():
@@ -106,17 +107,17 @@ def test_devices_that_have_room_each_but_not_together():
         Block("a", (0,), 1, 1), Block("x", (1,), 1, 2, (0,)), Block("b", (0,), 1, 1), Block("y", (1,), 1, 2, (2,)),
         Block("free0", (0,), 1, -2, (1, 3)), Block("free1", (1,), 1, -4, (1, 3)),
     )  # fmt: skip
-    require_room(BlockGraph(2, blocks, (2, 4)), 8)
-    with pytest.raises(InfeasibleError, match="room for 3, but 4 is the least"):
-        require_room(BlockGraph(2, blocks, (2, 3)), 8)
+    require_memory(BlockGraph(2, blocks, (2, 4)), 8)
+    with pytest.raises(InfeasibleError, match="the memory limit is 3, but 4 is needed"):
+        require_memory(BlockGraph(2, blocks, (2, 3)), 8)
 
 
 @pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k"])
 def test_the_shapes_need_what_one_micro_batch_keeps(name):
     least = 2 if name == "k" else 1
-    require_room(shape_blocks(name, 32, True, memory=least), 128)
-    with pytest.raises(InfeasibleError, match=f"there is room for {least - 1}, but {least} is"):
-        require_room(shape_blocks(name, 32, True, memory=least - 1), 128)
+    require_memory(shape_blocks(name, 32, True, memory=least), 128)
+    with pytest.raises(InfeasibleError, match=f"the memory limit is {least - 1}, but {least} is"):
+        require_memory(shape_blocks(name, 32, True, memory=least - 1), 128)
 
 
 def test_units_that_free_before_they_allocate_may_help_one_another():
@@ -127,6 +128,6 @@ def test_units_that_free_before_they_allocate_may_help_one_another():
         for index, change in enumerate(changes)
     )
     graph = BlockGraph(1, blocks, (0,))
-    with pytest.raises(InfeasibleError, match="4 is the least"):
-        require_room(graph, 1)
-    require_room(graph, 2)
+    with pytest.raises(InfeasibleError, match="4 is needed"):
+        require_memory(graph, 1)
+    require_memory(graph, 2)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.published.base import first_slot, forward_and_backward_slots
-from autopipe.passes.schedule.tessel.model import in_order, observed_state
+from autopipe.passes.schedule.tessel.model import earliest_starts, with_observed_period
 
 SHAPES = ("v", "x", "m", "nn", "k")
 """Names of the placement shapes. Upper and lower case are equivalent."""
@@ -232,10 +232,10 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
     slots = sorted(
         _SLOTS[name](graph, micro_batches), key=lambda each: (each[0], each[1], position[each[2]])
     )
-    starts = in_order(
+    starts = earliest_starts(
         graph, micro_batches, [(micro_batch, index) for _, micro_batch, index in slots]
     )
-    schedule = observed_state(graph, starts)
+    schedule = with_observed_period(graph, starts)
     for device, (peak, limit) in enumerate(zip(schedule.peak_memory, graph.memory, strict=True)):
         if limit is not None and peak > limit:
             raise InfeasibleError(

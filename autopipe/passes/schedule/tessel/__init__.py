@@ -1,7 +1,11 @@
-"""Lin et al., "Tessel" (HPCA 2024): the search for a block schedule's repetend, its warm-up and its
-cool-down.
+"""Schedule search of Lin et al., "Tessel" (HPCA 2024): the steady state of a block schedule, and
+its warm-up and cool-down.
 
-`model` has bounds and rules, `periodic` the repetend, `search` its ends and puts them together;
-`stage_blocks` and `scheduler` apply it to stages. May import ir, solvers and what else is in
-schedule.
+`model` contains bounds and constraints, `periodic` searches the steady state (the paper's
+repetend), and `search` adds warm-up and cool-down. `stage_blocks` and `scheduler` apply the search
+to the stages of a placement.
+
+A block graph contains the blocks of one micro-batch. If a placement has several pipelines, it
+contains those of a group of micro-batches, one per pipeline; such a group is called a micro-batch
+here.
 """

@@ -1,5 +1,8 @@
-"""Facts of any schedule of blocks: bounds on period and makespan, memory, starts, and when they
-repeat.
+"""Properties of block schedules that hold for any search: lower bounds of period and makespan,
+memory limits, earliest starts, and detection of a steady state.
+
+The period of a steady state is the time between a block's starts in consecutive micro-batches. The
+load of a device is the total time of its blocks in one micro-batch.
 """
 
 from __future__ import annotations
@@ -18,117 +21,128 @@ from autopipe.ir.words import plural
 from autopipe.passes.solvers.cp_sat import Limit
 
 Progress = Callable[[int | None, int, float], None]
-"""Called with the best value so far (None before the first), its lower bound and the seconds used.
+"""Called with the best value so far (None before the first), its lower bound, and the seconds
+used.
 """
 
 WORK_PER_SECOND = 0.35
-"""CP-SAT's deterministic time that a second of the limit stands for. One worker does more than this
-in a second, so that the work runs out before the clock does and the answer depends on the seed
-alone.
+"""CP-SAT's deterministic time per second of the time limit. One solver worker does more than this
+per second. The work therefore ends before the clock does, and the result depends only on the seed.
 """
-# Share of the seconds that is searched; the rest is for completing and checking what was found.
-_USABLE = 0.95
-_BETWEEN_REPORTS_S = 0.1
+_SEARCHED_FRACTION = 0.95
+"""Fraction of the time limit that is used for search; the rest is for completing and checking the
+schedule.
+"""
+_REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How many seconds a search may take, and whom it tells. They stand for deterministic time of
-    the solver: the same input and seed give the same answer wherever that ends before the clock.
+    """Time limit and other options of a search.
+
+    Seconds are converted to the solver's deterministic time (`WORK_PER_SECOND`). If that time ends
+    before the clock does, equal inputs and seeds give equal results on any machine.
     """
 
     time_limit: float = 10.0
+    """Seconds."""
     seed: int = 0
     progress: Progress | None = None
-    """Told of better values and bounds, at most ten times a second."""
+    """Called with better values and bounds, at most ten times per second."""
     patience: float = 1.0
-    """How many times its seconds a search may take where a busy machine needs them for the same
-    work.
+    """The clock may run for `patience` times `time_limit`, if a busy machine needs longer for the
+    same work.
     """
     unrolled: int | None = None
-    """Most blocks of a device that a program should write out: schedules with more of them repeat
-    from there on. None for two units a device, or a schedule of 2000 blocks in all.
+    """Maximum number of blocks per device that a program writes out before the steady state, if the
+    schedule repeats later than from its start or does not repeat. None: two micro-batches per
+    device before the steady state, or a schedule of 2,000 blocks in total.
     """
 
 
 @dataclass(slots=True)
 class Budget:
-    """Rest of a search's budget: seconds of the clock, and `work`, the solver's deterministic time
-    spent so far.
-    """
+    """Remaining budget of a search."""
 
     options: SearchOptions
     start: float = field(default_factory=time.perf_counter)
+    """Clock at the start of the search."""
     work: float = 0.0
+    """Deterministic solver time spent."""
     reported: float = float("-inf")
+    """Seconds used at the last progress report."""
 
     @property
     def used(self) -> float:
+        """Seconds since the start."""
         return time.perf_counter() - self.start
 
     @property
     def left(self) -> float:
-        """Seconds, but for what it takes to finish."""
-        return _USABLE * self.options.time_limit * self.options.patience - self.used
+        """Seconds left for search; negative if none."""
+        return _SEARCHED_FRACTION * self.options.time_limit * self.options.patience - self.used
 
-    def limit(self, share: float) -> Limit:
-        """A limit of a share of the work that is left, and of all seconds that are."""
+    def limit(self, fraction: float) -> Limit:
+        """Return a solver limit: `fraction` of the remaining work, and all remaining seconds."""
         work = self.options.time_limit * WORK_PER_SECOND - self.work
-        return Limit(self.left, work * share, self.options.seed)
+        return Limit(self.left, work * fraction, self.options.seed)
 
     def report(self, value: int | None, bound: int) -> None:
-        if self.options.progress and self.used >= self.reported + _BETWEEN_REPORTS_S:
+        if self.options.progress and self.used >= self.reported + _REPORT_INTERVAL_S:
             self.reported = self.used
             self.options.progress(value, bound, self.used)
 
 
-def heads(graph: BlockGraph) -> tuple[int, ...]:
-    """Earliest start of each block in a unit that is alone and has all devices to itself."""
+def release_times(graph: BlockGraph) -> tuple[int, ...]:
+    """Return the earliest start of each block if one micro-batch has all devices for itself."""
     found = [0] * len(graph.blocks)
     for index in graph.order:
         found[index] = max((found[other] + wait for other, wait in graph.waits[index]), default=0)
     return tuple(found)
 
 
-def tails(graph: BlockGraph) -> tuple[int, ...]:
-    """Least time from the end of each block to the end of its unit."""
-    found = [block.time for block in graph.blocks]  # From its start.
+def times_after(graph: BlockGraph) -> tuple[int, ...]:
+    """Return the minimum time from the end of each block to the end of its micro-batch."""
+    from_start = [block.time for block in graph.blocks]
     for index in reversed(graph.order):
         for other, wait in graph.waits[index]:
-            found[other] = max(found[other], wait + found[index])
-    return tuple(least - block.time for least, block in zip(found, graph.blocks, strict=True))
+            from_start[other] = max(from_start[other], wait + from_start[index])
+    return tuple(time - block.time for time, block in zip(from_start, graph.blocks, strict=True))
 
 
-def unit_bound(graph: BlockGraph) -> int:
-    return max(head + block.time for head, block in zip(heads(graph), graph.blocks, strict=True))
+def critical_path(graph: BlockGraph) -> int:
+    """Return the length of the critical path of one micro-batch."""
+    releases = release_times(graph)
+    return max(start + block.time for start, block in zip(releases, graph.blocks, strict=True))
 
 
-def makespan_bound(graph: BlockGraph, units: int) -> int:
-    """Return a lower bound on the makespan of `units` units.
+def makespan_bound(graph: BlockGraph, micro_batches: int) -> int:
+    """Return a lower bound of the makespan of `micro_batches` micro-batches.
 
-    It is the maximum of `_load_bound` and, if some blocks are wide, of
+    It is the maximum of `_load_bound` of all blocks and of
 
-        units · W + _load_bound(narrow blocks)
+        micro_batches * W + _load_bound(narrow blocks)
 
-    D: the devices of the block with the most devices. Wide blocks run on all of D, W is their time
-    in one unit, and narrow blocks run on a part of D. While a wide block runs, no narrow block
-    does: without these intervals, a schedule is one of the narrow blocks alone, in which blocks
-    that wait for each other through other blocks keep their order.
+    D are the devices of the block with the most devices. Wide blocks use all of D, and W is their
+    time per micro-batch. Narrow blocks use only some devices of D. No narrow block runs while a
+    wide block runs. If the intervals of wide blocks are removed from a schedule, a valid schedule
+    of the narrow blocks remains: narrow blocks that depend on each other through other blocks keep
+    their order.
     """
-    found = _load_bound(graph, units)
+    all_blocks_bound = _load_bound(graph, micro_batches)
     widest = set(max(graph.blocks, key=lambda block: len(block.devices)).devices)
     wide = [index for index, block in enumerate(graph.blocks) if widest.issubset(block.devices)]
     narrow = _narrow_blocks(graph, widest)
     if narrow is None:
-        return found
-    return max(
-        found, units * sum(graph.blocks[index].time for index in wide) + _load_bound(narrow, units)
-    )
+        return all_blocks_bound
+    wide_time = sum(graph.blocks[index].time for index in wide)
+    narrow_bound = _load_bound(narrow, micro_batches)
+    return max(all_blocks_bound, micro_batches * wide_time + narrow_bound)
 
 
 def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
-    """Return the blocks on a part of the devices `widest`, without delays and memory; None if there
-    are none.
+    """Return the graph of the blocks that use some, but not all, of the devices `widest`; None if
+    there are none. Its blocks have no delays and no memory.
     """
     narrow = [
         index
@@ -138,7 +152,7 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     if not narrow:
         return None
     renumbered = {index: position for position, index in enumerate(narrow)}
-    before: dict[int, set[int]] = {}  # Of each block, the nearest narrow blocks that it waits for.
+    before: dict[int, set[int]] = {}  # Per block, the nearest narrow blocks that it depends on.
     for index in graph.order:
         waits = (
             {other} if other in renumbered else before[other] for other in graph.blocks[index].after
@@ -156,187 +170,202 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     return replace(graph, blocks=tuple(blocks), memory=(None,) * graph.devices)
 
 
-def _load_bound(graph: BlockGraph, units: int) -> int:
-    """Return the maximum of one unit's critical path and each device's load between its ends."""
-    first = heads(graph)
-    last = tails(graph)
-    found = unit_bound(graph)
+def _load_bound(graph: BlockGraph, micro_batches: int) -> int:
+    """Return the maximum of the critical path of one micro-batch and, for each device, its load in
+    all micro-batches plus the minimum release time of its blocks plus the minimum time after them.
+    """
+    release = release_times(graph)
+    after = times_after(graph)
+    bound = critical_path(graph)
     for members, load in zip(graph.members, graph.loads, strict=True):
         if members:
-            ends = min(first[index] for index in members) + min(last[index] for index in members)
-            found = max(found, units * load + ends)
-    return found
+            idle = min(release[index] for index in members) + min(after[index] for index in members)
+            bound = max(bound, micro_batches * load + idle)
+    return bound
 
 
 def period_bound(graph: BlockGraph) -> int:
-    """No steady state has a shorter period: the largest load of a device, and Little's law where
-    memory is limited.
+    """Return a lower bound of the period of a steady state: the maximum of the devices' loads and,
+    for devices with a memory limit, of the bound of Little's law.
     """
-    return max(*graph.loads, *(_little(graph, device) for device in range(graph.devices)), 1)
+    return max(
+        *graph.loads, *(_memory_period_bound(graph, device) for device in range(graph.devices)), 1
+    )
 
 
-def _little(graph: BlockGraph, device: int) -> int:
-    """Little's law: memory in use on average is what a unit holds times how long it holds it, over
-    the period. The least that a unit holds is the minimum of -sum(memory x start) under the
-    dependencies. Each way of sending what is allocated to where it is freed is a solution of the
-    dual problem and so gives a lower bound: here the longest ways first. 0 where nothing can be
-    said.
+def _memory_period_bound(graph: BlockGraph, device: int) -> int:
+    """Return the lower bound of the period that follows from a device's memory limit, or 0 if none
+    does.
+
+    Little's law: the average memory in use equals the integral of the memory of one micro-batch
+    over time, divided by the period. The average is at most the limit, so
+
+        period >= sum over i, j of amount(i, j) * distance(i, j) / limit
+
+    distance(i, j) is the length of the longest path from the start of block i, which allocates
+    memory, to the start of block j, which frees it. amount(i, j) is the memory that is assigned
+    from i to j. Each assignment of all allocated memory to frees is a solution of the dual of
+    "minimise the integral under the dependencies", and so gives a valid bound. The assignment is
+    greedy: longest distances first.
     """
     limit = graph.memory[device]
-    left = {index: graph.blocks[index].memory for index in graph.members[device]}
-    step = math.gcd(*left.values())
+    unassigned = {index: graph.blocks[index].memory for index in graph.members[device]}
+    step = math.gcd(*unassigned.values())
     if limit is None or step == 0 or limit < step:
         return 0
-    held = 0
-    for index in [index for index, memory in left.items() if memory > 0]:
-        away = {
-            index: 0
-        }  # Least time from the block's start to the start of each that waits for it.
+    integral = 0
+    for index in [index for index, memory in unassigned.items() if memory > 0]:
+        distance = {index: 0}
         for target in graph.order:
-            ways = [away[other] + wait for other, wait in graph.waits[target] if other in away]
-            if ways:
-                away[target] = max(ways)
-        for other in sorted(
-            (each for each in away if left.get(each, 0) < 0), key=lambda each: -away[each]
-        ):
-            amount = min(left[index], -left[other])
-            left[index] -= amount
-            left[other] += amount
-            held += amount * away[other]
-    return 0 if any(left.values()) else math.ceil(held / (limit // step * step))
+            paths = [
+                distance[other] + wait for other, wait in graph.waits[target] if other in distance
+            ]
+            if paths:
+                distance[target] = max(paths)
+        frees = [other for other in distance if unassigned.get(other, 0) < 0]
+        for other in sorted(frees, key=lambda other: -distance[other]):
+            amount = min(unassigned[index], -unassigned[other])
+            unassigned[index] -= amount
+            unassigned[other] += amount
+            integral += amount * distance[other]
+    return 0 if any(unassigned.values()) else math.ceil(integral / (limit // step * step))
 
 
-def topological(graph: BlockGraph, rank: Callable[[int, int], Any]) -> tuple[int, ...]:
-    """The blocks, each after all that it waits for; of those that may start, the one of least
-    rank(block, started). `started` is how many had started when the block might.
+def topological_order(graph: BlockGraph, priority: Callable[[int, int], Any]) -> tuple[int, ...]:
+    """Return the blocks in a topological order. Of the blocks whose predecessors are in the order,
+    the one with the smallest priority(block, position) is next. `position` is the length of the
+    order when the block became available.
     """
-    left = [len(set(block.after)) for block in graph.blocks]
-    ready = [(rank(index, 0), index) for index, count in enumerate(left) if count == 0]
+    waiting = [len(set(block.after)) for block in graph.blocks]
+    ready = [(priority(index, 0), index) for index, count in enumerate(waiting) if count == 0]
     heapq.heapify(ready)
     order: list[int] = []
     while ready:
         order.append(heapq.heappop(ready)[1])
         for other in graph.following[order[-1]]:
-            left[other] -= 1
-            if left[other] == 0:
-                heapq.heappush(ready, (rank(other, len(order)), other))
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                heapq.heappush(ready, (priority(other, len(order)), other))
     return tuple(order)
 
 
-def kept(graph: BlockGraph, device: int) -> int:
-    """Memory that a unit adds on a device and never frees; negative where it frees more."""
+def net_memory(graph: BlockGraph, device: int) -> int:
+    """Return the memory that one micro-batch allocates on a device and never frees; negative if it
+    frees more than it allocates.
+    """
     return sum(graph.blocks[index].memory for index in graph.members[device])
 
 
-def changes(graph: BlockGraph, device: int) -> dict[int, int]:
-    """Change of the memory in use on a device by each block there, with the sum 0. Memory that a
-    unit never frees is taken off its last allocations; memory it frees without having it, off its
-    first frees.
+def balanced_changes(graph: BlockGraph, device: int) -> dict[int, int]:
+    """Return the change of the memory in use on a device by each of its blocks, adjusted so that
+    the sum is 0. Memory that is never freed is subtracted from the last allocations. Memory that is
+    freed without an allocation is subtracted from the first frees.
     """
-    found = {index: graph.blocks[index].memory for index in graph.members[device]}
-    left = sum(found.values())
-    for index in reversed(graph.order) if left > 0 else graph.order:
-        if index in found and found[index] * left > 0:
-            taken = min(abs(found[index]), abs(left)) * (1 if left > 0 else -1)
-            found[index] -= taken
-            left -= taken
-    return found
+    change = {index: graph.blocks[index].memory for index in graph.members[device]}
+    excess = sum(change.values())
+    for index in reversed(graph.order) if excess > 0 else graph.order:
+        if index in change and change[index] * excess > 0:
+            removed = min(abs(change[index]), abs(excess)) * (1 if excess > 0 else -1)
+            change[index] -= removed
+            excess -= removed
+    return change
 
 
 def frees_all(graph: BlockGraph) -> bool:
-    """True if a unit frees on each limited device what it allocates there, so that `changes` are
-    its own.
+    """True if a micro-batch frees all memory that it allocates on devices with a memory limit, so
+    that `balanced_changes` are the real changes there.
     """
     return not any(
-        kept(graph, device) for device, room in enumerate(graph.memory) if room is not None
+        net_memory(graph, device) for device, limit in enumerate(graph.memory) if limit is not None
     )
 
 
-def reserved(graph: BlockGraph, units: int) -> BlockGraph:
-    """The same blocks, with the memory that `units` units never free taken from the room from the
-    start.
+def with_reserved_memory(graph: BlockGraph, micro_batches: int) -> BlockGraph:
+    """Return the graph with memory limits reduced by the memory that `micro_batches` micro-batches
+    never free.
     """
-    rooms = enumerate(graph.memory)
     memory = (
-        None if room is None else room - units * max(0, kept(graph, device))
-        for device, room in rooms
+        None if limit is None else limit - micro_batches * max(0, net_memory(graph, device))
+        for device, limit in enumerate(graph.memory)
     )
     return replace(graph, memory=tuple(memory))
 
 
-_MOST_STEPS = 1_000_000  # Blocks looked at for one question, after which it stays open.
+_MAX_STEPS = 1_000_000
+"""Maximum number of blocks that one search for the minimum memory examines before it gives up."""
 
 
-def require_room(graph: BlockGraph, units: int) -> None:
-    """Raise InfeasibleError, naming the device and the least that would do, where no order keeps
+def require_memory(graph: BlockGraph, micro_batches: int) -> None:
+    """Raise InfeasibleError, with the device and the memory it needs, if no order of blocks keeps
     the memory limits.
 
-    Memory changes when blocks start, so what a device needs depends on the order of starts alone;
-    and units that free no more than they have allocated only add to one another's needs, so that
-    one unit's order decides. The device is one that would not do on its own if there is any,
-    otherwise one that would not do beside the limits of the others. Silence is no promise:
-    questions that take too long stay open.
+    Memory changes when a block starts, so the memory that a device needs depends only on the order
+    of starts. If a micro-batch never frees more than it has allocated, further micro-batches only
+    add to the memory in use, so the order of one micro-batch decides. The error names a device that
+    exceeds its limit even if other devices have no limits, if there is one. Otherwise it names a
+    device that exceeds its limit while the others keep theirs. The function returns without an
+    error if a search takes too long.
     """
 
-    def refusal(device: int, room: int, least: float, why: str) -> InfeasibleError:
-        message = f"there is room for {room}, but {least} is the least that would do, {why}"
+    def rejection(device: int, limit: int, needed: float, condition: str) -> InfeasibleError:
+        message = f"the memory limit is {limit}, but {needed} is needed {condition}"
         return InfeasibleError(
-            message, hint=f"give it a memory of {least} or more", where=f"device {device}"
+            message, hint=f"raise its memory limit to {needed} or more", where=f"device {device}"
         )
 
-    limited = [(device, room) for device, room in enumerate(graph.memory) if room is not None]
-    for device, room in limited:
-        if (least := units * kept(graph, device)) > room:
-            raise refusal(
-                device,
-                room,
-                least,
-                f"as {units} {plural(units, 'unit leaves', 'units leave')} as much in use",
-            )
+    limited = [(device, limit) for device, limit in enumerate(graph.memory) if limit is not None]
+    for device, limit in limited:
+        if (needed := micro_batches * net_memory(graph, device)) > limit:
+            count = f"{micro_batches} {plural(micro_batches, 'micro-batch')}"
+            raise rejection(device, limit, needed, f"for the memory that {count} never free")
     if not limited or (
-        units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited)
+        micro_batches > 1
+        and not all(_frees_only_its_allocations(graph, device) for device, _ in limited)
     ):
         return
-    least_here = least_room(graph, limited[0][0], graph.memory)
-    if least_here is None or least_here <= limited[0][1]:
+    minimum = minimum_memory(graph, limited[0][0], graph.memory)
+    if minimum is None or minimum <= limited[0][1]:
         return
-    beside = "while the others keep to their limits"
-    for rooms, why in (
-        ((None,) * graph.devices, "whatever the order of blocks"),
-        (graph.memory, beside),
+    for limits, condition in (
+        ((None,) * graph.devices, "by any order of blocks"),
+        (graph.memory, "while the other devices keep their limits"),
     ):
-        for device, room in limited:
-            found = least_room(graph, device, rooms)
-            if found is not None and room < found < math.inf:
-                raise refusal(device, room, found, why)
+        for device, limit in limited:
+            found = minimum_memory(graph, device, limits)
+            if found is not None and limit < found < math.inf:
+                raise rejection(device, limit, found, condition)
     raise InfeasibleError(
-        "no order of the blocks keeps to the memory limits of all devices", hint="raise several"
+        "no order of the blocks keeps the memory limits of all devices",
+        hint="raise the memory limits of several devices",
     )
 
 
-def _frees_its_own(graph: BlockGraph, device: int) -> bool:
-    """True if each block that frees comes after blocks of its own that allocated as much: a unit is
-    never below 0.
+def _frees_only_its_allocations(graph: BlockGraph, device: int) -> bool:
+    """True if all memory that a block frees on the device was allocated by blocks that it depends
+    on, so that a micro-batch never uses less than 0.
     """
-    left = {index: graph.blocks[index].memory for index in graph.members[device]}
-    earlier: list[int] = [0] * len(graph.blocks)
+    remaining = {index: graph.blocks[index].memory for index in graph.members[device]}
+    ancestors: list[int] = [0] * len(graph.blocks)  # Bit sets, each with the block itself.
     for index in graph.order:
-        earlier[index] = 1 << index
+        ancestors[index] = 1 << index
         for other in graph.blocks[index].after:
-            earlier[index] |= earlier[other]
-        for other in left if left.get(index, 0) < 0 else ():
-            if left[other] > 0 and earlier[index] >> other & 1:
-                taken = min(left[other], -left[index])
-                left[other] -= taken
-                left[index] += taken
-    return all(each >= 0 for each in left.values())
+            ancestors[index] |= ancestors[other]
+        for other in remaining if remaining.get(index, 0) < 0 else ():
+            if remaining[other] > 0 and ancestors[index] >> other & 1:
+                freed = min(remaining[other], -remaining[index])
+                remaining[other] -= freed
+                remaining[index] += freed
+    return all(memory >= 0 for memory in remaining.values())
 
 
-def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> float | None:
-    """The least room that `device` needs for one unit, with `rooms` on the other devices (None for
-    no limit). Infinite where no order keeps to those rooms, None where it is not found out in time.
-    Best first over the sets of blocks that have started, as bits: they tell the memory in use. A
-    block that allocates nowhere starts as soon as it can: that never does harm.
+def minimum_memory(graph: BlockGraph, device: int, limits: Sequence[int | None]) -> float | None:
+    """Return the minimum memory that `device` needs for one micro-batch if the other devices have
+    the memory `limits` (None for no limit).
+
+    Return infinity if no order keeps these limits, and None if the search takes too long. The
+    search is best first over sets of started blocks, represented as bits. A set determines the
+    memory in use. A block that allocates no memory starts as soon as it can, because this never
+    increases the peak.
     """
     blocks = graph.blocks
     steps = 0
@@ -347,18 +376,18 @@ def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> f
         steps += 1
         return not started >> index & 1 and before[index] & started == before[index]
 
-    def settled(started: int) -> int:
-        """The set with all blocks that can start and allocate nowhere."""
+    def with_frees(started: int) -> int:
+        """Return the set plus all blocks that can start and do not allocate memory."""
         for index in graph.order:
             if blocks[index].memory <= 0 and can_start(index, started):
                 started |= 1 << index
         return started
 
     def fits(block: Block, used: Sequence[int]) -> bool:
-        others = [(used[each], rooms[each]) for each in block.devices if each != device]
-        return all(room is None or have + block.memory <= room for have, room in others)
+        others = [(used[other], limits[other]) for other in block.devices if other != device]
+        return all(limit is None or in_use + block.memory <= limit for in_use, limit in others)
 
-    heap = [(0, 0, settled(0))]
+    heap = [(0, 0, with_frees(0))]
     seen = set[int]()
     while heap:
         peak, _, started = heapq.heappop(heap)
@@ -367,7 +396,7 @@ def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> f
         seen.add(started)
         if started == (1 << len(blocks)) - 1:
             return peak
-        if steps > _MOST_STEPS:
+        if steps > _MAX_STEPS:
             return None
         used = [
             sum(blocks[index].memory for index in own if started >> index & 1)
@@ -375,52 +404,58 @@ def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> f
         ]
         for index, block in enumerate(blocks):
             if can_start(index, started) and fits(block, used):
-                now = used[device] + (block.memory if device in block.devices else 0)
-                following = settled(started | 1 << index)
+                in_use = used[device] + (block.memory if device in block.devices else 0)
+                following = with_frees(started | 1 << index)
                 if following not in seen:
-                    heapq.heappush(heap, (max(peak, now), -following.bit_count(), following))
+                    entry = (max(peak, in_use), -following.bit_count(), following)
+                    heapq.heappush(heap, entry)
     return math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodicStarts:
-    """Block i of unit n starts at `starts[i] + period * n`, for every whole n."""
+    """An endless steady state: block i of micro-batch n starts at starts[i] + period * n, for every
+    integer n.
+    """
 
     period: int
     starts: tuple[int, ...]
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """Periods that each block starts after the period of the first one."""
+    def modulo_stages(self) -> tuple[int, ...]:
+        """Return start // period of each block, minus the minimum. In modulo scheduling this is
+        called the stage of a block; it is unrelated to pipeline stages.
+        """
         first = min(self.starts) // self.period
         return tuple(start // self.period - first for start in self.starts)
 
     @property
     def phases(self) -> tuple[int, ...]:
+        """Return start mod period of each block."""
         return tuple(start % self.period for start in self.starts)
 
     def latency(self, graph: BlockGraph) -> int:
-        """Time of one unit from its first start to its last end."""
+        """Return the time of one micro-batch from its first start to its last end."""
         ends = [start + block.time for start, block in zip(self.starts, graph.blocks, strict=True)]
         return max(ends) - min(self.starts)
 
 
 def steady_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
-    """Most memory in use on a device while units follow one another without end."""
-    added = changes(graph, device)
+    """Return the peak memory in use on a device in the endless steady state."""
+    added = balanced_changes(graph, device)
     phases = cyclic.phases
-    stages = cyclic.stages
-    used = -sum(change * stages[index] for index, change in added.items())
+    modulo_stages = cyclic.modulo_stages
+    used = -sum(change * modulo_stages[index] for index, change in added.items())
     peak = 0
-    for index in sorted(added, key=lambda each: phases[each]):
+    for index in sorted(added, key=lambda block: phases[block]):
         used += added[index]
         peak = max(peak, used)
     return peak
 
 
 def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
-    """True if dependencies are kept, no two blocks of any units overlap on a device, and memory
-    suffices.
+    """True if the steady state keeps all dependencies, blocks of any micro-batches never overlap on
+    a device, and the memory limits hold.
     """
     starts = cyclic.starts
     period = cyclic.period
@@ -432,7 +467,7 @@ def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
         return False
     if any(block.time > period for block in graph.blocks):
         return False
-    for first, second in sharing_pairs(graph):
+    for first, second in pairs_sharing_a_device(graph):
         gap = (starts[second] - starts[first]) % period
         if gap < graph.blocks[first].time or period - gap < graph.blocks[second].time:
             return False
@@ -442,41 +477,54 @@ def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
     )
 
 
-def sharing_pairs(graph: BlockGraph) -> list[tuple[int, int]]:
+def pairs_sharing_a_device(graph: BlockGraph) -> list[tuple[int, int]]:
+    """Return the pairs of blocks (smaller index first) that have a device in common, sorted."""
     return sorted({pair for members in graph.members for pair in combinations(members, 2)})
 
 
 Starts = tuple[tuple[int, ...], ...]
-"""`starts[n][i]`: start of block i of unit n."""
+"""`starts[n][i]`: start of block i of micro-batch n."""
 
 
-def unroll(graph: BlockGraph, cyclic: PeriodicStarts, units: int) -> Starts:
-    """Units in the steady state's order on each device, each block as soon as this order and its
-    own waits allow. Memory is as in the steady state or less: it depends on the order of starts
-    alone.
+def unroll(graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int) -> Starts:
+    """Return the starts of `micro_batches` micro-batches in the order of the steady state on each
+    device, each block as early as this order and its dependencies permit.
+
+    The memory in use is at most that of the steady state, because it depends only on the order of
+    starts.
     """
     return compact(
-        graph, [[start + cyclic.period * unit for start in cyclic.starts] for unit in range(units)]
+        graph,
+        [
+            [start + cyclic.period * micro_batch for start in cyclic.starts]
+            for micro_batch in range(micro_batches)
+        ],
     )
 
 
 def compact(graph: BlockGraph, starts: Sequence[Sequence[int]]) -> Starts:
-    """The same order of starts on each device, each block as early as it allows."""
+    """Return the earliest starts that keep the order of starts on each device."""
     order = sorted(
-        (start, unit, index) for unit, each in enumerate(starts) for index, start in enumerate(each)
+        (start, micro_batch, index)
+        for micro_batch, each in enumerate(starts)
+        for index, start in enumerate(each)
     )
-    return in_order(graph, len(starts), ((unit, index) for _, unit, index in order))
+    return earliest_starts(
+        graph, len(starts), ((micro_batch, index) for _, micro_batch, index in order)
+    )
 
 
-def in_order(graph: BlockGraph, units: int, order: Iterable[tuple[int, int]]) -> Starts:
-    """Starts as early as possible for (unit, block) in an order in which each comes after all that
-    it waits for.
+def earliest_starts(
+    graph: BlockGraph, micro_batches: int, order: Iterable[tuple[int, int]]
+) -> Starts:
+    """Return the earliest starts if blocks are placed one by one in `order`, which contains
+    (micro-batch, block). Each block comes after the blocks that it depends on.
     """
     free = [0] * graph.devices
-    starts = [[0] * len(graph.blocks) for _ in range(units)]
-    for unit, index in order:
+    starts = [[0] * len(graph.blocks) for _ in range(micro_batches)]
+    for micro_batch, index in order:
         block = graph.blocks[index]
-        own = starts[unit]
+        own = starts[micro_batch]
         start = max(free[device] for device in block.devices)
         for other, wait in graph.waits[index]:
             start = max(start, own[other] + wait)
@@ -487,55 +535,62 @@ def in_order(graph: BlockGraph, units: int, order: Iterable[tuple[int, int]]) ->
 
 
 def makespan(graph: BlockGraph, starts: Starts) -> int:
+    """Return the end of the last block."""
     return BlockSchedule(graph, starts).makespan
 
 
 def fits(graph: BlockGraph, starts: Starts) -> bool:
-    rooms = zip(BlockSchedule(graph, starts).peak_memory, graph.memory, strict=True)
-    return all(room is None or peak <= room for peak, room in rooms)
+    """True if the memory limits hold."""
+    peaks = BlockSchedule(graph, starts).peak_memory
+    return all(
+        limit is None or peak <= limit for peak, limit in zip(peaks, graph.memory, strict=True)
+    )
 
 
-def observed_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
-    """The schedule with the steady state that is found in its middle, if any. A steady state is
-    there where, over the middle third, every block of a unit a fixed number of units further starts
-    later by one distance. The period is its share a unit; a repetend is given where it holds one
-    unit.
+def with_observed_period(graph: BlockGraph, starts: Starts) -> BlockSchedule:
+    """Return the schedule with the period of its middle third, if the blocks repeat there.
+
+    They repeat if, for some number g, each block of micro-batch n + g starts a constant time later
+    than in micro-batch n. The period is this time / g. The repetend is only set if g = 1. The
+    search tries small g first and requires an integer period; otherwise the schedule has no period.
     """
     busiest = max(graph.loads)
     count = len(starts)
     first = count // 3
     last = count - count // 3
     for group in range(1, (last - first) // 2 + 1):
-        distance = turn_of(starts, group, first, last)
+        distance = constant_distance(starts, group, first, last)
         if distance is None or distance % group:
             continue
         period = distance // group
         if group > 1:
             return BlockSchedule(graph, starts, period, busiest * count)
-        repetend = repetend_of(PeriodicStarts(period, starts[first]))
+        repetend = repetend_from(PeriodicStarts(period, starts[first]))
         return BlockSchedule(graph, starts, period, busiest, period == busiest, repetend)
     return BlockSchedule(graph, starts, None, busiest * count)
 
 
-def turn_of(starts: Starts, group: int, first: int, last: int) -> int | None:
-    """By how much later each unit from `first` on, up to `last`, is than the one `group` before;
-    None if it varies.
+def constant_distance(starts: Starts, group: int, first: int, last: int) -> int | None:
+    """Return the time by which each block of the micro-batches from `first` + `group` to `last` - 1
+    starts later than in the micro-batch `group` before it, or None if this time varies.
     """
     distances = {
-        further - start
-        for unit in range(first, last - group)
-        for start, further in zip(starts[unit], starts[unit + group], strict=True)
+        later - start
+        for micro_batch in range(first, last - group)
+        for start, later in zip(starts[micro_batch], starts[micro_batch + group], strict=True)
     }
     return distances.pop() if len(distances) == 1 else None
 
 
-def repetend_of(cyclic: PeriodicStarts) -> BlockRepetend:
-    """One repetition, with starts counted from the first of a unit's. A block that starts k periods
-    after its unit's first one stands, beside that first one, for a unit k earlier.
+def repetend_from(cyclic: PeriodicStarts) -> BlockRepetend:
+    """Return one repetition of a steady state, with starts counted from the first block of a
+    micro-batch. A block that starts k periods after the first block of its micro-batch belongs, in
+    one repetition, to the micro-batch k before that of the first block.
     """
     first = min(cyclic.starts)
-    periods = [divmod(start - first, cyclic.period) for start in cyclic.starts]
-    last = max(period for period, _ in periods)
+    split_starts = [divmod(start - first, cyclic.period) for start in cyclic.starts]
+    last = max(modulo_stage for modulo_stage, _ in split_starts)
     return BlockRepetend(
-        tuple(phase for _, phase in periods), tuple(last - period for period, _ in periods)
+        tuple(phase for _, phase in split_starts),
+        tuple(last - modulo_stage for modulo_stage, _ in split_starts),
     )

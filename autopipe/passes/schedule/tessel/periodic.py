@@ -1,11 +1,14 @@
-"""The steady state of a block schedule: Tessel's repetend, as a modulo schedule.
+"""Steady state of a block schedule (Tessel's repetend) as a modulo schedule.
 
-Block i of unit n starts at phase(i) + period x (stage(i) + n). This is modulo scheduling, as of
-loops in Lam, "Software pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA
-2024), section III; the greatest stage less a block's is the index of micro-batch that Tessel gives
-it in the repetend. Tessel tries assignments of these indices one after the other (Algorithm 1) and
-solves each; here stages are variables, so that one model holds all assignments. `construct` finds
-steady states without a solver: an answer always, and a place for CP-SAT to begin from.
+Block i of micro-batch n starts at phase(i) + period * (k(i) + n), with 0 <= phase(i) < period. The
+integer k(i) is the modulo stage of block i. This is modulo scheduling, as for loops in Lam,
+"Software pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024),
+section III. The micro-batch index that Tessel gives block i in the repetend is max k - k(i).
+
+Tessel enumerates assignments of these indices (Algorithm 1) and solves one problem for each. Here
+the k(i) are variables, so one CP-SAT model contains all assignments. `construct` finds a steady
+state without a solver. It is the result if the solver finds nothing, and otherwise the solver's
+hint.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
-    changes,
+    balanced_changes,
+    critical_path,
     is_valid,
-    sharing_pairs,
-    topological,
-    unit_bound,
+    pairs_sharing_a_device,
+    topological_order,
 )
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
@@ -36,107 +39,126 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """A steady state, None where none was found, and what was proven of what the run minimised."""
+    """Result of a solver run."""
 
     status: Status
     cyclic: PeriodicStarts | None
+    """The steady state; None if none was found."""
     bound: int | None
+    """Proven lower bound of the objective; None if there is no objective or no bound."""
     work: float
+    """Deterministic solver time spent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CyclicModel:
-    """Steady states as variables, a phase and a stage a block."""
+    """CP-SAT model of steady states, with a phase and a modulo stage per block."""
 
     graph: BlockGraph
     model: CpModel
     period: IntVar
     phases: list[IntVar]
-    stages: list[IntVar]
+    modulo_stages: list[IntVar]
     before: dict[tuple[int, int], IntVar]
-    """True if the first of a pair that shares a device has the smaller phase."""
+    """Per pair of blocks that share a device, true if the first has the smaller phase."""
 
     def start(self, index: int, period: int) -> LinearExprT:
-        return self.phases[index] + period * self.stages[index]
+        """Return the start of a block in micro-batch 0."""
+        return self.phases[index] + period * self.modulo_stages[index]
 
     def order_pairs(self) -> None:
-        """Two blocks that share a device are in one of two orders within the period. The second
-        ends before the first is due again, so that neither overlaps the other in any repetition.
+        """Require that two blocks that share a device run one after the other within the period.
+
+        The second ends before the first starts again one period later, so they never overlap.
         """
+        blocks = self.graph.blocks
         for (left, right), before in self.before.items():
-            for one, other, holds in ((left, right, before), (right, left, before.negated())):
-                end = self.phases[one] + self.graph.blocks[one].time
-                due = self.phases[one] + self.period
-                self.model.add(end <= self.phases[other]).only_enforce_if(holds)
-                self.model.add(
-                    self.phases[other] + self.graph.blocks[other].time <= due
-                ).only_enforce_if(holds)
+            for first, second, holds in ((left, right, before), (right, left, before.negated())):
+                first_end = self.phases[first] + blocks[first].time
+                second_end = self.phases[second] + blocks[second].time
+                next_start = self.phases[first] + self.period
+                self.model.add(first_end <= self.phases[second]).only_enforce_if(holds)
+                self.model.add(second_end <= next_start).only_enforce_if(holds)
 
     def memory_in_use(self, device: int) -> list[tuple[LinearExprT, int]]:
-        """Memory in use on a device right after each block that allocates there, with the step it
-        is counted in.
+        """Return (expression, step) for each block that allocates memory on the device: the memory
+        in use right after the block starts is expression * step.
 
-        Right after block i of unit n, block j has run for the units up to n + stage(i) - stage(j),
-        the last of them only if its phase is the smaller one or j is i. As the changes c add up to
-        0 over a unit, what is in use is the sum over j of c(j) (is_before(j, i) - stage(j)), with
-        is_before(i, i) = 1: Tessel's memory constraint for endless repetition.
+        Right after block i of micro-batch n starts, block j has started for the micro-batches up to
+        n + k(i) - k(j), and for the last of them only if j = i or phase(j) < phase(i). Let c(j) be
+        the change of memory by block j; the c(j) add up to 0. The memory in use is then
+
+            sum over j of c(j) * (b(j, i) - k(j))
+
+        where b(j, i) is 1 if j = i or phase(j) < phase(i), and 0 otherwise. This is Tessel's memory
+        constraint for endless repetition.
         """
         from ortools.sat.python import cp_model
 
-        added = changes(self.graph, device)
-        step = math.gcd(*added.values()) or 1
-        memory = {index: change // step for index, change in added.items() if change}
-        in_flight = [-memory[index] * self.stages[index] for index in memory]
+        changes = balanced_changes(self.graph, device)
+        step = math.gcd(*changes.values()) or 1
+        memory = {index: change // step for index, change in changes.items() if change}
+        in_flight = [-memory[index] * self.modulo_stages[index] for index in memory]
 
         def is_before(first: int, second: int) -> LinearExprT:
             return self.before[first, second] if first < second else 1 - self.before[second, first]
 
-        found: list[tuple[LinearExprT, int]] = []
+        expressions: list[tuple[LinearExprT, int]] = []
         for index, change in memory.items():
             if change > 0:
                 earlier = [
                     memory[other] * is_before(other, index) for other in memory if other != index
                 ]
-                found.append((cp_model.LinearExpr.sum([change, *earlier, *in_flight]), step))
-        return found
+                expressions.append((cp_model.LinearExpr.sum([change, *earlier, *in_flight]), step))
+        return expressions
 
     def limit_memory(self) -> None:
-        for device, room in enumerate(self.graph.memory):
-            if room is not None:
+        """Add the memory limits of all devices."""
+        for device, limit in enumerate(self.graph.memory):
+            if limit is not None:
                 for used, step in self.memory_in_use(device):
-                    self.model.add(used <= room // step)
+                    self.model.add(used <= limit // step)
 
-    def anchor(self) -> None:
-        """Put the first block of each connected part in stage 0, if it is the only first one: units
-        are equal.
+    def fix_first_blocks(self) -> None:
+        """Set the modulo stage of the first block of each connected component to 0, if the
+        component has only one block without predecessors. This removes equivalent solutions,
+        because micro-batches are equal.
         """
         blocks = self.graph.blocks
-        part = list(range(len(blocks)))
+        component = list(range(len(blocks)))
         for index, block in enumerate(blocks):
             for other in block.after:
-                old = part[index]
-                new = part[other]
-                part = [new if each == old else each for each in part]
-        for name in set(part):
+                old = component[index]
+                new = component[other]
+                component = [new if each == old else each for each in component]
+        for component_name in set(component):
             sources = [
-                index for index, each in enumerate(part) if each == name and not blocks[index].after
+                index
+                for index, each in enumerate(component)
+                if each == component_name and not blocks[index].after
             ]
             if len(sources) == 1:
-                self.model.add(self.stages[sources[0]] == 0)
+                self.model.add(self.modulo_stages[sources[0]] == 0)
 
     def hint(self, known: PeriodicStarts) -> None:
-        """Let the solver begin from a known answer."""
-        start = known.starts[widest(self.graph)]
-        turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
-        for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
-            self.model.add_hint(self.stages[index], stage)
+        """Add a known steady state as the solver's hint, shifted so that the `widest_block` has
+        phase 0.
+        """
+        start = known.starts[widest_block(self.graph)]
+        shifted = PeriodicStarts(known.period, tuple(other - start for other in known.starts))
+        for index, (stage, phase) in enumerate(
+            zip(shifted.modulo_stages, shifted.phases, strict=True)
+        ):
+            self.model.add_hint(self.modulo_stages[index], stage)
             self.model.add_hint(self.phases[index], phase)
 
     def latency(self, known: PeriodicStarts) -> IntVar:
-        """A variable that is at least a unit's time from its first start to its last end."""
+        """Return a variable that is at least the time of one micro-batch from its first start to
+        its last end, and at most that of `known` (or the critical path, if longer).
+        """
         period = known.period
-        least = unit_bound(self.graph)
-        latency = self.model.new_int_var(least, max(least, known.latency(self.graph)), "")
+        low = critical_path(self.graph)
+        latency = self.model.new_int_var(low, max(low, known.latency(self.graph)), "")
         first = self.model.new_int_var(0, period - 1, "")
         for index, block in enumerate(self.graph.blocks):
             self.model.add(self.start(index, period) >= first)
@@ -146,13 +168,15 @@ class CyclicModel:
     def solve(
         self, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
     ) -> SteadyState:
-        """Raises AutopipeError where the solver's answer breaks a rule."""
-        answer = solve(
-            self.model, [self.period, *self.phases, *self.stages], limit, on_solution, relax
+        """Solve the model. Raise AutopipeError if the solver's steady state violates a
+        constraint.
+        """
+        result = solve(
+            self.model, [self.period, *self.phases, *self.modulo_stages], limit, on_solution, relax
         )
-        if not answer.found:
-            return SteadyState(answer.status, None, answer.bound, answer.work)
-        (period, *values) = answer.values
+        if not result.found:
+            return SteadyState(result.status, None, result.bound, result.work)
+        (period, *values) = result.values
         count = len(self.graph.blocks)
         starts = [
             phase + period * stage
@@ -160,184 +184,203 @@ class CyclicModel:
         ]
         cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
         if not is_valid(self.graph, cyclic):
-            raise AutopipeError("the solver's steady state breaks a rule of its own model")
-        return SteadyState(answer.status, cyclic, answer.bound, answer.work)
+            raise AutopipeError("the solver's steady state violates a constraint of its model")
+        return SteadyState(result.status, cyclic, result.bound, result.work)
 
 
-def widest(graph: BlockGraph) -> int:
-    """The block whose phase is 0: one on most devices, as its place rules out most."""
+def widest_block(graph: BlockGraph) -> int:
+    """Return the block whose phase is fixed to 0: the block on most devices, and of these the
+    longest. Its position excludes most positions of other blocks.
+    """
     blocks = graph.blocks
     return max(
         range(len(blocks)), key=lambda index: (len(blocks[index].devices), blocks[index].time)
     )
 
 
-def _most_gap(wait: int, period: int) -> int:
-    """Stages between two blocks that leave time for the wait whatever their phases."""
+def _sufficient_gap(wait: int, period: int) -> int:
+    """Return the difference of two blocks' modulo stages that suffices for the wait between their
+    starts, whatever their phases are.
+    """
     return math.ceil((wait + period - 1) / period)
 
 
-def model_cyclic(graph: BlockGraph, low: int, high: int) -> CyclicModel:
-    """A model of all steady states of periods from `low` to `high`."""
+def build_model(graph: BlockGraph, low: int, high: int) -> CyclicModel:
+    """Return a model of all steady states with periods from `low` to `high`."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     blocks = range(len(graph.blocks))
-    first = widest(graph)
-    # Where no block can be moved towards the others, a tree of tight dependencies holds them: its
-    # gaps are enough.
+    first = widest_block(graph)
+    # Upper bound of the modulo stages. If no block can be moved closer to the others, tight
+    # dependencies form a spanning tree of n - 1 edges, so the n - 1 largest gaps suffice.
     gaps = sorted(
-        (_most_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True
+        (_sufficient_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True
     )
-    made = CyclicModel(
+    cyclic_model = CyclicModel(
         graph,
         model,
         model.new_int_var(low, high, ""),
         [model.new_int_var(0, 0 if index == first else high - 1, "") for index in blocks],
         [model.new_int_var(0, sum(gaps[: len(blocks) - 1]), "") for _ in blocks],
-        {pair: model.new_bool_var("") for pair in sharing_pairs(graph)},
+        {pair: model.new_bool_var("") for pair in pairs_sharing_a_device(graph)},
     )
     if low < high:
-        for phase in made.phases:
-            model.add(phase < made.period)
-    made.order_pairs()
+        for phase in cyclic_model.phases:
+            model.add(phase < cyclic_model.period)
+    cyclic_model.order_pairs()
     for index, waits in enumerate(graph.waits):
         for other, wait in waits:
-            model.add(made.stages[index] >= made.stages[other])
+            model.add(cyclic_model.modulo_stages[index] >= cyclic_model.modulo_stages[other])
             if low == high:
-                model.add(made.start(index, low) >= made.start(other, low) + wait)
+                model.add(cyclic_model.start(index, low) >= cyclic_model.start(other, low) + wait)
                 continue
-            # The product of period and stages is spelled out, gap by gap.
-            enough = _most_gap(wait, low)
-            between = made.stages[index] - made.stages[other]
+            # period * modulo stage is a product of variables. Enumerate the differences of the
+            # modulo stages instead.
+            enough = _sufficient_gap(wait, low)
+            between = cyclic_model.modulo_stages[index] - cyclic_model.modulo_stages[other]
             chosen = [model.new_bool_var("") for _ in range(enough + 1)]
             model.add_exactly_one(chosen)
             for size, gap in enumerate(chosen[:-1]):
                 model.add(between == size).only_enforce_if(gap)
-                end = made.phases[other] + wait
-                model.add(made.phases[index] + size * made.period >= end).only_enforce_if(gap)
+                end = cyclic_model.phases[other] + wait
+                model.add(
+                    cyclic_model.phases[index] + size * cyclic_model.period >= end
+                ).only_enforce_if(gap)
             model.add(between >= enough).only_enforce_if(chosen[-1])
-    made.limit_memory()
-    return made
+    cyclic_model.limit_memory()
+    return cyclic_model
 
 
-def with_period(graph: BlockGraph, period: int, limit: Limit) -> SteadyState:
-    made = model_cyclic(graph, period, period)
-    made.anchor()
-    return made.solve(limit)
+def find_with_period(graph: BlockGraph, period: int, limit: Limit) -> SteadyState:
+    """Search for a steady state with this period."""
+    cyclic_model = build_model(graph, period, period)
+    cyclic_model.fix_first_blocks()
+    return cyclic_model.solve(limit)
 
 
-def least_period(
+def minimize_period(
     graph: BlockGraph,
     low: int,
     known: PeriodicStarts,
     limit: Limit,
     on_solution: OnSolution | None = None,
 ) -> SteadyState:
-    """The steady state of least period from `low` to less than that of `known`, from which the
-    search begins. INFEASIBLE says that no period is shorter than the known one.
+    """Search for the steady state with the shortest period from `low` to below that of `known`,
+    which is the solver's hint. Status INFEASIBLE means that no period is shorter than the known
+    one.
     """
-    made = model_cyclic(graph, low, known.period - 1)
-    made.anchor()
-    made.hint(known)
-    made.model.minimize(made.period)
-    return made.solve(limit, on_solution)
+    cyclic_model = build_model(graph, low, known.period - 1)
+    cyclic_model.fix_first_blocks()
+    cyclic_model.hint(known)
+    cyclic_model.model.minimize(cyclic_model.period)
+    return cyclic_model.solve(limit, on_solution)
 
 
-def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> SteadyState:
-    """The steady state of the known period with the least time from a unit's first start to its
-    last end.
+def minimize_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> SteadyState:
+    """Search for the steady state with the period of `known` and the shortest latency of a
+    micro-batch.
     """
-    made = model_cyclic(graph, known.period, known.period)
-    made.model.minimize(made.latency(known))
-    made.hint(known)
-    return made.solve(limit)
+    cyclic_model = build_model(graph, known.period, known.period)
+    cyclic_model.model.minimize(cyclic_model.latency(known))
+    cyclic_model.hint(known)
+    return cyclic_model.solve(limit)
 
 
-def least_memory(
+def minimize_memory(
     graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None
 ) -> SteadyState:
-    """The steady state of the known period whose fullest device uses least, and `latency` at most;
-    then the others.
+    """Search for the steady state with the period of `known` and the minimum memory.
+
+    The first objective is the highest peak of all devices, the second the sum of the peaks. A
+    micro-batch takes at most `latency`, if given.
     """
-    made = model_cyclic(graph, known.period, known.period)
-    model = made.model
+    cyclic_model = build_model(graph, known.period, known.period)
+    model = cyclic_model.model
     if latency is not None:
-        model.add(made.latency(known) <= latency)
-    most = sum(abs(block.memory) for block in graph.blocks) * len(graph.blocks)
-    fullest = model.new_int_var(0, most, "")
+        model.add(cyclic_model.latency(known) <= latency)
+    upper_bound = sum(abs(block.memory) for block in graph.blocks) * len(graph.blocks)
+    highest_peak = model.new_int_var(0, upper_bound, "")
     peaks = []
     for device in range(graph.devices):
-        peaks.append(model.new_int_var(0, most, ""))
-        model.add(fullest >= peaks[-1])
-        for used, step in made.memory_in_use(device):
+        peaks.append(model.new_int_var(0, upper_bound, ""))
+        model.add(highest_peak >= peaks[-1])
+        for used, step in cyclic_model.memory_in_use(device):
             model.add(peaks[-1] >= step * used)
-    model.minimize(graph.devices * fullest + sum(peaks))
-    made.hint(known)
-    return made.solve(limit, relax=True)
+    model.minimize(graph.devices * highest_peak + sum(peaks))
+    cyclic_model.hint(known)
+    return cyclic_model.solve(limit, relax=True)
 
 
-_STEPS = 96
-"""Steps of the least period to which times are rounded up. Few make small models, many keep the
-error small.
+_ROUNDED_PERIOD = 96
+"""Number of time steps of the period's lower bound after rounding. A small number makes small
+models, a large number small errors.
 """
 
 
-def coarse(graph: BlockGraph, bound: int) -> BlockGraph | None:
-    """The same blocks with times in steps of `bound` / 96, rounded up; None where times are no
-    finer than that. An order of blocks that is good for rounded times is good for exact ones, and
-    found sooner.
+def round_times(graph: BlockGraph, bound: int) -> BlockGraph | None:
+    """Return the graph with times in steps of `bound` / `_ROUNDED_PERIOD`, rounded up; None if a
+    step would be shorter than 4 ticks. A good order of blocks for rounded times is good for exact
+    times, and is found sooner.
     """
-    step = -(-bound // _STEPS)
+    step = -(-bound // _ROUNDED_PERIOD)
     if step < 4:
         return None
     blocks = (
         replace(
-            each,
-            time=-(-each.time // step),
-            delays=tuple(-(-delay // step) for delay in each.delays),
+            block,
+            time=-(-block.time // step),
+            delays=tuple(-(-delay // step) for delay in block.delays),
         )
-        for each in graph.blocks
+        for block in graph.blocks
     )
     return replace(graph, blocks=tuple(blocks))
 
 
-_Way = tuple[tuple[int, ...], bool, bool]
-"""How blocks are put down: their order; True if those on most devices have their phases beforehand,
-one behind the other; True if blocks stand against a neighbour, so that gaps stay whole.
+_PlacingOptions = tuple[tuple[int, ...], bool, bool]
+"""(order of the blocks, reserve, adjacent). If `reserve`, the blocks on most devices get
+consecutive phases before all others. If `adjacent`, a block is placed next to a neighbour, so that
+gaps stay in one piece.
 """
 
 
 class _Placing:
-    """Puts the blocks of one unit into a period, one after the other, without taking any back. A
-    simple form of Rau, "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead.
+    """Greedy placement of one micro-batch's blocks into a period, one block after the other,
+    without backtracking: a simple form of Rau, "Iterative modulo scheduling" (MICRO 1994), for many
+    orders of the blocks.
     """
 
     def __init__(self, graph: BlockGraph, budget: Budget) -> None:
         self.graph = graph
         self.budget = budget
-        sets = [set(block.devices) for block in graph.blocks]
+        device_sets = [set(block.devices) for block in graph.blocks]
+        # Blocks that share a device with each block.
         self.neighbours = [
-            [other for other, its in enumerate(sets) if other != index and its & own]
-            for index, own in enumerate(sets)
+            [other for other, theirs in enumerate(device_sets) if other != index and theirs & own]
+            for index, own in enumerate(device_sets)
         ]
-        self.behind: list[list[tuple[int, int]]] = [[] for _ in sets]
+        # Per block, (following block, minimum time between the starts).
+        self.followers: list[list[tuple[int, int]]] = [[] for _ in device_sets]
         for index, waits in enumerate(graph.waits):
             for other, wait in waits:
-                self.behind[other].append((index, wait))
-        most = max(map(len, sets))
+                self.followers[other].append((index, wait))
+        largest = max(map(len, device_sets))
         end = 0
         self.reserved: dict[int, int] = {}
+        """Phase of each block on the maximum number of devices; empty if all blocks are on one
+        device.
+        """
         for index in graph.order:
-            if 1 < most == len(sets[index]):
+            if 1 < largest == len(device_sets[index]):
                 self.reserved[index] = end
                 end += graph.blocks[index].time
 
     def place(
-        self, period: int, order: Sequence[int], reserve: bool, touch: bool
+        self, period: int, order: Sequence[int], reserve: bool, adjacent: bool
     ) -> PeriodicStarts | None:
-        """Each block as near as there is a gap to those that it waits for, or else to those that
-        wait for it.
+        """Return a steady state that places each block as close as possible after the blocks it
+        depends on or, if none of these is placed, before the blocks that depend on it. Return None
+        if a block does not fit. Memory is not checked.
         """
         blocks = self.graph.blocks
         starts = dict[int, int]()
@@ -347,32 +390,41 @@ class _Placing:
             if self.budget.left < 0 or time > period:
                 return None
             waits = self.graph.waits[index]
-            behind = self.behind[index]
-            first = max(
+            followers = self.followers[index]
+            earliest = max(
                 (starts[other] + wait for other, wait in waits if other in starts), default=None
             )
-            last = min(
-                (starts[other] - wait for other, wait in behind if other in starts), default=None
+            latest = min(
+                (starts[other] - wait for other, wait in followers if other in starts),
+                default=None,
             )
-            onward = first is not None or last is None
-            near, sign = (first or 0, 1) if onward else (last or 0, -1)
-            taken = [
+            is_forward = earliest is not None or latest is None
+            target, sign = (earliest or 0, 1) if is_forward else (latest or 0, -1)
+            occupied = [
                 (phases[other], blocks[other].time)
                 for other in self.neighbours[index]
                 if other in phases
             ]
             if index in phases:
-                edges = {phases[index]}
-            else:  # Right there, or just before or behind a neighbour.
-                edges = {edge for phase, its in taken for edge in (phase + its, phase - time)}
-                edges |= set() if touch and taken else {near}
-            for far in sorted({sign * (edge - near) % period for edge in edges}):
-                start = near + sign * far
-                if all(time <= (phase - start) % period <= period - its for phase, its in taken):
+                candidates = {phases[index]}
+            else:  # At the target, or just before or after a neighbour.
+                candidates = {
+                    candidate
+                    for phase, length in occupied
+                    for candidate in (phase + length, phase - time)
+                }
+                candidates |= set() if adjacent and occupied else {target}
+            distances = {sign * (candidate - target) % period for candidate in candidates}
+            for distance in sorted(distances):
+                start = target + sign * distance
+                if all(
+                    time <= (phase - start) % period <= period - length
+                    for phase, length in occupied
+                ):
                     break
             else:
                 return None
-            if onward and last is not None and start > last:
+            if is_forward and latest is not None and start > latest:
                 return None
             starts[index], phases[index] = start, start % period
         periods = min(starts.values()) // period
@@ -382,45 +434,50 @@ class _Placing:
 
 
 _Wait = tuple[int, int, int, int]
-"""(before, after, time, periods): `after` starts no earlier than `before` plus time, less that many
-periods.
+"""(before, after, time, periods): `after` starts at or after start of `before` + time - periods *
+period.
 """
 
 
 def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
-    """The blocks in the order of `order`, at the least period of `low` or more that this order
-    allows.
+    """Return the steady state with the order of `order` and the shortest period of at least `low`
+    that this order permits.
 
-    Each block starts as early as it can, so that no other starts in this order and period make a
-    unit's way shorter. Memory in use is that of `order`, whose times may be those of another graph.
-    An order and a period fix all waits; starts keep them exactly if no circle of waits takes longer
-    than its periods. So the period is raised to what the slowest circle needs until there is none
-    left: the recurrence bound of modulo scheduling.
+    The order of blocks on each device and their modulo stages fix all waits
+
+        start(after) >= start(before) + time - periods * period
+
+    Starts exist exactly if no cycle of waits has sum of time > period * sum of periods. The period
+    is therefore raised to ceil(sum of time / sum of periods) of a violated cycle until there is
+    none: the recurrence bound of modulo scheduling. Each block then starts as early as possible,
+    which minimises the latency for this order and period. The memory in use is that of `order`,
+    because it depends only on the order. The times of `order` may be those of another graph with
+    equal blocks, such as `round_times`.
     """
     waits: list[_Wait] = []
     for index, before in enumerate(graph.waits):
         waits += [(other, index, wait, 0) for other, wait in before]
-    stages = order.stages
+    modulo_stages = order.modulo_stages
     phases = order.phases
     for own in graph.members:
         members = sorted(own, key=lambda index: phases[index])
-        for one, next_one in zip(members, [*members[1:], *members[:1]], strict=True):
-            periods = stages[one] - stages[next_one] + (next_one == members[0])
-            waits.append((one, next_one, graph.blocks[one].time, periods))
+        for index, following in zip(members, [*members[1:], *members[:1]], strict=True):
+            periods = modulo_stages[index] - modulo_stages[following] + (following == members[0])
+            waits.append((index, following, graph.blocks[index].time, periods))
     waits = list(dict.fromkeys(waits))
     period = low
     while True:
-        starts, circle = _earliest(len(graph.blocks), waits, period)
-        if circle is None:
+        starts, cycle = _earliest_starts(len(graph.blocks), waits, period)
+        if cycle is None:
             return PeriodicStarts(period, starts)
-        period = -(-sum(wait[2] for wait in circle) // sum(wait[3] for wait in circle))
+        period = -(-sum(wait[2] for wait in cycle) // sum(wait[3] for wait in cycle))
 
 
-def _earliest(
+def _earliest_starts(
     count: int, waits: Sequence[_Wait], period: int
 ) -> tuple[tuple[int, ...], list[_Wait] | None]:
-    """Least starts of 0 or more that keep all waits, or a circle of waits that takes longer than
-    its periods.
+    """Return (starts, None), the minimum starts of 0 or more that keep all waits, or ((), cycle)
+    with a violated cycle of waits (Bellman-Ford).
     """
     starts = [0] * count
     last: list[_Wait | None] = [None] * count
@@ -430,68 +487,79 @@ def _earliest(
             before, after, time, periods = wait
             start = starts[before] + time - periods * period
             if start > starts[after]:
-                starts[after], last[after], changed = start, wait, True
+                starts[after] = start
+                last[after] = wait
+                changed = True
         if not changed:
             return tuple(starts), None
-        circle = _circle(last)
-        if circle is not None:
-            return (), circle
+        cycle = _find_cycle(last)
+        if cycle is not None:
+            return (), cycle
 
 
-def _circle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
-    """A circle among the waits that each block was last put off by."""
+def _find_cycle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
+    """Return a cycle among the waits that last delayed each block, or None."""
     seen = [-1] * len(last)
     for begin in range(len(last)):
-        at = begin
-        while seen[at] < 0 and (wait := last[at]) is not None:
-            seen[at] = begin
-            at = wait[0]
-        if seen[at] == begin and (wait := last[at]) is not None:
-            circle = [wait]
-            while circle[-1][0] != at and (wait := last[circle[-1][0]]) is not None:
-                circle.append(wait)
-            return circle
+        block = begin
+        while seen[block] < 0 and (wait := last[block]) is not None:
+            seen[block] = begin
+            block = wait[0]
+        if seen[block] == begin and (wait := last[block]) is not None:
+            cycle = [wait]
+            while cycle[-1][0] != block and (wait := last[cycle[-1][0]]) is not None:
+                cycle.append(wait)
+            return cycle
     return None
 
 
-_STEP = 1.04  # Factor from one period that is tried to the next.
-# Random orders of each kind that are tried at one period; fewer where there are many blocks.
-_MOST_ORDERS = 32
-_HALVINGS = 4  # Periods between the least and the best known that are tried with random orders.
+_PERIOD_FACTOR = 1.04
+"""Factor between consecutive periods that are tried."""
+_MAX_ORDERS = 32
+"""Maximum number of random orders of each kind that are tried for one period."""
+_HALVINGS = 4
+"""Number of bisection steps between the lower bound and the best period, with random orders."""
 
 
 def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
-    """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that
-    fits memory.
+    """Return a steady state with a period of `low` or more, found without a solver.
+
+    `serial` is an order of one micro-batch's blocks, run one at a time, that keeps the memory
+    limits. The steady state of that order is the first result. Two fixed orders are then placed
+    greedily into periods from `low` on, growing by `_PERIOD_FACTOR`. Finally, random orders are
+    placed, with bisection of the period between the largest known failure and the best result.
     """
     best = one_at_a_time(graph, serial)
     placing = _Placing(graph, budget)
-    ways = _ways([tuple(serial), graph.order])
+    options = _option_combinations([tuple(serial), graph.order])
     period: float = low
     while period < best.period:
-        best = _best_of(placing, round(period), ways) or best
-        period *= _STEP
+        best = _best_placing(placing, round(period), options) or best
+        period *= _PERIOD_FACTOR
     best = tighten(graph, best, low)
-    draw = random.Random(budget.options.seed)
-    count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
-    orders = [_forward_order(graph, draw) for _ in range(count)]
-    ways += _ways(orders + [_outward_order(graph, draw) for _ in range(count)])
+    generator = random.Random(budget.options.seed)
+    count = max(4, min(_MAX_ORDERS, 4000 // len(graph.blocks)))
+    orders = [_random_topological_order(graph, generator) for _ in range(count)]
+    orders += [_random_connected_order(graph, generator) for _ in range(count)]
+    options += _option_combinations(orders)
     period = low
-    known = low
+    failed = low
     for _ in range(1 + _HALVINGS):
-        found = _best_of(placing, period, ways)
+        found = _best_placing(placing, period, options)
         if found is None:
-            known = period
+            failed = period
         elif (found.period, found.latency(graph)) < (best.period, best.latency(graph)):
             best = tighten(graph, found, low)
-        period = (known + best.period) // 2
-        if known in {best.period, period}:
+        period = (failed + best.period) // 2
+        if failed in {best.period, period}:
             break
     return best
 
 
 def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
-    """One block at a time on all devices together, and each unit after the one before."""
+    """Return the steady state that runs one block at a time on all devices together, and one
+    micro-batch after the other.
+    """
     starts = [0] * len(graph.blocks)
     now = 0
     for index in serial:
@@ -500,16 +568,18 @@ def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
     return PeriodicStarts(now, tuple(starts))
 
 
-def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicStarts | None:
-    """Of all steady states of this period that these ways lead to the one with the shortest way of
-    a unit.
+def _best_placing(
+    placing: _Placing, period: int, options: Sequence[_PlacingOptions]
+) -> PeriodicStarts | None:
+    """Return the steady state of this period with the shortest latency of all `options`, tightened,
+    or None if none fits.
     """
     best: PeriodicStarts | None = None
     graph = placing.graph
-    for way in ways:
+    for each in options:
         if placing.budget.left < 0:
             break
-        found = placing.place(period, *way)
+        found = placing.place(period, *each)
         if found is not None and is_valid(graph, found):
             found = tighten(graph, found, period)
             if best is None or found.latency(graph) < best.latency(graph):
@@ -517,31 +587,34 @@ def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicSt
     return best
 
 
-def _ways(orders: Sequence[tuple[int, ...]]) -> list[_Way]:
+def _option_combinations(orders: Sequence[tuple[int, ...]]) -> list[_PlacingOptions]:
     return list(product(dict.fromkeys(orders), (False, True), (False, True)))
 
 
-def _forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block comes after all that it waits for."""
-    rank = [draw.random() for _ in graph.blocks]
-    return topological(graph, lambda index, _: rank[index])
+def _random_topological_order(graph: BlockGraph, generator: random.Random) -> tuple[int, ...]:
+    """Return a random topological order of the blocks."""
+    priorities = [generator.random() for _ in graph.blocks]
+    return topological_order(graph, lambda index, _: priorities[index])
 
 
-def _outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block waits for one before it or is waited for, as far as there is
-    one. What is put down first stands close together, so that little memory is held between: as in
-    Llosa and others, "Swing modulo scheduling" (PACT 1996).
+def _random_connected_order(graph: BlockGraph, generator: random.Random) -> tuple[int, ...]:
+    """Return a random order in which each block, if possible, depends on an earlier block or an
+    earlier block depends on it. Such blocks are placed close together, so that little memory is in
+    use between them, as in Llosa et al., "Swing modulo scheduling" (PACT 1996).
     """
-    near = [
+    adjacent = [
         {*others, *block.after} for others, block in zip(graph.following, graph.blocks, strict=True)
     ]
-    left = set(range(len(near)))
-    edge = list[int]()
+    remaining = set(range(len(adjacent)))
+    frontier = list[int]()
     order = list[int]()
-    while left:
-        index = edge.pop(draw.randrange(len(edge))) if edge else draw.choice(sorted(left))
-        if index in left:
-            left.discard(index)
+    while remaining:
+        if frontier:
+            index = frontier.pop(generator.randrange(len(frontier)))
+        else:
+            index = generator.choice(sorted(remaining))
+        if index in remaining:
+            remaining.discard(index)
             order.append(index)
-            edge += sorted(near[index] & left)
+            frontier += sorted(adjacent[index] & remaining)
     return tuple(order)

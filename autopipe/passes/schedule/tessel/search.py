@@ -1,14 +1,16 @@
-"""Schedule search: the steady state of least period, its ends, and all units at once where they are
-few.
+"""Search for a block schedule: the steady state with the shortest period, its warm-up and
+cool-down, and, for few micro-batches, all blocks at once.
 
-Lin et al., "Tessel" (HPCA 2024), sections IV and V, with the repetend as a modulo schedule instead
-of one problem for each assignment of micro-batches. Warm-up and cool-down are small problems of
-their own, while the repetitions between stand as they are (IV.B): repetition r holds block i of
-unit r - stage(i), and the complete ones are those from the greatest stage to the last unit. Where
-list schedules are shorter, they take the place of the ends: where backwards are split, weight
-gradients fill these so well that they are often the shortest that can be, as in Qi et al., "Zero
-Bubble Pipeline Parallelism" (2024), section 3, which a search for the steady state alone does not
-see.
+Lin et al., "Tessel" (HPCA 2024), sections IV and V. The paper solves one problem per assignment of
+micro-batch indices to the blocks of the repetend (Algorithm 1). Here the repetend is one modulo
+schedule (`periodic`), in which the indices are variables. Repetition r contains block i of
+micro-batch r - k(i), where k(i) is the modulo stage of block i. Repetitions from max k to the last
+micro-batch are complete. Warm-up and cool-down are two small problems in which these repetitions
+are fixed (section IV-C).
+
+A list schedule replaces the result if it is shorter. With split backwards, weight gradients fill
+warm-up and cool-down, as in Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 3. List
+schedules use this, and are then often optimal; a search that considers only the period does not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.words import plural
 from autopipe.passes.schedule.tessel import model, periodic
 from autopipe.passes.schedule.tessel.model import Budget, PeriodicStarts, SearchOptions, Starts
 from autopipe.passes.solvers.cp_sat import CpResult, Limit, OnSolution, Status, solve
@@ -30,82 +31,93 @@ if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar
 
 
-def steady_state(graph: BlockGraph, units: int, budget: Budget) -> tuple[PeriodicStarts, int]:
-    """The best steady state found in the budget for `units` units (least period, then way of a
-    unit, then memory), and what no period is less than. Raises InfeasibleError where memory does
-    not suffice for them even one after the other.
+def best_steady_state(
+    graph: BlockGraph, micro_batches: int, budget: Budget
+) -> tuple[PeriodicStarts, int]:
+    """Return (steady state, lower bound of the period): the best steady state found within the
+    budget for `micro_batches` micro-batches.
+
+    Objectives in this order: period, latency of a micro-batch, memory. Raise InfeasibleError if the
+    memory does not suffice even for one micro-batch after another.
     """
-    best, bound = least_steady_period(graph, units, budget)
+    best, bound = shortest_steady_state(graph, micro_batches, budget)
     budget.report(best.period, bound)
-    roomy = model.reserved(graph, units)
-    best = periodic.tighten(roomy, best, best.period)
-    best = (
-        _ask(roomy, budget, 0.2, lambda limit: periodic.least_latency(roomy, best, limit)).cyclic
-        or best
+    reduced = model.with_reserved_memory(graph, micro_batches)
+    best = periodic.tighten(reduced, best, best.period)
+    found = _solve_within(
+        reduced, budget, 0.2, lambda limit: periodic.minimize_latency(reduced, best, limit)
     )
-    latency = best.latency(roomy)
-    best = (
-        _ask(
-            roomy, budget, 0.1, lambda limit: periodic.least_memory(roomy, best, limit, latency)
-        ).cyclic
-        or best
+    best = found.cyclic or best
+    latency = best.latency(reduced)
+    found = _solve_within(
+        reduced, budget, 0.1, lambda limit: periodic.minimize_memory(reduced, best, limit, latency)
     )
+    best = found.cyclic or best
     budget.report(best.period, bound)
     return best, bound
 
 
-def least_steady_period(
-    graph: BlockGraph, units: int, budget: Budget
+def shortest_steady_state(
+    graph: BlockGraph, micro_batches: int, budget: Budget
 ) -> tuple[PeriodicStarts, int]:
-    """The same without regard to a unit's way and memory."""
-    serial = serial_order(graph, units, budget.limit(0.2))
-    graph = model.reserved(graph, units)
+    """Return (steady state, lower bound of the period) as `best_steady_state`, but minimise only
+    the period.
+    """
+    serial = one_by_one_order(graph, micro_batches, budget.limit(0.2))
+    graph = model.with_reserved_memory(graph, micro_batches)
     bound = model.period_bound(graph)
     budget.report(None, bound)
     best = periodic.construct(graph, bound, serial, budget)
     budget.report(best.period, bound)
     if best.period > bound:
-        best = _rounded(graph, best, bound, budget)
+        best = _improve_with_rounded_times(graph, best, bound, budget)
     if best.period > bound:
-        best, proven = _exact(graph, best, bound, budget)
-        bound = (
-            proven if model.frees_all(graph) else bound
-        )  # Other units may need less than `changes` say.
+        best, proven = _improve_with_exact_times(graph, best, bound, budget)
+        # Without `frees_all`, real schedules may need less memory than `balanced_changes` states.
+        if model.frees_all(graph):
+            bound = proven
     return best, bound
 
 
-def _rounded(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) -> PeriodicStarts:
-    """A better steady state by way of rounded times, if there is one."""
-    rounded = periodic.coarse(graph, bound)
+def _improve_with_rounded_times(
+    graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget
+) -> PeriodicStarts:
+    """Return the better of `best` and a steady state whose order was found with rounded times."""
+    rounded = periodic.round_times(graph, bound)
     if rounded is None:
         return best
     low = model.period_bound(rounded)
-    found = _ask(graph, budget, 0.1, lambda limit: periodic.with_period(rounded, low, limit))
+    found = _solve_within(
+        graph, budget, 0.1, lambda limit: periodic.find_with_period(rounded, low, limit)
+    )
     if found.cyclic is None:
         known = periodic.tighten(rounded, best, low)
-        found = _ask(
-            graph, budget, 0.35, lambda limit: periodic.least_period(rounded, low, known, limit)
+        found = _solve_within(
+            graph, budget, 0.35, lambda limit: periodic.minimize_period(rounded, low, known, limit)
         )
     if found.cyclic is None:
         return best
-    return min(best, periodic.tighten(graph, found.cyclic, bound), key=lambda each: each.period)
+    exact = periodic.tighten(graph, found.cyclic, bound)
+    return min(best, exact, key=lambda each: each.period)
 
 
-def _exact(
+def _improve_with_exact_times(
     graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget
 ) -> tuple[PeriodicStarts, int]:
-    """The least period, or one closer to it, and a bound closer to it."""
-    found = _ask(graph, budget, 0.15, lambda limit: periodic.with_period(graph, bound, limit))
+    """Return (steady state, lower bound of the period), each at least as good as the given one."""
+    found = _solve_within(
+        graph, budget, 0.15, lambda limit: periodic.find_with_period(graph, bound, limit)
+    )
     if found.cyclic is not None:
         return found.cyclic, bound
     low = bound + 1 if found.status is Status.INFEASIBLE else bound
     if best.period == low:
         return best, low
-    found = _ask(
+    found = _solve_within(
         graph,
         budget,
         0.6,
-        lambda limit: periodic.least_period(graph, low, best, limit, budget.report),
+        lambda limit: periodic.minimize_period(graph, low, best, limit, budget.report),
     )
     if found.status is Status.INFEASIBLE:
         return best, best.period
@@ -115,50 +127,55 @@ def _exact(
 
 
 _PAIRS_PER_SECOND = 4000
-"""Pairs of blocks on one device, for each second of the time limit, of which models are made: a
-tenth of a second's.
+"""Maximum number of block pairs that share a device, per second of the time limit, for which a
+model is built. Building such a model takes about a tenth of the time limit.
 """
 
 
-def _ask(
+def _solve_within(
     graph: BlockGraph,
     budget: Budget,
-    share: float,
-    question: Callable[[Limit], periodic.SteadyState],
+    fraction: float,
+    run: Callable[[Limit], periodic.SteadyState],
 ) -> periodic.SteadyState:
-    """The answer to a question that may take a share of what is left; none where its model alone
-    would take long.
+    """Return the result of a solver run that may spend `fraction` of the remaining work. Return a
+    result without a steady state if no time is left or building the model would take too long.
     """
     pairs = sum(math.comb(len(members), 2) for members in graph.members)
     if budget.left < 0 or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
         return periodic.SteadyState(Status.UNKNOWN, None, None, 0.0)
-    found = question(budget.limit(share))
+    found = run(budget.limit(fraction))
     budget.work += found.work
     return found
 
 
-Task = tuple[int, int]
-"""(unit, block)"""
+BlockTask = tuple[int, int]
+"""(micro-batch, block)."""
 
 
 class StartWindow(NamedTuple):
-    """Where a block may start, and where it is known to fit."""
+    """Interval of a block's start."""
 
     first: int
     last: int
     known: int
+    """Start in a known schedule, the solver's hint."""
 
 
-def model_tasks(
+def start_model(
     graph: BlockGraph,
-    given: Mapping[Task, int],
-    free: Mapping[Task, StartWindow],
+    fixed: Mapping[BlockTask, int],
+    free: Mapping[BlockTask, StartWindow],
     in_use: Sequence[int],
-) -> tuple[CpModel, dict[Task, int | IntVar], list[IntVar]]:
-    """All ways to place the free tasks among the given ones, with `in_use` memory in use on each
-    device before; with the start of each task, and of these the variables, those of the free tasks
-    in their order. Units are equal, so that a unit may be taken to start each block before the next
-    unit does.
+) -> tuple[CpModel, dict[BlockTask, int | IntVar], list[IntVar]]:
+    """Return (model, starts, variables) of a CP-SAT model that places the `free` tasks around the
+    `fixed` ones.
+
+    - starts: the start of each task, an integer or a variable.
+    - variables: the variables of the free tasks, in their order.
+
+    `in_use` is the memory in use on each device before all these tasks. Micro-batches are equal, so
+    the model requires that each block runs on them in order (Property IV.1 of the Tessel paper).
     """
     from ortools.sat.python import cp_model
 
@@ -168,55 +185,64 @@ def model_tasks(
     }
     for task, window in free.items():
         program.add_hint(variables[task], window.known)
-    starts: dict[Task, int | IntVar] = {**given, **variables}
-    for unit, index in starts:
-        follows = [((unit, other), (unit, index), wait) for other, wait in graph.waits[index]]
+    starts: dict[BlockTask, int | IntVar] = {**fixed, **variables}
+    for micro_batch, index in starts:
+        follows = [
+            ((micro_batch, other), (micro_batch, index), wait) for other, wait in graph.waits[index]
+        ]
         for before, after, wait in (
             *follows,
-            ((unit, index), (unit + 1, index), graph.blocks[index].time),
+            ((micro_batch, index), (micro_batch + 1, index), graph.blocks[index].time),
         ):
             if before in starts and after in starts and (before in free or after in free):
                 program.add(starts[after] >= starts[before] + wait)
-    for device, (room, used) in enumerate(zip(graph.memory, in_use, strict=True)):
+    for device, (memory_limit, used) in enumerate(zip(graph.memory, in_use, strict=True)):
         tasks = [task for task in starts if device in graph.blocks[task[1]].devices]
         program.add_no_overlap(
             program.new_fixed_size_interval_var(starts[task], graph.blocks[task[1]].time, "")
             for task in tasks
         )
-        # Memory changes at starts, of which no two on a device are at the same time.
+        # Memory changes when a block starts, and no two blocks of a device start at one time.
         changing = [task for task in tasks if graph.blocks[task[1]].memory]
-        if room is not None and changing:
+        if memory_limit is not None and changing:
             memory = [graph.blocks[index].memory for _, index in changing]
-            least = -sum(map(abs, memory))
+            lowest_level = -sum(map(abs, memory))
             program.add_reservoir_constraint(
-                [starts[task] for task in changing], memory, least, room - used
+                [starts[task] for task in changing], memory, lowest_level, memory_limit - used
             )
     return program, starts, list(variables.values())
 
 
-# Most blocks of one end that are given to the solver; more of them start as early as their order
-# allows.
-_MOST_IN_AN_END = 300
-_SHARE_OF_AN_END = 0.03  # Of the work that is left, for one end.
+_MAX_SOLVED_BLOCKS = 300
+"""Maximum number of blocks of a warm-up or cool-down for which CP-SAT runs. Blocks of a longer one
+start as early as the order of the steady state permits.
+"""
+_END_WORK_FRACTION = 0.03
+"""Fraction of the remaining work for one warm-up or cool-down."""
 
 
-def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
-    """Starts of `units` units in this steady state: the shortest found, and of these the one of
-    least memory.
+def complete_schedule(
+    graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int, budget: Budget
+) -> Starts:
+    """Return the starts of `micro_batches` micro-batches in this steady state: the shortest
+    schedule found, and of equally short schedules the one with the smallest peak memory.
     """
-    early = model.unroll(graph, cyclic, units)
-    stages = cyclic.stages
-    sizes = sum(max(stages) - stage for stage in stages), sum(stages)
-    if budget.left < 0 or max(stages) >= units or max(sizes) > _MOST_IN_AN_END:
+    early = model.unroll(graph, cyclic, micro_batches)
+    modulo_stages = cyclic.modulo_stages
+    warm_up_blocks = sum(max(modulo_stages) - stage for stage in modulo_stages)
+    cool_down_blocks = sum(modulo_stages)
+    largest = max(warm_up_blocks, cool_down_blocks)
+    if budget.left < 0 or max(modulo_stages) >= micro_batches or largest > _MAX_SOLVED_BLOCKS:
         return early
     found = [early]
     used = BlockSchedule(graph, early).peak_memory
-    found.append(_with_ends(replace(graph, memory=used), cyclic, units, budget))
-    more_room = any(
-        room is None or room > peak for room, peak in zip(graph.memory, used, strict=True)
+    found.append(_with_solved_ends(replace(graph, memory=used), cyclic, micro_batches, budget))
+    has_free_memory = any(
+        limit is None or limit > peak for limit, peak in zip(graph.memory, used, strict=True)
     )
-    if more_room and model.makespan(graph, found[-1]) > model.makespan_bound(graph, units):
-        found.append(_with_ends(graph, cyclic, units, budget))
+    bound = model.makespan_bound(graph, micro_batches)
+    if has_free_memory and model.makespan(graph, found[-1]) > bound:
+        found.append(_with_solved_ends(graph, cyclic, micro_batches, budget))
 
     def cost(starts: Starts) -> tuple[int, int, int]:
         schedule = BlockSchedule(graph, starts)
@@ -226,233 +252,278 @@ def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budg
     return min(found, key=cost)
 
 
-def _with_ends(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
-    """The steady state with both ends as short as the solver makes them."""
-    rows = zip(cyclic.stages, cyclic.phases, strict=True)
-    once = [stage * cyclic.period + phase for stage, phase in rows]
-    plain = {
-        (unit, index): start + unit * cyclic.period
-        for unit in range(units)
-        for index, start in enumerate(once)
+def _with_solved_ends(
+    graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int, budget: Budget
+) -> Starts:
+    """Return the starts of the steady state with warm-up and cool-down from the solver."""
+    rows = zip(cyclic.modulo_stages, cyclic.phases, strict=True)
+    first_starts = [stage * cyclic.period + phase for stage, phase in rows]
+    periodic_starts = {
+        (micro_batch, index): start + micro_batch * cyclic.period
+        for micro_batch in range(micro_batches)
+        for index, start in enumerate(first_starts)
     }
     moved = {
-        **plain,
-        **_warm_up(graph, cyclic, plain, budget),
-        **_cool_down(graph, cyclic, plain, budget),
+        **periodic_starts,
+        **_solved_warm_up(graph, cyclic, periodic_starts, budget),
+        **_solved_cool_down(graph, cyclic, periodic_starts, budget),
     }
-    first = min(moved.values())
-    return model.compact(
-        graph, [[moved[unit, index] - first for index in range(len(once))] for unit in range(units)]
-    )
+    origin = min(moved.values())
+    starts = [
+        [moved[micro_batch, index] - origin for index in range(len(first_starts))]
+        for micro_batch in range(micro_batches)
+    ]
+    return model.compact(graph, starts)
 
 
-def _warm_up(
-    graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget
-) -> dict[Task, int]:
-    """Better starts of the blocks before the first complete repetition, the first of which is as
-    late as can be. Where no unit has blocks in both ends, they may even start later than before,
-    into gaps of that repetition.
+def _solved_warm_up(
+    graph: BlockGraph,
+    cyclic: PeriodicStarts,
+    periodic_starts: Mapping[BlockTask, int],
+    budget: Budget,
+) -> dict[BlockTask, int]:
+    """Return better starts of the blocks before the first complete repetition, or {} if the solver
+    found none.
+
+    The repetition is fixed, and the first start of the warm-up is as late as possible. If no
+    micro-batch has blocks in both warm-up and cool-down, blocks of the warm-up may also run in gaps
+    of the repetition.
     """
     period = cyclic.period
-    first = max(cyclic.stages)
-    apart = max(unit for unit, _ in plain) >= 2 * first
-    given = {task: start for task, start in plain.items() if start // period == first}
-    latest = _latest(graph, plain, first * period, period) if apart else plain
+    first = max(cyclic.modulo_stages)
+    is_separate = max(micro_batch for micro_batch, _ in periodic_starts) >= 2 * first
+    fixed = {task: start for task, start in periodic_starts.items() if start // period == first}
+    latest = periodic_starts
+    if is_separate:
+        latest = _latest_starts(graph, periodic_starts, first * period, period)
     free = {
         task: StartWindow(0, latest[task], start)
-        for task, start in plain.items()
+        for task, start in periodic_starts.items()
         if start // period < first
     }
-    program, _, variables = model_tasks(graph, given, free, (0,) * graph.devices)
+    program, _, variables = start_model(graph, fixed, free, (0,) * graph.devices)
     begin = program.new_int_var(0, first * period, "")
     for start in variables:
         program.add(begin <= start)
     program.maximize(begin)
-    return _moved(free, program, variables, budget)
+    return _solved_starts(free, program, variables, budget)
 
 
-def _latest(graph: BlockGraph, plain: Mapping[Task, int], end: int, period: int) -> dict[Task, int]:
-    """Latest starts of the blocks before `end`: done within a period after it, and for what stands
-    behind it.
+def _latest_starts(
+    graph: BlockGraph, periodic_starts: Mapping[BlockTask, int], end: int, period: int
+) -> dict[BlockTask, int]:
+    """Return the latest start of each block that starts before `end`: it ends within one period
+    after `end`, and before blocks that depend on it and start at `end` or later.
     """
-    free = {task for task, start in plain.items() if start < end}
+    free = {task for task, start in periodic_starts.items() if start < end}
     found = {task: end + period - graph.blocks[task[1]].time for task in free}
-    for (unit, index), start in plain.items():
+    for (micro_batch, index), start in periodic_starts.items():
         for other, wait in graph.waits[index]:
-            if (unit, other) in free and (unit, index) not in free:
-                found[unit, other] = min(found[unit, other], start - wait)
+            if (micro_batch, other) in free and (micro_batch, index) not in free:
+                found[micro_batch, other] = min(found[micro_batch, other], start - wait)
     return found
 
 
-def _cool_down(
-    graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget
-) -> dict[Task, int]:
-    """Better starts of the blocks behind the last complete repetition, whose end is as early as can
-    be.
+def _solved_cool_down(
+    graph: BlockGraph,
+    cyclic: PeriodicStarts,
+    periodic_starts: Mapping[BlockTask, int],
+    budget: Budget,
+) -> dict[BlockTask, int]:
+    """Return better starts of the blocks after the last complete repetition, or {} if the solver
+    found none. The last two complete repetitions are fixed, and the end of the schedule is as early
+    as possible.
     """
     period = cyclic.period
-    last = max(unit for unit, _ in plain)
-    given = {task: start for task, start in plain.items() if last - 1 <= start // period <= last}
-    horizon = max(start + graph.blocks[index].time for (_, index), start in plain.items())
+    last = max(micro_batch for micro_batch, _ in periodic_starts)
+    fixed = {
+        task: start
+        for task, start in periodic_starts.items()
+        if last - 1 <= start // period <= last
+    }
+    horizon = max(start + graph.blocks[index].time for (_, index), start in periodic_starts.items())
     free = {}
     in_use = [0] * graph.devices
-    for (unit, index), start in plain.items():
+    for (micro_batch, index), start in periodic_starts.items():
         if start // period > last:
-            waits = [(plain[unit, other], wait) for other, wait in graph.waits[index]]
+            waits = [
+                (periodic_starts[micro_batch, other], wait) for other, wait in graph.waits[index]
+            ]
             ready = (began + wait for began, wait in waits if began < (last + 1) * period)
             window = StartWindow(
                 max(last * period, *ready, 0), horizon - graph.blocks[index].time, start
             )
-            free[unit, index] = window
+            free[micro_batch, index] = window
         elif start // period < last - 1:
             for device in graph.blocks[index].devices:
                 in_use[device] += graph.blocks[index].memory
-    program, starts, variables = model_tasks(graph, given, free, in_use)
+    program, starts, variables = start_model(graph, fixed, free, in_use)
     end = program.new_int_var(0, horizon, "")
-    for (_, index), where in starts.items():
-        program.add(end >= where + graph.blocks[index].time)
+    for (_, index), start_variable in starts.items():
+        program.add(end >= start_variable + graph.blocks[index].time)
     program.minimize(end)
-    return _moved(free, program, variables, budget)
+    return _solved_starts(free, program, variables, budget)
 
 
-def _moved(
-    free: Mapping[Task, StartWindow], program: CpModel, variables: Sequence[IntVar], budget: Budget
-) -> dict[Task, int]:
-    """The solver's starts of the free blocks; none where it found none."""
-    answer = solve(program, variables, budget.limit(_SHARE_OF_AN_END))
-    budget.work += answer.work
-    return dict(zip(free, answer.values, strict=True)) if answer.found else {}
+def _solved_starts(
+    free: Mapping[BlockTask, StartWindow],
+    program: CpModel,
+    variables: Sequence[IntVar],
+    budget: Budget,
+) -> dict[BlockTask, int]:
+    """Return the solver's start of each free block, or {} if the solver found no solution."""
+    result = solve(program, variables, budget.limit(_END_WORK_FRACTION))
+    budget.work += result.work
+    return dict(zip(free, result.values, strict=True)) if result.found else {}
 
 
-def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]:
-    """An order of one unit's blocks, one at a time, from which every search begins: within the room
-    on all devices for `units` units, one after the other. Raises InfeasibleError, with the device
-    and the least room that would do, where there is none.
+def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tuple[int, ...]:
+    """Return an order of one micro-batch's blocks, run one at a time, that keeps the memory limits
+    if `micro_batches` micro-batches run one after another. It is the start of every search.
+
+    Raise InfeasibleError, with the device and the memory it needs, if there is none.
     """
-    last = model.reserved(graph, units - 1)
-    # Of the blocks that may start, one that allocates nothing if there is any, otherwise the one
-    # readied last.
-    order = model.topological(
+    last = model.with_reserved_memory(graph, micro_batches - 1)
+    # Of the available blocks, take one that allocates no memory if there is one, and among equals
+    # the one that became available last.
+    order = model.topological_order(
         graph, lambda index, started: (graph.blocks[index].memory > 0, -started)
     )
-    if model.fits(last, model.in_order(last, 1, ((0, index) for index in order))):
+    if model.fits(last, model.earliest_starts(last, 1, ((0, index) for index in order))):
         return order
-    answer = _serial_places(last, limit)
-    if answer.found:
+    result = _serial_positions(last, limit)
+    if result.found:
         return tuple(
-            sorted(range(len(graph.blocks)), key=lambda index: (answer.values[index], index))
+            sorted(range(len(graph.blocks)), key=lambda index: (result.values[index], index))
         )
-    model.require_room(graph, units)
-    if answer.status is Status.INFEASIBLE:
+    model.require_memory(graph, micro_batches)
+    if result.status is Status.INFEASIBLE:
         raise InfeasibleError(
-            "no order of one unit's blocks keeps to the memory limits of all devices"
+            "no order of one micro-batch's blocks keeps the memory limits of all devices",
+            hint="raise the memory limits",
         )
     raise InfeasibleError(
-        "no order of one unit's blocks was found that keeps to the memory limits",
-        hint="search longer, or raise them",
+        "the search found no order of one micro-batch's blocks that keeps the memory limits",
+        hint="raise the time limit or the memory limits",
     )
 
 
-def _serial_places(graph: BlockGraph, limit: Limit) -> CpResult:
-    """The place of each block in an order that fits memory."""
+def _serial_positions(graph: BlockGraph, limit: Limit) -> CpResult:
+    """Solve for the position of each block in an order that keeps the memory limits."""
     from ortools.sat.python import cp_model
 
     program = cp_model.CpModel()
     blocks = graph.blocks
-    places = [program.new_int_var(0, len(blocks) - 1, "") for _ in blocks]
+    positions = [program.new_int_var(0, len(blocks) - 1, "") for _ in blocks]
     for index, block in enumerate(blocks):
         for other in block.after:
-            program.add(places[other] < places[index])
+            program.add(positions[other] < positions[index])
     before: dict[tuple[int, int], IntVar] = {}
-    for first, second in model.sharing_pairs(graph):
-        holds = before[first, second] = program.new_bool_var("")
-        program.add(places[first] < places[second]).only_enforce_if(holds)
-        program.add(places[second] < places[first]).only_enforce_if(holds.negated())
-    for members, room in zip(graph.members, graph.memory, strict=True):
+    for first, second in model.pairs_sharing_a_device(graph):
+        is_before = before[first, second] = program.new_bool_var("")
+        program.add(positions[first] < positions[second]).only_enforce_if(is_before)
+        program.add(positions[second] < positions[first]).only_enforce_if(is_before.negated())
+    for members, memory_limit in zip(graph.members, graph.memory, strict=True):
         for index in members:
-            if room is not None and blocks[index].memory > 0:
+            if memory_limit is not None and blocks[index].memory > 0:
                 earlier = (
                     blocks[other].memory
                     * (before[other, index] if other < index else 1 - before[index, other])
                     for other in members
                     if other != index
                 )
-                program.add(blocks[index].memory + sum(earlier) <= room)
-    return solve(program, places, limit)
+                program.add(blocks[index].memory + sum(earlier) <= memory_limit)
+    return solve(program, positions, limit)
 
 
-def shortest(
+def shortest_schedule(
     graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None
 ) -> tuple[Starts, int, float]:
-    """The schedule of least makespan for the units of `known`, which it is no longer than: all in
-    one problem. With the least makespan that may yet be possible, and the solver's work.
+    """Return (starts, lower bound of the makespan, solver work) of the shortest schedule found for
+    the micro-batches of `known`, with all blocks in one model. It is at most as long as `known`.
     """
     horizon = model.makespan(graph, known)
     low = model.makespan_bound(graph, len(known))
     if low >= horizon:
         return known, horizon, 0.0
-    first = model.heads(graph)
-    last = model.tails(graph)
+    release = model.release_times(graph)
+    after = model.times_after(graph)
     windows = {
-        (unit, index): StartWindow(
-            first[index], horizon - block.time - last[index], known[unit][index]
+        (micro_batch, index): StartWindow(
+            release[index], horizon - block.time - after[index], known[micro_batch][index]
         )
-        for unit in range(len(known))
+        for micro_batch in range(len(known))
         for index, block in enumerate(graph.blocks)
     }
-    program, starts, variables = model_tasks(graph, {}, windows, (0,) * graph.devices)
+    program, starts, variables = start_model(graph, {}, windows, (0,) * graph.devices)
     end = program.new_int_var(low, horizon, "")
     for (_, index), start in starts.items():
-        program.add(start + graph.blocks[index].time + last[index] <= end)
+        program.add(start + graph.blocks[index].time + after[index] <= end)
     program.minimize(end)
-    answer = solve(program, variables, limit, on_solution)
-    bound = max(low, answer.bound or 0)
-    if not answer.found:
-        return known, bound if answer.status is Status.UNKNOWN else horizon, answer.work
+    result = solve(program, variables, limit, on_solution)
+    bound = max(low, result.bound or 0)
+    if not result.found:
+        return known, bound if result.status is Status.UNKNOWN else horizon, result.work
     count = len(graph.blocks)
     found = model.compact(
-        graph, [answer.values[at : at + count] for at in range(0, len(answer.values), count)]
+        graph, [result.values[at : at + count] for at in range(0, len(result.values), count)]
     )
-    return min(known, found, key=lambda each: model.makespan(graph, each)), bound, answer.work
+    return min(known, found, key=lambda each: model.makespan(graph, each)), bound, result.work
 
 
-_FEW_BLOCKS = 64  # Blocks of all units together that are always solved at once as well.
-_MOST_BLOCKS = 400  # Most blocks that are solved at once.
-_MOST_UNROLLED = 2000  # Most blocks of a schedule that need not repeat: programs write them out.
-_SETTLED_AFTER = 2  # Units a device after which others do, a few units together.
-_MOST_TOGETHER = 4
-_WORTH = 0.02  # Share of the makespan that a schedule without a repetend of one unit must save.
+_ALWAYS_SOLVED_BLOCKS = 64
+"""Maximum number of blocks of all micro-batches for which all blocks are always solved at once."""
+_MAX_BLOCKS_AT_ONCE = 400
+"""Maximum number of blocks of all micro-batches that are solved at once."""
+_MAX_UNROLLED_BLOCKS = 2000
+"""Maximum number of blocks of a schedule without a steady state, which a program writes out."""
+_WARM_UP_PER_DEVICE = 2
+"""Micro-batches per device after which a longer schedule must repeat."""
+_MAX_GROUP = 4
+"""Maximum number of micro-batches that repeat together."""
+_MIN_SAVING = 0.02
+"""Fraction of the makespan that a schedule without a repetend of one micro-batch must save."""
 
 
-def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
-    """Return the best schedule found for `units` units, by period, then warm-up and cool-down, then
-    memory.
+def search(
+    graph: BlockGraph, micro_batches: int, options: SearchOptions | None = None
+) -> BlockSchedule:
+    """Return the best schedule found for `micro_batches` micro-batches.
 
-    It is no longer than the schedule for n units run k times, for each n·k = `units`, unless the
-    clock ends the search. Raises ConfigurationError for invalid blocks, InfeasibleError if memory
-    does not suffice for one unit.
+    Objectives in this order: period, lengths of warm-up and cool-down, memory. For each n and k
+    with n * k = `micro_batches`, the result is at most as long as the schedule of n micro-batches
+    run k times, unless the clock ends the search.
+
+    Raise ConfigurationError for invalid blocks, and InfeasibleError if the memory does not suffice
+    for one micro-batch.
     """
     graph.verify()
-    if units < 1:
-        raise ConfigurationError(f"{units} {plural(units, 'unit')}; there must be at least one")
+    if micro_batches < 1:
+        raise ConfigurationError(
+            f"the number of micro-batches is {micro_batches}; the minimum is 1"
+        )
     budget = Budget(options or SearchOptions())
-    schedule = _search_units(graph, units, budget)
+    schedule = _search_together(graph, micro_batches, budget)
     schedule = _repeated_if_shorter(schedule, budget, {})
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
 
 
-def _search_units(graph: BlockGraph, units: int, budget: Budget) -> BlockSchedule:
-    """Return the best schedule found for `units` units together."""
-    cyclic, bound = steady_state(graph, units, budget)
-    starts = complete(graph, cyclic, units, budget)
+def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> BlockSchedule:
+    """Return the best schedule found for `micro_batches` micro-batches, without regard to fewer
+    micro-batches run repeatedly.
+    """
+    cyclic, bound = best_steady_state(graph, micro_batches, budget)
+    starts = complete_schedule(graph, cyclic, micro_batches, budget)
     if not model.fits(graph, starts):
-        # Units that free before they allocate can lean on the next ones in the steady state; the
-        # last one cannot.
-        cyclic = periodic.one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
-        starts = model.unroll(graph, cyclic, units)
+        # A micro-batch that frees memory before it allocates may need the memory limits of the
+        # steady state to hold only with the next micro-batches. The last micro-batch has none.
+        cyclic = periodic.one_at_a_time(
+            graph, one_by_one_order(graph, micro_batches, budget.limit(1.0))
+        )
+        starts = model.unroll(graph, cyclic, micro_batches)
     schedule = BlockSchedule(
-        graph, starts, cyclic.period, bound, cyclic.period == bound, model.repetend_of(cyclic)
+        graph, starts, cyclic.period, bound, cyclic.period == bound, model.repetend_from(cyclic)
     )
     return _shortened(schedule, cyclic, budget)
 
@@ -460,32 +531,33 @@ def _search_units(graph: BlockGraph, units: int, budget: Budget) -> BlockSchedul
 def _repeated_if_shorter(
     schedule: BlockSchedule, budget: Budget, known: dict[int, BlockSchedule]
 ) -> BlockSchedule:
-    """Return the shortest of `schedule` and the schedules for each smaller number of units that
-    divides its own, each run as often as needed. `known` holds the schedules of smaller numbers
-    that were found before.
+    """Return the shortest of `schedule` and the schedules of fewer micro-batches, each run
+    repeatedly. The fewer micro-batches divide the number of `schedule`.
 
-    A smaller number is skipped if its lower bound shows that it cannot help. Its search may spend
-    as much of the solver's work as the first one, so that it finds what a request for that number
-    finds, but on the same clock.
+    A number is skipped if its lower bound shows that it cannot help. The search for it may spend as
+    much solver work as the first search, so it finds the schedule that a request for this number
+    finds, but on the same clock. `known` caches the schedules by number of micro-batches.
     """
     graph = schedule.graph
-    units = schedule.units
-    bound = model.makespan_bound(graph, units)
-    for part in range(units // 2, 0, -1):
-        times = units // part
+    micro_batches = schedule.units
+    bound = model.makespan_bound(graph, micro_batches)
+    for fewer in range(micro_batches // 2, 0, -1):
+        repetitions = micro_batches // fewer
         if (
-            units % part
-            or times * model.makespan_bound(graph, part) >= schedule.makespan
+            micro_batches % fewer
+            or repetitions * model.makespan_bound(graph, fewer) >= schedule.makespan
             or budget.left < 0
         ):
             continue
-        if part not in known:
-            own = replace(budget, options=replace(budget.options, progress=None), work=0.0)
+        if fewer not in known:
+            inner_budget = replace(budget, options=replace(budget.options, progress=None), work=0.0)
             try:
-                known[part] = _repeated_if_shorter(_search_units(graph, part, own), own, known)
+                known[fewer] = _repeated_if_shorter(
+                    _search_together(graph, fewer, inner_budget), inner_budget, known
+                )
             except InfeasibleError:
                 continue
-        starts = _repeat(known[part], times)
+        starts = _repeat(known[fewer], repetitions)
         length = model.makespan(graph, starts)
         if length < schedule.makespan and model.fits(graph, starts):
             schedule = BlockSchedule(graph, starts, None, bound, length == bound)
@@ -493,8 +565,8 @@ def _repeated_if_shorter(
 
 
 def _repeat(schedule: BlockSchedule, times: int) -> Starts:
-    """Return the starts of the schedule run `times` times in one order of each device, each block
-    as early as it allows.
+    """Return the starts of the schedule run `times` times, each block as early as the order on each
+    device permits.
     """
     length = schedule.makespan
     return model.compact(
@@ -508,74 +580,97 @@ def _repeat(schedule: BlockSchedule, times: int) -> Starts:
 
 
 def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
-    """A shorter schedule that repeats further on or not at all, if there is one and few enough
-    units do not repeat.
+    """Return `schedule` or a shorter schedule of its micro-batches, which may repeat later, repeat
+    several micro-batches together, or not repeat.
+
+    A list schedule is tried if all blocks run on one device each. For few micro-batches, CP-SAT
+    then places all blocks at once. Both are skipped if the schedule reaches its lower bound or no
+    time is left.
     """
     graph = schedule.graph
-    units = schedule.units
+    micro_batches = schedule.units
     unrolled = budget.options.unrolled
-    bound = model.makespan_bound(graph, units)
-    count = units * len(graph.blocks)
-    # So few units that all of them at once may do better, and so few blocks that they can be
-    # solved.
-    few = count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
-    # Units that programs may write out before a steady state.
-    early = _SETTLED_AFTER * graph.devices
-    most = _MOST_UNROLLED // len(graph.blocks)
+    bound = model.makespan_bound(graph, micro_batches)
+    count = micro_batches * len(graph.blocks)
+    # True if the steady state does not dominate the schedule and the solver can handle all blocks.
+    solve_all = count <= _ALWAYS_SOLVED_BLOCKS or (
+        count <= _MAX_BLOCKS_AT_ONCE and micro_batches <= 2 * max(cyclic.modulo_stages) + 2
+    )
+    # Micro-batches that a program may write out before the steady state, and in total.
+    max_warm_up = _WARM_UP_PER_DEVICE * graph.devices
+    max_unrolled = _MAX_UNROLLED_BLOCKS // len(graph.blocks)
     if unrolled is not None:
-        most = unrolled // max(map(len, graph.members))
-        early = min(early, most)
-    single = all(
-        len(block.devices) == 1 for block in graph.blocks
-    )  # Lists leave the devices of wide blocks waiting.
-    if schedule.makespan > bound and budget.left >= 0 and early and single:
-        schedule = _list_schedule(schedule, few or units <= most, early) or schedule
-    if schedule.makespan > bound and budget.left >= 0 and few:
-        starts, least, work = shortest(graph, schedule.starts, budget.limit(0.8))
+        max_unrolled = unrolled // max(map(len, graph.members))
+        max_warm_up = min(max_warm_up, max_unrolled)
+    # List schedules leave devices idle that wait for a block on several devices.
+    single_device = all(len(block.devices) == 1 for block in graph.blocks)
+    if schedule.makespan > bound and budget.left >= 0 and max_warm_up and single_device:
+        may_unroll = solve_all or micro_batches <= max_unrolled
+        schedule = _shorter_list_schedule(schedule, may_unroll, max_warm_up) or schedule
+    if schedule.makespan > bound and budget.left >= 0 and solve_all:
+        starts, lower_bound, work = shortest_schedule(graph, schedule.starts, budget.limit(0.8))
         budget.work += work
         length = model.makespan(graph, starts)
         if length < schedule.makespan:
-            return BlockSchedule(graph, starts, None, least, length == least)
+            return BlockSchedule(graph, starts, None, lower_bound, length == lower_bound)
     return schedule
 
 
-def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule | None:
-    """The list schedule of the same units, where it is shorter and comes to the same period, or
-    need not repeat.
+def _shorter_list_schedule(
+    known: BlockSchedule, may_unroll: bool, max_warm_up: int
+) -> BlockSchedule | None:
+    """Return a list schedule of the same micro-batches that is shorter than `known`, or None.
+
+    If `may_unroll` is False, the list schedule must repeat with the period of `known` after at most
+    `max_warm_up` micro-batches. If it does not have a repetend of one micro-batch with that period,
+    it must also save `_MIN_SAVING` of the makespan.
     """
     graph = known.graph
     bound = model.makespan_bound(known.graph, known.units)
-    starts = shortest_greedy(graph, known.units)
+    starts = best_list_schedule(graph, known.units)
     if starts is None or model.makespan(graph, starts) >= known.makespan:
         return None
     middle = len(starts) // 2
 
-    def settles(group: int) -> bool:
-        return early + group < middle and model.turn_of(starts, group, early, middle) is not None
+    def repeats_by(group: int) -> bool:
+        return (
+            max_warm_up + group < middle
+            and model.constant_distance(starts, group, max_warm_up, middle) is not None
+        )
 
-    seen = model.observed_state(graph, starts)
-    if seen.repetend is not None and seen.period == known.period and (few or settles(1)):
-        return replace(known, starts=starts, repetend=seen.repetend)
-    repeats = seen.period == known.period and any(map(settles, range(2, _MOST_TOGETHER + 1)))
-    if not (few or repeats) or seen.makespan > (1 - _WORTH) * known.makespan:
+    observed = model.with_observed_period(graph, starts)
+    if (
+        observed.repetend is not None
+        and observed.period == known.period
+        and (may_unroll or repeats_by(1))
+    ):
+        return replace(known, starts=starts, repetend=observed.repetend)
+    repeats = observed.period == known.period and any(map(repeats_by, range(2, _MAX_GROUP + 1)))
+    if not (may_unroll or repeats) or observed.makespan > (1 - _MIN_SAVING) * known.makespan:
         return None
-    return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
+    return BlockSchedule(graph, starts, observed.period, bound, observed.makespan == bound)
 
 
-_TRIALS = 8  # Numbers of units in flight that are tried.
-_TRIAL_UNITS = 6  # Units of a trial, as a multiple of those in flight.
+_TRIALS = 8
+"""Approximate number of limits of micro-batches in flight that are tried."""
+_TRIAL_LENGTH = 6
+"""Micro-batches of a trial, as a multiple of the limit of micro-batches in flight."""
 
 
-def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
-    """The shortest of the list schedules, and of equal ones that with fewest units in flight; None
-    where none fits. Numbers in flight go from what one unit's length needs at full load to more
-    than twice that; they are compared by fewer units where there are many.
+def best_list_schedule(graph: BlockGraph, micro_batches: int) -> Starts | None:
+    """Return the best of several list schedules, or None if none keeps the memory limits.
+
+    The limits of micro-batches in flight are n, ..., 2n + 1 (at most about `_TRIALS` of them),
+    where n = ceil(longest time after a block / largest load). Each limit is tried with a multiple
+    of `_TRIAL_LENGTH` micro-batches. The best limit has the smallest difference between makespan
+    and lower bound; ties go to the smallest limit.
     """
-    least = math.ceil(max(model.tails(graph)) / max(graph.loads))
+    smallest = math.ceil(max(model.times_after(graph)) / max(graph.loads))
+    step = max(1, math.ceil((smallest + 2) / _TRIALS))
     best: tuple[int, int] | None = None
-    for in_flight in range(least, 2 * least + 2, max(1, math.ceil((least + 2) / _TRIALS))):
-        trial = min(units, _TRIAL_UNITS * in_flight)
-        starts = greedy(graph, trial, in_flight)
+    for in_flight in range(smallest, 2 * smallest + 2, step):
+        trial = min(micro_batches, _TRIAL_LENGTH * in_flight)
+        starts = list_schedule(graph, trial, in_flight)
         if starts is None:
             continue
         excess = model.makespan(graph, starts) - model.makespan_bound(graph, trial)
@@ -583,53 +678,63 @@ def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
             best = excess, in_flight
         if not excess:
             break
-    return greedy(graph, units, best[1]) if best is not None else None
+    return list_schedule(graph, micro_batches, best[1]) if best is not None else None
 
 
-def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
-    """A list schedule with at most `in_flight` units begun and not ended on any device. None where
-    limits leave units waiting for each other. Units are equal, so of each block only the oldest
-    unit that has not started it is looked at.
+def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Starts | None:
+    """Return a list schedule in which each device has at most `in_flight` micro-batches that have
+    begun and not ended there. Return None if the limits make micro-batches wait for each other.
+
+    An idle device starts the ready block with the highest priority:
+
+    1. blocks that others depend on and that neither allocate memory nor start a micro-batch, 2.
+    blocks that allocate memory or start a micro-batch, 3. blocks that no block depends on.
+
+    Ties go to the older micro-batch, then to the longest time after the block. A block on several
+    devices reserves its idle devices until all are idle. Only the oldest micro-batch that has not
+    run a block is considered for it, because micro-batches are equal.
     """
     blocks = graph.blocks
     members = graph.members
-    ranks = []
-    for index, (block, tail) in enumerate(zip(blocks, model.tails(graph), strict=True)):
-        # Blocks that others wait for come before blocks that allocate, and these before the rest.
-        ranks.append(
-            (
-                1 if block.memory > 0 or not block.after else 0 if graph.following[index] else 2,
-                -tail,
-            )
-        )
-    starts = [[-1] * len(blocks) for _ in range(units)]
-    next_unit = [0] * len(blocks)
-    moments = [(0, device) for device in range(graph.devices)]  # When devices are looked at again.
+    priorities = []
+    for index, (block, time_after) in enumerate(zip(blocks, model.times_after(graph), strict=True)):
+        if block.memory > 0 or not block.after:
+            level = 1
+        else:
+            level = 0 if graph.following[index] else 2
+        priorities.append((level, -time_after))
+    starts = [[-1] * len(blocks) for _ in range(micro_batches)]
+    next_micro_batch = [0] * len(blocks)
+    # Heap of (time, device): when devices may be able to start a block.
+    moments = [(0, device) for device in range(graph.devices)]
     free = [0] * graph.devices
     used = [0] * graph.devices
-    # Of each device and unit, how many of its blocks have not started.
-    waiting = [[len(own)] * units for own in members]
-    begun = [0] * graph.devices  # Units begun and not ended on each device.
+    # not_started[device][micro_batch]: number of its blocks on the device that have not started.
+    not_started = [[len(own)] * micro_batches for own in members]
+    begun = [0] * graph.devices  # Micro-batches begun and not ended on each device.
 
-    def has_room(unit: int, index: int) -> bool:
+    def fits_limits(micro_batch: int, index: int) -> bool:
         for device in blocks[index].devices:
-            room = graph.memory[device]
-            if room is not None and used[device] + blocks[index].memory > room:
+            limit = graph.memory[device]
+            if limit is not None and used[device] + blocks[index].memory > limit:
                 return False
-            if waiting[device][unit] == len(members[device]) and begun[device] == in_flight:
+            if (
+                not_started[device][micro_batch] == len(members[device])
+                and begun[device] == in_flight
+            ):
                 return False
         return True
 
-    def start(unit: int, index: int, now: int) -> None:
+    def start(micro_batch: int, index: int, now: int) -> None:
         block = blocks[index]
-        starts[unit][index] = now
-        next_unit[index] += 1
+        starts[micro_batch][index] = now
+        next_micro_batch[index] += 1
         for device in block.devices:
             free[device] = now + block.time
             used[device] += block.memory
-            begun[device] += waiting[device][unit] == len(members[device])
-            waiting[device][unit] -= 1
-            begun[device] -= waiting[device][unit] == 0
+            begun[device] += not_started[device][micro_batch] == len(members[device])
+            not_started[device][micro_batch] -= 1
+            begun[device] -= not_started[device][micro_batch] == 0
             heapq.heappush(moments, (now + block.time, device))
         for follower in graph.following[index]:
             after = blocks[follower]
@@ -642,20 +747,27 @@ def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
         devices = set[int]()
         while moments and moments[0][0] == now:
             devices.add(heapq.heappop(moments)[1])
-        kept: set[int] = (
-            set()
-        )  # Devices that wait for others together with which they run what comes first.
+        reserved = set[int]()  # Devices that wait for the other devices of a block.
         choices = {index for device in devices if free[device] <= now for index in members[device]}
         for index in sorted(
-            choices, key=lambda each: (ranks[each][0], next_unit[each], ranks[each][1])
+            choices,
+            key=lambda block: (
+                priorities[block][0],
+                next_micro_batch[block],
+                priorities[block][1],
+            ),
         ):
-            unit = next_unit[index]
-            if unit == units or not all(
-                0 <= starts[unit][other] <= now - wait for other, wait in graph.waits[index]
+            micro_batch = next_micro_batch[index]
+            if micro_batch == micro_batches or not all(
+                0 <= starts[micro_batch][other] <= now - wait for other, wait in graph.waits[index]
             ):
                 continue
-            if any(free[device] > now or device in kept for device in blocks[index].devices):
-                kept.update(blocks[index].devices)
-            elif has_room(unit, index):
-                start(unit, index, now)
-    return tuple(map(tuple, starts)) if all(unit == units for unit in next_unit) else None
+            if any(free[device] > now or device in reserved for device in blocks[index].devices):
+                reserved.update(blocks[index].devices)
+            elif fits_limits(micro_batch, index):
+                start(micro_batch, index, now)
+    return (
+        tuple(map(tuple, starts))
+        if all(micro_batch == micro_batches for micro_batch in next_micro_batch)
+        else None
+    )

@@ -1,10 +1,11 @@
-"""Stages as blocks, so that their schedule can be searched; and the schedule found back as tasks of
-stages.
+"""Conversion of the stages of a placement into blocks, so that their schedule can be searched, and
+of the result into a schedule of tasks.
 
-A block is a phase of a stage, a unit one micro-batch of each pipeline. A stage that runs several of
-its own for that has a block for each, in order: no schedule is lost, since tasks of one length can
-be sorted by their samples. Messages are delays or blocks on links, times whole ticks, memory whole
-shares of what devices have left all through a step.
+A block is a phase of a stage. The block graph contains one micro-batch of each pipeline. A stage
+with a ratio r (`StageGraph.ratios`) runs r smaller micro-batches for it and has r blocks per phase,
+in order; no schedule is lost, because tasks of equal length can be sorted by their samples.
+Messages are delays, or blocks on links. Times are integers in ticks. Memory is an integer in parts
+of the smallest memory that a device has left besides its static memory.
 """
 
 from __future__ import annotations
@@ -18,29 +19,32 @@ from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.orders import find_repetends
 
-Kind = tuple[int, Phase, int]
-"""A stage, what it does, and in which of its turns."""
+BlockKind = tuple[int, Phase, int]
+"""(stage, phase, index of the stage's micro-batch within the block graph)."""
 
-Turned = tuple[int, int]
-"""A stage and one of its turns."""
+StageMicroBatch = tuple[int, int]
+"""(stage, index of the stage's micro-batch within the block graph)."""
 
-_SHARES = 1 << 16  # Parts that the room of the device with the least of it is counted in.
+_MEMORY_PARTS = 1 << 16
+"""Number of units of memory in the smallest free memory of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBlocks:
-    """The blocks of stages: block i is `kinds[i]`; blocks and devices behind those of the stages
-    are links'.
+    """The blocks of stages, followed by the blocks of links, if any. The devices of links follow
+    those of the stages.
     """
 
     graph: BlockGraph
-    kinds: tuple[Kind, ...]
+    kinds: tuple[BlockKind, ...]
+    """Stage, phase and micro-batch of each block of a stage."""
     tick_s: float
+    """Seconds per tick."""
 
     @property
     def rounding(self) -> float:
-        """Share by which a period may be overstated, as each of a device's blocks takes up to a
-        tick more than said.
+        """Upper bound of the fraction by which a period may be overstated, because the time of each
+        block of a device may be rounded up by up to one tick.
         """
         pairs = zip(self.graph.members, self.graph.loads, strict=True)
         busiest = max(self.graph.loads)
@@ -54,79 +58,83 @@ def stage_blocks(
     tick_s: float,
     *,
     split: bool = False,
-    up: bool = True,
+    round_up: bool = True,
 ) -> StageBlocks:
-    """The blocks of one unit, with no memory limit. Times are rounded up to whole ticks, so that
-    what fits in ticks fits in seconds, or down (`up=False`) for bounds that nothing is shorter
-    than; a block takes one tick at least. `split` takes each backward as two blocks.
+    """Return the blocks without memory limits.
+
+    Times are rounded up to whole ticks, so that a schedule in ticks is valid in seconds, or down if
+    `round_up` is False, for lower bounds. Each block takes at least one tick. If `split`, a
+    backward has two blocks, for its two halves.
     """
     backwards = (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT) if split else (Phase.BACKWARD,)
     kinds = tuple(
-        (stage, phase, turn)
+        (stage, phase, number)
         for phase in (Phase.FORWARD, *(backwards if train else ()))
         for stage in range(len(stages.stage_devices))
-        for turn in range(stages.micro_batch_ratio_at(stage))
+        for number in range(stages.micro_batch_ratio_at(stage))
     )
     index = {kind: position for position, kind in enumerate(kinds)}
-    delays: dict[tuple[Turned, Turned], float] = {}
-    # Seconds from the end of a stage's task to when another may start: its slowest message, forward
-    # or backward.
-    for each, source, target in _in_unit(stages, prediction.messages):
-        if each.source != each.target:
+    delays: dict[tuple[StageMicroBatch, StageMicroBatch], float] = {}
+    # Seconds of the slowest message between two stages, in forward or backward direction.
+    for message, source, target in _all_messages(stages, prediction.messages):
+        if message.source != message.target:
             for pair, seconds in (
-                ((source, target), each.forward_s),
-                ((target, source), each.backward_s),
+                ((source, target), message.forward_s),
+                ((target, source), message.backward_s),
             ):
                 delays[pair] = max(delays.get(pair, 0.0), seconds)
-    whole = math.ceil if up else math.floor
+    round_ticks = math.ceil if round_up else math.floor
     blocks = []
-    for stage, phase, turn in kinds:
-        waits = [
-            (index[kind], whole(delays.get(((kind[0], kind[2]), (stage, turn)), 0.0) / tick_s))
-            for kind in _before(stages, stage, phase, turn)
-        ]
-        time = max(1, whole(prediction.stages[stage].seconds(phase) / tick_s))
-        after = tuple(each for each, _ in waits)
-        late = tuple(each for _, each in waits)
-        name = f"{stage}{phase.value}" + (
-            f".{turn}" if stages.micro_batch_ratio_at(stage) > 1 else ""
-        )
-        blocks.append(Block(name, stages.stage_devices[stage], time, 0, after, late))
+    for stage, phase, number in kinds:
+        after = []
+        after_delays = []
+        for kind in _predecessors(stages, stage, phase, number):
+            after.append(index[kind])
+            delay_s = delays.get(((kind[0], kind[2]), (stage, number)), 0.0)
+            after_delays.append(round_ticks(delay_s / tick_s))
+        time = max(1, round_ticks(prediction.stages[stage].seconds(phase) / tick_s))
+        name = f"{stage}{phase.value}"
+        if stages.micro_batch_ratio_at(stage) > 1:
+            name += f".{number}"
+        devices = stages.stage_devices[stage]
+        blocks.append(Block(name, devices, time, 0, tuple(after), tuple(after_delays)))
     graph = BlockGraph(
         stages.devices, tuple(blocks), (None,) * stages.devices, stages.pipeline_count
     )
     return StageBlocks(graph, kinds, tick_s)
 
 
-def with_links(blocks: StageBlocks, stages: StageGraph, messages: Sequence[Message]) -> StageBlocks:
-    """The same blocks with messages that take turns on their links: each directed link is one more
-    device.
+def add_links(blocks: StageBlocks, stages: StageGraph, messages: Sequence[Message]) -> StageBlocks:
+    """Return the blocks with messages as blocks on links instead of delays, so that messages over
+    one link run one after another. Each directed link is one additional device.
     """
     index = {kind: position for position, kind in enumerate(blocks.kinds)}
     backward = next((phase for _, phase, _ in blocks.kinds if phase is not Phase.FORWARD), None)
-    made = [replace(block, delays=()) for block in blocks.graph.blocks]
+    extended = [replace(block, delays=()) for block in blocks.graph.blocks]
     links: dict[tuple[int, int], int] = {}
-    for each, source, target in _in_unit(stages, messages):
-        ways = [(source, target, Phase.FORWARD, each.forward_s, (each.source, each.target))]
+    for message, source, target in _all_messages(stages, messages):
+        ends = (message.source, message.target)
+        directions = [(source, target, Phase.FORWARD, message.forward_s, ends)]
         if backward is not None:
-            ways.append((target, source, backward, each.backward_s, (each.target, each.source)))
-        for (sender, own), (receiver, other), phase, seconds, link in ways:
+            directions.append((target, source, backward, message.backward_s, ends[::-1]))
+        for (sender, own), (receiver, other), phase, seconds, link in directions:
             if link[0] == link[1] or not seconds:
                 continue
             device = links.setdefault(link, blocks.graph.devices + len(links))
             time = max(1, math.ceil(seconds / blocks.tick_s))
             sending = index[sender, phase, own]
-            name = f"{made[sending].name} to {receiver} on {link[0]}-{link[1]}"
+            name = f"{extended[sending].name} to {receiver} on {link[0]}-{link[1]}"
             waiting = index[receiver, phase, other]
-            made[waiting] = replace(made[waiting], after=(*made[waiting].after, len(made)))
-            made.append(Block(name, (device,), time, 0, (sending,)))
-    rooms = blocks.graph.memory + (None,) * len(links)
-    graph = replace(blocks.graph, devices=len(rooms), blocks=tuple(made), memory=rooms)
+            after = (*extended[waiting].after, len(extended))
+            extended[waiting] = replace(extended[waiting], after=after)
+            extended.append(Block(name, (device,), time, 0, (sending,)))
+    memory = blocks.graph.memory + (None,) * len(links)
+    graph = replace(blocks.graph, devices=len(memory), blocks=tuple(extended), memory=memory)
     return replace(blocks, graph=graph)
 
 
 def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
-    """Seconds that one unit takes on the device that has most to do."""
+    """Return the seconds that the busiest device computes for one micro-batch of each pipeline."""
     loads = [0.0] * stages.devices
     for stage, (devices, cost) in enumerate(
         zip(stages.stage_devices, prediction.stages, strict=True)
@@ -136,61 +144,69 @@ def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
     return max(loads)
 
 
-def with_memory(
-    blocks: StageBlocks, costs: Sequence[StagePrediction], free: Sequence[int], units: int
+def add_memory(
+    blocks: StageBlocks, costs: Sequence[StagePrediction], free: Sequence[int], micro_batches: int
 ) -> StageBlocks:
-    """The same blocks with what they keep, and `free` bytes on each device for that and for what
-    comes and goes. What they keep is rounded up, the room down. A device that has room for all
-    units at once gets no limit.
+    """Return the blocks with the memory that they add or free, and with memory limits.
+
+    `free` contains the bytes per device for saved activations and temporary memory. Saved
+    activations are rounded up, limits down. A device has no limit if it has memory for all
+    `micro_batches` at once.
     """
     used = {
         device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices
     }
-    unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
+    smallest = min((max(0, free[device]) for device in used), default=0)
+    part_bytes = max(1, smallest // _MEMORY_PARTS)
+    # Rounding per stage, not per block: the changes of a micro-batch still add up to 0.
     rounded = [
         replace(
-            each,
-            kept_bytes=-(-each.kept_bytes // unit),
-            weight_kept_bytes=-(-each.weight_kept_bytes // unit),
+            cost,
+            kept_bytes=-(-cost.kept_bytes // part_bytes),
+            weight_kept_bytes=-(-cost.weight_kept_bytes // part_bytes),
         )
-        for each in costs
-    ]  # The parts of a micro-batch add up to nothing.
-    changed = [rounded[stage].added_bytes(phase) for stage, phase, _ in blocks.kinds]
-    changed += [0] * (len(blocks.graph.blocks) - len(changed))
-    made = tuple(
+        for cost in costs
+    ]
+    changes = [rounded[stage].added_bytes(phase) for stage, phase, _ in blocks.kinds]
+    changes += [0] * (len(blocks.graph.blocks) - len(changes))
+    with_changes = tuple(
         replace(block, memory=change)
-        for block, change in zip(blocks.graph.blocks, changed, strict=True)
+        for block, change in zip(blocks.graph.blocks, changes, strict=True)
     )
-    rooms: list[int | None] = [None] * blocks.graph.devices
+    limits: list[int | None] = [None] * blocks.graph.devices
     for device in used:
         members = blocks.graph.members[device]
-        fleeting = max(costs[blocks.kinds[index][0]].transient_bytes for index in members)
-        room = max(0, free[device] - fleeting) // unit
-        if units * sum(max(0, changed[index]) for index in members) > room:
-            rooms[device] = room
-    return replace(blocks, graph=replace(blocks.graph, blocks=made, memory=tuple(rooms)))
+        temporary = max(costs[blocks.kinds[index][0]].transient_bytes for index in members)
+        limit = max(0, free[device] - temporary) // part_bytes
+        if micro_batches * sum(max(0, changes[index]) for index in members) > limit:
+            limits[device] = limit
+    graph = replace(blocks.graph, blocks=with_changes, memory=tuple(limits))
+    return replace(blocks, graph=graph)
 
 
 def stage_schedule(
     blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int
 ) -> Schedule:
-    """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches
-    there are. The search may begin a unit's first micro-batch before the last one of the unit
-    before. Each stage takes its micro-batches in order nevertheless: as many of a neighbour's tasks
-    as a stage waits for are done by then, whichever they are.
+    """Return the schedule of tasks with the order of the blocks' starts. Micro-batches from
+    `micro_batches` on are omitted; the last repetition may contain them.
+
+    The search may start the first micro-batch of a stage in one repetition before the last one of
+    the previous repetition. Here each stage runs its micro-batches in order. This is valid: when a
+    task starts, as many tasks of each neighbour are done as in the block schedule, and they are the
+    first ones.
     """
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
     for tasks in found.tasks[: stages.devices]:
         order = []
-        for _, unit, index in tasks:
-            stage, phase, turn = blocks.kinds[index]
-            micro_batch = unit * stages.pipeline_count + pipelines[stage]
+        for _, repetition, index in tasks:
+            stage, phase, number = blocks.kinds[index]
+            micro_batch = repetition * stages.pipeline_count + pipelines[stage]
             if micro_batch < micro_batches:
                 order.append(
-                    Task(stage, phase, micro_batch * stages.micro_batch_ratio_at(stage) + turn)
+                    Task(stage, phase, micro_batch * stages.micro_batch_ratio_at(stage) + number)
                 )
-        # The same tasks of each stage in the same places, micro-batches ascending.
+        # Sort the micro-batches of each stage and phase; the positions of the stage's tasks stay.
         ascending: dict[tuple[int, Phase], list[Task]] = {}
         for task in sorted(order, key=lambda task: -task.micro_batch):
             ascending.setdefault((task.stage, task.phase), []).append(task)
@@ -199,11 +215,11 @@ def stage_schedule(
     return Schedule(micro_batches, tuple(orders), find_repetends(orders), period)
 
 
-def _in_unit(
+def _all_messages(
     stages: StageGraph, messages: Sequence[Message]
-) -> Iterator[tuple[Message, Turned, Turned]]:
-    """Each message of a unit, with the stage and the turn that sends it forwards, and those that
-    receive it.
+) -> Iterator[tuple[Message, StageMicroBatch, StageMicroBatch]]:
+    """Yield (message, sender, receiver) for all messages of one micro-batch of each pipeline.
+    Sender and receiver are those of the forward direction.
     """
     for each in messages:
         for number in range(stages.micro_batch_ratio_at(each.source_stage) // each.source_slice.of):
@@ -211,10 +227,11 @@ def _in_unit(
             yield each, source, (each.target_stage, each.target_slice.micro_batch(number))
 
 
-def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kind]:
-    """Tasks that a task waits for in its unit: those its micro-batch needs, and its stage's last
-    one of the kind.
+def _predecessors(stages: StageGraph, stage: int, phase: Phase, number: int) -> list[BlockKind]:
+    """Return the tasks within the block graph that a task waits for: those that its micro-batch
+    depends on, and the same phase of the stage's previous micro-batch.
     """
-    needs = stages.needs(stage, phase, turn)
-    own = int(phase is not Phase.FORWARD)
-    return [*needs[:own], *([(stage, phase, turn - 1)] if turn else []), *needs[own:]]
+    dependencies = stages.needs(stage, phase, number)
+    own = int(phase is not Phase.FORWARD)  # Number of dependencies in the stage itself.
+    previous = [(stage, phase, number - 1)] if number else []
+    return [*dependencies[:own], *previous, *dependencies[own:]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
-from autopipe.passes.schedule.tessel.search import greedy, search, shortest_greedy
+from autopipe.passes.schedule.tessel.search import best_list_schedule, list_schedule, search
 from tests.passes.schedule.tessel.random_blocks import block_graphs
 from tests.passes.schedule.tessel.replay import faults
 
@@ -38,7 +38,7 @@ def split_chain(devices: int, times: tuple[int, int, int], chunks: int = 1) -> B
 @given(strategies.data(), strategies.integers(1, 6), strategies.integers(1, 4))
 def test_any_list_schedule_can_run(data: strategies.DataObject, units: int, in_flight: int) -> None:
     graph = data.draw(block_graphs(blocks=7, devices=3, times=(1, 5)))
-    starts = greedy(graph, units, in_flight)
+    starts = list_schedule(graph, units, in_flight)
     if starts is not None:
         assert not faults(BlockSchedule(graph, starts), units)
 
@@ -49,7 +49,7 @@ def test_equal_halves_leave_no_device_idle_between_its_first_and_last_task(
     devices: int, units: int, chunks: int
 ) -> None:
     graph = split_chain(devices, (10, 10, 10), chunks)
-    starts = shortest_greedy(graph, units)
+    starts = best_list_schedule(graph, units)
     assert starts is not None
     schedule = BlockSchedule(graph, starts)
     assert not faults(schedule, units)

@@ -26,7 +26,7 @@ from autopipe.passes.schedule.tessel.model import (
     period_bound,
 )
 from autopipe.passes.schedule.tessel.periodic import construct, one_at_a_time, tighten
-from autopipe.passes.schedule.tessel.search import search, serial_order
+from autopipe.passes.schedule.tessel.search import one_by_one_order, search
 from autopipe.passes.solvers.cp_sat import Limit
 from benchmarks.tessel_baselines import search_in_flight, search_whole
 
@@ -112,7 +112,7 @@ def test_delays_do_not_count_beside_blocks_on_all_devices() -> None:
 @given(block_graphs(blocks=12, devices=4, times=(5, 50)))
 def test_constructed_steady_states_keep_all_rules(graph: BlockGraph) -> None:
     try:
-        serial = serial_order(graph, 1, Limit(5, 1))
+        serial = one_by_one_order(graph, 1, Limit(5, 1))
     except InfeasibleError:
         return
     bound = period_bound(graph)
@@ -191,7 +191,7 @@ def test_memory_that_a_unit_keeps_is_there_for_all_units() -> None:
 def test_bad_input_is_refused() -> None:
     graph = shape_blocks("v", 4, True, 4)
     for ask in (search, search_whole, lambda each, units: search_in_flight(each, units, 2)):
-        with pytest.raises(ConfigurationError, match="units"):
+        with pytest.raises(ConfigurationError, match="number of micro-batches is"):
             ask(graph, 0)
         with pytest.raises(ConfigurationError, match="circle"):
             ask(

@@ -11,7 +11,7 @@ from replay import faults
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions
-from autopipe.passes.schedule.tessel.search import search, steady_state
+from autopipe.passes.schedule.tessel.search import best_steady_state, search
 
 BRIEF = SearchOptions(time_limit=1.0)
 
@@ -47,7 +47,7 @@ def test_few_units_equal_the_best_of_all_orders(graph: BlockGraph, units: int) -
 @given(block_graphs(blocks=4, devices=2, times=(1, 2)))
 def test_period_equals_the_least_of_all_periods(graph: BlockGraph) -> None:
     try:
-        steady, bound = steady_state(graph, 1, Budget(SearchOptions()))
+        steady, bound = best_steady_state(graph, 1, Budget(SearchOptions()))
     except InfeasibleError:
         assert least_makespan(graph, 1) is None
         return

@@ -8,8 +8,8 @@ from replay import faults
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions, steady_peak
-from autopipe.passes.schedule.tessel.periodic import least_memory
-from autopipe.passes.schedule.tessel.search import least_steady_period, search
+from autopipe.passes.schedule.tessel.periodic import minimize_memory
+from autopipe.passes.schedule.tessel.search import search, shortest_steady_state
 from autopipe.passes.solvers.cp_sat import Limit
 
 ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}
@@ -48,15 +48,15 @@ def test_four_devices_infer(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_period_is_proven_on_more_devices(name: str, devices: int) -> None:
     graph = shape_blocks(name, devices, True, ROOM[name] * devices // 4)
-    steady, bound = least_steady_period(graph, 1, Budget(SearchOptions()))
+    steady, bound = shortest_steady_state(graph, 1, Budget(SearchOptions()))
     assert steady.period == bound == PERIOD[name]
 
 
 @pytest.mark.parametrize(("name", "least"), [("v", 4), ("x", 4), ("m", 5), ("nn", 6), ("k", 3)])
 def test_the_least_memory_at_the_bound(name: str, least: int) -> None:
     graph = shape_blocks(name, 4, True)
-    found = least_memory(
-        graph, least_steady_period(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5)
+    found = minimize_memory(
+        graph, shortest_steady_state(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5)
     )
     assert found.cyclic is not None
     assert max(steady_peak(graph, found.cyclic, device) for device in range(4)) == least

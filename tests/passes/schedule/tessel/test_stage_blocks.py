@@ -16,11 +16,11 @@ from autopipe.passes.schedule.simulate import simulate, static_memory
 from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import (
+    add_links,
+    add_memory,
     busiest_seconds,
     stage_blocks,
     stage_schedule,
-    with_links,
-    with_memory,
 )
 
 QUICK = SearchOptions(time_limit=0.2)
@@ -105,7 +105,7 @@ def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(
     blocks = stage_blocks(
         graph, prediction, train, busiest_seconds(graph, prediction) / 500, split=split
     )
-    blocks = with_memory(blocks, prediction.stages, free, micro_batches)
+    blocks = add_memory(blocks, prediction.stages, free, micro_batches)
     found = search(blocks.graph, micro_batches, QUICK)
     schedule = stage_schedule(blocks, found, graph, micro_batches)
     schedule.verify(graph, train)
@@ -131,7 +131,7 @@ def test_rounding_is_no_more_than_is_said(data, split):
     real = busiest_seconds(graph, prediction)
     assert real <= said * (1 + 1e-9)
     assert said * (1 - blocks.rounding) <= real * (1 + 1e-9)
-    below = stage_blocks(graph, prediction, True, tick, split=split, up=False)
+    below = stage_blocks(graph, prediction, True, tick, split=split, round_up=False)
     pairs = zip(below.graph.blocks, blocks.graph.blocks, strict=True)
     assert all(0 <= high.time - low.time <= 1 for low, high in pairs)
 
@@ -195,7 +195,7 @@ def test_delays_are_those_of_the_slowest_message():
 def test_memory_is_limited_only_where_all_units_do_not_fit(kept, rooms):
     graph = chain(2)
     stages = (StagePrediction(1.0, 2.0, kept_bytes=kept, transient_bytes=100),) * 2
-    blocks = with_memory(
+    blocks = add_memory(
         stage_blocks(graph, Prediction(stages), True, 0.1), stages, (3_100, 3_100), 8
     )
     shares = {block.memory for block in blocks.graph.blocks if block.memory > 0}
@@ -214,7 +214,7 @@ def test_messages_that_take_turns_on_their_links_are_in_time(
     )
     prediction = Prediction(stages, slow)
     tick = busiest_seconds(graph, prediction) / 500
-    blocks = with_links(stage_blocks(graph, prediction, train, tick, split=split), graph, slow)
+    blocks = add_links(stage_blocks(graph, prediction, train, tick, split=split), graph, slow)
     assert blocks.graph.devices == devices + len(slow) * (2 if train else 1)
     found = search(blocks.graph, micro_batches, QUICK)
     schedule = stage_schedule(blocks, found, graph, micro_batches)
@@ -229,6 +229,6 @@ def test_a_slow_link_bounds_the_period():
     prediction = Prediction((StagePrediction(1.0, 2.0),) * 2, (slow,))
     delayed = stage_blocks(graph, prediction, True, 1.0)
     assert search(delayed.graph, 8, QUICK).period == 3
-    linked = with_memory(with_links(delayed, graph, (slow,)), prediction.stages, (10, 10), 8)
+    linked = add_memory(add_links(delayed, graph, (slow,)), prediction.stages, (10, 10), 8)
     found = search(linked.graph, 8, QUICK)
     assert (found.period, found.optimal) == (5, True)
