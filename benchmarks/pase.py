@@ -36,7 +36,7 @@ from autopipe.passes.solvers.milp import Builder
 from autopipe.passes.solvers.milp import solve as solve_milp
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate, solve
 from autopipe.passes.solvers.min_sum.metropolis import walk
-from autopipe.passes.solvers.min_sum.model import merged
+from autopipe.passes.solvers.min_sum.model import merge_edges
 from benchmarks.table import Case, Row, cases_of, zoo_graph
 
 DEVICES: Final = (4, 8, 16, 32, 64)
@@ -280,7 +280,7 @@ def _milp(costs: MinSum, least: float) -> tuple[float | None, str]:
     """Seconds of the integer program, None where it is not solved; and what is to be said of
     them.
     """
-    pairs = sum(edge.costs.size for edge in merged(costs).edges)
+    pairs = sum(edge.costs.size for edge in merge_edges(costs).edges)
     if pairs > _MOST_PAIRS:
         return None, f"{pairs} pairs are too many for an integer program"
     start = time.perf_counter()
@@ -304,7 +304,7 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
     pairs of an edge add up, along either side, to what its nodes choose (the local polytope:
     Schlesinger, 1976).
     """
-    simple = merged(model)
+    simple = merge_edges(model)
     sizes = [len(costs) for costs in simple.costs]
     starts = np.concatenate(([0], np.cumsum(sizes)))
     builder = Builder()

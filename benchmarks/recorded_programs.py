@@ -35,13 +35,13 @@ def recording(folder: Path) -> Iterator[None]:
 
     The solver still solves each program: only its call is observed.
     """
-    by_highs = milp.by_highs
+    solve_with_highs = milp.solve_with_highs
 
     def observed(model: milp.Model, *limits: Any) -> milp.MilpResult | None:
         write_program(model, folder)
-        return by_highs(model, *limits)
+        return solve_with_highs(model, *limits)
 
-    with patch.object(milp, "by_highs", observed):
+    with patch.object(milp, "solve_with_highs", observed):
         yield
 
 

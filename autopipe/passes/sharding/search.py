@@ -50,7 +50,7 @@ from autopipe.passes.sharding.reshard_tables import (
     shared_value,
 )
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
-from autopipe.passes.solvers.min_sum.model import Once
+from autopipe.passes.solvers.min_sum.model import ResultCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ class Tables:
         The edges of `kept_again` become part of the model. Without a memory limit these edges would
         only slow the search down.
         """
-        once = Once()
+        once = ResultCache()
 
         def bounded(costs: Floats, needs: Integers) -> Floats:
             return np.where(needs > most, np.inf, costs)

@@ -1,5 +1,6 @@
-"""Solvers, their statuses read properly and their limits kept: integer programs (HiGHS), CP-SAT,
-and pairwise min-sum models in numpy (`min_sum`).
+"""Solvers of integer programs (HiGHS, or any solver through PuLP), of CP-SAT models, and of
+pairwise min-sum models in numpy (`min_sum`).
 
-They know nothing of models, clusters or plans: of the package they import `ir/errors` alone.
+The solvers are independent of models, clusters and plans. They keep time limits and check the
+values that external solvers return.
 """

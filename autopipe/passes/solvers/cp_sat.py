@@ -1,7 +1,6 @@
-"""OR-tools' CP-SAT on one worker: what a run found, what it proved, and how long it may take.
+"""CP-SAT of OR-tools with one worker: limits, result and proven bound.
 
-An answer's values are claims of the solver. Callers check them against their own problem before
-using them.
+The values of a result are unchecked. Callers check them against their problem before they use them.
 """
 
 from __future__ import annotations
@@ -27,37 +26,37 @@ if TYPE_CHECKING:
 __all__ = ["CpResult", "Limit", "OnSolution", "Status", "solve"]
 
 OnSolution = Callable[[int, int], None]
-"""Called with the objective and its bound at every solution that is better than those before."""
+"""Called with the objective and its bound for each solution that is better than all before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """When to stop, and with which seed to begin."""
+    """Limits and seed of a run."""
 
     seconds: float
-    """Of the clock: never exceeded by much, so that a slow machine keeps its time."""
+    """Maximum seconds of the clock."""
     work: float
-    """In the solver's deterministic time: what stops it on a machine fast enough, always at the
-    same answer.
+    """Maximum deterministic time of the solver. On a fast machine it ends the run, always with the
+    same result.
     """
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CpResult:
-    """Result and bound of a minimisation; optimal, too, are any values where there is no
-    objective.
-    """
+    """Result of a run. Without an objective, any values are optimal."""
 
     status: Status
     values: tuple[int, ...] = ()
-    """Of the variables asked for, in their order; () where none were found."""
+    """Values of the requested variables, in their order; () if none were found."""
     bound: int | None = None
-    """No values have a smaller objective; None without an objective, or where nothing is known."""
+    """Lower bound of the objective; None without an objective or without a bound."""
     work: float = 0.0
+    """Deterministic time of the run."""
 
     @property
     def found(self) -> bool:
+        """True if the result contains values."""
         return self.status.found
 
 
@@ -68,11 +67,11 @@ def solve(
     on_solution: OnSolution | None = None,
     relax: bool = False,
 ) -> CpResult:
-    """Return the result of CP-SAT with one search worker.
+    """Run CP-SAT with one search worker and return the result.
 
-    Equal models and seeds give equal results as long as `limit.work` ends the search. `relax` adds
-    linear relaxations, for models in which sums decide; for orders of blocks the relaxations are
-    weak and take most of the time. Raises AutopipeError for a model that the solver rejects, and
+    Equal models and seeds give equal results as long as `limit.work` ends the run. `relax` adds
+    linear relaxations, for models with decisive sums; for orders of blocks the relaxations are weak
+    and take most of the time. Raise AutopipeError for a model that the solver rejects, and
     KeyboardInterrupt after Ctrl-C.
     """
     from ortools.sat.python import cp_model
@@ -80,10 +79,12 @@ def solve(
     if limit.seconds <= 0 or limit.work <= 0:
         return CpResult(Status.UNKNOWN)
 
-    class Watcher(cp_model.CpSolverSolutionCallback):
+    class SolutionCallback(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             if on_solution is not None:
-                on_solution(round(self.objective_value), _whole(self.best_objective_bound) or 0)
+                on_solution(
+                    round(self.objective_value), _rounded_up(self.best_objective_bound) or 0
+                )
 
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit.seconds
@@ -91,12 +92,12 @@ def solve(
     solver.parameters.random_seed = limit.seed
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = int(relax)
-    code = _search(solver, model, Watcher() if on_solution else None)
+    code = _search(solver, model, SolutionCallback() if on_solution else None)
     if code == cp_model.MODEL_INVALID:
-        raise AutopipeError(f"the solver does not accept the model: {model.validate()}")
+        raise AutopipeError(f"CP-SAT rejects the model: {model.validate()}")
     status = Status[solver.status_name(code)]
     work = float(solver.response_proto.deterministic_time)
-    bound = _whole(solver.best_objective_bound) if model.has_objective() else None
+    bound = _rounded_up(solver.best_objective_bound) if model.has_objective() else None
     if status.found:
         return CpResult(
             status, tuple(int(solver.value(variable)) for variable in variables), bound, work
@@ -111,12 +112,12 @@ _STOP_S = 0.05
 def _search(
     solver: CpSolver, model: CpModel, callback: CpSolverSolutionCallback | None
 ) -> CpSolverStatus:
-    """Return the status of a search that Ctrl-C ends with KeyboardInterrupt.
+    """Return the status of a run that Ctrl-C ends with KeyboardInterrupt.
 
-    OR-tools' own handler of SIGINT would end the search without an error, and leave SIGINT at its
-    default: the next Ctrl-C would kill the process. Without it, Python's handler stays, which runs
-    only while the main thread runs Python code. The search therefore has a thread of its own, and
-    the caller's thread waits.
+    OR-tools' own SIGINT handler would end the run without an error and leave SIGINT at its default
+    action, so the next Ctrl-C would kill the process. Without it, Python's handler runs, but only
+    while the main thread executes Python code. The run therefore has its own thread, and the
+    caller's thread waits.
     """
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(max_workers=1) as threads:
@@ -124,12 +125,14 @@ def _search(
         try:
             return search.result()
         finally:
-            # A request is lost if the search has not begun, so it is repeated.
+            # A request to stop has no effect if the run has not begun, so it is repeated.
             while not search.done():
                 solver.stop_search()
                 wait([search], _STOP_S)
 
 
-def _whole(bound: float) -> int | None:
-    """A bound on whole numbers, rounded up but for rounding errors."""
+def _rounded_up(bound: float) -> int | None:
+    """Return the smallest integer that is not below `bound`, up to rounding errors; None if it is
+    infinite.
+    """
     return math.ceil(bound - 1e-6) if math.isfinite(bound) else None

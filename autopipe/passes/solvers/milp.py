@@ -1,8 +1,6 @@
-"""Integer linear programs, solved by HiGHS inside scipy or, through PuLP, by the solver that the
-user names.
+"""Integer linear programs, solved by HiGHS inside scipy or, through PuLP, by a chosen solver.
 
-No solver is trusted: the values of every answer are checked against the program's own rows and
-bounds.
+The values that a solver returns are checked against all rows and bounds of the program.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from autopipe.passes.solvers.pulp_client import AUTO, solve_with_pulp
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-_INTEGRAL = 1e-5
-"""How far from a whole number a solver may leave a variable that is one."""
-_FEASIBLE = 1e-6
-"""How far a row may be missed, of the largest term in it (or of 1)."""
-_WRITTEN = 1e-6
+_INTEGRALITY_TOLERANCE = 1e-5
+"""Maximum distance from an integer that a solver may leave an integer variable."""
+_ROW_TOLERANCE = 1e-6
+"""Maximum violation of a row, relative to the largest term of the row (at least 1)."""
+_TEXT_TOLERANCE = 1e-6
 """Maximum distance from an integer at which a value read from a solver's text file is rounded to
 that integer.
 """
@@ -35,8 +33,8 @@ that integer.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= matrix x <= row_upper`.
-    `cost`, `lower`, `upper` and `integral` (is x to be a whole number?) have an entry a variable.
+    """Minimise `cost · x` subject to `lower <= x <= upper` and `row_lower <= matrix x <=
+    row_upper`. `integral` is True for the variables that must be integers.
     """
 
     cost: NDArray[np.float64]
@@ -49,38 +47,44 @@ class Model:
 
     @property
     def variables(self) -> int:
+        """Number of variables."""
         return len(self.cost)
 
     def objective(self, x: NDArray[np.float64]) -> float:
+        """Return the cost of `x`."""
         return float(self.cost @ x)
 
     def violation(self, x: NDArray[np.float64]) -> str:
-        """The first row that `x` violates, in words; "" if none but by rounding errors."""
+        """Return a description of the first constraint that `x` violates beyond rounding errors, or
+        "".
+        """
         if x.shape != (self.variables,) or not np.isfinite(x).all():
             return (
-                f"{self.variables} finite {plural(self.variables, 'number is', 'numbers are')} "
-                "needed"
+                f"{self.variables} finite {plural(self.variables, 'value is', 'values are')} "
+                "required"
             )
-        broken = np.flatnonzero(self.integral & (x != np.rint(x)))
-        if len(broken):
-            return f"variable {broken[0]} is {x[broken[0]]:g}, not a whole number"
-        broken = np.flatnonzero((x < self.lower) | (x > self.upper))
-        if len(broken):
-            return f"variable {broken[0]} is {x[broken[0]]:g}, out of its bounds"
+        violated = np.flatnonzero(self.integral & (x != np.rint(x)))
+        if len(violated):
+            return f"variable {violated[0]} is {x[violated[0]]:g}, not an integer"
+        violated = np.flatnonzero((x < self.lower) | (x > self.upper))
+        if len(violated):
+            index = violated[0]
+            bounds = f"{self.lower[index]:g} to {self.upper[index]:g}"
+            return f"variable {index} is {x[index]:g}, outside of its bounds {bounds}"
         rows = len(self.row_lower)
         row = np.repeat(np.arange(rows), np.diff(self.matrix.indptr))
         terms = self.matrix.data * x[self.matrix.indices]
         scale = np.ones(rows)
-        done = np.zeros(rows)
+        activity = np.zeros(rows)
         np.maximum.at(scale, row, np.abs(terms))
-        np.add.at(done, row, terms)
-        missed = np.maximum(self.row_lower - done, done - self.row_upper)
-        broken = np.flatnonzero(missed > _FEASIBLE * scale)
-        return f"row {broken[0]} is missed by {missed[broken[0]]:g}" if len(broken) else ""
+        np.add.at(activity, row, terms)
+        excess = np.maximum(self.row_lower - activity, activity - self.row_upper)
+        violated = np.flatnonzero(excess > _ROW_TOLERANCE * scale)
+        return f"row {violated[0]} is missed by {excess[violated[0]]:g}" if len(violated) else ""
 
 
 class Builder:
-    """Collects variables and rows, many at a time, and gives the `Model` of them."""
+    """Collects variables and rows of a `Model`, many at a time."""
 
     def __init__(self) -> None:
         self._variables: list[tuple[NDArray[np.float64], ...]] = []
@@ -97,11 +101,11 @@ class Builder:
         upper: ArrayLike = 1.0,
         integral: ArrayLike = True,
     ) -> NDArray[np.int64]:
-        """The numbers of `count` new variables; what is said of them is one figure each, or one for
-        all.
+        """Return the indices of `count` new variables. Each property is one value per variable, or
+        one for all.
         """
         self._variables.append(
-            tuple(_filled(each, count) for each in (cost, lower, upper, integral))
+            tuple(_broadcast(each, count) for each in (cost, lower, upper, integral))
         )
         self._count += count
         return np.arange(self._count - count, self._count)
@@ -115,89 +119,100 @@ class Builder:
         upper: ArrayLike = np.inf,
         count: int | None = None,
     ) -> None:
-        """`count` new rows (the largest of `row` and one, if not given): entry i of `row` counts
-        them from 0 on and takes `columns[i]` times `values[i]`. An entry given twice counts twice.
+        """Add `count` rows (by default, the largest entry of `row` plus 1).
+
+        Entry i adds the term `values[i]` * variable `columns[i]` to the new row `row[i]`, counted
+        from 0. Repeated entries add up.
         """
-        places = np.asarray(row, dtype=np.int64).ravel()
-        wide = np.asarray(columns, dtype=np.int64).ravel()
+        rows = np.asarray(row, dtype=np.int64).ravel()
+        variables = np.asarray(columns, dtype=np.int64).ravel()
         if count is None:
-            count = int(places.max(initial=-1)) + 1
-        self._entries.append((places + self._rows, wide, _filled(values, len(wide))))
-        self._bounds.append((_filled(lower, count), _filled(upper, count)))
+            count = int(rows.max(initial=-1)) + 1
+        coefficients = _broadcast(values, len(variables))
+        self._entries.append((rows + self._rows, variables, coefficients))
+        self._bounds.append((_broadcast(lower, count), _broadcast(upper, count)))
         self._rows += count
 
     def model(self) -> Model:
-        """Raises AutopipeError for a row that names no variable of it, or figures that are none."""
+        """Return the model. Raise AutopipeError for a row with a variable that does not exist, and
+        for costs or coefficients that are not finite.
+        """
         from scipy.sparse import coo_array
 
-        cost, lower, upper, integral = _joined(self._variables, 4)
-        rows, columns, values = _joined(self._entries, 3)
+        cost, lower, upper, integral = _concatenated(self._variables, 4)
+        rows, columns, values = _concatenated(self._entries, 3)
         if not ((columns >= 0) & (columns < self._count)).all():
-            raise AutopipeError("a row of the integer program names a variable that it has not")
+            raise AutopipeError("a row of the integer program has a variable that does not exist")
         if not np.isfinite(cost).all() or not np.isfinite(values).all():
-            raise AutopipeError(
-                "the integer program has costs or coefficients that are no finite numbers"
-            )
-        places = rows.astype(np.int64), columns.astype(np.int64)
-        # One entry for a row and a variable: HiGHS refuses a program that has two.
-        matrix = coo_array((values, places), shape=(self._rows, self._count)).tocsr()
-        return Model(cost, lower, upper, integral.astype(bool), matrix, *_joined(self._bounds, 2))
+            raise AutopipeError("the integer program has costs or coefficients that are not finite")
+        positions = rows.astype(np.int64), columns.astype(np.int64)
+        # tocsr() adds up repeated entries; HiGHS rejects a program that contains them.
+        matrix = coo_array((values, positions), shape=(self._rows, self._count)).tocsr()
+        return Model(
+            cost, lower, upper, integral.astype(bool), matrix, *_concatenated(self._bounds, 2)
+        )
 
 
-def _filled(figures: ArrayLike, count: int) -> NDArray[np.float64]:
-    return np.broadcast_to(np.asarray(figures, dtype=np.float64), (count,)).copy()
+def _broadcast(values: ArrayLike, count: int) -> NDArray[np.float64]:
+    return np.broadcast_to(np.asarray(values, dtype=np.float64), (count,)).copy()
 
 
-def _joined(parts: Sequence[tuple[NDArray[Any], ...]], width: int) -> list[NDArray[np.float64]]:
-    """The parts' arrays, one after the other, by their place in the tuples."""
+def _concatenated(
+    parts: Sequence[tuple[NDArray[Any], ...]], width: int
+) -> list[NDArray[np.float64]]:
+    """Concatenate the arrays at each of the `width` positions of the tuples."""
     return [
-        np.concatenate([np.zeros(0), *(part[place] for part in parts)]) for place in range(width)
+        np.concatenate([np.zeros(0), *(part[position] for part in parts)])
+        for position in range(width)
     ]
 
 
 _LARGEST_COST = 2.0**14
-"""Costs are scaled to it: solvers' tolerances (about 1e-6) are absolute."""
+"""Costs are scaled to about this maximum, because solver tolerances (about 1e-6) are absolute."""
 _SAME = 1e-9
-"""Costs that differ by no more than this share are equal."""
+"""Relative difference up to which two costs are equal."""
 
 
 class Status(Enum):
     OPTIMAL = "optimal"
-    """Values whose cost is proven to be the least, within the gap that was asked for."""
+    """The values are proven optimal within the requested gap."""
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
-    """Proven: there are no values."""
+    """It is proven that no values exist."""
     UNKNOWN = "unknown"
-    """Neither values nor a proof within the limits."""
+    """Neither values nor a proof were found within the limits."""
 
     @property
     def found(self) -> bool:
+        """True if values were found."""
         return self in (Status.OPTIMAL, Status.FEASIBLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MilpResult:
+    """Result of an integer program."""
+
     status: Status
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    """One figure a variable, checked against every row; of length 0 where there are none."""
+    """One value per variable, checked against every row; empty if there are none."""
     objective: float = np.inf
-    """Cost of the values; infinite where there are none."""
+    """Cost of the values; infinite if there are none."""
     bound: float = -np.inf
-    """No values cost less, within the solver's tolerance; -infinity where nothing is known."""
+    """Lower bound of the cost, within the solver's tolerance; -infinity if unknown."""
 
     @property
     def found(self) -> bool:
+        """True if the result contains values."""
         return self.status.found
 
     @property
     def proven(self) -> bool:
+        """True if the values are optimal within the requested gap."""
         return self.status is Status.OPTIMAL
 
     @property
     def gap(self) -> float:
-        """The share of the cost by which it may be above the least; infinite where nothing is
-        known.
-        """
+        """Fraction of the cost by which it may exceed the minimum; infinite if unknown."""
         if not self.found or self.bound == -np.inf:
             return np.inf
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
@@ -208,15 +223,17 @@ _INFEASIBLE = 2
 _UNBOUNDED = 3
 _OTHER = 4
 """Codes of `scipy.optimize.milp`."""
+_NO_MINIMUM = "the objective of the integer program has no minimum: some variable lacks a bound"
 
 
-def by_highs(
+def solve_with_highs(
     model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool
 ) -> MilpResult | None:
-    """The claims of HiGHS, unchecked, on one thread; it takes no values to start from. None where
-    it cannot say what it has found. The one inside scipy gets along with OR-tools in one process;
-    the package highspy does not. Raises AutopipeError for a model that HiGHS does not accept, and
-    for costs without a least.
+    """Return the unchecked result of HiGHS on one thread, or None if HiGHS cannot state its result.
+
+    The HiGHS inside scipy can share a process with OR-tools; the package highspy cannot. HiGHS in
+    scipy accepts no start values. Raise AutopipeError for a model that HiGHS rejects, and for an
+    objective without a minimum.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -236,11 +253,11 @@ def by_highs(
     if found.status == _OTHER and presolve:
         return None
     if found.status == _UNBOUNDED:
-        raise AutopipeError("the integer program has no least cost: some variable lacks a bound")
+        raise AutopipeError(_NO_MINIMUM)
     if found.status == _INFEASIBLE:
-        # One code stands for no values and for a model that is refused.
+        # The code is the same for an infeasible model and for a model that HiGHS rejects.
         if "infeasible" not in found.message.lower():
-            raise AutopipeError(f"HiGHS does not accept the integer program: {found.message}")
+            raise AutopipeError(f"HiGHS rejects the integer program: {found.message}")
         return MilpResult(Status.INFEASIBLE)
     bound = (
         found.fun
@@ -251,17 +268,17 @@ def by_highs(
     return answer if found.x is None else replace(answer, status=Status.FEASIBLE, values=found.x)
 
 
-def by_pulp(
+def _solve_with_pulp(
     model: Model, solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
 ) -> MilpResult | None:
-    """Return the unchecked answer of `solver` through PuLP, or None if the solver reports neither
+    """Return the unchecked result of `solver` through PuLP, or None if the solver reports neither
     values nor a proof.
 
     PuLP returns no bound. If the solver states that its values are optimal within `gap`, the bound
-    is their objective less that gap. Executables write values with few digits, so values next to an
-    integer are rounded to it first; the check of `solve` rejects values for which that is wrong.
-    Raises ConfigurationError if the solver is not installed or fails, AutopipeError if the
-    objective has no minimum.
+    is their objective minus that gap. Executables write values with few digits, so a value close to
+    an integer is rounded to it; `solve` rejects values for which this is wrong. Raise
+    ConfigurationError if the solver is not installed or fails, and AutopipeError if the objective
+    has no minimum.
     """
     program = {
         "cost": model.cost,
@@ -274,29 +291,29 @@ def by_pulp(
         "row_lower": model.row_lower,
         "row_upper": model.row_upper,
     }
-    answer = solve_with_pulp(program, solver, seconds, gap, nodes, presolve)
-    if answer.values is not None:
-        integers = np.rint(answer.values)
-        values = np.where(np.abs(answer.values - integers) <= _WRITTEN, integers, answer.values)
+    result = solve_with_pulp(program, solver, seconds, gap, nodes, presolve)
+    if result.values is not None:
+        integers = np.rint(result.values)
+        values = np.where(
+            np.abs(result.values - integers) <= _TEXT_TOLERANCE, integers, result.values
+        )
         objective = model.objective(values)
-        bound = objective - gap * abs(objective) if answer.is_optimal else -np.inf
+        bound = objective - gap * abs(objective) if result.is_optimal else -np.inf
         return MilpResult(Status.FEASIBLE, values, bound=bound)
-    falls = ((model.cost < 0) & np.isposinf(model.upper)) | (
+    may_decrease = ((model.cost < 0) & np.isposinf(model.upper)) | (
         (model.cost > 0) & np.isneginf(model.lower)
     )
-    if answer.status == "Infeasible" and falls.any():
-        # Some interfaces report an objective without a minimum as infeasible. Without costs only
-        # the rows matter.
+    if result.status == "Infeasible" and may_decrease.any():
+        # Some interfaces report an objective without a minimum as infeasible. Without costs, only
+        # the rows decide.
         rows = replace(model, cost=np.zeros_like(model.cost))
-        without_costs = by_pulp(rows, solver, seconds, gap, nodes, presolve)
+        without_costs = _solve_with_pulp(rows, solver, seconds, gap, nodes, presolve)
         if without_costs is not None and without_costs.found:
-            answer = replace(answer, status="Unbounded")
-    if answer.status == "Infeasible":
+            result = replace(result, status="Unbounded")
+    if result.status == "Infeasible":
         return MilpResult(Status.INFEASIBLE)
-    if answer.status == "Unbounded":
-        raise AutopipeError(
-            "the objective of the integer program has no minimum: some variable lacks a bound"
-        )
+    if result.status == "Unbounded":
+        raise AutopipeError(_NO_MINIMUM)
     return None
 
 
@@ -308,22 +325,21 @@ def solve(
     nodes: int | None = None,
     solver: str = AUTO,
 ) -> MilpResult:
-    """Return the values with the minimum cost, or the best found within `time_limit` seconds and
-    `nodes` search nodes.
+    """Return the values with the minimum cost, or the best values found within `time_limit` seconds
+    and `nodes` search nodes.
 
-    A cost counts as minimal if it exceeds its bound by at most the fraction `gap`. The result is
-    never worse than the values `start`, which are the result if the solver finds none. `solver` is
-    `auto` (HiGHS inside scipy) or a name of `pulp_client.SOLVER_NAMES`. Solvers run on one thread,
-    so that equal programs have equal results unless the time limit ends a run. Raises AutopipeError
-    if `start` violates a constraint or the objective has no minimum, ConfigurationError if the
-    named solver is not installed or fails.
+    Values are optimal if their cost exceeds the bound by at most the fraction `gap`. The result is
+    at least as good as the values `start`, if given. `solver` is `auto` (HiGHS inside scipy) or
+    another name of `pulp_client.SOLVER_NAMES`. Solvers use one thread, so that equal programs have
+    equal results unless the time limit ends a run.
+
+    Raise AutopipeError if `start` violates a constraint or the objective has no minimum, and
+    ConfigurationError if the solver is not installed or fails.
     """
     best = MilpResult(Status.UNKNOWN)
     if start is not None:
-        if broken := model.violation(start):
-            raise AutopipeError(
-                f"the values to start an integer program from do not hold: {broken}"
-            )
+        if violation := model.violation(start):
+            raise AutopipeError(f"the start values of the integer program are invalid: {violation}")
         best = MilpResult(Status.FEASIBLE, start, model.objective(start))
     if not model.variables:
         return _checked(model, MilpResult(Status.FEASIBLE, bound=0.0), gap) or MilpResult(
@@ -332,39 +348,43 @@ def solve(
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
-    # Presolve alone cannot always say whether a program has no values or no least cost; and what it
-    # says may not hold.
+    # With presolve, HiGHS sometimes cannot distinguish an infeasible program from one without a
+    # minimum, or returns an invalid result. The second run is without presolve.
     for presolve in (True, False):
-        left = end - time.monotonic()
-        claim = None
-        if left > 0 and solver == AUTO:
-            claim = by_highs(scaled, left, gap, nodes, presolve)
-        elif left > 0:
-            claim = by_pulp(scaled, solver, left, gap, nodes, presolve)
-        answer = _checked(model, replace(claim, bound=claim.bound / scale), gap) if claim else None
-        if answer is None or (answer.status is Status.INFEASIBLE and best.found):
+        left_s = end - time.monotonic()
+        unchecked = None
+        if left_s > 0 and solver == AUTO:
+            unchecked = solve_with_highs(scaled, left_s, gap, nodes, presolve)
+        elif left_s > 0:
+            unchecked = _solve_with_pulp(scaled, solver, left_s, gap, nodes, presolve)
+        result = None
+        if unchecked:
+            result = _checked(model, replace(unchecked, bound=unchecked.bound / scale), gap)
+        if result is None or (result.status is Status.INFEASIBLE and best.found):
             continue
-        if best.found and best.objective <= answer.objective:
-            return _judged(replace(best, bound=answer.bound), gap)
-        return answer
+        if best.found and best.objective <= result.objective:
+            return _with_status(replace(best, bound=result.bound), gap)
+        return result
     return best
 
 
-def _checked(model: Model, claim: MilpResult, gap: float) -> MilpResult | None:
-    """The result that a claim proves; None where its values do not hold."""
-    if not claim.found:
-        return claim
-    # Whole numbers made exactly whole, and all within their bounds.
-    whole = np.rint(claim.values)
-    close = model.integral & (np.abs(claim.values - whole) <= _INTEGRAL)
-    values = np.clip(np.where(close, whole, claim.values), model.lower, model.upper)
+def _checked(model: Model, result: MilpResult, gap: float) -> MilpResult | None:
+    """Return the result with its values rounded and checked, or None if they are invalid."""
+    if not result.found:
+        return result
+    # Round integer variables exactly, and clip all values to their bounds.
+    integers = np.rint(result.values)
+    is_close = np.abs(result.values - integers) <= _INTEGRALITY_TOLERANCE
+    rounded = np.where(model.integral & is_close, integers, result.values)
+    values = np.clip(rounded, model.lower, model.upper)
     if model.violation(values):
         return None
-    return _judged(MilpResult(Status.FEASIBLE, values, model.objective(values), claim.bound), gap)
+    objective = model.objective(values)
+    return _with_status(MilpResult(Status.FEASIBLE, values, objective, result.bound), gap)
 
 
-def _judged(answer: MilpResult, gap: float) -> MilpResult:
-    """The same, optimal where its bound says so."""
-    if answer.objective - answer.bound <= _SAME * abs(answer.objective) + 1e-300:
-        answer = replace(answer, bound=answer.objective)
-    return replace(answer, status=Status.OPTIMAL if answer.gap <= gap else Status.FEASIBLE)
+def _with_status(result: MilpResult, gap: float) -> MilpResult:
+    """Return the result with status OPTIMAL if its bound proves it within `gap`, else FEASIBLE."""
+    if result.objective - result.bound <= _SAME * abs(result.objective) + 1e-300:
+        result = replace(result, bound=result.objective)
+    return replace(result, status=Status.OPTIMAL if result.gap <= gap else Status.FEASIBLE)

@@ -1,9 +1,8 @@
-"""Integer programs solved through PuLP, by the solver that the user names, in a process of their
-own.
+"""Integer programs that a chosen solver solves through PuLP, in a separate process.
 
-The process (`solvers/pulp_worker.py`) keeps libraries that OR-tools cannot be loaded beside out of
-this one, and a solver that crashes or ignores its time limit ends with it. Nothing that the process
-returns is trusted: `milp.solve` checks the values against every row.
+The process (`solvers/pulp_worker.py`) keeps libraries out of this process that cannot be loaded
+together with OR-tools. It also contains solvers that crash or ignore their time limit. `milp.solve`
+checks the values that the process returns against every row.
 """
 
 from __future__ import annotations
@@ -28,33 +27,32 @@ from autopipe.ir.output_files import scratch_folder
 from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 AUTO: Final = "auto"
-"""The solver that was fastest in our measurements: HiGHS inside scipy, in this process and without
-PuLP.
+"""Solver `auto`: HiGHS inside scipy, in this process and without PuLP. It was the fastest in
+autopipe's measurements.
 """
 SOLVER_NAMES: Final = (AUTO, *SOLVERS)
+"""Values of the option `solver`."""
 _MODULE: Final = "autopipe.passes.solvers.pulp_worker"
 _START_S: Final = 60.0
-"""Seconds that the process may need to start, to build the program and to write the answer, beside
-the time limit.
+"""Seconds, in addition to the time limit, in which the process must start, build the program and
+write the result.
 """
 _ERROR_LENGTH: Final = 200
-"""Characters of a solver's own error that are reported."""
+"""Maximum number of characters of a solver's error message that are reported."""
 
 
 @cache
 def installed_solvers() -> dict[str, str | None]:
-    """Return for each solver the PuLP interface that runs it here, None if the solver is not
-    installed.
-
-    Raises AutopipeError if PuLP cannot be loaded.
+    """Return the PuLP interface that runs each solver on this machine, or None if the solver is not
+    installed. Raise AutopipeError if PuLP cannot be loaded.
     """
     found: dict[str, str | None] = json.loads(_run_worker("--list", _START_S))
     return found
 
 
 def check_installed(solver: str) -> None:
-    """Raise ConfigurationError unless `solver` is `auto` or an installed solver that PuLP can
-    run.
+    """Raise ConfigurationError unless `solver` is `auto` or an installed solver that PuLP
+    supports.
     """
     if solver not in SOLVER_NAMES:
         raise ConfigurationError(
@@ -69,16 +67,16 @@ def check_installed(solver: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PulpAnswer:
-    """The answer of a solver through PuLP, unchecked."""
+class PulpResult:
+    """Result of a solver through PuLP, unchecked."""
 
     status: str
     """PuLP's name of the status: "Optimal", "Infeasible", "Unbounded", "Not Solved" or "Undefined".
     """
     is_optimal: bool
-    """True if the solver states that no values cost less, within the requested gap."""
+    """True if the solver states that the values are optimal within the requested gap."""
     values: NDArray[np.float64] | None
-    """One number per variable; None if the solver found no values."""
+    """One value per variable; None if the solver found no values."""
 
 
 def solve_with_pulp(
@@ -88,12 +86,13 @@ def solve_with_pulp(
     gap: float,
     nodes: int | None,
     presolve: bool,
-) -> PulpAnswer:
-    """Return the answer of `solver` to a program within `seconds` and, if the solver has such a
-    limit, `nodes` nodes.
+) -> PulpResult:
+    """Return the result of `solver` for a program, found within `seconds` and, if the solver
+    supports such a limit, `nodes` search nodes.
 
-    `program` has the NumPy arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError
-    if the solver is not installed or fails, for example without a license.
+    `program` contains the NumPy arrays that `pulp_worker.build_problem` reads. Raise
+    ConfigurationError if the solver is not installed or fails, for example because it has no
+    license.
     """
     check_installed(solver)
     request = {
@@ -103,8 +102,7 @@ def solve_with_pulp(
         "nodes": nodes,
         "presolve": presolve,
     }
-    # PuLP leaves its files behind if the solver fails, so it writes them to the folder that is
-    # removed here.
+    # PuLP does not remove its files if the solver fails, so it writes them to a scratch folder.
     with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)
@@ -113,24 +111,24 @@ def solve_with_pulp(
                 str(folder), seconds + _START_S, {"TMPDIR": str(folder), "TMP": str(folder)}
             )
         except subprocess.TimeoutExpired:  # The solver ignores its time limit.
-            return PulpAnswer("Not Solved", is_optimal=False, values=None)
+            return PulpResult("Not Solved", is_optimal=False, values=None)
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
         if answer["status"] == "failed":
             reason = " ".join(answer["error"].split())[:_ERROR_LENGTH]
-            hint = "check the solver's license and installation, or leave `solver` at auto"
+            hint = "check the solver's license and installation, or set solver to auto"
             raise ConfigurationError(f"solver {solver!r} failed: {reason}", hint=hint)
         values = folder / "values.npy"
         found = np.load(values, allow_pickle=False) if values.exists() else None
-    return PulpAnswer(answer["status"], answer["is_optimal"], found)
+    return PulpResult(answer["status"], answer["is_optimal"], found)
 
 
 def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """Run the worker process to its end, with `environment` added to this process's; return what it
-    printed.
+    """Run the worker process, with `environment` added to the environment of this process, and
+    return its standard output.
 
-    The process and the solver that it starts are one process group, which is killed if the time is
-    over or if this process is interrupted. Raises TimeoutExpired after `seconds`, and AutopipeError
-    if the process fails.
+    The worker and the solver that it starts form a process group. The group is killed when the time
+    is over or this process is interrupted. Raise TimeoutExpired after `seconds`, and AutopipeError
+    if the worker fails.
     """
     packages = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH", ""))))
@@ -144,7 +142,7 @@ def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | 
         start_new_session=True,
     )
     try:
-        written, errors = process.communicate(timeout=seconds)
+        output, errors = process.communicate(timeout=seconds)
     finally:
         if process.poll() is None:
             with suppress(ProcessLookupError):
@@ -155,4 +153,4 @@ def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | 
         raise AutopipeError(
             f"the process of the integer program failed: {lines[-1][:_ERROR_LENGTH]}"
         )
-    return written
+    return output

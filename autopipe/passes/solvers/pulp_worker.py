@@ -1,19 +1,18 @@
-"""The process in which PuLP solves one integer program: `python -m
-autopipe.passes.solvers.pulp_worker FOLDER`.
+"""Process in which PuLP solves one integer program: `python -m autopipe.passes.solvers.pulp_worker
+FOLDER`.
 
 PuLP loads the library `highspy` if it is installed, and `highspy` and OR-tools cannot share a
-process. So this process imports neither OR-tools nor anything that does. FOLDER has the request,
-written by `solvers/pulp_client.py`:
+process. This process therefore imports neither OR-tools nor modules that do. FOLDER contains the
+request, which `solvers/pulp_client.py` writes:
 
-- `request.json`: `interface` (a PuLP interface of `SOLVERS` that is installed), `seconds`, `gap`,
-  `nodes` (or null)
-  and `presolve`;
-- `program.npz`: the arrays of `solvers/milp.Model`, its matrix in compressed sparse rows.
+- `request.json`: `interface` (an installed PuLP interface of `SOLVERS`), `seconds`, `gap`, `nodes`
+  (or
+  null) and `presolve`;
+- `program.npz`: the arrays of `solvers/milp.Model`, the matrix as compressed sparse rows.
 
 The process writes `answer.json` (`status`, `is_optimal`, and `error` if the solver failed) and, if
-the solver found values, `values.npy`, one number per variable. With `--list` instead of FOLDER it
-prints one JSON object that tells for each solver whether it is installed, with the name of the PuLP
-interface that runs it.
+the solver found values, `values.npy` with one number per variable. With `--list` instead of FOLDER,
+it prints a JSON object with the name of the installed PuLP interface of each solver, or null.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ SOLVERS: Final[Mapping[str, tuple[str, ...]]] = {
     "copt": ("COPT", "COPT_CMD"),
     "cuopt": ("CUOPT",),
 }
-"""PuLP's interfaces of each solver; the first that is installed runs."""
+"""PuLP interfaces of each solver. The first one that is installed is used."""
 
-_LOOK_S: Final = 0.5
-"""Seconds between two looks at the parent process."""
+_PARENT_CHECK_S: Final = 0.5
+"""Seconds between two checks that the parent process exists."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -59,15 +58,15 @@ def installed_interface(name: str) -> str | None:
     silent = {"msg": False, "_skip_v4_deprecation": True}
     for interface in SOLVERS[name]:
         try:
-            if pulp.getSolver(interface, **_accepted(interface, silent)).available():
+            if pulp.getSolver(interface, **_accepted_options(interface, silent)).available():
                 return interface
-        except Exception:  # noqa: BLE001 - a license that is missing or a broken library: not available
+        except Exception:  # noqa: BLE001 - e.g. a missing license: the interface is not available
             continue
     return None
 
 
-def _accepted(interface: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """Return those of `options` that the constructor of a PuLP interface accepts by name."""
+def _accepted_options(interface: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """Return the entries of `options` that the constructor of a PuLP interface accepts by name."""
     import pulp
 
     constructor = next(each for each in pulp.apis._all_solvers if each.name == interface)
@@ -82,10 +81,8 @@ def _accepted(interface: str, options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
-    """Return (problem, variables): PuLP's form of the program, and its variables in the order of
-    `cost`.
-
-    A row with two different finite bounds becomes two constraints.
+    """Return (problem, variables): the program in PuLP's form, and its variables in the order of
+    `cost`. A row with two different finite bounds becomes two constraints.
     """
     import pulp
 
@@ -110,7 +107,7 @@ def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
     ):
         entries = range(starts[row], starts[row + 1])
         expression = pulp.LpAffineExpression(
-            [(variables[columns[place]], values[place]) for place in entries]
+            [(variables[columns[entry]], values[entry]) for entry in entries]
         )
         if lower == upper:
             problem += expression == float(lower), f"r{row}"
@@ -123,7 +120,7 @@ def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
 
 
 def solve(folder: Path) -> dict[str, Any]:
-    """Solve the request in `folder`; return the content of `answer.json`. Writes `values.npy` if
+    """Solve the request in `folder` and return the content of `answer.json`. Write `values.npy` if
     values were found.
     """
     import pulp
@@ -143,11 +140,11 @@ def solve(folder: Path) -> dict[str, Any]:
     }
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        problem.solve(pulp.getSolver(interface, **_accepted(interface, given)))
+        problem.solve(pulp.getSolver(interface, **_accepted_options(interface, given)))
     except subprocess.CalledProcessError as error:
         reason = f"its command ended with exit code {error.returncode}"
         return {"status": "failed", "is_optimal": False, "error": reason}
-    except Exception as error:  # noqa: BLE001 - each interface raises classes of its own
+    except Exception as error:  # noqa: BLE001 - each interface has different exception classes
         return {
             "status": "failed",
             "is_optimal": False,
@@ -155,8 +152,8 @@ def solve(folder: Path) -> dict[str, Any]:
         }
     status = pulp.LpStatus[problem.status]
     if problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        # A variable that no row and no cost names is not handed on by PuLP: its lower bound is as
-        # good as any value.
+        # PuLP omits a variable that occurs in no row and has no cost. Any value is valid; use its
+        # lower bound.
         found = [
             each.lowBound or 0.0 if each.varValue is None else each.varValue for each in variables
         ]
@@ -169,16 +166,16 @@ def solve(folder: Path) -> dict[str, Any]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process group, the solver included, once process `parent` is no longer the parent
-    of this one.
+    """Kill this process group, including the solver, when process `parent` is no longer the parent
+    of this process.
     """
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(_PARENT_CHECK_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main(words: list[str]) -> int:
-    """Run the command line of this process; return its exit code."""
+    """Run the command line and return the exit code."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     if words == ["--list"]:
         sys.stdout.write(json.dumps({name: installed_interface(name) for name in SOLVERS}) + "\n")

@@ -20,12 +20,12 @@ from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.model import (
     Array,
-    chosen,
-    conditioned,
-    everything,
-    no_choice,
-    priced,
-    restricted,
+    absorb_fixed_nodes,
+    add_memory_cost,
+    all_configurations,
+    all_forbidden,
+    configurations_at,
+    restrict,
 )
 from autopipe.passes.solvers.pulp_client import AUTO
 
@@ -69,7 +69,7 @@ def cheapest_choice(
 def _solved(
     model: MinSum, seconds: float, known: Sequence[int], limit: float | None, solver: str
 ) -> Assignment:
-    program, node_columns, edge_columns = _program(conditioned(model), limit)
+    program, node_columns, edge_columns = _program(absorb_fixed_nodes(model), limit)
     start = None
     if known:
         start = program.lower.copy()
@@ -164,7 +164,7 @@ def _above_minimum(costs: Array) -> tuple[float, Array]:
     """
     least = float(costs.min())
     if math.isinf(least):
-        raise no_choice()
+        raise all_forbidden()
     return least, np.where(np.isfinite(costs), costs - least, 0.0)
 
 
@@ -223,13 +223,13 @@ def fix_by_reduced_cost(
     """Reduce a merged model until at most `most` pairs of configurations remain, or the bound stops
     improving.
 
-    Let reach(c) be the lower bound on all choices that contain configuration c (`Dual.reach`).
+    Let reach(c) be the lower bound on all choices that contain configuration c (`Dual.configuration_bounds`).
     Configuration c is removed if reach(c) exceeds the threshold, because no choice of at most that
     cost contains c. The threshold is `cutoff`, or, if it is None, the cost of the cheapest choice
     found so far, `known` included. Raise InfeasibleError if the arrays of costs show that all
     choices are forbidden.
     """
-    part = Subproblem(model, everything(model))
+    part = Subproblem(model, all_configurations(model))
     choice = tuple(known)
     cost = float(model.cost_of(known)) if known else np.inf
     threshold = _with_slack(cost if cutoff is None else cutoff)
@@ -243,7 +243,7 @@ def fix_by_reduced_cost(
                 choice = found_choice
                 cost = found_cost
         threshold = _with_slack(cost) if cutoff is None else threshold
-        part.narrow(threshold)
+        part.drop_above(threshold)
         bound = part.bound
         if cost - bound <= SLACK * abs(cost) or bound - previous_bound < PROGRESS * (
             cost - previous_bound
@@ -253,7 +253,7 @@ def fix_by_reduced_cost(
     positions = part.within(threshold)
     reach = tuple(
         each[kept_positions] - part.dual.rounding
-        for each, kept_positions in zip(part.dual.reach, positions, strict=True)
+        for each, kept_positions in zip(part.dual.configuration_bounds, positions, strict=True)
     )
     return ReducedModel(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))
 
@@ -315,10 +315,12 @@ def cheapest_by_program(
         return reduced.assignment(model)
     reduced = promising(model, reduced, most)
     known = _positions_of(reduced, reduced.choice)
-    found = cheapest_choice(restricted(model, reduced.kept), seconds, known or (), solver=solver)
+    found = cheapest_choice(restrict(model, reduced.kept), seconds, known or (), solver=solver)
     bound = max(reduced.bound, min(float(found.bound), reduced.removed_bound))
     proven = found.proven and found.cost <= reduced.removed_bound
-    return replace(found, choice=chosen(reduced.kept, found.choice), bound=bound, proven=proven)
+    return replace(
+        found, choice=configurations_at(reduced.kept, found.choice), bound=bound, proven=proven
+    )
 
 
 def cheapest_within_memory(
@@ -337,15 +339,17 @@ def cheapest_within_memory(
     from `known` if that choice is within the limit. Raise InfeasibleError if there is no such
     choice, or if `solver` finds none within `seconds`.
     """
-    with_byte_cost = priced(model, rate)
+    with_byte_cost = add_memory_cost(model, rate)
     reduced = fix_by_reduced_cost(with_byte_cost, 0, known, cutoff + rate * limit)
     reduced = promising(with_byte_cost, reduced, MAXIMUM_PAIRS_WITHIN_MEMORY)
     start = _positions_of(reduced, known) if model.memory_of(known) <= limit else None
-    found = cheapest_choice(restricted(model, reduced.kept), seconds, start or (), limit, solver)
+    found = cheapest_choice(restrict(model, reduced.kept), seconds, start or (), limit, solver)
     removed_bound = reduced.removed_bound - rate * limit
     proven = found.proven and found.cost <= removed_bound
     bound = min(float(found.bound), removed_bound)
-    return replace(found, choice=chosen(reduced.kept, found.choice), bound=bound, proven=proven)
+    return replace(
+        found, choice=configurations_at(reduced.kept, found.choice), bound=bound, proven=proven
+    )
 
 
 def _positions_of(reduced: ReducedModel, choice: Sequence[int]) -> list[int] | None:

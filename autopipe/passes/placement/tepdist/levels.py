@@ -48,12 +48,12 @@ from autopipe.passes.solvers.min_sum.branch_and_bound import Incumbent
 from autopipe.passes.solvers.min_sum.memory_limit import HullEdge
 from autopipe.passes.solvers.min_sum.model import (
     Array,
-    conditioned,
-    counted,
-    everything,
-    memory_alone,
-    priced,
-    restricted,
+    absorb_fixed_nodes,
+    add_memory_cost,
+    all_configurations,
+    memory_as_cost,
+    recount,
+    restrict,
 )
 from autopipe.passes.solvers.pulp_client import AUTO
 
@@ -201,21 +201,21 @@ class Level(ABC):
         if not model.costs:  # All nodes of the stage may be recomputed copies of other stages'.
             return Assignment((), 0.0, 0.0, proven=True, memory=0)
         if limit is None:
-            return counted(self.cheapest(model), model)
+            return recount(self.cheapest(model), model)
         # Minimum memory is found faster than minimum cost, and shows if the limit is infeasible.
-        smallest = self.cheapest(memory_alone(model))
-        fitting = counted(replace(smallest, proven=False), model)
+        smallest = self.cheapest(memory_as_cost(model))
+        fitting = recount(replace(smallest, proven=False), model)
         infeasible = replace(fitting, bound=fitting.cost, proven=smallest.proven, fits=False)
         if fitting.memory > limit and smallest.proven:
             return infeasible
-        free = counted(self.cheapest(model), model)
+        free = recount(self.cheapest(model), model)
         if free.memory <= limit:
             return free
         if fitting.memory > limit:
             return infeasible
         if free.bound >= self._enough:
             return replace(fitting, bound=free.bound)
-        return counted(
+        return recount(
             self.within(model, self._search_byte_costs(model, HullEdge(limit, free, fitting))),
             model,
         )
@@ -241,8 +241,8 @@ class Level(ABC):
             if answer.bound - rate * limit > found.bound:
                 found.rate = rate
                 found.bound = float(answer.bound) - rate * limit
-            point = counted(answer, model)
-            if not edge.is_above(point.cost + rate * point.memory, rate):
+            point = recount(answer, model)
+            if not edge.is_improved_by(point.cost + rate * point.memory, rate):
                 break
             edge.move(point)
             found.offer(point.choice)
@@ -296,10 +296,10 @@ def by_segments(
         if bound >= best * (1 - close) or is_over(end):
             bounds.append(bound)
             break
-        domains = everything(model)
+        domains = all_configurations(model)
         for variable, number in zip(segmented.high_degree, strategies, strict=True):
             domains[variable] = np.array([number])
-        fixed = conditioned(restricted(model, domains))  # The fixed variables have no edges.
+        fixed = absorb_fixed_nodes(restrict(model, domains))  # The fixed variables have no edges.
         pairs = segments.pairs(fixed, segmented)
         fixed_cost = float(sum(fixed.costs[variable][0] for variable in segmented.high_degree))
         path = shortest(
@@ -377,7 +377,7 @@ class O2(Level):
         rank = ranks(model)[list(cones.roots)]
         close = CLOSE / 2 if rate else SAME
         found = by_segments(
-            priced(cones.model, rate), rank, self.seconds, self._end, close, self._solver
+            add_memory_cost(cones.model, rate), rank, self.seconds, self._end, close, self._solver
         )
         return replace(found, choice=cones.expanded(found.choice))
 
@@ -403,7 +403,7 @@ class O3(Level):
         dual bound.
         """
         cones = self.fill(model, rate)
-        left = fix_by_reduced_cost(priced(cones.model, rate))
+        left = fix_by_reduced_cost(add_memory_cost(cones.model, rate))
         return Assignment(cones.expanded(left.choice), left.cost, left.bound, proven=False)
 
     def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:

@@ -29,12 +29,12 @@ from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.elimination import Contraction, neighbours
 from autopipe.passes.solvers.min_sum.model import (
     Array,
-    Once,
-    blocks,
-    conditioned,
-    everything,
-    merged,
-    restricted,
+    ResultCache,
+    absorb_fixed_nodes,
+    all_configurations,
+    index_blocks,
+    merge_edges,
+    restrict,
 )
 
 
@@ -104,7 +104,7 @@ class Cones:
 
 def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
     """Return the merged model in which each variable is a root."""
-    return Cones(merged(model), tuple(range(len(model.costs))))
+    return Cones(merge_edges(model), tuple(range(len(model.costs))))
 
 
 def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
@@ -116,8 +116,8 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
     variables that contains it. (If the configuration depended on the cone's own root only, it could
     not adapt to the operand's strategy.)
     """
-    once = Once()
-    simple = merged(model)
+    once = ResultCache()
+    simple = merge_edges(model)
 
     def sums(costs: Array, memory: Array | None) -> Sums:
         return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
@@ -131,11 +131,13 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
     filling = partial(_filling, rate)
     filled = []
     for variable in np.flatnonzero(~is_root(model)).tolist():
-        if contraction.around[variable]:
+        if contraction.neighbours_of[variable]:
             sums_of_best, best = once(filling, *contraction.tables(variable))
-            filled.append(FilledVariable(variable, contraction.take(variable, sums_of_best), best))
-    roots, edges = contraction.left()
-    root_sums = contraction.own.values()
+            filled.append(
+                FilledVariable(variable, contraction.eliminate(variable, sums_of_best), best)
+            )
+    roots, edges = contraction.remaining()
+    root_sums = contraction.node_tables.values()
     root_model = MinSum(
         tuple(each.costs for each in root_sums),
         tuple(Edge(source, target, each.costs, each.memory) for source, target, each in edges),
@@ -154,7 +156,7 @@ def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
     behind = Sums(own.costs[:, None] + second.costs, own.memory[:, None] + second.memory)
     priced = behind.costs + rate * behind.memory
     front = first.costs + rate * first.memory
-    for rows in blocks(len(best), priced.size):
+    for rows in index_blocks(len(best), priced.size):
         best[rows] = (front[:, rows].T[:, :, None] + priced[None]).argmin(axis=1)
     which, columns = np.ogrid[: best.shape[0], : best.shape[1]]
     costs = first.costs.T[which, best] + behind.costs[best, columns]
@@ -436,10 +438,10 @@ class Pairs:
 
     def _given(self, ends: Ends) -> MinSum:
         """Return the model with the strategies of the first ends fixed."""
-        kept = everything(self.model)
+        kept = all_configurations(self.model)
         for place, number in enumerate(ends, self.inner):
             kept[place] = np.array([number])
-        return conditioned(restricted(self.model, kept))
+        return absorb_fixed_nodes(restrict(self.model, kept))
 
 
 def _bounds(model: MinSum, inner: int) -> Array:
@@ -451,15 +453,15 @@ def _bounds(model: MinSum, inner: int) -> Array:
         # The dual's costs for pairs of both ends accumulate on an edge between them.
         model = MinSum(model.costs, (*model.edges, Edge(ends[0], ends[1], np.zeros(shape))))
     try:
-        part = Subproblem(model, everything(model))
+        part = Subproblem(model, all_configurations(model))
     except InfeasibleError:
         return found
     for _ in range(ROUNDS):
         part.dual.tighten()
     if len(ends) == 2:
-        reach = part.dual.pairs()[-1]
+        reach = part.dual.pair_bounds()[-1]
     else:
-        reach = part.dual.reach[ends[0]] if ends else np.array(part.dual.bound)
+        reach = part.dual.configuration_bounds[ends[0]] if ends else np.array(part.dual.bound)
     found[np.ix_(*(part.kept[end] for end in ends))] = reach - part.dual.rounding
     return found
 

@@ -1,19 +1,21 @@
-"""Pairwise min-sum models and their exact solvers, in numpy alone.
+"""Pairwise min-sum models and exact solvers, with numpy only.
 
     model = MinSum(
-        costs=(vector, ...),                        # a node: what each of its configurations costs
-        edges=(Edge(0, 1, matrix, memory), ...),    # what pairs of choices cost (and need, or None)
-        memory=(vector, ...),                       # a node: bytes of each configuration, or None altogether
+        costs=(vector, ...),                       # per node: cost of each configuration
+        edges=(Edge(0, 1, matrix, memory), ...),   # cost (and bytes, or None) of pairs of choices
+        memory=(vector, ...),                      # per node: bytes of each configuration; or None
     )
-    answer = solve(model, memory_limit=bytes, time_limit=seconds)
-    answer = eliminate(model, ordering="generate_seq")       # or breadth_first, min_fill; no memory limit
-    answer.choice, answer.cost, answer.bound, answer.proven, answer.gap, answer.memory, answer.fits
+    result = solve(model, memory_limit=bytes, time_limit=seconds)
+    result = eliminate(model, ordering="min_fill")       # no memory limit
+    result.choice, result.cost, result.bound, result.proven, result.gap, result.memory, result.fits
 
-Costs are int64 or float64 arrays; integers give an int as cost, exactly (so does float64 below
-2^53, and is faster); `np.inf` forbids. Give repeated layers the same array objects: equal work is
-then done once. Where no choice fits the memory, the answer is the one of least memory and `fits` is
-false; `proven` says whether less is impossible. Where none was found in time, the cost is inf. It
-imports numpy and `ir/errors` alone.
+Costs are int64 or float64 arrays. Integers give an exact int as cost; float64 is exact below 2^53
+and faster. `np.inf` forbids a configuration or a pair. Use one array object for repeated layers:
+equal work is then done once.
+
+If no choice fits in memory, the result is the choice with the least memory found, and `fits` is
+False; `proven` is True if no choice needs less memory. If the time limit ends the search before it
+finds a choice, the cost is inf.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from autopipe.passes.solvers.min_sum.branch_and_bound import ReducedStart
 from autopipe.passes.solvers.min_sum.elimination import TableTooLargeError, eliminate
 from autopipe.passes.solvers.min_sum.memory_limit import solve_within
 from autopipe.passes.solvers.min_sum.model import (
-    PATIENCE_S,
+    DEFAULT_WORK_S,
     Assignment,
     Budget,
     Edge,
     MinSum,
     Number,
-    counted,
-    merged,
+    merge_edges,
+    recount,
 )
 
 __all__ = ["Assignment", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]
@@ -39,16 +41,18 @@ def solve(
     model: MinSum,
     memory_limit: Number | None = None,
     time_limit: float | None = None,
-    patience: float = PATIENCE_S,
+    patience: float = DEFAULT_WORK_S,
 ) -> Assignment:
-    """The best choice whose memory is within the limit (bytes), within `time_limit` seconds. Work
-    is counted, not time: the clock only ends a search that a slow machine cannot do in its limit.
-    Without a limit, the work of `patience` seconds is done at most. A result without proof is
-    returned with its bound. Raises InfeasibleError where every choice is forbidden.
+    """Return the cheapest choice whose memory is at most `memory_limit` bytes.
+
+    The budget is counted in work, not time: the work of `time_limit` seconds or, without a time
+    limit, of `patience` seconds. The clock only ends a search that a slow machine cannot finish
+    within the time limit. A result without proof has the best bound found. Raise InfeasibleError if
+    every choice is forbidden.
     """
     budget = Budget(time_limit, patience)
-    simple = merged(model)
-    answer = ReducedStart(simple, budget).solve(budget)
-    if memory_limit is not None and answer.memory > memory_limit:
-        answer = solve_within(simple, memory_limit, answer, budget)
-    return counted(answer, model)
+    simple = merge_edges(model)
+    result = ReducedStart(simple, budget).solve(budget)
+    if memory_limit is not None and result.memory > memory_limit:
+        result = solve_within(simple, memory_limit, result, budget)
+    return recount(result, model)

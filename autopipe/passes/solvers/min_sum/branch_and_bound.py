@@ -1,9 +1,12 @@
-"""The default solver: dual bound, pruning, elimination of what is left, and branching.
+"""Branch and bound for min-sum models without a memory limit: dual bound, pruning of
+configurations, elimination of the remaining ones, and branching.
 
-Sweeps of the dual raise what each configuration surely costs; those above the best choice known are
-dropped. Eliminating the configurations up to a threshold gives a choice, and a proof where it costs
-no more than the threshold: whatever was left out costs more. A part that resists is cut in two, and
-the part with the least bound is next.
+A part (`Subproblem`) is a set of configurations of each node. Sweeps of the dual raise a lower
+bound of each configuration: the cost of any choice with it. Configurations whose bound exceeds the
+best known cost are dropped. The configurations up to a threshold are then solved exactly by
+elimination. If the result costs no more than the threshold, it is optimal for the part, because
+each choice with another configuration costs more. Otherwise the part is split in two, and the part
+with the lowest bound is next.
 """
 
 from __future__ import annotations
@@ -20,58 +23,70 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.elimination import (
     MAX_BYTES,
     eliminate_in,
+    elimination_size,
     neighbours,
     reduced,
-    size,
     smallest_table,
     with_choice,
 )
 from autopipe.passes.solvers.min_sum.model import (
-    CALLS,
-    ENTRIES,
+    BLOCK_ENTRIES,
+    CALL_OVERHEAD,
+    AllowedConfigurations,
     Array,
     Assignment,
     Budget,
-    Kept,
+    KeptConfigurations,
     MinSum,
     Number,
-    Support,
-    blocks,
-    bound_of,
-    chosen,
-    conditioned,
-    everything,
-    no_choice,
-    restricted,
+    absorb_fixed_nodes,
+    all_configurations,
+    all_forbidden,
+    configurations_at,
+    index_blocks,
+    reported_bound,
+    restrict,
 )
 
 ROUNDING = 1e-11
-"""Of all that is added up; each sum of two loses at most 1e-16."""
+"""Relative rounding error of a sum of many terms, assumed as an upper bound; a sum of two terms
+loses at most 1e-16.
+"""
 
 
 class Dual:
-    """A lower bound by reparametrisation: sequential message passing (TRW-S: Kolmogorov 2006; SRMP:
-    Kolmogorov 2015).
+    """Lower bounds by reparametrisation of a min-sum model with sequential message passing (TRW-S:
+    Kolmogorov, 2006; SRMP: Kolmogorov, 2015).
 
-    What an edge costs can be moved to its ends without changing any sum. A sweep visits nodes in
-    order: each collects from the edges behind it all that they surely cost, sets its own least
-    aside as part of the bound, and hands the rest on in equal shares to the edges ahead of it. On a
-    chain one sweep forth and one back give the least cost of any choice with a configuration
-    exactly.
+    Costs can be moved from an edge to its ends without changing the cost of any choice. Let c_s(x)
+    be the current cost of configuration x at node s, and C_st(x, y) the cost of an edge minus what
+    was moved from it. A forward sweep visits the nodes in ascending order; for each node t:
 
-    Every configuration and edge left must be part of some choice without forbidden pairs of
-    neighbours (`Support`).
+    1. Collect: for each edge (s, t) from an earlier node s, move min over x of C_st(x, y) to
+       c_t(y).
+    2. Subtract m = min over y of c_t(y) from c_t, and add m to `bound`. The rest r(y) is 0 or more,
+       and `bound` + r(y) is a lower bound of all choices with configuration y at t.
+    3. Distribute: move r(y) / max(number of earlier neighbours, number of later neighbours) back to
+       each edge from t to a later node.
+
+    A backward sweep does the same in descending order. For a chain, one forward and one backward
+    sweep make all bounds exact.
+
+    Each configuration of the model must be part of a choice without forbidden pairs of neighbours
+    (`AllowedConfigurations`). Time of a sweep: O(sum of the sizes of the edges' matrices).
     """
 
     bound: float
-    """No choice costs less, but for rounding."""
-    reach: list[Array]
-    """Of every node: no choice with this configuration costs less, but for rounding."""
+    """Lower bound of the cost of all choices, up to rounding."""
+    configuration_bounds: list[Array]
+    """Per node and configuration, a lower bound of all choices with this configuration, up to
+    rounding.
+    """
     rounding: float
-    """Rounding error of `bound` and `reach` at most."""
+    """Upper bound of the rounding error of `bound` and `configuration_bounds`."""
 
     def __init__(self, model: MinSum) -> None:
-        """Takes a merged model."""
+        """Make the dual of a merged model."""
         floats: dict[int, Array] = {}
         self._costs = [costs.astype(np.float64) for costs in model.costs]
         self._matrices = [
@@ -84,65 +99,67 @@ class Dual:
         for index, edge in enumerate(model.edges):
             self._out[edge.source].append(index)
             self._into[edge.target].append(index)
-        least: dict[int, Array] = {}
+        row_minima: dict[int, Array] = {}
         for matrix in self._matrices:
-            if id(matrix) not in least:
-                least[id(matrix)] = matrix.min(axis=1)
-        to_source = [least[id(matrix)].copy() for matrix in self._matrices]
+            if id(matrix) not in row_minima:
+                row_minima[id(matrix)] = matrix.min(axis=1)
+        to_source = [row_minima[id(matrix)].copy() for matrix in self._matrices]
         self._messages = to_source, [np.zeros(matrix.shape[1]) for matrix in self._matrices]
-        """For every edge the costs moved from it to its source, and those moved to its target."""
+        """Per edge, the costs that were moved to its source, and to its target."""
         parts = [costs.min() for costs in self._costs] + [costs.min() for costs in to_source]
         self.rounding = ROUNDING * float(np.abs(parts).sum())
         self.bound = 0.0
-        rests = [self._set_aside(node) for node in range(len(self._costs))]
-        self.reach = [rest + self.bound for rest in rests]
+        rests = [self._extract_minimum(node) for node in range(len(self._costs))]
+        self.configuration_bounds = [rest + self.bound for rest in rests]
 
     @property
     def work(self) -> int:
-        """Sums that a sweep compares, or could compare in its time."""
-        return self.cells([len(costs) for costs in self._costs]) + CALLS * (
+        """Work of a sweep, in sums that are formed and compared, including overhead."""
+        return self.cells([len(costs) for costs in self._costs]) + CALL_OVERHEAD * (
             len(self._ends) + len(self._costs)
         )
 
     def cells(self, sizes: Sequence[int]) -> int:
-        """Sums that a sweep compares when the nodes have these numbers of configurations."""
+        """Return the number of sums of a sweep for these numbers of configurations."""
         return sum(sizes[source] * sizes[target] for source, target in self._ends)
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
-        """Visit all nodes in order or backwards; the choice that every node made seeing the choices
-        behind it.
+        """Sweep forward or backward. Return a choice: each node takes its cheapest configuration,
+        given the configurations of the nodes visited before it.
         """
-        chosen = [0] * len(self._costs)
-        for node, behind, ahead in self._visits(forward):
-            seen = self._costs[node] + sum(self._messages[not forward][edge] for edge in ahead)
-            for edge in behind:
+        choice = [0] * len(self._costs)
+        for node, visited, unvisited in self._visits(forward):
+            total = self._costs[node] + sum(self._messages[not forward][edge] for edge in unvisited)
+            for edge in visited:
                 source, target = self._ends[edge]
                 matrix = self._matrices[edge]
-                seen = seen + (matrix[chosen[source]] if forward else matrix[:, chosen[target]])
-            chosen[node] = int(seen.argmin())
-            self._visit(node, behind, ahead, forward)
-        return tuple(chosen)
+                total = total + (matrix[choice[source]] if forward else matrix[:, choice[target]])
+            choice[node] = int(total.argmin())
+            self._visit(node, visited, unvisited, forward)
+        return tuple(choice)
 
     def tighten(self) -> None:
-        """Sweep forth and back for the bounds alone."""
+        """Sweep forward and backward to raise the bounds."""
         for forward in (True, False):
-            for node, behind, ahead in self._visits(forward):
-                self._visit(node, behind, ahead, forward)
+            for node, visited, unvisited in self._visits(forward):
+                self._visit(node, visited, unvisited, forward)
 
-    def pairs(self) -> list[Array]:
-        """For every edge a matrix: no choice with these two configurations costs less. Takes a
-        sweep backwards.
+    def pair_bounds(self) -> list[Array]:
+        """Sweep backward, and return per edge a matrix of lower bounds of all choices with both
+        configurations.
         """
-        reach = list(self._matrices)
-        for node, behind, ahead in self._visits(forward=False):
-            rest = self._visit(node, behind, ahead, forward=False)
-            for edge in behind:
+        pair_bounds = list(self._matrices)
+        for node, visited, unvisited in self._visits(forward=False):
+            rest = self._visit(node, visited, unvisited, forward=False)
+            for edge in visited:
                 moved = self._matrices[edge] - self._messages[1][edge]
-                reach[edge] = moved + (self.bound + rest - self._messages[0][edge])[:, None]
-        return reach
+                pair_bounds[edge] = moved + (self.bound + rest - self._messages[0][edge])[:, None]
+        return pair_bounds
 
     def _visits(self, forward: bool) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Nodes, and their edges behind and ahead."""
+        """Yield (node, edges to visited nodes, edges to unvisited nodes) in the order of the
+        sweep.
+        """
         if forward:
             yield from zip(range(len(self._costs)), self._into, self._out, strict=True)
         else:
@@ -150,35 +167,40 @@ class Dual:
                 reversed(range(len(self._costs))), self._out[::-1], self._into[::-1], strict=True
             )
 
-    def _visit(self, node: int, behind: list[int], ahead: list[int], forward: bool) -> Array:
-        """Collect, set aside and hand on; what each configuration had above the least."""
-        into = self._messages[forward]
-        back = self._messages[not forward]
-        for edge in behind:
-            into[edge] = least_difference(self._matrices[edge], back[edge], 0 if forward else 1)
-        rest = self._set_aside(node)
-        np.maximum(self.reach[node], rest + self.bound, out=self.reach[node])
-        for edge in ahead:
-            back[edge] -= rest / max(len(ahead), len(behind))
+    def _visit(self, node: int, visited: list[int], unvisited: list[int], forward: bool) -> Array:
+        """Perform the three steps of a sweep for one node. Return r of step 2."""
+        collected = self._messages[forward]
+        distributed = self._messages[not forward]
+        for edge in visited:
+            collected[edge] = minimum_difference(
+                self._matrices[edge], distributed[edge], 0 if forward else 1
+            )
+        rest = self._extract_minimum(node)
+        np.maximum(
+            self.configuration_bounds[node], rest + self.bound, out=self.configuration_bounds[node]
+        )
+        for edge in unvisited:
+            distributed[edge] -= rest / max(len(unvisited), len(visited))
         return rest
 
     def copy(self) -> Dual:
+        """Return a copy that shares no array which is changed in place."""
         other = copy.copy(self)
         other._matrices = list(self._matrices)
-        other._costs, other.reach, *messages = (
+        other._costs, other.configuration_bounds, *messages = (
             [vector.copy() for vector in vectors]
-            for vectors in (self._costs, self.reach, *self._messages)
+            for vectors in (self._costs, self.configuration_bounds, *self._messages)
         )
         other._messages = messages[0], messages[1]
         return other
 
     def restrict(self, kept: Sequence[Array]) -> None:
-        """Keep these configurations of every node, ascending indices."""
+        """Restrict each node to the configurations at these ascending indices."""
         changed = [len(keep) < len(costs) for keep, costs in zip(kept, self._costs, strict=True)]
         for node, keep in enumerate(kept):
             if changed[node]:
                 self._costs[node] = self._costs[node][keep]
-                self.reach[node] = self.reach[node][keep]
+                self.configuration_bounds[node] = self.configuration_bounds[node][keep]
         for edge, ends in enumerate(self._ends):
             if changed[ends[0]] or changed[ends[1]]:
                 self._matrices[edge] = (
@@ -187,106 +209,119 @@ class Dual:
                 for messages, end in zip(self._messages, ends, strict=True):
                     messages[edge] = messages[edge][kept[end]]
 
-    def _set_aside(self, node: int) -> Array:
-        """Move the least of all that is at the node to the bound; what remains of it, with its
-        messages.
-        """
+    def _extract_minimum(self, node: int) -> Array:
+        """Perform step 2 of a sweep for one node, and return r."""
         total = self._costs[node].copy()
         for edge in self._out[node]:
             total += self._messages[0][edge]
         for edge in self._into[node]:
             total += self._messages[1][edge]
-        least = np.minimum.reduce(total)
-        total -= least
-        self._costs[node] -= least
-        self.bound += float(least)
+        minimum = np.minimum.reduce(total)
+        total -= minimum
+        self._costs[node] -= minimum
+        self.bound += float(minimum)
         return total
 
 
-def least_difference(matrix: Array, vector: Array, axis: int) -> Array:
-    """The least along `axis` of the matrix less the vector, which lies along it."""
-    if matrix.size <= ENTRIES:
+def minimum_difference(matrix: Array, vector: Array, axis: int) -> Array:
+    """Return the minimum along `axis` of the matrix minus the vector. The vector has an entry per
+    index of that axis.
+    """
+    if matrix.size <= BLOCK_ENTRIES:
         difference = matrix - (vector if axis == 1 else vector[:, None])
-        small: Array = np.minimum.reduce(difference, axis=axis)
-        return small
+        minimum_of_all: Array = np.minimum.reduce(difference, axis=axis)
+        return minimum_of_all
     if axis == 1:
-        least = np.empty(matrix.shape[0])
-        for rows in blocks(matrix.shape[0], matrix.shape[1]):
-            (matrix[rows] - vector).min(axis=1, out=least[rows])
-        return least
-    least = np.full(matrix.shape[1], np.inf)
-    for rows in blocks(matrix.shape[0], matrix.shape[1]):
-        np.minimum(least, (matrix[rows] - vector[rows, None]).min(axis=0), out=least)
-    return least
+        minimum = np.empty(matrix.shape[0])
+        for rows in index_blocks(matrix.shape[0], matrix.shape[1]):
+            (matrix[rows] - vector).min(axis=1, out=minimum[rows])
+        return minimum
+    minimum = np.full(matrix.shape[1], np.inf)
+    for rows in index_blocks(matrix.shape[0], matrix.shape[1]):
+        np.minimum(minimum, (matrix[rows] - vector[rows, None]).min(axis=0), out=minimum)
+    return minimum
 
 
 class Subproblem:
-    """Configurations of a merged model, and a dual that knows no others."""
+    """A part of the search: a set of configurations of a merged model, and its dual."""
 
-    kept: Kept
+    kept: KeptConfigurations
 
-    def __init__(self, model: MinSum, kept: Kept) -> None:
-        """Begins with what is kept. Raises InfeasibleError where every choice is forbidden, as far
-        as pairs show it.
+    def __init__(self, model: MinSum, kept: KeptConfigurations) -> None:
+        """Make a part with the configurations `kept`. Raise InfeasibleError if a node has no
+        configuration with allowed pairs for all neighbours.
         """
-        self._support = Support(model)
-        self.kept = self._support.of(kept)
+        self._support = AllowedConfigurations(model)
+        self.kept = self._support.of_kept(kept)
         self.around = neighbours(model)
-        self.dual = Dual(restricted(model, self.kept))
+        self.dual = Dual(restrict(model, self.kept))
 
     @property
     def bound(self) -> float:
-        """No choice in the part costs less."""
+        """Lower bound of the cost of all choices in the part."""
         return (
-            max(self.dual.bound, *(float(reach.min()) for reach in self.dual.reach))
+            max(
+                self.dual.bound,
+                *(
+                    float(configuration_bounds.min())
+                    for configuration_bounds in self.dual.configuration_bounds
+                ),
+            )
             - self.dual.rounding
         )
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
-        """One sweep of the dual; the choice it came upon."""
-        return chosen(self.kept, self.dual.sweep(forward))
+        """Sweep the dual once, and return the choice that it found."""
+        return configurations_at(self.kept, self.dual.sweep(forward))
 
     def within(self, threshold: float) -> list[Array]:
-        """Positions of the configurations that may be in a choice which costs no more than this."""
+        """Return, per node, the positions of the configurations whose lower bound is at most
+        `threshold`.
+        """
         return [
-            np.flatnonzero(reach <= threshold + self.dual.rounding) for reach in self.dual.reach
+            np.flatnonzero(configuration_bounds <= threshold + self.dual.rounding)
+            for configuration_bounds in self.dual.configuration_bounds
         ]
 
-    def at(self, positions: Kept) -> list[Array]:
+    def at(self, positions: KeptConfigurations) -> list[Array]:
+        """Return the configurations at these positions."""
         return [keep[places] for keep, places in zip(self.kept, positions, strict=True)]
 
-    def narrow(self, threshold: float) -> None:
-        """Drop configurations that are in no choice which costs as little, once that halves the
-        work of a sweep. Raises InfeasibleError where there is no such choice, as far as bounds and
-        neighbours show it.
+    def drop_above(self, threshold: float) -> None:
+        """Drop configurations whose lower bound exceeds `threshold`, if this at least halves the
+        work of a sweep. Raise InfeasibleError if a node has none left.
         """
         positions = self.within(threshold)
         sizes = [len(places) for places in positions]
         if not all(sizes):
-            raise InfeasibleError("no choice costs as little")
+            raise InfeasibleError("each choice costs more than the threshold")
         if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self.kept]):
-            self._keep(positions)
+            self._restrict_to(positions)
 
-    def _keep(self, positions: Kept) -> None:
-        """Drop all others, and those that have no neighbour left. Raises InfeasibleError where a
-        node has none left.
+    def _restrict_to(self, positions: KeptConfigurations) -> None:
+        """Restrict the part to these positions, and drop configurations without an allowed pair for
+        a neighbour. Raise InfeasibleError if a node has none left.
         """
-        kept = self._support.of(self.at(positions))
+        kept = self._support.of_kept(self.at(positions))
         self.dual.restrict(
             [np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)]
         )
         self.kept = kept
 
-    def cut(self, positions: Kept) -> Subproblem:
-        """Another part, of the configurations at these positions; raises as `narrow` does."""
+    def subset(self, positions: KeptConfigurations) -> Subproblem:
+        """Return a new part with the configurations at these positions. Raise InfeasibleError if a
+        node has none left.
+        """
         part = copy.copy(self)
         part.dual = self.dual.copy()
-        part._keep(positions)
+        part._restrict_to(positions)
         return part
 
-    def halves(self) -> list[Subproblem]:
-        """The part cut in two at the node that most others depend on, cheaper configurations and
-        dearer ones. None where only one choice was left, which a sweep has come upon.
+    def split(self) -> list[Subproblem]:
+        """Return up to two parts that together contain all choices of this part: the configurations
+        of one node with the lower bounds, and those with the higher bounds. The node has many
+        configurations and many neighbours that are not fixed. Return no part if all nodes are
+        fixed; a sweep has then found the only choice.
         """
         open_nodes = {node for node, keep in enumerate(self.kept) if len(keep) > 1}
         if not open_nodes:
@@ -295,37 +330,37 @@ class Subproblem:
             open_nodes,
             key=lambda n: len(self.kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)),
         )
-        cheapest = np.argsort(self.dual.reach[node], kind="stable")
+        cheapest = np.argsort(self.dual.configuration_bounds[node], kind="stable")
         parts = []
-        for places in np.split(cheapest, [len(cheapest) // 2]):
+        for positions_of_node in np.split(cheapest, [len(cheapest) // 2]):
             positions = [np.arange(len(keep)) for keep in self.kept]
-            positions[node] = np.sort(places)
+            positions[node] = np.sort(positions_of_node)
             with suppress(InfeasibleError):
-                parts.append(self.cut(positions))
+                parts.append(self.subset(positions))
         return parts
 
 
-SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Of the gap: configurations are eliminated up to the first of these thresholds whose work is
-allowed.
+GAP_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Thresholds for elimination, as fractions of the gap between bound and best cost. The first one
+whose work is allowed is used.
 """
 
 
 class Incumbent:
-    """The best choice known of a merged model within a memory limit (bytes)."""
+    """The best known choice of a merged model within a memory limit in bytes."""
 
     def __init__(self, model: MinSum, limit: Number = math.inf, bound: float = -math.inf) -> None:
         self.model = model
         self.limit = limit
         self.bound = bound
         self.choice: tuple[int, ...] = ()
-        """() before there is one."""
+        """() if none is known."""
         self.cost: Number = math.inf
         self.memory: Number = 0
-        """Bytes of the choice, where they are limited."""
+        """Bytes of the choice; 0 without a memory limit."""
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Take the choice if it fits and costs less."""
+        """Store the choice if it fits in memory and costs less than the stored one."""
         cost = self.model.cost_of(choice)
         if self.choice and cost >= self.cost:
             return
@@ -337,53 +372,59 @@ class Incumbent:
 
 
 class Objective(Incumbent):
-    """The goal of a search: the least cost of a merged model, whatever memory it needs. No choice
-    costs less than `bound` in the model that is searched.
+    """Goal of a search without a memory limit: the minimum cost of a merged model. `bound` is a
+    lower bound of all choices in the model that is searched.
     """
 
     @property
     def cutoff(self) -> float:
-        """A part in whose model everything costs as much holds nothing better."""
+        """Cost, in the model that is searched, from which a part cannot contain a better choice."""
         return float(self.cost)
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """Offer the best choice of as many of the part's cheapest configurations as can be
-        eliminated with the work. Returns what that proves, `low` being known: that all choices in
-        the part which are better than the best known cost no less. And the work that it took.
-        Configurations up to a threshold are eliminated by tables: where none of their choices costs
-        as little, none of the part's does.
+        """Solve the part restricted to its cheapest configurations by elimination, and offer the
+        result.
+
+        `low` is a known lower bound of the part. The threshold is low + fraction * (best known cost
+        - low), for the first of `GAP_FRACTIONS` whose work is at most `work`. Return (bound, work):
+        a lower bound of all choices in the part that are better than the best known one, and the
+        work that was done. If no choice of the restricted part is better, each better choice
+        contains a configuration above the threshold, so the threshold is such a bound.
         """
-        top = min(self.cutoff, max(float(reach.max()) for reach in part.dual.reach))
-        for share in SHARES:
-            threshold = low + share * (top - low)
+        top = min(
+            self.cutoff,
+            max(float(bounds.max()) for bounds in part.dual.configuration_bounds),
+        )
+        for fraction in GAP_FRACTIONS:
+            threshold = low + fraction * (top - low)
             positions = part.within(threshold)
             sizes = [len(places) for places in positions]
             around = with_choice(part.around, sizes)
             order = smallest_table(around, sizes)
-            entries, needed = size(around, sizes, order)
+            entries, needed = elimination_size(around, sizes, order)
             if needed <= work and 8 * entries <= MAX_BYTES:
                 kept = part.at(positions)
                 with suppress(InfeasibleError):
-                    found = eliminate_in(conditioned(restricted(self.model, kept)), order)
-                    self.offer(chosen(kept, found.choice))
-                return self.cutoff if share == 1.0 else min(threshold, self.cutoff), needed
+                    found = eliminate_in(absorb_fixed_nodes(restrict(self.model, kept)), order)
+                    self.offer(configurations_at(kept, found.choice))
+                return self.cutoff if fraction == 1.0 else min(threshold, self.cutoff), needed
         return low, 0.0
 
 
-PROGRESS = 0.1
-"""Sweeps go on while a pair of them closes this share of the gap."""
-PATIENCE = 50
-"""Where sweeps do not help, elimination may take this many times their work before the part is cut
-in two.
+MIN_PROGRESS = 0.1
+"""Sweeps continue as long as a forward and a backward sweep close this fraction of the gap."""
+STALLED_WORK_FACTOR = 50
+"""If sweeps make no progress, elimination may take this multiple of their work before the part is
+split.
 """
-SMALL = 1e5
-"""Sums that an elimination may always compare."""
+ALWAYS_ALLOWED_WORK = 1e5
+"""Work that is always allowed for an elimination, in sums."""
 
 
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
-    """Find the goal's best choice in a part; what is proven: nothing better costs less, in the
-    model that is searched. That is at least the goal's cutoff where its best choice is proven to be
-    the best.
+    """Search for the goal's best choice in the part `root`. Return a lower bound, in the model that
+    is searched, of all choices better than the stored one. If it reaches the goal's cutoff, the
+    stored choice is optimal.
     """
     parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
@@ -395,15 +436,15 @@ def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
         if not budget.left:
             heappush(parts, (bound, number, part))
             break
-        for half in part.halves():
+        for child in part.split():
             created += 1
-            heappush(parts, (max(bound, half.bound), created, half))
+            heappush(parts, (max(bound, child.bound), created, child))
     return min(parts[0][0], goal.cutoff) if parts else goal.cutoff
 
 
 def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> float:
-    """Improve the goal's choice and the part's bound, which is returned; the cutoff if the part is
-    exhausted.
+    """Sweep and eliminate in a part to improve the goal's choice and the part's bound. Return the
+    bound; it is the cutoff if the part contains no better choice.
     """
     work = 0.0
     before = -math.inf
@@ -413,44 +454,47 @@ def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> 
             work += part.dual.work
             budget.spend(part.dual.work)
         try:
-            part.narrow(goal.cutoff)
+            part.drop_above(goal.cutoff)
         except InfeasibleError:
             return goal.cutoff
-        stalled = part.bound - before < PROGRESS * (goal.cutoff - before)
+        stalled = part.bound - before < MIN_PROGRESS * (goal.cutoff - before)
         before = part.bound
         bound = max(bound, part.bound)
         if bound < goal.cutoff:
-            allowed = max(SMALL, min(budget.left, work * (PATIENCE if stalled else 1)))
-            bound, took = goal.eliminate(part, bound, allowed)
-            budget.spend(took)
+            allowed = max(
+                ALWAYS_ALLOWED_WORK,
+                min(budget.left, work * (STALLED_WORK_FACTOR if stalled else 1)),
+            )
+            bound, done_work = goal.eliminate(part, bound, allowed)
+            budget.spend(done_work)
         if stalled or bound >= goal.cutoff or not budget.left:
             return bound
 
 
 class ReducedStart:
-    """A merged model without its nodes of few neighbours, and all that is left as a part to be
-    searched.
+    """A merged model without its nodes of at most two neighbours (`reduced`), as the first part of
+    a search.
     """
 
     def __init__(self, model: MinSum, budget: Budget) -> None:
-        """Raises InfeasibleError where every choice is forbidden, as far as pairs show it."""
+        """Reduce the model. Raise InfeasibleError if a node has no allowed configuration."""
         self._model = model
         self.reduction = reduced(model, sum(edge.costs.size for edge in model.edges))
         budget.spend(self.reduction.work)
-        self.part = Subproblem(self.reduction.model, everything(self.reduction.model))
+        self.part = Subproblem(self.reduction.model, all_configurations(self.reduction.model))
 
     def solve(self, budget: Budget) -> Assignment:
-        """The best choice, whatever memory it needs; with bound and gap where the budget ends
-        first. Raises InfeasibleError where every choice is forbidden. Where none was found in time,
-        the answer's cost is inf.
+        """Return the cheapest choice without a memory limit. If the budget ends first, return the
+        best choice found with its bound; its cost is inf if none was found. Raise InfeasibleError
+        if every choice is forbidden.
         """
         goal = Objective(self.reduction.model)
         bound = search(self.part, goal, budget)
         proven = bound >= goal.cutoff
         if proven and math.isinf(goal.cost):
-            raise no_choice()
+            raise all_forbidden()
         choice = self.reduction.expanded(goal.choice)
         cost = self._model.cost_of(choice)
         return Assignment(
-            choice, cost, bound_of(bound, cost, proven), proven, self._model.memory_of(choice)
+            choice, cost, reported_bound(bound, cost, proven), proven, self._model.memory_of(choice)
         )

@@ -1,13 +1,22 @@
-"""Exact variable elimination: FindBestStrategy (PaSE, section III-B), a whole table at a time.
+"""Exact variable elimination for min-sum models: FindBestStrategy of PaSE (Elango, "PaSE:
+Parallelization Strategies for Efficient DNN Training", section III-B), one table at a time.
 
-Eliminating a node adds up all factors that know it and takes the least over its configurations;
-what is left is a factor over its dependent set. Backwards, each node's best configuration follows
-from those of its dependent set.
+Let v(1), ..., v(n) be the elimination order. A factor is a table over some nodes; the first factors
+are the costs of nodes and edges. Eliminating v(i) adds up all factors that contain v(i) and
+minimises over its configurations:
 
-The order decides the work: a table has an axis for every node of a dependent set, so an elimination
-costs about K^(1 + largest dependent set). Nodes of one or two neighbours leave no table larger than
-a matrix, whatever the order: `reduced` takes them away before anything else, and the tables of one
-of several equal layers serve all of them.
+    F_i(x of D(i)) = min over x of v(i) of the sum of all factors that contain v(i)
+
+The dependent set D(i) is the set of the other nodes of these factors, all of them later in the
+order. F_i is a factor of the remaining nodes. Going through the order backwards, the best
+configuration of v(i) follows from those of D(i).
+
+With K configurations per node, an elimination takes O(K^(1 + max |D(i)|)) time per node. Nodes with
+one or two neighbours never leave a table larger than a matrix. `reduced` eliminates them first, and
+the tables of one of several equal layers serve all of them.
+
+Example: in a chain a - b - c, eliminating a leaves a vector over b, eliminating b a vector over c.
+The minimum of the last vector is the minimum cost.
 """
 
 from __future__ import annotations
@@ -29,114 +38,129 @@ from autopipe.passes.solvers.min_sum.model import (
     Assignment,
     Edge,
     MinSum,
-    Once,
-    blocks,
-    conditioned,
-    counted,
-    merged,
-    no_choice,
+    ResultCache,
+    absorb_fixed_nodes,
+    all_forbidden,
+    index_blocks,
+    merge_edges,
+    recount,
 )
 
 Neighbours: TypeAlias = list[set[int]]
-"""Of every node: the nodes it shares an edge with."""
+"""The neighbours of each node, i.e. the nodes with a common edge."""
 
 
 def neighbours(model: MinSum) -> Neighbours:
-    """The model's graph."""
-    around: Neighbours = [set() for _ in model.costs]
+    """Return the neighbours of each node of a model."""
+    neighbours_of: Neighbours = [set() for _ in model.costs]
     for edge in model.edges:
         if edge.source != edge.target:
-            around[edge.source].add(edge.target)
-            around[edge.target].add(edge.source)
-    return around
+            neighbours_of[edge.source].add(edge.target)
+            neighbours_of[edge.target].add(edge.source)
+    return neighbours_of
 
 
-def with_choice(around: Neighbours, sizes: Sequence[int]) -> Neighbours:
-    """The graph of the nodes that have more than one configuration; the others have no
+def with_choice(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
+    """Return the graph of the nodes with more than one configuration. The other nodes have no
     neighbours.
     """
-    free = {node for node, size in enumerate(sizes) if size > 1}
-    return [near & free if node in free else set() for node, near in enumerate(around)]
+    free = {node for node, elimination_size in enumerate(sizes) if elimination_size > 1}
+    return [
+        adjacent & free if node in free else set() for node, adjacent in enumerate(neighbours_of)
+    ]
 
 
-def breadth_first(around: Neighbours) -> tuple[int, ...]:
-    """From the first node of every component outwards."""
+def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
+    """Return the nodes in breadth-first order from the first node of each component."""
     order: list[int] = []
     seen: set[int] = set()
-    for start in range(len(around)):
+    for start in range(len(neighbours_of)):
         component = [] if start in seen else [start]
         seen.add(start)
-        for node in component:  # It grows meanwhile.
-            component += (new := sorted(around[node] - seen))
-            seen.update(new)
+        for node in component:  # The loop visits nodes that it appends.
+            found = sorted(neighbours_of[node] - seen)
+            component += found
+            seen.update(found)
         order += component
     return tuple(order)
 
 
-def generate_seq(around: Neighbours) -> tuple[int, ...]:
-    """GenerateSeq (PaSE, section III-C): always the node whose dependent set is smallest, the first
-    of equals.
+def generate_seq(neighbours_of: Neighbours) -> tuple[int, ...]:
+    """Return the order of GenerateSeq (PaSE, section III-C): the next node is one with the smallest
+    dependent set; ties go to the lowest index.
     """
-    return _greedy(around, lambda rest, node: len(rest[node]), lambda rest, joined: joined)
-
-
-def min_fill(around: Neighbours) -> tuple[int, ...]:
-    """Always the node whose elimination joins the fewest pairs of nodes that share no edge yet."""
-
-    def fill(rest: Neighbours, node: int) -> int:
-        return sum(two not in rest[one] for one, two in combinations(rest[node], 2))
-
-    return _greedy(
-        around, fill, lambda rest, joined: joined.union(*(rest[node] for node in joined))
+    return _greedy_order(
+        neighbours_of, lambda graph, node: len(graph[node]), lambda graph, connected: connected
     )
 
 
-def smallest_table(around: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Always the node whose elimination leaves the smallest table, by its neighbours' numbers of
-    configurations.
+def min_fill(neighbours_of: Neighbours) -> tuple[int, ...]:
+    """Return an order in which the next node is one whose elimination adds the fewest edges between
+    its neighbours.
+    """
+
+    def fill(graph: Neighbours, node: int) -> int:
+        return sum(two not in graph[one] for one, two in combinations(graph[node], 2))
+
+    return _greedy_order(
+        neighbours_of,
+        fill,
+        lambda graph, connected: connected.union(*(graph[node] for node in connected)),
+    )
+
+
+def smallest_table(neighbours_of: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return an order in which the next node is one whose elimination leaves the smallest table,
+    given the numbers of configurations.
     """
     bits = [math.log2(size) for size in sizes]
-    return _greedy(
-        around,
-        lambda rest, node: sum(bits[other] for other in rest[node]),
-        lambda rest, joined: joined,
+    return _greedy_order(
+        neighbours_of,
+        lambda graph, node: sum(bits[other] for other in graph[node]),
+        lambda graph, connected: connected,
     )
 
 
-def _greedy(
-    around: Neighbours,
+def _greedy_order(
+    neighbours_of: Neighbours,
     score: Callable[[Neighbours, int], float],
     touched: Callable[[Neighbours, set[int]], Iterable[int]],
 ) -> tuple[int, ...]:
-    """Take the node of least score, join its neighbours with one another, and look again at those
-    `touched` by that.
+    """Return the order that repeatedly eliminates the node with the lowest score; ties go to the
+    lowest index.
+
+    `score(graph, node)` is the score of a node in the graph of the remaining nodes. Eliminating a
+    node connects its neighbours with each other; `touched(graph, neighbours)` returns the nodes
+    whose score may change by this.
     """
-    rest = [set(near) for near in around]
-    scores = [score(rest, node) for node in range(len(rest))]
-    heap = [(scores[node], node) for node in range(len(rest))]
+    graph = [set(adjacent) for adjacent in neighbours_of]
+    scores = [score(graph, node) for node in range(len(graph))]
+    heap = [(scores[node], node) for node in range(len(graph))]
     heapify(heap)
     order: list[int] = []
-    gone = [False] * len(rest)
+    is_eliminated = [False] * len(graph)
     while heap:
         known, node = heappop(heap)
-        if gone[node] or known != scores[node]:
+        if is_eliminated[node] or known != scores[node]:
             continue
-        gone[node] = True
+        is_eliminated[node] = True
         order.append(node)
-        joined = _taken(rest, node)
-        for other in touched(rest, joined):
-            scores[other] = score(rest, other)
+        connected = _eliminate_from_graph(graph, node)
+        for other in touched(graph, connected):
+            scores[other] = score(graph, other)
             heappush(heap, (scores[other], other))
     return tuple(order)
 
 
-def _taken(rest: Neighbours, node: int) -> set[int]:
-    """Take a node away and join its neighbours, which are returned, with one another."""
-    joined = rest[node]
-    for other in joined:
-        rest[other] |= joined
-        rest[other] -= {node, other}
-    return joined
+def _eliminate_from_graph(graph: Neighbours, node: int) -> set[int]:
+    """Remove a node from the graph and connect its neighbours with each other. Return the
+    neighbours.
+    """
+    connected = graph[node]
+    for other in connected:
+        graph[other] |= connected
+        graph[other] -= {node, other}
+    return connected
 
 
 ORDERINGS: dict[str, Callable[[Neighbours], tuple[int, ...]]] = {
@@ -147,30 +171,32 @@ ORDERINGS: dict[str, Callable[[Neighbours], tuple[int, ...]]] = {
 
 
 MAX_BYTES = 2 << 30
-"""Of all tables together."""
+"""Maximum bytes of all tables of an elimination."""
 
 
 class TableTooLargeError(AutopipeError):
-    """The tables of an elimination would need more memory than they may."""
+    """The tables of an elimination need more memory than allowed."""
 
 
-def size(
-    around: Neighbours, configurations: Sequence[int], order: Sequence[int]
+def elimination_size(
+    neighbours_of: Neighbours, configurations: Sequence[int], order: Sequence[int]
 ) -> tuple[int, int]:
-    """Entries of all tables (8 bytes each, held until the end) and sums that are compared, for
-    nodes of these numbers of configurations eliminated in this order.
+    """Return (entries, work) of eliminating the nodes in this order.
+
+    - entries: number of entries of all tables, 8 bytes each, which are held until the end.
+    - work: number of sums that are formed and compared.
     """
-    rest = [set(near) for near in around]
+    graph = [set(adjacent) for adjacent in neighbours_of]
     entries = work = 0
     for node in order:
-        table = math.prod(configurations[other] for other in _taken(rest, node))
+        table = math.prod(configurations[other] for other in _eliminate_from_graph(graph, node))
         entries += table
         work += table * configurations[node]
     return entries, work
 
 
 class Factor(NamedTuple):
-    """A table over the nodes of `scope`, in the order in which they are eliminated."""
+    """A table over the nodes `scope`, in the order of their elimination."""
 
     scope: tuple[int, ...]
     table: Array
@@ -179,33 +205,38 @@ class Factor(NamedTuple):
 def eliminate(
     model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES
 ) -> Assignment:
-    """The best choice, by eliminating nodes in an ordering of `ORDERINGS`. Memory is not limited.
-    Raises TableTooLargeError before anything is computed where all tables need more than
-    `max_bytes`; InfeasibleError where every choice is forbidden; ConfigurationError for an unknown
+    """Return the cheapest choice, by eliminating the nodes in one of the `ORDERINGS`. Memory is not
+    limited.
+
+    Raise TableTooLargeError, before any table is computed, if the tables need more than `max_bytes`
+    in total; InfeasibleError if every choice is forbidden; ConfigurationError for an unknown
     ordering.
     """
-    simple = conditioned(merged(model))
+    simple = absorb_fixed_nodes(merge_edges(model))
     if ordering not in ORDERINGS:
         raise ConfigurationError(
-            f"there is no ordering {ordering!r}; there are {', '.join(ORDERINGS)}"
+            f"unknown elimination ordering {ordering!r}",
+            hint=f"choose one of {', '.join(ORDERINGS)}",
         )
-    return counted(eliminate_in(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model)
+    return recount(eliminate_in(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model)
 
 
 def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice of a merged model, by eliminating its nodes in this order; raises as
-    `eliminate` does. A factor waits in the bucket of the first of its nodes to go. So a node's
-    bucket holds all that its configuration is part of once all nodes before it are gone, and its
-    dependent set is what these factors know beside it (D(i) of PaSE): by induction the least over
-    the node is the least over all that went before it, too.
+    """Return the cheapest choice of a merged model, by eliminating its nodes in `order`. Raise the
+    errors of `eliminate`.
+
+    Each factor is stored in the bucket of the first of its nodes in `order`. When a node is next,
+    its bucket therefore contains all factors with this node. By induction, minimising their sum
+    over the node also minimises over all nodes before it.
     """
-    needed = 8 * size(neighbours(model), model.sizes, order)[0]
+    needed = 8 * elimination_size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
-        # Of hundreds of operators the number is beyond all units.
-        asked = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
+        # For hundreds of operators, the number exceeds all units.
+        needed_text = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
         raise TableTooLargeError(
-            f"elimination needs {asked} of tables, more than the {bytes_text(max_bytes)} allowed; "
-            "another ordering or the default solver may need less"
+            f"elimination needs {needed_text} of tables, more than the {bytes_text(max_bytes)} "
+            "allowed",
+            hint="use another ordering or the default solver, which may need less",
         )
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[Factor]] = {
@@ -216,212 +247,230 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
         buckets[ahead.source].append(Factor((ahead.source, ahead.target), ahead.costs))
     known: dict[tuple[object, ...], Array] = {}
     for node in order:
-        scope = tuple(
-            sorted(
-                {n for f in buckets[node] for n in f.scope if n != node}, key=position.__getitem__
-            )
-        )
+        dependent = {other for factor in buckets[node] for other in factor.scope if other != node}
+        scope = tuple(sorted(dependent, key=position.__getitem__))
         if scope:
-            buckets[scope[0]].append(Factor(scope, _least(buckets[node], (node, *scope), known)))
+            table = _minimum_over_first(buckets[node], (node, *scope), known)
+            buckets[scope[0]].append(Factor(scope, table))
     best: dict[int, int] = {}
     for node in reversed(order):
-        given = []
+        vectors = []
         for factor in buckets[node]:
             index: list[slice | int] = [slice(None), *(best[other] for other in factor.scope[1:])]
-            given.append(factor.table[tuple(index)])
-        best[node] = int(np.argmin(np.sum(given, axis=0)))
+            vectors.append(factor.table[tuple(index)])
+        best[node] = int(np.argmin(np.sum(vectors, axis=0)))
     choice = tuple(best[node] for node in range(len(order)))
     cost = model.cost_of(choice)
     if math.isinf(cost):
-        raise no_choice()
+        raise all_forbidden()
     return Assignment(choice, cost, cost, proven=True, memory=model.memory_of(choice))
 
 
-def _least(
+def _minimum_over_first(
     factors: list[Factor], axes: tuple[int, ...], known: dict[tuple[object, ...], Array]
 ) -> Array:
-    """The least sum of the factors over the first node of `axes`, a table over the others; equal
-    sums are formed once. `known` tells tables apart by where they lie: all of them are held until
-    the end.
+    """Return the minimum of the sum of the factors over the first node of `axes`, as a table over
+    the others.
+
+    `known` caches results by the memory locations of the tables, which are all held until the end.
     """
     tables = []
     for factor in factors:
         lengths = dict(zip(factor.scope, factor.table.shape, strict=True))
         tables.append(factor.table.reshape([lengths.get(node, 1) for node in axes]))
-    key = tuple(sorted(place(table) for table in tables))
+    key = tuple(sorted(memory_location(table) for table in tables))
     if key not in known:
-        known[key] = summed_least(tables)
+        known[key] = minimum_of_sum(tables)
     return known[key]
 
 
-def place(table: Array) -> tuple[object, ...]:
-    """Where an array lies: no two that differ have the same, as long as both are held."""
+def memory_location(table: Array) -> tuple[object, ...]:
+    """Return (address, shape, strides, type) of an array. Different arrays that are both held have
+    different results.
+    """
     return table.ctypes.data, table.shape, table.strides, table.dtype.char
 
 
-def summed_least(tables: list[Array]) -> Array:
-    """The least over the first axis of the sum of tables that are broadcast against each other,
-    block by block.
+def minimum_of_sum(tables: list[Array]) -> Array:
+    """Return the minimum over the first axis of the sum of tables, which are broadcast against each
+    other. The sum is formed block by block.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     tables = sorted(tables, key=lambda table: table.size)
-    least = np.empty(shape[1:], np.result_type(*tables))
+    minimum = np.empty(shape[1:], np.result_type(*tables))
     inner = math.prod(shape[2:])
 
-    def part(table: Array) -> Array:
-        """These rows and this block, where the table has their axis."""
+    def current(table: Array) -> Array:
+        """Return the current rows and block of a table, if its axes have more than one entry."""
         return table[
             rows if table.shape[0] > 1 else slice(None),
             block if table.shape[1] > 1 else slice(None),
         ]
 
-    for block in blocks(shape[1], inner):
-        best = least[block]
-        for rows in blocks(shape[0], inner * (block.stop - block.start)):
-            total = part(tables[0])
+    for block in index_blocks(shape[1], inner):
+        best = minimum[block]
+        for rows in index_blocks(shape[0], inner * (block.stop - block.start)):
+            total = current(tables[0])
             for table in tables[1:]:
-                total = total + part(table)
+                total = total + current(table)
             if rows.start == 0:
                 np.min(total, axis=0, out=best)
             else:
                 np.minimum(best, total.min(axis=0) if len(total) > 1 else total[0], out=best)
-    return least
+    return minimum
 
 
 Table = TypeVar("Table")
 
 
 class Contraction(Generic[Table]):
-    """A merged model from which nodes of one or two neighbours are taken away, one after the other.
-    What is known of a node or an edge may be any table that can be turned (axes exchanged) and
-    added up.
+    """A merged model from which nodes with one or two neighbours are eliminated one by one.
+
+    Tables of nodes and edges may be of any type that `transpose` and `add` support.
     """
 
     def __init__(
         self,
-        own: Iterable[Table],
+        node_tables: Iterable[Table],
         edges: Iterable[tuple[int, int, Table]],
-        turn: Callable[[Table], Table],
+        transpose: Callable[[Table], Table],
         add: Callable[[Table, Table], Table],
     ) -> None:
-        self.own = dict(enumerate(own))
-        self.around: dict[int, dict[int, Table]] = {node: {} for node in self.own}
-        """Of every node left: its neighbours, and tables [own configurations, theirs]."""
-        self._turn = turn
+        self.node_tables = dict(enumerate(node_tables))
+        self.neighbours_of: dict[int, dict[int, Table]] = {node: {} for node in self.node_tables}
+        """Per remaining node, the table [configurations of the node, of the neighbour] of each
+        neighbour.
+        """
+        self._transpose = transpose
         self._add = add
-        for one, other, table in edges:
-            self._link(one, other, table)
+        for first, second, table in edges:
+            self._link(first, second, table)
 
     def tables(self, node: int) -> list[Table]:
-        """All that a node's configuration is part of: its own table, and that with each neighbour,
-        ascending.
+        """Return the tables that contain a node: its own, then that of each neighbour by ascending
+        index.
         """
-        around = self.around[node]
-        return [self.own[node], *(around[end] for end in sorted(around))]
+        edge_tables = self.neighbours_of[node]
+        return [self.node_tables[node], *(edge_tables[end] for end in sorted(edge_tables))]
 
-    def take(self, node: int, least: Table) -> tuple[int, ...]:
-        """Take a node away, whose one or two neighbours (returned, ascending) then bear `least` of
-        it.
+    def eliminate(self, node: int, minimum: Table) -> tuple[int, ...]:
+        """Remove a node, and add `minimum`, its minimum over the configurations, to its one or two
+        neighbours. Return the neighbours in ascending order.
         """
-        ends = tuple(sorted(self.around.pop(node)))
-        del self.own[node]
+        ends = tuple(sorted(self.neighbours_of.pop(node)))
+        del self.node_tables[node]
         for end in ends:
-            del self.around[end][node]
+            del self.neighbours_of[end][node]
         if len(ends) == 1:
-            self.own[ends[0]] = self._add(self.own[ends[0]], least)
+            self.node_tables[ends[0]] = self._add(self.node_tables[ends[0]], minimum)
         else:
-            known = self.around[ends[0]].get(ends[1])
-            self._link(ends[0], ends[1], least if known is None else self._add(known, least))
+            known = self.neighbours_of[ends[0]].get(ends[1])
+            self._link(ends[0], ends[1], minimum if known is None else self._add(known, minimum))
         return ends
 
-    def left(self) -> tuple[tuple[int, ...], list[tuple[int, int, Table]]]:
-        """The remaining nodes, and their edges by places among them."""
-        nodes = tuple(self.own)
-        number = {node: index for index, node in enumerate(nodes)}
+    def remaining(self) -> tuple[tuple[int, ...], list[tuple[int, int, Table]]]:
+        """Return (nodes, edges): the remaining nodes, and their edges (index, index, table) by
+        position in `nodes`.
+        """
+        nodes = tuple(self.node_tables)
+        position = {node: index for index, node in enumerate(nodes)}
         return nodes, [
-            (number[node], number[other], table)
+            (position[node], position[other], table)
             for node in nodes
-            for other, table in self.around[node].items()
+            for other, table in self.neighbours_of[node].items()
             if node < other
         ]
 
-    def _link(self, one: int, other: int, table: Table) -> None:
-        self.around[one][other] = table
-        self.around[other][one] = self._turn(table)
+    def _link(self, first: int, second: int, table: Table) -> None:
+        self.neighbours_of[first][second] = table
+        self.neighbours_of[second][first] = self._transpose(table)
 
 
 class Eliminated(NamedTuple):
-    """A node that is gone, its neighbours, and its tables as `Contraction.tables` has them."""
+    """An eliminated node."""
 
     node: int
     ends: tuple[int, ...]
+    """Its one or two neighbours, ascending."""
     tables: list[Array]
+    """Its tables, in the order of `Contraction.tables`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A smaller model; its least cost is the same."""
+    """A smaller model with the same minimum cost."""
 
     model: MinSum
     nodes: tuple[int, ...]
-    """Of the model's nodes: those that they were."""
-    gone: tuple[Eliminated, ...]
-    """In the order in which they went."""
+    """Index of each node in the original model."""
+    eliminated: tuple[Eliminated, ...]
+    """Eliminated nodes, in order."""
     work: int
-    """Sums that were compared."""
+    """Number of sums that were formed and compared."""
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice for all nodes that follows from one for the model's."""
+        """Return the choice for all original nodes that follows from a choice for the smaller
+        model.
+        """
         best = dict(zip(self.nodes, choice, strict=True))
-        for each in reversed(self.gone):
-            seen, *matrices = each.tables
+        for each in reversed(self.eliminated):
+            total, *matrices = each.tables
             for end, matrix in zip(each.ends, matrices, strict=True):
-                seen = seen + matrix[:, best[end]]
-            best[each.node] = int(np.argmin(seen))
+                total = total + matrix[:, best[end]]
+            best[each.node] = int(np.argmin(total))
         return tuple(best[node] for node in range(len(best)))
 
 
 def reduced(model: MinSum, work: float) -> Reduction:
-    """A merged model without its memory, and without the nodes of at most two neighbours. Those
-    that no other has changed go first, of them the cheapest, so that equal layers stay equal as
-    long as they can; all of them together take no more than `work`.
+    """Return a merged model reduced by eliminating nodes with at most two neighbours. Its memory is
+    dropped.
+
+    The next node is one whose tables result from the smallest number of successive eliminations,
+    and of these the one with the least work, so that equal layers stay equal as long as possible.
+    Elimination stops when the total work would exceed `work`.
     """
-    once = Once(place)
+    cache = ResultCache(memory_location)
     edges = ((edge.source, edge.target, edge.costs) for edge in model.edges)
-    left = Contraction(model.costs, edges, np.transpose, partial(once, np.add))
+    contraction = Contraction(model.costs, edges, np.transpose, partial(cache, np.add))
 
     def sums(node: int) -> int:
-        return math.prod(len(left.own[other]) for other in (node, *left.around[node]))
+        return math.prod(
+            len(contraction.node_tables[other])
+            for other in (node, *contraction.neighbours_of[node])
+        )
 
     priority = {node: (0, sums(node)) for node in range(len(model.costs))}
     heap = [(*priority[node], node) for node in priority]
     heapify(heap)
     spent = 0
-    gone: list[Eliminated] = []
+    eliminated: list[Eliminated] = []
     while heap:
         changes, known, node = heappop(heap)
-        if priority.get(node) != (changes, known) or not 1 <= len(left.around[node]) <= 2:
+        if (
+            priority.get(node) != (changes, known)
+            or not 1 <= len(contraction.neighbours_of[node]) <= 2
+        ):
             continue
-        tables = left.tables(node)
-        more = 0 if once.knows(_least_over_ends, *tables) else sums(node)
-        if spent + more > work:
+        tables = contraction.tables(node)
+        needed = 0 if cache.knows(_minimum_over_node, *tables) else sums(node)
+        if spent + needed > work:
             break
-        spent += more
+        spent += needed
         del priority[node]
-        ends = left.take(node, once(_least_over_ends, *tables))
-        gone.append(Eliminated(node, ends, tables))
+        ends = contraction.eliminate(node, cache(_minimum_over_node, *tables))
+        eliminated.append(Eliminated(node, ends, tables))
         for end in ends:
             priority[end] = (max(changes, priority[end][0]) + 1, sums(end))
             heappush(heap, (*priority[end], end))
-    nodes, links = left.left()
-    smaller = MinSum(tuple(left.own.values()), tuple(Edge(*each) for each in links))
-    return Reduction(smaller, nodes, tuple(gone), spent)
+    nodes, links = contraction.remaining()
+    smaller = MinSum(tuple(contraction.node_tables.values()), tuple(Edge(*each) for each in links))
+    return Reduction(smaller, nodes, tuple(eliminated), spent)
 
 
-def _least_over_ends(own: Array, first: Array, second: Array | None = None) -> Array:
-    """For every choice of a node's one or two ends the least sum of all that the node is part
-    of.
+def _minimum_over_node(node_tables: Array, first: Array, second: Array | None = None) -> Array:
+    """Return the minimum, over the configurations of a node, of the sum of all its tables, per
+    choice of its one or two neighbours.
     """
     if second is None:
-        return summed_least([own[:, None], first])
-    return summed_least([own[:, None, None], first[:, :, None], second[:, None, :]])
+        return minimum_of_sum([node_tables[:, None], first])
+    return minimum_of_sum([node_tables[:, None, None], first[:, :, None], second[:, None, :]])

@@ -1,9 +1,13 @@
-"""The least cost within a memory limit.
+"""Minimum cost within a memory limit, for min-sum models.
 
-A price for each byte turns the limit into costs; the least cost at any price bounds the least cost
-within the limit (Lagrangian relaxation). The price is moved to where the bound is highest. What
-remains between the bound and the best choice that fits is eliminated with lists of labels, pairs of
-cost and memory that nothing beats, in place of tables.
+The search has two steps:
+
+1. Lagrangian relaxation. For a multiplier `rate` >= 0, in cost per byte, let g(rate) be the minimum
+   of the relaxed cost, cost + rate * memory, over all choices. Each choice within the limit costs
+   at least g(rate) - rate * limit. `_best_rate` searches the rate with the highest such bound.
+2. Branch and bound over the choices whose relaxed cost is below that of the best known choice. Its
+   elimination uses lists of labels instead of tables. A label is a pair (cost, memory) of choices
+   that agree on the scope. A label is dropped if another one dominates it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.branch_and_bound import (
-    SHARES,
+    GAP_FRACTIONS,
     Objective,
     ReducedStart,
     Subproblem,
@@ -26,391 +30,462 @@ from autopipe.passes.solvers.min_sum.model import (
     Array,
     Assignment,
     Budget,
-    Kept,
+    KeptConfigurations,
     MinSum,
     Number,
-    bound_of,
-    chosen,
-    conditioned,
-    memory_alone,
-    priced,
-    restricted,
+    absorb_fixed_nodes,
+    add_memory_cost,
+    configurations_at,
+    memory_as_cost,
+    reported_bound,
+    restrict,
 )
 
-FLAT = 1e-9
-"""Of a cost: a price whose best choice is better by less tells nothing new."""
+RELATIVE_TOLERANCE = 1e-9
+"""Relative cost difference below which a choice does not improve on the current hull edge."""
 
 
 @dataclass(slots=True)
 class HullEdge:
-    """Two choices, one over a memory limit and one within, as points (memory, cost) whose distance
-    gives the next price of a byte.
+    """Two choices, one above the memory limit and one within it, as points (memory, cost) in a
+    plane. The slope of the line between them is the next Lagrange multiplier.
 
-    The best choice at a price is where a line of that slope touches the lower hull of all points,
-    and its bound less the price of all bytes of the limit bounds what fits. Between choices on
-    either side of the limit the slope leads to a point below their edge, which takes the place of
-    one of them. Where there is none, the edge is the hull's own: among all prices its slope is that
-    of the highest bound.
+    For a multiplier, the best choice is the point where a line with this slope touches the lower
+    convex hull of all points. If this point is below the line through the two choices, it replaces
+    the one on its side of the limit. If no point is below, the line is an edge of the hull, and its
+    slope is the multiplier with the highest bound.
     """
 
     limit: Number
     over: Assignment
+    """Choice above the limit."""
     under: Assignment
+    """Choice within the limit."""
 
     @property
     def is_open(self) -> bool:
-        """True if the one over the limit costs less, which alone gives a price."""
+        """True if the choice above the limit costs less and needs more memory, so that the slope is
+        positive.
+        """
         return self.over.cost < self.under.cost and self.over.memory > self.under.memory
 
     @property
     def rate(self) -> float:
+        """Negative slope of the line through both choices, in cost per byte."""
         return float(self.under.cost - self.over.cost) / float(self.over.memory - self.under.memory)
 
-    def is_above(self, cost: Number, rate: float) -> bool:
-        """True if a choice that costs this much at the price `rate` lies below the edge."""
+    def is_improved_by(self, cost: Number, rate: float) -> bool:
+        """True if a choice with this cost in the model with multiplier `rate` is below the line
+        through both choices, where `rate` is the slope.
+        """
         line = self.over.cost + rate * self.over.memory
-        return cost < line - FLAT * abs(line)
+        return cost < line - RELATIVE_TOLERANCE * abs(line)
 
     def move(self, point: Assignment) -> None:
+        """Replace the choice on the same side of the limit by `point`."""
         if point.memory <= self.limit:
             self.under = point
         else:
             self.over = point
 
 
-SPREAD = 16
-"""A join may form this many times the labels that a list may keep."""
+MAX_JOIN_FACTOR = 16
+"""A join may form this multiple of the number of labels that a list may contain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParetoFront:
-    """Labels as columns of equal length."""
+    """Labels, as columns of equal length. A label represents one choice of all nodes that were
+    joined into the list.
+    """
 
-    at: dict[int, Array]
-    """Of each node of the scope: its configuration."""
+    configurations: dict[int, Array]
+    """Configuration of each node of the scope."""
     cost: Array
     memory: Array
-    reach: Array
-    """No choice that a label is part of costs less, bytes at their price included."""
+    bounds: Array
+    """Lower bound, in the relaxed model, of all choices that contain the label."""
     rows: dict[int, Array]
-    """By node that is eliminated below: the label of its list that this one is made of."""
-    least: Number
-    """Bytes that the nodes counted in `memory` need at least."""
+    """Per eliminated node, the row of its list from which the label was made."""
+    minimum_bytes: Number
+    """Minimum bytes of all nodes that `memory` includes."""
 
     def __len__(self) -> int:
         return len(self.cost)
 
     def take(self, labels: Array) -> ParetoFront:
-        at, rows = (
-            {node: column[labels] for node, column in each.items()} for each in (self.at, self.rows)
+        """Return the labels at these indices."""
+        configurations, rows = (
+            {node: column[labels] for node, column in each.items()}
+            for each in (self.configurations, self.rows)
         )
         return ParetoFront(
-            at, self.cost[labels], self.memory[labels], self.reach[labels], rows, self.least
+            configurations,
+            self.cost[labels],
+            self.memory[labels],
+            self.bounds[labels],
+            rows,
+            self.minimum_bytes,
         )
 
 
 @dataclass(slots=True)
-class Sieve:
-    """Keeps the labels that may still become the cheapest choice within the limit. All nodes may
-    need `limit` bytes together, and need `least` at least. Of every node `sizes` has the number of
-    its configurations, and no choice with one of them costs less than `floors` says; none at all
-    less than `bound`. In both, as in the labels' reach, a byte costs `rate`.
+class LabelPruning:
+    """Joins lists of labels, and drops labels that cannot become the cheapest choice within the
+    memory limit.
     """
 
     sizes: Sequence[int]
+    """Number of configurations of each node."""
     limit: Number
-    least: Number
+    """Maximum bytes of all nodes together."""
+    minimum_bytes: Number
+    """Minimum bytes of all nodes together."""
     rate: float
-    floors: Sequence[Array]
+    """Lagrange multiplier, in cost per byte, of the relaxed model."""
+    configuration_bounds: Sequence[Array]
+    """Per node and configuration, a lower bound of all choices with it in the relaxed model."""
     bound: float
-    room: int
-    """Labels that a list may keep."""
+    """Lower bound of all choices in the relaxed model."""
+    max_labels: int
+    """Maximum number of labels of a list."""
     threshold: float
-    """Only labels that reach this are dropped for their cost. It falls where lists would become too
+    """Labels whose lower bound reaches this cost are dropped. It is lowered if lists become too
     long.
     """
-    formed: int = 0
+    label_count: int = 0
+    """Number of labels formed so far."""
 
-    def join(self, one: ParetoFront, other: ParetoFront) -> ParetoFront:
-        """All pairs of labels that agree on the nodes both know, and leave memory for the rest."""
-        shared = [node for node in other.at if node in one.at]
+    def join(self, first: ParetoFront, second: ParetoFront) -> ParetoFront:
+        """Return all pairs of labels that agree on the common nodes and leave enough memory for the
+        other nodes.
+        """
+        shared = [node for node in second.configurations if node in first.configurations]
         while True:
-            one, other = (front.take(front.reach < self.threshold) for front in (one, other))
-            mine = self._keys(one, shared)
-            theirs = self._keys(other, shared)
-            sort = np.argsort(theirs, kind="stable")
-            start = np.searchsorted(theirs[sort], mine, "left")
-            counts = np.searchsorted(theirs[sort], mine, "right") - start
+            first = first.take(first.bounds < self.threshold)
+            second = second.take(second.bounds < self.threshold)
+            first_keys = self._keys(first, shared)
+            second_keys = self._keys(second, shared)
+            order = np.argsort(second_keys, kind="stable")
+            start = np.searchsorted(second_keys[order], first_keys, "left")
+            counts = np.searchsorted(second_keys[order], first_keys, "right") - start
             total = int(counts.sum())
-            if total <= SPREAD * self.room:
+            if total <= MAX_JOIN_FACTOR * self.max_labels:
                 break
-            self.threshold = float(np.median(np.concatenate([one.reach, other.reach])))
-        self.formed += total
-        left = np.repeat(np.arange(len(one)), counts)
-        right = sort[np.arange(total) + np.repeat(start - np.cumsum(counts) + counts, counts)]
-        least = one.least + other.least
-        memory = one.memory[left] + other.memory[right]
-        fits = memory <= self.limit - (self.least - least)
-        first = one.take(left[fits])
-        second = other.take(right[fits])
-        reach = np.maximum(first.reach, second.reach)
-        cost = first.cost + second.cost
+            self.threshold = float(np.median(np.concatenate([first.bounds, second.bounds])))
+        self.label_count += total
+        remaining = np.repeat(np.arange(len(first)), counts)
+        right = order[np.arange(total) + np.repeat(start - np.cumsum(counts) + counts, counts)]
+        minimum_bytes = first.minimum_bytes + second.minimum_bytes
+        memory = first.memory[remaining] + second.memory[right]
+        fits = memory <= self.limit - (self.minimum_bytes - minimum_bytes)
+        first = first.take(remaining[fits])
+        second = second.take(right[fits])
         return ParetoFront(
-            second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least
+            second.configurations | first.configurations,
+            first.cost + second.cost,
+            memory[fits],
+            np.maximum(first.bounds, second.bounds),
+            first.rows | second.rows,
+            minimum_bytes,
         )
 
-    def sift(self, front: ParetoFront, scope: Iterable[int]) -> ParetoFront:
-        """Labels that may be part of the cheapest choice, of labels that make the same choice in
-        the scope. Where two agree there, one can stand for the other. So a label goes if another
-        costs and needs no more; and no choice with it can cost less than the least of its scope and
-        its excess over the cheapest label.
+    def prune(self, front: ParetoFront, scope: Iterable[int]) -> ParetoFront:
+        """Return the labels that may be part of the cheapest choice.
+
+        Labels with equal configurations of the scope form a group: each can replace the others. A
+        label is dropped if
+
+        - another label of its group costs no more and needs no more memory (dominance), or
+        - its lower bound reaches the threshold. The bound is the maximum of its previous bound and,
+          over the nodes of the scope, of the configuration's bound plus the label's excess of
+          relaxed cost over the cheapest label of its group.
+
+        If more than `max_labels` labels remain, the threshold is lowered until they fit.
         """
         groups, inverse = np.unique(self._keys(front, scope), return_inverse=True)
-        value = front.cost + self.rate * front.memory
+        relaxed_cost = front.cost + self.rate * front.memory
         cheapest = np.full(len(groups), np.inf)
-        np.minimum.at(cheapest, inverse, value)
-        floor = np.full(len(front), self.bound)
+        np.minimum.at(cheapest, inverse, relaxed_cost)
+        scope_bounds = np.full(len(front), self.bound)
         for node in scope:
-            np.maximum(floor, self.floors[node][front.at[node]], out=floor)
-        reach = np.maximum(front.reach, floor + (value - cheapest[inverse]))
-        labels = np.flatnonzero(reach < self.threshold)
+            of_node = self.configuration_bounds[node][front.configurations[node]]
+            np.maximum(scope_bounds, of_node, out=scope_bounds)
+        bounds = np.maximum(front.bounds, scope_bounds + (relaxed_cost - cheapest[inverse]))
+        labels = np.flatnonzero(bounds < self.threshold)
         if len(labels):
             labels = labels[np.lexsort((front.cost[labels], front.memory[labels], inverse[labels]))]
-            # Ranks of later groups lie below those of earlier ones, so that the running least
-            # begins anew with each.
-            rank = np.unique(front.cost[labels], return_inverse=True)[1] - inverse[labels] * len(
-                labels
-            )
+            # Labels are sorted by group, then memory. Subtracting the group's number makes all
+            # ranks of a group smaller than those of earlier groups, so that the running minimum
+            # starts again with each group.
+            cost_rank = np.unique(front.cost[labels], return_inverse=True)[1]
+            rank = cost_rank - inverse[labels] * len(labels)
             labels = labels[np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]]]
-        if len(labels) > self.room:
-            self.threshold = float(np.partition(reach[labels], self.room)[self.room])
-            labels = labels[reach[labels] < self.threshold]
-        return replace(front, reach=reach).take(labels)
+        if len(labels) > self.max_labels:
+            self.threshold = float(np.partition(bounds[labels], self.max_labels)[self.max_labels])
+            labels = labels[bounds[labels] < self.threshold]
+        return replace(front, bounds=bounds).take(labels)
 
     def _keys(self, front: ParetoFront, scope: Iterable[int]) -> Array:
-        """One number for every choice of the scope."""
+        """Return one integer per label that identifies its configurations of the scope."""
         keys = np.zeros(len(front), np.int64)
         for node in scope:
-            keys = keys * self.sizes[node] + front.at[node]
+            keys = keys * self.sizes[node] + front.configurations[node]
         return keys
 
 
 def eliminate_within(
-    model: MinSum, order: Sequence[int], sieve: Sieve, pairs: Sequence[Array]
+    model: MinSum, order: Sequence[int], pruning: LabelPruning, pair_bounds: Sequence[Array]
 ) -> tuple[int, ...] | None:
-    """The cheapest choice within the memory limit among those below the sieve's last threshold;
-    None if there is none. Takes a merged model, and for each of its edges a matrix: no choice with
-    that pair costs less. As in `eliminate_in`, a list waits in the bucket of the first of its nodes
-    to go, and is passed on without it.
+    """Return the cheapest choice within the memory limit whose relaxed cost is below the final
+    threshold of `pruning`, or None if there is none.
+
+    The model must be merged. `pair_bounds` contains, for each edge, a matrix of lower bounds of all
+    choices with a pair of configurations. As in `eliminate_in`, a list of labels is stored in the
+    bucket of the first of its nodes in `order`; when this node is eliminated, the list is passed on
+    without it.
     """
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
 
     def add(
-        ends: tuple[int, ...], costs: Array, memory: Array | None, floors: Array, least: Number
+        nodes: tuple[int, ...],
+        costs: Array,
+        memory: Array | None,
+        configuration_bounds: Array,
+        minimum_bytes: Number,
     ) -> None:
-        """Entries of a vector or matrix that are not forbidden, and below the threshold, as
+        """Store the entries of a vector or matrix that are allowed and below the threshold as
         labels.
         """
-        allowed = np.nonzero((floors < sieve.threshold) & np.isfinite(costs))
-        needs = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
-        at = dict(zip(ends, allowed, strict=True))
-        front = ParetoFront(at, costs[allowed], needs, floors[allowed], {}, least)
-        buckets[min(ends, key=position.__getitem__)].append(front)
+        allowed = np.nonzero((configuration_bounds < pruning.threshold) & np.isfinite(costs))
+        bytes_of_labels = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
+        configurations = dict(zip(nodes, allowed, strict=True))
+        front = ParetoFront(
+            configurations,
+            costs[allowed],
+            bytes_of_labels,
+            configuration_bounds[allowed],
+            {},
+            minimum_bytes,
+        )
+        buckets[min(nodes, key=position.__getitem__)].append(front)
 
-    for node, least in enumerate(model.least_memory()):
-        add((node,), model.costs[node], model.node_memory[node], sieve.floors[node], least)
-    for edge, floors in zip(model.edges, pairs, strict=True):
-        add((edge.source, edge.target), edge.costs, edge.memory, floors, 0)
+    for node, minimum_bytes in enumerate(model.minimum_memory()):
+        add(
+            (node,),
+            model.costs[node],
+            model.node_memory[node],
+            pruning.configuration_bounds[node],
+            minimum_bytes,
+        )
+    for edge, configuration_bounds in zip(model.edges, pair_bounds, strict=True):
+        add((edge.source, edge.target), edge.costs, edge.memory, configuration_bounds, 0)
     below: dict[int, ParetoFront] = {}
-    nothing = np.zeros(1, np.int64)
-    roots = ParetoFront({}, nothing, nothing, np.full(1, -np.inf), {}, 0)
+    zero = np.zeros(1, np.int64)
+    roots = ParetoFront({}, zero, zero, np.full(1, -np.inf), {}, 0)
     for node in order:
         front = buckets[node][0]
         for other in sorted(buckets[node][1:], key=len):
-            front = sieve.join(front, other)
-        scope = sorted((other for other in front.at if other != node), key=position.__getitem__)
-        front = below[node] = sieve.sift(front, scope)
-        left = replace(
+            front = pruning.join(front, other)
+        scope = sorted(
+            (other for other in front.configurations if other != node), key=position.__getitem__
+        )
+        front = below[node] = pruning.prune(front, scope)
+        remaining = replace(
             front,
-            at={other: front.at[other] for other in scope},
+            configurations={other: front.configurations[other] for other in scope},
             rows={node: np.arange(len(front))},
         )
         if scope:
-            buckets[scope[0]].append(left)
+            buckets[scope[0]].append(remaining)
         else:
-            roots = sieve.sift(sieve.join(roots, left), ())
+            roots = pruning.prune(pruning.join(roots, remaining), ())
         if not len(front):
             return None
     if not len(roots):
         return None
-    # The choice behind the cheapest label.
+    # Follow the rows of the cheapest label to the configurations of all nodes.
     cheapest = int(np.argmin(roots.cost))
     found = [0] * len(order)
     waiting = [(node, int(rows[cheapest])) for node, rows in roots.rows.items()]
     while waiting:
         node, label = waiting.pop()
-        found[node] = int(below[node].at[node][label])
+        found[node] = int(below[node].configurations[node][label])
         waiting += [(other, int(rows[label])) for other, rows in below[node].rows.items()]
     return tuple(found)
 
 
-LABEL = 100
-"""Sums that could be compared in the time that a label takes."""
+LABEL_WORK = 100
+"""Work of a label, in sums."""
 MAX_CELLS = 1e7
-"""Pairs of configurations that are looked at one by one."""
-MAX_ROOM = 200_000
-"""Labels that a list may keep."""
+"""Maximum number of pairs of configurations for elimination with labels."""
+MAX_LABELS = 200_000
+"""Maximum number of labels of a list."""
 
 
 class MemoryLimitedObjective(Objective):
-    """The least cost within a memory limit; what is searched is the model with a price for
-    bytes.
+    """Goal of a search with a memory limit. The searched model has costs increased by `rate` per
+    byte.
     """
 
     rate = 0.0
-    """Cost of a byte in the model that is searched."""
+    """Lagrange multiplier of the searched model, in cost per byte."""
 
     @property
     def cutoff(self) -> float:
-        """The least cost known, and the price of all bytes there are."""
+        """Best known cost plus `rate` times the memory limit."""
         return float(self.cost) + self.rate * self.limit
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """As `Objective` does, by lists of labels; the threshold is lowered where lists become too
-        long.
+        """Solve the part restricted to its cheapest configurations by elimination with labels, and
+        offer the result. Parameters and result are those of `Objective.eliminate`; the threshold is
+        lowered if lists become too long.
         """
-        for share in SHARES:
-            threshold = low + share * (self.cutoff - low)
+        for fraction in GAP_FRACTIONS:
+            threshold = low + fraction * (self.cutoff - low)
             positions = part.within(threshold)
-            if part.dual.cells([len(places) for places in positions]) <= min(
-                MAX_CELLS, work / LABEL
-            ):
+            cells = part.dual.cells([len(of_node) for of_node in positions])
+            if cells <= min(MAX_CELLS, work / LABEL_WORK):
                 break
         else:
             return low, 0.0
         try:
-            few = part.cut(positions)
+            restricted = part.subset(positions)
         except InfeasibleError:
             return threshold, 0.0
-        model = conditioned(restricted(self.model, few.kept))
-        sizes = [len(keep) for keep in few.kept]
-        sieve = Sieve(
+        model = absorb_fixed_nodes(restrict(self.model, restricted.kept))
+        sizes = [len(keep) for keep in restricted.kept]
+        pruning = LabelPruning(
             sizes=sizes,
             limit=self.limit,
-            least=sum(model.least_memory()),
+            minimum_bytes=sum(model.minimum_memory()),
             rate=self.rate,
-            floors=few.dual.reach,
+            configuration_bounds=restricted.dual.configuration_bounds,
             bound=self.bound,
-            room=min(MAX_ROOM, max(1, round(work / LABEL / len(sizes)))),
+            max_labels=min(MAX_LABELS, max(1, round(work / LABEL_WORK / len(sizes)))),
             threshold=threshold + 2 * part.dual.rounding,
         )
-        pairs = [pair for pair in few.dual.pairs() if 1 not in pair.shape]
-        order = smallest_table(with_choice(few.around, sizes), sizes)
-        found = eliminate_within(model, order, sieve, pairs)
+        pair_bounds = [pair for pair in restricted.dual.pair_bounds() if 1 not in pair.shape]
+        order = smallest_table(with_choice(restricted.around, sizes), sizes)
+        found = eliminate_within(model, order, pruning, pair_bounds)
         if found:
-            self.offer(chosen(few.kept, found))
+            self.offer(configurations_at(restricted.kept, found))
         return max(
-            low, min(sieve.threshold - part.dual.rounding, self.cutoff)
-        ), LABEL * sieve.formed
+            low, min(pruning.threshold - part.dual.rounding, self.cutoff)
+        ), LABEL_WORK * pruning.label_count
 
 
-FEW = 4
-"""A reduced model is searched alone once it is this many times smaller; until then equal layers
-stay equal.
+MIN_SHRINK_FACTOR = 4
+"""The model is restricted to the remaining configurations when this makes it smaller by this
+factor. Before, equal layers stay equal.
 """
-ONE_PRICE = 0.1
-"""Of the work left: what the search at one price may take; its bound is one even where its answer
-is not proven.
+RATE_WORK_FRACTION = 0.1
+"""Fraction of the remaining work for the search with one multiplier. Its bound is valid even if the
+result is not proven.
 """
-COARSE = 0.02
-"""Of the cost: as long as the gap is wider, two more sweeps at a price must do."""
-ROUNDS = 3
-"""Pairs of sweeps of the smaller model before the whole one is searched."""
+COARSE_GAP = 0.02
+"""As long as the gap is larger than this fraction of the cost, only two sweeps are done per
+multiplier.
+"""
+SWEEP_ROUNDS = 3
+"""Forward and backward sweeps of the reduced model before the final search."""
 
 
 def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
-    """The best choice of a merged model that needs no more than `limit` bytes; where none fits,
-    that of least memory. `free` is the best without a limit. Raises InfeasibleError where every
-    choice is forbidden.
+    """Return the cheapest choice of a merged model that needs at most `limit` bytes, or the choice
+    with the least memory if none fits. `free` is the cheapest choice without a limit. Raise
+    InfeasibleError if every choice is forbidden.
     """
-    least = ReducedStart(memory_alone(model), budget).solve(budget)
-    cost = model.cost_of(least.choice)
-    if least.cost > limit:
-        return Assignment(least.choice, cost, cost, least.proven, least.cost, fits=False)
+    least_memory = ReducedStart(memory_as_cost(model), budget).solve(budget)
+    cost = model.cost_of(least_memory.choice)
+    if least_memory.cost > limit:
+        return Assignment(
+            least_memory.choice, cost, cost, least_memory.proven, least_memory.cost, fits=False
+        )
     goal = MemoryLimitedObjective(model, limit, float(free.bound))
-    goal.offer(least.choice)
-    # Of every node the configurations that fit beside the least of all others.
-    spare = limit - sum(model.least_memory())
+    goal.offer(least_memory.choice)
+    # Keep the configurations that fit if all other nodes have their minimum memory.
+    spare = limit - sum(model.minimum_memory())
     kept = [
         np.arange(len(costs)) if memory is None else np.flatnonzero(memory - memory.min() <= spare)
         for costs, memory in zip(model.costs, model.node_memory, strict=True)
     ]
-    bound, kept = _price(goal, kept, HullEdge(limit, free, replace(least, cost=cost)), budget)
+    bound, kept = _best_rate(
+        goal, kept, HullEdge(limit, free, replace(least_memory, cost=cost)), budget
+    )
     proven = bound >= goal.cost
     if not proven and budget.left:
-        # What may cost no more than the best choice known at the best price is searched.
-        start = ReducedStart(priced(restricted(model, kept), goal.rate), budget)
-        for _ in range(ROUNDS):
-            left = _swept(start, goal, goal.rate, kept, budget)
+        # Search the choices whose relaxed cost, with the best multiplier, is below the cutoff.
+        start = ReducedStart(add_memory_cost(restrict(model, kept), goal.rate), budget)
+        for _ in range(SWEEP_ROUNDS):
+            remaining = _sweep_and_prune(start, goal, goal.rate, kept, budget)
         reached = (
             goal.cutoff
-            if left is None
-            else search(Subproblem(priced(model, goal.rate), left), goal, budget)
+            if remaining is None
+            else search(Subproblem(add_memory_cost(model, goal.rate), remaining), goal, budget)
         )
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
     return Assignment(
-        goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory
+        goal.choice, goal.cost, reported_bound(bound, goal.cost, proven), proven, goal.memory
     )
 
 
-def _price(
+def _best_rate(
     goal: MemoryLimitedObjective, kept: list[Array], edge: HullEdge, budget: Budget
 ) -> tuple[float, list[Array]]:
-    """The highest bound of any price, which the goal takes for its own, and what may be in a better
-    choice.
+    """Return (bound, kept): the highest bound of any multiplier, and the configurations that may be
+    part of a better choice. The goal gets the multiplier with this bound.
     """
     model = goal.model
     bound = float(edge.over.bound)
     while budget.left and bound < goal.cost and edge.is_open:
         rate = edge.rate
-        start = ReducedStart(priced(restricted(model, kept), rate), budget)
-        left = _swept(start, goal, rate, kept, budget)
-        if left is None:
+        start = ReducedStart(add_memory_cost(restrict(model, kept), rate), budget)
+        remaining = _sweep_and_prune(start, goal, rate, kept, budget)
+        if remaining is None:
             return float(goal.cost), kept
         found = start.solve(
-            budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE)
+            budget.fraction_of_rest(
+                0.0 if goal.cost - bound > COARSE_GAP * abs(goal.cost) else RATE_WORK_FRACTION
+            )
         )
-        if not found.proven and not edge.is_above(found.cost, rate):
-            found = start.solve(budget.share(ONE_PRICE))
-        choice = chosen(kept, found.choice)
+        if not found.proven and not edge.is_improved_by(found.cost, rate):
+            found = start.solve(budget.fraction_of_rest(RATE_WORK_FRACTION))
+        choice = configurations_at(kept, found.choice)
         goal.offer(choice)
         if found.bound - rate * goal.limit > bound:
             bound = float(found.bound) - rate * goal.limit
             goal.rate = rate
             goal.bound = float(found.bound)
-        if not edge.is_above(found.cost, rate):
+        if not edge.is_improved_by(found.cost, rate):
             break
         edge.move(replace(found, choice=choice, cost=model.cost_of(choice)))
-        if FEW * model.cells([len(keep) for keep in left]) < model.cells(
+        if MIN_SHRINK_FACTOR * model.cells([len(keep) for keep in remaining]) < model.cells(
             [len(keep) for keep in kept]
         ):
-            kept = left
+            kept = remaining
     return bound, kept
 
 
-def _swept(
-    start: ReducedStart, goal: MemoryLimitedObjective, rate: float, kept: Kept, budget: Budget
+def _sweep_and_prune(
+    start: ReducedStart,
+    goal: MemoryLimitedObjective,
+    rate: float,
+    kept: KeptConfigurations,
+    budget: Budget,
 ) -> list[Array] | None:
-    """Configurations left of `kept` after a sweep forth and one back; None if there are none."""
+    """Sweep forward and backward. Return the configurations of `kept` that may be part of a better
+    choice, or None if a node has none.
+    """
     part = start.part
     reduction = start.reduction
     for forward in (True, False):
-        goal.offer(chosen(kept, reduction.expanded(part.sweep(forward))))
+        goal.offer(configurations_at(kept, reduction.expanded(part.sweep(forward))))
         budget.spend(part.dual.work)
     cutoff = float(goal.cost) + rate * goal.limit
-    left = list(kept)
+    remaining = list(kept)
     for node, keep in zip(reduction.nodes, part.at(part.within(cutoff)), strict=True):
-        left[node] = kept[node][keep]
-    return left if all(len(keep) for keep in left) else None
+        remaining[node] = kept[node][keep]
+    return remaining if all(len(keep) for keep in remaining) else None

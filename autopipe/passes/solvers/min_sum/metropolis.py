@@ -1,7 +1,5 @@
-"""A random walk over choices: FlexFlow's search (Jia et al., "Beyond Data and Model Parallelism",
-2018, section 6).
-
-It proves nothing: it is here to be compared with.
+"""Random walk over choices, the search of FlexFlow (Jia et al., "Beyond Data and Model Parallelism
+for Deep Neural Networks", 2018, section 6). It proves nothing and serves as a baseline.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum.model import Assignment, Edge, MinSum, merged
+from autopipe.passes.solvers.min_sum.model import Assignment, Edge, MinSum, merge_edges
 
 
 def walk(
@@ -24,113 +22,124 @@ def walk(
     followers: int = 0,
     memory_limit: float | None = None,
 ) -> Assignment:
-    """The best choice met in `iterations` proposals, one node's random configuration each, from
-    `start` on.
+    """Return the best choice of `iterations` proposals from `start` on. A proposal is a random
+    configuration of one random node.
 
-    A choice that costs more by d is taken with chance exp(-d / t), where t is `temperature` times
-    what a node costs on average at the start. The walk ends early when half of its iterations
-    brought nothing better. The last `followers` nodes are not proposed: they take what costs least
-    whenever a neighbour changes. A choice over `memory_limit` is taken only where it needs less
-    memory than the one before. No bound is known: the answer's is minus infinity. Raises
-    InfeasibleError where the start is forbidden.
+    A proposal that raises the cost by d is accepted with probability exp(-d / t), where t is
+    `temperature` times the average cost of a node at the start. The walk ends when half of
+    `iterations` have passed without a better choice. The last `followers` nodes are not proposed:
+    each takes its cheapest configuration whenever a neighbour changes. If a proposal exceeds
+    `memory_limit`, it is accepted only if it needs less memory than the current choice. The bound
+    of the result is minus infinity. Raise InfeasibleError if the start is forbidden.
     """
-    here = _Walker(
+    walker = _Walker(
         model,
         start,
         len(model.costs) - followers,
         math.inf if memory_limit is None else memory_limit,
     )
-    if here.cost == math.inf:
-        raise InfeasibleError("a walk cannot begin with a choice that is forbidden")
-    heat = temperature * here.cost / max(1, here.free)
-    drawn = random.Random(seed)
-    best = tuple(here.choice)
-    rank = here.rank
+    if walker.cost == math.inf:
+        raise InfeasibleError("the start of the random walk is a forbidden choice")
+    scale = temperature * walker.cost / max(1, walker.free)
+    generator = random.Random(seed)
+    best = tuple(walker.choice)
+    rank = walker.rank
     improved = 0
-    for iteration in range(iterations if here.free else 0):
+    for iteration in range(iterations if walker.free else 0):
         if iteration - improved > iterations / 2:
             break
-        node = drawn.randrange(here.free)
-        moved = here.step(node, drawn.randrange(len(model.costs[node])), heat, drawn.random())
-        if moved and here.rank < rank:
-            best = tuple(here.choice)
-            rank = here.rank
+        node = generator.randrange(walker.free)
+        moved = walker.step(
+            node, generator.randrange(len(model.costs[node])), scale, generator.random()
+        )
+        if moved and walker.rank < rank:
+            best = tuple(walker.choice)
+            rank = walker.rank
             improved = iteration
     memory = model.memory_of(best)
     return Assignment(
-        best, model.cost_of(best), -math.inf, proven=False, memory=memory, fits=memory <= here.limit
+        best,
+        model.cost_of(best),
+        -math.inf,
+        proven=False,
+        memory=memory,
+        fits=memory <= walker.limit,
     )
 
 
 class _Walker:
-    """Where a walk stands, with what that costs; nodes from `free` on follow."""
+    """Current choice of a walk, with its cost and memory. Nodes from `free` on are followers."""
 
     def __init__(self, model: MinSum, start: Sequence[int], free: int, limit: float) -> None:
-        self.model = merged(model)
+        self.model = merge_edges(model)
         self.choice = list(start)
         self.free = free
         self.limit = limit
         self.around: list[list[Edge]] = [[] for _ in model.costs]
-        """Of every node: its edges, each from it."""
+        """Edges of each node, with the node as source."""
         for edge in self.model.edges:
             self.around[edge.source].append(edge)
             self.around[edge.target].append(edge.reversed)
         for node in range(free, len(model.costs)):
-            self.choice[node] = self._follow(node, {})
-        self.cost, self.memory = (
-            float(model.cost_of(self.choice)),
-            float(model.memory_of(self.choice)),
-        )
+            self.choice[node] = self._cheapest(node, {})
+        self.cost = float(model.cost_of(self.choice))
+        self.memory = float(model.memory_of(self.choice))
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Less is better: what fits by its cost, what does not by its memory."""
+        """Order of choices, smaller is better: choices that fit by cost, then the others by
+        memory.
+        """
         return (True, self.memory) if self.memory > self.limit else (False, self.cost)
 
-    def step(self, node: int, proposed: int, heat: float, chance: float) -> bool:
-        """Give a node the proposed configuration if `chance`, from 0 to 1, allows; whether it
-        did.
+    def step(self, node: int, proposed: int, scale: float, chance: float) -> bool:
+        """Change a node to the proposed configuration if this is accepted; return True if it was.
+        `chance` is a random number from 0 to 1.
         """
         if proposed == self.choice[node]:
             return False
         changed = {node: proposed}
         for edge in self.around[node]:
             if edge.target >= self.free:
-                changed[edge.target] = self._follow(edge.target, changed)
+                changed[edge.target] = self._cheapest(edge.target, changed)
         cost, memory = self._difference(changed)
         if self.memory + memory > self.limit:
-            taken = memory < 0 and cost < math.inf
+            accepted = memory < 0 and cost < math.inf
         else:
-            taken = cost <= 0 or (heat > 0 and chance < math.exp(-cost / heat))
-        if taken:
-            for other, number in changed.items():
-                self.choice[other] = number
+            accepted = cost <= 0 or (scale > 0 and chance < math.exp(-cost / scale))
+        if accepted:
+            for other, configuration in changed.items():
+                self.choice[other] = configuration
             self.cost = self.cost + cost
             self.memory = self.memory + memory
-        return taken
+        return accepted
 
-    def _follow(self, node: int, changed: dict[int, int]) -> int:
-        """The cheapest configuration of a node, given those that the others have or change to."""
+    def _cheapest(self, node: int, changed: dict[int, int]) -> int:
+        """Return the cheapest configuration of a node, given the current choice with the changes
+        `changed`.
+        """
         total = self.model.costs[node]
         for edge in self.around[node]:
             total = total + edge.costs[:, changed.get(edge.target, self.choice[edge.target])]
         return int(total.argmin())
 
     def _difference(self, changed: dict[int, int]) -> tuple[float, float]:
-        """How much more the changed choice costs, and how many bytes more it needs."""
+        """Return (cost, bytes) by which the changed choice exceeds the current one."""
         cost = memory = 0.0
-        for node, number in changed.items():
+        for node, configuration in changed.items():
             before = self.choice[node]
-            cost += float(self.model.costs[node][number] - self.model.costs[node][before])
+            cost += float(self.model.costs[node][configuration] - self.model.costs[node][before])
             if self.model.memory is not None:
-                memory += float(self.model.memory[node][number] - self.model.memory[node][before])
+                memory += float(
+                    self.model.memory[node][configuration] - self.model.memory[node][before]
+                )
             for edge in self.around[node]:
                 if edge.target in changed and edge.target < node:
                     continue  # Counted from the other end.
-                there = self.choice[edge.target]
-                was = (before, there)
-                now = (number, changed.get(edge.target, there))
-                cost += float(edge.costs[now] - edge.costs[was])
+                current = self.choice[edge.target]
+                old_pair = (before, current)
+                new_pair = (configuration, changed.get(edge.target, current))
+                cost += float(edge.costs[new_pair] - edge.costs[old_pair])
                 if edge.memory is not None:
-                    memory += float(edge.memory[now] - edge.memory[was])
+                    memory += float(edge.memory[new_pair] - edge.memory[old_pair])
         return cost, memory

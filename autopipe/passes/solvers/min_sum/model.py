@@ -1,6 +1,8 @@
-"""Pairwise min-sum models (nodes that choose a configuration each, and edges on which two choices
-cost something), models made from models, the answer of a solver with its proof, and the budget of a
-search.
+"""Pairwise min-sum models, transformations of models, the result of a solver with its proof, and
+the work budget of a search.
+
+In a model, each node chooses one configuration. Nodes have a cost per configuration, and edges a
+cost per pair of configurations.
 """
 
 from __future__ import annotations
@@ -17,81 +19,86 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 
 Array: TypeAlias = NDArray[Any]
-"""Of int64 or float64. Float64 holds whole numbers below 2^53 exactly, and inf for what is
+"""int64 or float64. float64 represents integers below 2^53 exactly, and inf for what is
 forbidden.
 """
 Number: TypeAlias = int | float
-Kept: TypeAlias = Sequence[Array]
-"""Of every node: ascending indices of configurations."""
-_Made = TypeVar("_Made")
+KeptConfigurations: TypeAlias = Sequence[Array]
+"""Ascending indices of the configurations of each node."""
+Result = TypeVar("Result")
 
 
-class Once:
-    """Results of functions of arrays; where layers repeat, equal ones are formed once and stay one
-    object. An argument is known by `mark`: which object it is, or where it lies. All are held, so
-    that their marks stay theirs.
+class ResultCache:
+    """Cache of functions of arrays, so that equal results of repeated layers are computed once and
+    are one object. `mark` identifies an argument, by default by its object identity. The cache
+    holds all arguments, so that their marks stay unique.
     """
 
     def __init__(self, mark: Callable[[Any], Hashable] = id) -> None:
         self._mark = mark
         self._known: dict[Hashable, tuple[tuple[Any, ...], Any]] = {}
 
-    def key(self, form: Callable[..., object], *arguments: object) -> Hashable:
-        return form, *map(self._mark, arguments)
+    def key(self, function: Callable[..., object], *arguments: object) -> Hashable:
+        """Return the key of a call."""
+        return function, *map(self._mark, arguments)
 
-    def knows(self, form: Callable[..., object], *arguments: object) -> bool:
-        return self.key(form, *arguments) in self._known
+    def knows(self, function: Callable[..., object], *arguments: object) -> bool:
+        """True if the result of a call is in the cache."""
+        return self.key(function, *arguments) in self._known
 
-    def __call__(self, form: Callable[..., _Made], *arguments: object) -> _Made:
-        key = self.key(form, *arguments)
+    def __call__(self, function: Callable[..., Result], *arguments: object) -> Result:
+        key = self.key(function, *arguments)
         if key not in self._known:
-            self._known[key] = arguments, form(*arguments)
-        made: _Made = self._known[key][1]
+            self._known[key] = arguments, function(*arguments)
+        made: Result = self._known[key][1]
         return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """Joint cost of two nodes' choices."""
+    """Joint cost and memory of the choices of two nodes."""
 
     source: int
     target: int
     costs: Array
-    """[configurations of source, configurations of target]"""
+    """Matrix [configurations of source, configurations of target]."""
     memory: Array | None = None
-    """Bytes, of the same shape, not negative; None is none."""
+    """Bytes, of the same shape, not negative; None means 0."""
 
     @property
     def reversed(self) -> Edge:
+        """The edge with source and target exchanged."""
         return Edge(
             self.target, self.source, self.costs.T, None if self.memory is None else self.memory.T
         )
 
-    def formed(self, once: Once, form: Callable[..., Array], *arguments: object) -> Edge:
-        """The same with what `form` makes of each of its arrays and these arguments."""
-        memory = None if self.memory is None else once(form, self.memory, *arguments)
-        return replace(self, costs=once(form, self.costs, *arguments), memory=memory)
+    def map_arrays(
+        self, once: ResultCache, function: Callable[..., Array], *arguments: object
+    ) -> Edge:
+        """Return the edge with each of its arrays replaced by `function(array, *arguments)`."""
+        memory = None if self.memory is None else once(function, self.memory, *arguments)
+        return replace(self, costs=once(function, self.costs, *arguments), memory=memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MinSum:
-    """Choose a configuration for every node so that the sum over nodes and edges is least. Arrays
-    are only read. Where layers repeat, give the same array object to each: equal work is then done
-    once. Several edges between two nodes add up, an edge from a node to itself counts its diagonal.
+    """Minimise the sum of the costs of all nodes and edges over the choices of one configuration
+    per node.
+
+    Arrays are only read. Use one array object for repeated layers: equal work is then done once.
+    Several edges between two nodes add up. An edge from a node to itself counts with its diagonal.
     """
 
     costs: tuple[Array, ...]
-    """A vector for every node: what each of its configurations costs."""
+    """Cost of each configuration, one vector per node."""
     edges: tuple[Edge, ...] = ()
     memory: tuple[Array, ...] | None = None
-    """A vector for every node: bytes of each of its configurations, not negative; None is none
-    anywhere.
+    """Bytes of each configuration, not negative, one vector per node; None means 0 for all
+    nodes.
     """
 
     def __post_init__(self) -> None:
-        """Raises AutopipeError where shapes do not belong together or a node has no
-        configuration.
-        """
+        """Raise AutopipeError if shapes do not match or a node has no configuration."""
         for node, costs in enumerate(self.costs):
             if costs.ndim != 1 or not len(costs):
                 raise AutopipeError(
@@ -114,23 +121,23 @@ class MinSum:
 
     @property
     def node_memory(self) -> tuple[Array | None, ...]:
-        """`memory`, None for every node where there is none."""
+        """The memory vector of each node; None for all nodes if `memory` is None."""
         return self.memory or (None,) * len(self.costs)
 
     @property
     def sizes(self) -> list[int]:
+        """Number of configurations of each node."""
         return [len(costs) for costs in self.costs]
 
     def cost_of(self, choice: Sequence[int]) -> Number:
-        """Cost of one configuration for every node: an int, exactly, where all costs are
-        integers.
-        """
+        """Return the cost of a choice: an exact int if all costs are integers."""
         parts = [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
         return _total(
             parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges]
         )
 
     def memory_of(self, choice: Sequence[int]) -> Number:
+        """Return the bytes of a choice."""
         known = ((edge, edge.memory) for edge in self.edges)
         parts = [
             memory[choice[edge.source], choice[edge.target]]
@@ -141,11 +148,14 @@ class MinSum:
             parts += [memory[x] for memory, x in zip(self.memory, choice, strict=True)]
         return _total(parts)
 
-    def least_memory(self) -> list[Number]:
+    def minimum_memory(self) -> list[Number]:
+        """Return the minimum bytes of each node, without edges."""
         return [0 if memory is None else memory.min().item() for memory in self.node_memory]
 
     def cells(self, sizes: Sequence[int]) -> int:
-        """Pairs of configurations on all edges when the nodes have these numbers of them."""
+        """Return the number of pairs of configurations on all edges for these numbers of
+        configurations.
+        """
         return sum(sizes[edge.source] * sizes[edge.target] for edge in self.edges)
 
 
@@ -155,18 +165,18 @@ def _total(parts: list[Any]) -> Number:
     return math.fsum(float(part) for part in parts)
 
 
-def no_choice() -> InfeasibleError:
+def all_forbidden() -> InfeasibleError:
     return InfeasibleError(
-        "every choice of configurations has a forbidden one, or a forbidden pair"
+        "every choice contains a forbidden configuration or a forbidden pair of configurations"
     )
 
 
-def merged(model: MinSum) -> MinSum:
-    """The same sums with at most one edge between two nodes, from the lower to the higher, and none
-    from one to itself. Arrays that need no change stay the objects they are; what is changed
-    equally is changed once.
+def merge_edges(model: MinSum) -> MinSum:
+    """Return an equal model with at most one edge between two nodes, from the lower to the higher
+    index, and without edges from a node to itself. Unchanged arrays stay the same objects, and
+    equal changes are computed once.
     """
-    once = Once()
+    once = ResultCache()
     costs = list(model.costs)
     memory = list(model.memory or ())
     if (
@@ -183,52 +193,53 @@ def merged(model: MinSum) -> MinSum:
                 memory[low] = memory[low] + np.diagonal(edge.memory)
             continue
         if edge.source != low:
-            edge = replace(edge.formed(once, np.transpose), source=low, target=high)
+            edge = replace(edge.map_arrays(once, np.transpose), source=low, target=high)
         if known := pairs.get((low, high)):
-            more = [each for each in (known.memory, edge.memory) if each is not None]
-            both = once(np.add, *more) if len(more) == 2 else next(iter(more), None)
+            memories = [each for each in (known.memory, edge.memory) if each is not None]
+            both = once(np.add, *memories) if len(memories) == 2 else next(iter(memories), None)
             edge = Edge(low, high, once(np.add, known.costs, edge.costs), both)
         pairs[low, high] = edge
     return MinSum(tuple(costs), tuple(pairs.values()), tuple(memory) or None)
 
 
-def restricted(model: MinSum, kept: Kept) -> MinSum:
-    """The model of what is kept; arrays that were shared and are restricted equally are shared
-    again.
+def restrict(model: MinSum, kept: KeptConfigurations) -> MinSum:
+    """Return the model with only the configurations `kept`. Arrays that were one object and are
+    restricted equally are one object again.
     """
-    once = Once()
+    once = ResultCache()
     shared: dict[bytes, Array] = {}
-    some = [
+    indices = [
         None if len(keep) == len(costs) else shared.setdefault(keep.tobytes(), keep)
         for keep, costs in zip(kept, model.costs, strict=True)
     ]
 
     def vectors(arrays: Sequence[Array]) -> tuple[Array, ...]:
-        pairs = zip(arrays, some, strict=True)
+        pairs = zip(arrays, indices, strict=True)
         return tuple(array if keep is None else once(np.take, array, keep) for array, keep in pairs)
 
-    def part(array: Array, rows: Array | None, columns: Array | None) -> Array:
+    def taken(array: Array, rows: Array | None, columns: Array | None) -> Array:
         found = array if rows is None else array.take(rows, 0)
         return found if columns is None else found.take(columns, 1)
 
     edges = tuple(
-        edge.formed(once, part, some[edge.source], some[edge.target]) for edge in model.edges
+        edge.map_arrays(once, taken, indices[edge.source], indices[edge.target])
+        for edge in model.edges
     )
     return MinSum(
         vectors(model.costs), edges, None if model.memory is None else vectors(model.memory)
     )
 
 
-def conditioned(model: MinSum) -> MinSum:
-    """A merged model whose nodes of one configuration have no edges: the others bear what those
-    cost.
+def absorb_fixed_nodes(model: MinSum) -> MinSum:
+    """Return the model with the edges of nodes with a single configuration removed; their costs and
+    memory are added to the neighbours. The model must be merged (`merge_edges`).
     """
-    once = Once()
+    once = ResultCache()
     costs = list(model.costs)
     memory = None if model.memory is None else list(model.memory)
     kept: list[Edge] = []
 
-    def bear(vector: Array, array: Array) -> Array:
+    def add_flat(vector: Array, array: Array) -> Array:
         total: Array = vector + array.reshape(-1)
         return total
 
@@ -237,191 +248,211 @@ def conditioned(model: MinSum) -> MinSum:
             kept.append(edge)
             continue
         node = edge.source if edge.costs.shape[1] == 1 else edge.target
-        costs[node] = once(bear, costs[node], edge.costs)
+        costs[node] = once(add_flat, costs[node], edge.costs)
         if edge.memory is not None:
             memory = memory or [np.zeros(len(vector), np.int64) for vector in model.costs]
-            memory[node] = once(bear, memory[node], edge.memory)
+            memory[node] = once(add_flat, memory[node], edge.memory)
     return MinSum(tuple(costs), tuple(kept), None if memory is None else tuple(memory))
 
 
-def priced(model: MinSum, rate: float) -> MinSum:
-    """The model in which every byte costs `rate` on top (Lagrangian relaxation of a memory
-    limit).
+def add_memory_cost(model: MinSum, rate: float) -> MinSum:
+    """Return the model with costs increased by `rate` times the memory. `rate` is the Lagrange
+    multiplier of a memory limit, in cost per byte.
     """
     return _with_costs(
         model, lambda costs, memory: costs if memory is None else costs + rate * memory
     )
 
 
-def memory_alone(model: MinSum) -> MinSum:
-    """The model whose cost is the memory; what is forbidden stays so. Edges without a say are left
-    out.
+def memory_as_cost(model: MinSum) -> MinSum:
+    """Return the model whose cost is the memory of `model`. Forbidden configurations and pairs stay
+    forbidden. Edges whose costs are all 0 are removed.
     """
 
-    def needs(costs: Array, memory: Array | None) -> Array:
+    def memory_or_inf(costs: Array, memory: Array | None) -> Array:
         forbidden = np.isinf(costs)
-        bytes_ = np.zeros(costs.shape, np.int64) if memory is None else memory
-        return np.where(forbidden, np.inf, bytes_) if forbidden.any() else bytes_
+        memory_bytes = np.zeros(costs.shape, np.int64) if memory is None else memory
+        return np.where(forbidden, np.inf, memory_bytes) if forbidden.any() else memory_bytes
 
-    found = _with_costs(model, needs)
+    found = _with_costs(model, memory_or_inf)
     return replace(found, edges=tuple(edge for edge in found.edges if edge.costs.any()))
 
 
-def _with_costs(model: MinSum, form: Callable[[Array, Array | None], Array]) -> MinSum:
-    """The model whose costs are made of the costs and the memory of each node and edge."""
-    once = Once()
+def _with_costs(model: MinSum, function: Callable[[Array, Array | None], Array]) -> MinSum:
+    """Return the model with the costs of each node and edge replaced by `function(costs,
+    memory)`.
+    """
+    once = ResultCache()
     return replace(
         model,
-        costs=tuple(once(form, *each) for each in zip(model.costs, model.node_memory, strict=True)),
+        costs=tuple(
+            once(function, *each) for each in zip(model.costs, model.node_memory, strict=True)
+        ),
         edges=tuple(
-            replace(edge, costs=once(form, edge.costs, edge.memory)) for edge in model.edges
+            replace(edge, costs=once(function, edge.costs, edge.memory)) for edge in model.edges
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A choice for every node, and how far from the best it can be."""
+    """A choice of one configuration per node, with a bound of the minimum cost."""
 
     choice: tuple[int, ...]
     cost: Number
-    """An int, exactly, where all costs are integers."""
+    """Exact int if all costs are integers."""
     bound: Number
-    """No choice (within the memory limit, if there is one) costs less."""
+    """Lower bound of the cost of all choices within the memory limit, if there is one."""
     proven: bool
-    """Nothing is better: no choice that fits costs less; where `fits` is false, no choice needs
-    less memory.
+    """True if no choice that fits costs less. If `fits` is False: True if no choice needs less
+    memory.
     """
     memory: Number = 0
     fits: bool = True
-    """True if the memory is within the limit. If not, the choice is the one of least memory that
-    was found.
+    """True if the memory is within the limit. If False, the choice has the least memory that was
+    found.
     """
 
     @property
     def gap(self) -> float:
-        """By how much the cost may exceed the best, as a share of the cost; 0 where it is proven to
-        be the best.
-        """
+        """Fraction of the cost by which it may exceed the minimum; 0 if proven."""
         if self.proven or self.cost == self.bound:
             return 0.0
         return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")
 
 
-def bound_of(least: float, cost: Number, proven: bool) -> Number:
-    """Lower bound to report for a choice of that cost when nothing costs less than `least`, but for
-    rounding.
+def reported_bound(lower_bound: float, cost: Number, proven: bool) -> Number:
+    """Return the lower bound to report for a choice with this cost: `cost` if it is proven optimal,
+    otherwise `lower_bound`, rounded up if costs are integers.
     """
     if proven:
         return cost
-    return math.ceil(least) if isinstance(cost, int) and math.isfinite(least) else least
+    return (
+        math.ceil(lower_bound)
+        if isinstance(cost, int) and math.isfinite(lower_bound)
+        else lower_bound
+    )
 
 
-def counted(answer: Assignment, model: MinSum) -> Assignment:
-    """The answer with cost and memory of its choice in the model as it was given, which may round
-    them otherwise.
+def recount(result: Assignment, model: MinSum) -> Assignment:
+    """Return the result with cost and memory recomputed in `model`. The solved model may have
+    rounded them differently.
     """
-    cost = model.cost_of(answer.choice)
-    bound = cost if answer.proven and answer.fits else answer.bound
-    return replace(answer, cost=cost, bound=bound, memory=model.memory_of(answer.choice))
+    cost = model.cost_of(result.choice)
+    bound = cost if result.proven and result.fits else result.bound
+    return replace(result, cost=cost, bound=bound, memory=model.memory_of(result.choice))
 
 
-PER_SECOND = 4e8
-"""Sums compared in a second of a time limit; machines of 2024 do twice as many."""
-CALLS = 5000
-"""Sums that could be compared in the time that it takes to begin with an edge or a node."""
-PATIENCE_S = 60.0
-"""Of work, where no time limit is given; the clock is not looked at then."""
+SUMS_PER_SECOND = 4e8
+"""Work per second of a time limit, in sums that are formed and compared. Machines of 2024 do twice
+as many.
+"""
+CALL_OVERHEAD = 5000
+"""Overhead of processing an edge or a node, in sums."""
+DEFAULT_WORK_S = 60.0
+"""Seconds of work if no time limit is given. The clock is not used then."""
 
 
 class Budget:
-    """Rest of a time limit: sums to be compared, so that equal requests give equal answers. The
-    clock only ends what a slow machine cannot do in time.
+    """Remaining work of a search, in sums that are formed and compared, so that equal requests give
+    equal results. The clock only ends what a slow machine cannot do in time.
     """
 
-    def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
+    def __init__(self, seconds: float | None, patience: float = DEFAULT_WORK_S) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
-        self._work = (patience if seconds is None else seconds) * PER_SECOND
-        self._whole: Budget | None = None
+        self._work = (patience if seconds is None else seconds) * SUMS_PER_SECOND
+        self._parent: Budget | None = None
         self._spent = 0.0
 
     @property
     def left(self) -> float:
-        """Sums that may still be compared; 0 when the time is over."""
+        """Sums that may still be compared; 0 if the time is over."""
         if self._end is not None and time.monotonic() > self._end:
             return 0.0
         return max(0.0, self._work - self._spent)
 
     def spend(self, sums: float) -> None:
+        """Subtract work from this budget and from the budgets that it is part of."""
         self._spent += sums
-        if self._whole is not None:
-            self._whole.spend(sums)
+        if self._parent is not None:
+            self._parent.spend(sums)
 
-    def share(self, part: float) -> Budget:
-        """A part of what is left, spent from this as well."""
+    def fraction_of_rest(self, fraction: float) -> Budget:
+        """Return a budget with this fraction of the remaining work. Its work is subtracted from
+        this budget too.
+        """
         budget = Budget(None)
         budget._end = self._end
-        budget._work = part * self.left
-        budget._whole = self
+        budget._work = fraction * self.left
+        budget._parent = self
         return budget
 
 
-ENTRIES = 1 << 15
+BLOCK_ENTRIES = 1 << 15
+"""Number of array entries that are processed at once: they fit in a core's cache."""
 
 
-def blocks(length: int, width: int) -> Iterator[slice]:
-    """Ranges of indices, each of as many as have ENTRIES entries (a core's cache) when each index
-    has `width`.
+def index_blocks(length: int, width: int) -> Iterator[slice]:
+    """Yield slices of indices below `length`, each with about `BLOCK_ENTRIES` entries if an index
+    has `width` entries.
     """
-    step = max(1, ENTRIES // max(1, width))
+    step = max(1, BLOCK_ENTRIES // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
-def everything(model: MinSum) -> list[Array]:
-    """All configurations of every node."""
+def all_configurations(model: MinSum) -> list[Array]:
+    """Return the indices of all configurations of each node."""
     return [np.arange(size) for size in model.sizes]
 
 
-def chosen(kept: Kept, positions: Sequence[int]) -> tuple[int, ...]:
-    """The configurations at these positions among what is kept."""
+def configurations_at(kept: KeptConfigurations, positions: Sequence[int]) -> tuple[int, ...]:
+    """Return the configurations at these positions of `kept`."""
     return tuple(int(keep[x]) for keep, x in zip(kept, positions, strict=True))
 
 
-class Support:
-    """Which pairs of configurations are allowed in a model."""
+class AllowedConfigurations:
+    """Configurations of a model that are not forbidden by themselves or by all pairs with a
+    neighbour.
+    """
 
     def __init__(self, model: MinSum) -> None:
         finite: dict[int, Array] = {}
         for array in (*model.costs, *(edge.costs for edge in model.edges)):
             if array.dtype.kind == "f" and id(array) not in finite:
                 finite[id(array)] = np.isfinite(array)
-        some = {mark: allowed for mark, allowed in finite.items() if not allowed.all()}
+        with_forbidden = {mark: allowed for mark, allowed in finite.items() if not allowed.all()}
         self._nodes = [
-            (node, some[id(costs)]) for node, costs in enumerate(model.costs) if id(costs) in some
+            (node, with_forbidden[id(costs)])
+            for node, costs in enumerate(model.costs)
+            if id(costs) in with_forbidden
         ]
         self._edges = [
-            (edge.source, edge.target, some[id(edge.costs)])
+            (edge.source, edge.target, with_forbidden[id(edge.costs)])
             for edge in model.edges
-            if id(edge.costs) in some
+            if id(edge.costs) in with_forbidden
         ]
 
-    def of(self, kept: Kept) -> list[Array]:
-        """Of what is kept: configurations that are not forbidden and have one such beside them at
-        every neighbour. Raises InfeasibleError where a node has none left.
+    def of_kept(self, kept: KeptConfigurations) -> list[Array]:
+        """Return the entries of `kept` that are not forbidden and have, for each neighbour, an
+        allowed pair with a remaining configuration of it (arc consistency). Raise InfeasibleError
+        if a node has none left.
         """
-        left = list(kept)
+        remaining = list(kept)
         for node, finite in self._nodes:
-            left[node] = left[node][finite[left[node]]]
+            remaining[node] = remaining[node][finite[remaining[node]]]
         changed = True
         while changed:
             changed = False
             for source, target, finite in self._edges:
-                allowed = finite[np.ix_(left[source], left[target])]
-                for node, beside in ((source, allowed.any(axis=1)), (target, allowed.any(axis=0))):
-                    if not beside.all():
-                        left[node] = left[node][beside]
+                allowed = finite[np.ix_(remaining[source], remaining[target])]
+                for node, has_pair in (
+                    (source, allowed.any(axis=1)),
+                    (target, allowed.any(axis=0)),
+                ):
+                    if not has_pair.all():
+                        remaining[node] = remaining[node][has_pair]
                         changed = True
-        if not all(len(keep) for keep in left):
-            raise no_choice()
-        return left
+        if not all(len(keep) for keep in remaining):
+            raise all_forbidden()
+        return remaining

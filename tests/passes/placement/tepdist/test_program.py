@@ -17,13 +17,13 @@ from autopipe.passes.placement.tepdist.integer_programs import (
     promising,
 )
 from autopipe.passes.solvers.min_sum import MinSum
-from autopipe.passes.solvers.min_sum.model import merged
+from autopipe.passes.solvers.min_sum.model import merge_edges
 
 
 @settings(max_examples=10)
 @given(model=layered(memory=True), limit=st.integers(10, 60))
 def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
-    simple = merged(model)
+    simple = merge_edges(model)
     best = best_choice(model, limit)
     if best == np.inf:
         with pytest.raises(InfeasibleError):
@@ -38,7 +38,7 @@ def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
 @settings(max_examples=15)
 @given(layered())
 def test_what_is_dropped_is_in_no_better_choice(model: MinSum) -> None:
-    simple = merged(model)
+    simple = merge_edges(model)
     best = best_choice(model)
     if best == np.inf:
         return

@@ -18,7 +18,12 @@ from autopipe.passes.placement.tepdist.segments import (
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import make_tables
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
-from autopipe.passes.solvers.min_sum.model import conditioned, everything, merged, restricted
+from autopipe.passes.solvers.min_sum.model import (
+    absorb_fixed_nodes,
+    all_configurations,
+    merge_edges,
+    restrict,
+)
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
 
 MATRIX = np.array([[0.0, 3.0], [2.0, 0.0]])
@@ -96,7 +101,7 @@ def test_readers_of_high_degree_variables_are_not_selected_instead_of_them() -> 
 @settings(max_examples=60)
 @given(layered())
 def test_no_edge_bypasses_a_critical_node(model: MinSum) -> None:
-    simple = merged(model)
+    simple = merge_edges(model)
     found = partition(simple, ranks(model))
     place = {variable: number for number, variable in enumerate(found.critical)}
     inside = {variable: segment for segment in found.segments for variable in segment.inner}
@@ -121,10 +126,10 @@ def test_equal_layers_are_solved_once() -> None:
         tables = make_tables(problem_of(graph, 4), range(len(graph.nodes)), tuple(range(4)), terms)
         cones = fill_cones(tables.model)
         parts = partition(cones.model, ranks(tables.model)[list(cones.roots)])
-        kept = everything(cones.model)
+        kept = all_configurations(cones.model)
         for variable in parts.high_degree:
             kept[variable] = np.array([0])
         equal = EqualSegments()
-        assert len(equal.pairs(conditioned(restricted(cones.model, kept)), parts)) > 30
+        assert len(equal.pairs(absorb_fixed_nodes(restrict(cones.model, kept)), parts)) > 30
         different.append(len(equal.known))
     assert different[0] == different[1] < 15

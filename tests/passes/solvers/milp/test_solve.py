@@ -99,7 +99,7 @@ def test_costs_without_a_least_are_refused() -> None:
     builder = Builder()
     builder.add_variables(2, cost=-1, upper=np.inf)
     builder.add_rows([0, 0], [0, 1], [1, -1], upper=3)
-    with pytest.raises(AutopipeError, match="no least cost"):
+    with pytest.raises(AutopipeError, match="no minimum"):
         solve(builder.model(), 60.0)
 
 
@@ -173,14 +173,16 @@ def test_a_start_that_does_not_hold_is_refused() -> None:
 def test_a_solver_that_lies_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, lie: np.ndarray
 ) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda *_: MilpResult(Status.FEASIBLE, lie, bound=-99.0))
+    monkeypatch.setattr(
+        door, "solve_with_highs", lambda *_: MilpResult(Status.FEASIBLE, lie, bound=-99.0)
+    )
     assert solve(knapsack(), 1.0).status is Status.UNKNOWN
     begun = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (begun.status, begun.values.tolist(), begun.bound) == (Status.FEASIBLE, [0, 1], -np.inf)
 
 
 def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = door.by_highs
+    honest = door.solve_with_highs
 
     def lying(
         model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool
@@ -189,13 +191,13 @@ def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.Mo
             return MilpResult(Status.FEASIBLE, np.array([5.0, 0.0]), bound=-15.0 * 2**11)
         return honest(model, seconds, gap, nodes, presolve)
 
-    monkeypatch.setattr(door, "by_highs", lying)
+    monkeypatch.setattr(door, "solve_with_highs", lying)
     answer = solve(knapsack(), 60.0)
     assert (answer.proven, answer.values.tolist()) == (True, [4, 0])
 
 
 def test_nothing_is_impossible_that_is_already_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda *_: MilpResult(Status.INFEASIBLE))
+    monkeypatch.setattr(door, "solve_with_highs", lambda *_: MilpResult(Status.INFEASIBLE))
     answer = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (answer.status, answer.values.tolist()) == (Status.FEASIBLE, [0, 1])
 
@@ -205,7 +207,7 @@ def test_a_bound_below_the_values_proves_nothing(monkeypatch: pytest.MonkeyPatch
         bound = model.objective(np.array([4.0, 0.0]))
         return MilpResult(Status.FEASIBLE, np.array([2.0, 1.0]), bound=bound)
 
-    monkeypatch.setattr(door, "by_highs", claim)
+    monkeypatch.setattr(door, "solve_with_highs", claim)
     answer = solve(knapsack(), 1.0)
     assert (answer.status, answer.objective, answer.bound) == (Status.FEASIBLE, -11, -12)
     assert answer.gap == pytest.approx(1 / 11)

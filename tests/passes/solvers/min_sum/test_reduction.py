@@ -12,7 +12,7 @@ from random_models import all_choices, models
 
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.solvers.min_sum.elimination import eliminate, reduced
-from autopipe.passes.solvers.min_sum.model import merged
+from autopipe.passes.solvers.min_sum.model import merge_edges
 
 
 @given(models(), st.sampled_from([0, 5, 20, 1e9]))
@@ -20,7 +20,7 @@ def test_the_least_cost_stays(model: MinSum, work: float) -> None:
     choices = all_choices(model)
     if not choices:
         return
-    reduction = reduced(merged(model), work)
+    reduction = reduced(merge_edges(model), work)
     assert reduction.work <= work
     answer = eliminate(reduction.model)
     least = min(choices)[0]
