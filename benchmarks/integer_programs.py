@@ -1,13 +1,15 @@
-"""Optima of the integer programs that planning builds, by several solvers.
+"""Optima of the integer programs of plans, by several solvers.
 
     python benchmarks/integer_programs.py tepdist division suite --folder /tmp/programs
 
-`tepdist`: programs of the cases of `python -m benchmarks tepdist`. `division`: those of
-`tepdist_division.py`. `suite`: those of the tests that plan with strategy `tepdist` or divide a
-model. Programs are recorded while the default solver solves them; a folder that has programs of a
-part already is not recorded again. Then each solver solves each program again, to a gap of 0. A
-line per part and pair of solvers counts the programs for which both prove an optimum, or that there
-are no values, and those whose optima differ by more than `--tolerance`.
+- `tepdist`: programs of the cases of `python -m benchmarks tepdist`.
+- `division`: programs of `tepdist_division.py`.
+- `suite`: programs of the tests that plan with strategy `tepdist` or partition a model.
+
+Programs are recorded while the default solver solves them. If a folder already contains programs of
+a part, the part is not recorded again. Then each solver solves each program with a gap of 0. The
+output has a line per part and pair of solvers: the number of programs for which both prove an
+optimum or infeasibility, and the number whose optima differ by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def record_tepdist(folder: Path, only: Sequence[str] = ()) -> None:
 
 
 def record_division(folder: Path) -> None:
-    """Divide the models of `tepdist_division.py`."""
+    """Partition the models of `tepdist_division.py`."""
     from tepdist_division import MODELS, rows
 
     with recording(folder):
@@ -78,8 +80,8 @@ def record_division(folder: Path) -> None:
 
 
 def record_suite(folder: Path) -> None:
-    """Run `TESTS` in a process that records; tests may fail. Raises CalledProcessError if pytest
-    does not run them.
+    """Run `TESTS` in a process that records programs; tests may fail. Raise CalledProcessError if
+    pytest cannot run them.
     """
     words = [
         "-m",
@@ -115,8 +117,8 @@ RECORD: dict[str, Callable[[Path], None]] = {
 
 
 def compare(part: str, folder: Path, solvers: list[str], seconds: float, tolerance: float) -> int:
-    """Print what the solvers prove of the programs in `folder`; return the number of programs whose
-    optima differ.
+    """Print the optima that the solvers prove for the programs in `folder`. Return the number of
+    pairs of proven optima that differ.
     """
     found: list[Optima] = []
     for path in program_paths(folder):
@@ -132,15 +134,15 @@ def compare(part: str, folder: Path, solvers: list[str], seconds: float, toleran
     differing = 0
     counts = ", ".join(f"{name} {sum(name in each.proven for each in found)}" for name in solvers)
     print(f"{part}: {len(found)} programs, proven by {counts}", flush=True)
-    for one, other in itertools.combinations(solvers, 2):
+    for first, second in itertools.combinations(solvers, 2):
         differences = [
-            each for optima in found if (each := optima.difference(one, other)) is not None
+            each for optima in found if (each := optima.difference(first, second)) is not None
         ]
         unequal = sum(each > tolerance for each in differences)
         differing += unequal
         largest = max(differences, default=0.0)
         print(
-            f"  {one} and {other}: {len(differences)} proven by both, {unequal} differ, at "
+            f"  {first} and {second}: {len(differences)} proven by both, {unequal} differ, at "
             "most "
             f"by {largest:.1e}"
         )
@@ -148,7 +150,9 @@ def compare(part: str, folder: Path, solvers: list[str], seconds: float, toleran
 
 
 def main() -> None:
-    """Record, compare and print. Raises SystemExit if two solvers prove different optima."""
+    """Record the programs, compare the solvers and print the result. Raise SystemExit if two
+    solvers prove different optima.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -156,7 +160,7 @@ def main() -> None:
         "parts", nargs="*", default=["tepdist", "division", "suite"], metavar="PART"
     )
     parser.add_argument(
-        "--folder", type=Path, help="keep the programs there, and use those that are there"
+        "--folder", type=Path, help="folder for recorded programs; existing programs are used"
     )
     parser.add_argument("--solvers", nargs="+", default=["auto", "highs", "cbc"], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit per program and solver")
@@ -165,7 +169,7 @@ def main() -> None:
         type=float,
         default=1e-7,
         help=(
-            "largest relative difference of equal optima (default: %(default)s, as CBC writes "
+            "maximum relative difference of equal optima (default: %(default)s, because CBC writes "
             "eight digits)"
         ),
     )

@@ -1,13 +1,12 @@
-"""Exact solvers of min-sum models against one another, on models shaped like a Transformer's and
-InceptionV3's.
+"""Seconds of the exact min-sum solvers on models that resemble a Transformer and InceptionV3.
 
     python benchmarks/min_sum.py --devices 16 32 64 --seeds 0 1
 
-Layers, their axes and what reads what are those of the two networks; a configuration is a degree
-for each axis. What a layer costs is the work on a device and its all-reduces, times a random
-factor; what an edge costs is the part of the reader's tile that its device does not hold. Seconds
-are the processor's, tables not counted. `limited` is the search within a memory limit: the least
-there is, and `--limit` of what the best choice needs above that.
+Layers, axes and edges are those of the two networks. A configuration is a degree for each axis. The
+cost of a layer is its work on a device plus its all-reduces, times a random factor. The cost of an
+edge is the part of the reader's tile that its device does not have. Seconds are CPU seconds without
+building the tables. `limited` is the search within a memory limit: the minimum memory plus the
+fraction `--limit` of the difference to the memory of the best choice.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from autopipe.passes.solvers.min_sum import (
 )
 from autopipe.passes.solvers.min_sum.elimination import ORDERINGS
 
-WORDS = 5000.0
-"""What moving a word costs, in multiply-adds."""
-EXTENTS = {"b": 64, "l": 256, "m": 256, "e": 512, "h": 8, "k": 64, "f": 2048, "v": 50000, "s": 3}
-"""Of the Transformer's axes; layers of InceptionV3 bring their own."""
+WORD_COST = 5000.0
+"""Cost of moving a word, in multiply-adds."""
+SIZES = {"b": 64, "l": 256, "m": 256, "e": 512, "h": 8, "k": 64, "f": 2048, "v": 50000, "s": 3}
+"""Sizes of the Transformer's axes; layers of InceptionV3 have their sizes in the call."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Extents by axis, and the axes of its result."""
+    """A layer: (axis, size) of its iteration space, and the axes of its result."""
 
-    extents: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int], ...]
     result: str
 
 
 @dataclass
 class Network:
-    """Layers in order, and who reads whom with which axes."""
+    """Layers in order, and the reads (source, target, axes of the target)."""
 
     devices: int
     rng: np.random.Generator
@@ -55,15 +54,17 @@ class Network:
     reads: list[tuple[int, int, str]] = field(default_factory=list)
 
     def add(self, axes: str, result: str, *reads: tuple[int, str], **extents: int) -> int:
-        """A layer that reads those results, whose axes it calls by these names."""
-        known = {**EXTENTS, **extents}
+        """Add a layer that reads these results, and return its index. `reads` contains the source
+        and the names of its axes in the layer.
+        """
+        known = {**SIZES, **extents}
         self.layers.append(Layer(tuple((axis, known[axis]) for axis in axes), result))
         node = len(self.layers) - 1
         self.reads += [(source, node, names) for source, names in reads]
         return node
 
     def model(self) -> MinSum:
-        """Costs and memory: equal layers and equal edges share their arrays."""
+        """Return the model. Equal layers and equal edges share their arrays."""
         degrees = {layer: _degrees(layer, self.devices) for layer in set(self.layers)}
         factors = {layer: self.rng.uniform(1, 4) for layer in dict.fromkeys(self.layers)}
         costs = {layer: factors[layer] * _work(layer, degrees[layer]) for layer in factors}
@@ -84,42 +85,42 @@ class Network:
 
 
 def _degrees(layer: Layer, devices: int) -> np.ndarray:
-    """[configurations, axes]: divisors of the extents whose product is at most the number of
+    """Return [configurations, axes]: divisors of the sizes whose product is at most the number of
     devices.
     """
     rows: list[tuple[int, ...]] = [()]
-    for _, extent in layer.extents:
+    for _, extent in layer.sizes:
         divisors = [d for d in range(1, devices + 1) if extent % d == 0]
         rows = [(*row, d) for row in rows for d in divisors if prod(row) * d <= devices]
     return np.array(rows, float)
 
 
 def _tile(layer: Layer, axes: str, degrees: np.ndarray) -> np.ndarray:
-    """Words on a device of a tensor with these axes."""
-    columns = [index for index, (axis, _) in enumerate(layer.extents) if axis in axes]
-    extents = np.array([layer.extents[index][1] for index in columns], float)
+    """Return the words per device of a tensor with these axes, for each configuration."""
+    columns = [index for index, (axis, _) in enumerate(layer.sizes) if axis in axes]
+    extents = np.array([layer.sizes[index][1] for index in columns], float)
     words: np.ndarray = np.floor(np.prod(extents / degrees[:, columns], axis=1))
     return words
 
 
 def _work(layer: Layer, degrees: np.ndarray) -> np.ndarray:
-    """Multiply-adds on a device, and the all-reduces of the result and of the gradients of its
-    weights.
+    """Return the multiply-adds per device, plus the cost of the all-reduces of the result and of
+    the weight gradients.
     """
-    axes = "".join(axis for axis, _ in layer.extents)
+    axes = "".join(axis for axis, _ in layer.sizes)
     weights = "".join(axis for axis in axes if axis not in "blmxy")
     costs = 3 * _tile(layer, axes, degrees)
     for tensor in (layer.result, weights):
         summed = [index for index, axis in enumerate(axes) if axis not in tensor]
         parts = np.prod(degrees[:, summed], axis=1)
-        costs += 2 * WORDS * _tile(layer, tensor, degrees) * (parts - 1) / parts
+        costs += 2 * WORD_COST * _tile(layer, tensor, degrees) * (parts - 1) / parts
     return costs
 
 
 def _moved(
     source: Layer, target: Layer, names: str, degrees: dict[Layer, np.ndarray]
 ) -> np.ndarray:
-    """Words of the target's tile that its device does not hold."""
+    """Return the cost of the words of the target's tile that its device does not have."""
     have = [_tile(source, axis, degrees[source]) for axis in source.result]
     need = [_tile(target, axis, degrees[target]) for axis in names]
     both = prod(np.minimum.outer(one, other) for one, other in zip(have, need, strict=True))
@@ -127,12 +128,12 @@ def _moved(
         np.prod(np.stack([np.round(t.max() / t) for t in tiles]), axis=0) for tiles in (have, need)
     ]
     both = np.where(used[1] > used[0][:, None], 0, both)
-    moved: np.ndarray = 2 * WORDS * np.maximum(0, prod(need) - both)
+    moved: np.ndarray = 2 * WORD_COST * np.maximum(0, prod(need) - both)
     return moved
 
 
 def transformer(devices: int, seed: int, layers: int = 6) -> MinSum:
-    """Encoder and decoder of six layers each."""
+    """Return the model of an encoder and a decoder of six layers each."""
     network = Network(devices, np.random.default_rng(seed))
     add = network.add
 
@@ -169,7 +170,7 @@ def transformer(devices: int, seed: int, layers: int = 6) -> MinSum:
 
 
 def inception(devices: int, seed: int) -> MinSum:
-    """Eleven modules of four branches, each of convolutions and what follows them."""
+    """Return the model of eleven modules of four branches of convolutions."""
     network = Network(devices, np.random.default_rng(seed))
 
     def convolution(at: int | None, n: int, c: int, size: int) -> int:
@@ -198,7 +199,7 @@ def inception(devices: int, seed: int) -> MinSum:
 
 
 def timed(function: Callable[[], Assignment]) -> str:
-    """Seconds, and the gap where nothing is proven; why not, where it is refused."""
+    """Return the seconds with the gap, if there is no proof, or "too large"."""
     begin = time.process_time()
     try:
         answer = function()
@@ -209,11 +210,11 @@ def timed(function: Callable[[], Assignment]) -> str:
     )
 
 
-def row(model: MinSum, share: float) -> list[str]:
-    """Seconds of every method."""
+def row(model: MinSum, fraction: float) -> list[str]:
+    """Return the seconds of all methods."""
     best = solve(model)
-    least = sum(float(memory.min()) for memory in model.memory or ())
-    limit = least + share * (best.memory - least)
+    minimum = sum(float(memory.min()) for memory in model.memory or ())
+    limit = minimum + fraction * (best.memory - minimum)
     methods: list[Callable[[], Assignment]] = [
         lambda: solve(model),
         *(lambda ordering=ordering: eliminate(model, ordering) for ordering in ORDERINGS),

@@ -1,10 +1,11 @@
-"""The tables and figures of Lin et al., "Tessel" (HPCA 2024), section VI.
+"""Tables and figures of Lin et al., "Tessel" (HPCA 2024), section VI.
 
-Schedules of the five shapes of blocks are searched as they are; GPT, mT5 and Flava are planned for
-V100s and simulated. 1F1B's baseline on models with large tables is a chain of stages (sections II
-and VI-D): an embedding does not fit one device, so either a few devices have it and the layers go
-over the others (Figure 2), or every stage is split over a group of devices large enough for it. The
-zoo's heads are the embedding itself: the chain ends where the table is.
+Schedules of the five placement shapes are searched as block graphs. GPT, mT5 and Flava are planned
+for V100s and simulated. The baseline 1F1B on models with large tables is a chain of stages
+(sections II and VI-D). Because an embedding does not fit on one device, either a few devices have
+the embedding and the layers are on the others (Figure 2), or each stage is sharded over a
+sufficiently large group. In the model zoo, heads are tied to the embedding, so the chain ends on
+the devices of the table.
 """
 
 from __future__ import annotations
@@ -59,40 +60,42 @@ from autopipe.passes.schedule.tessel.model import SearchOptions, constant_distan
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from autopipe.passes.schedule.tessel.search import search
 from benchmarks.table import Case, Row, cases_of
-from benchmarks.tessel_baselines import search_in_flight, search_whole
+from benchmarks.tessel_baselines import search_all_at_once, search_in_flight
 
-# What the paper states as numbers, on four devices.
+# Numbers of the paper, on four devices.
 BUBBLE_RATES: Final = {
     "m": {"1f1b": 0.0, "chimera": 0.20, "1f1b_plus": 0.25, "tessel": 0.0},
     "nn": {"1f1b": 0.0, "chimera": 0.20, "1f1b_plus": 0.20, "tessel": 0.0},
     "k": {"1f1b": 0.0, "chimera": 0.20, "tessel": 0.0},
 }
-"""Table II: by placement and schedule. 1F1B runs on a V and Chimera on an X whatever the row's
-placement.
+"""Table II: bubble rate by placement and schedule. 1F1B runs on a V and Chimera on an X in all
+rows.
 """
 AVERAGE_SEARCH_S: Final = 147.3
-"""Section VI-B, over all of its searches."""
+"""Section VI-B: mean seconds of all its searches."""
 TIME_OPTIMAL_V_16_S: Final = 3752.0
-"""Figure 9: the whole schedule of a V with 16 micro-batches, by Z3."""
+"""Figure 9: seconds of Z3 for the complete schedule of a V with 16 micro-batches."""
 UNITS_FOR_ZERO_BUBBLE: Final = {"v": 4, "m": 6, "nn": 6}
-"""Figure 11: micro-batches in a repetend from which the bubble is zero."""
+"""Figure 11: minimum number of micro-batches in a repetend for which the bubble is zero."""
 GPT_SPEEDUP: Final = {"1f1b": 4.8, "1f1b_plus": 1.4}
-"""Figure 13, "up to", over the named schedule."""
+"""Figure 13: maximum speedup over the named schedule."""
 MT5_SPEEDUP: Final = {"1f1b": 5.5, "1f1b_plus": 1.4}
-"""Figure 14, "up to"."""
+"""Figure 14: maximum speedup over the named schedule."""
 FLAVA_THROUGHPUT: Final = {"tensor_parallel": 1.5, "1f1b": 2.0}
-"""Figure 15: throughput over tensor parallelism, and over 1F1B for few micro-batches."""
+"""Figure 15: throughput relative to tensor parallelism, and relative to 1F1B for few
+micro-batches.
+"""
 FLAVA_LATENCY_REDUCTION: Final = 0.38
-"""Figure 15: of one micro-batch, against 1F1B."""
+"""Figure 15: reduction of the latency of one micro-batch relative to 1F1B."""
 FIGURE_2_IMBALANCE: Final = 3.4
-"""Figure 2: slowest stage over fastest of 1F1B's placement at 40 layers."""
+"""Figure 2: slowest stage divided by fastest stage of 1F1B's placement with 40 layers."""
 
 DEVICES: Final = 4
-"""Where nothing else is said."""
+"""Default number of devices."""
 
 
 def cases() -> list[Case]:
-    """All parts, in the paper's order but for Table II, which comes first."""
+    """Return all parts, Table II first, then in the order of the paper."""
     shapes = [(f"{name}/{DEVICES}", (name,)) for name in SHAPES]
     searched = [
         (f"{name}/{devices}", (name, devices)) for devices in (4, 8, 16, 32) for name in SHAPES
@@ -125,13 +128,13 @@ def cases() -> list[Case]:
 
 
 def _bubble_rates(case: str, name: str) -> Iterator[Row]:
-    """Idle time in the steady state, where all devices have the same work."""
+    """Yield the idle time in the steady state, with equal work on all devices."""
     for schedule, theirs in BUBBLE_RATES[name].items():
-        # The paper runs 1F1B and Chimera on their own placements, whatever the row's.
+        # In all rows, the paper runs 1F1B on a V and Chimera on an X.
         blocks = shape_blocks(
             {"1f1b": "v", "chimera": "x"}.get(schedule, name), DEVICES, train=True
         )
-        count = 24  # Enough for every schedule to reach its steady state.
+        count = 24  # All schedules reach their steady state.
         made = (
             search(blocks, count)
             if schedule == "tessel"
@@ -150,7 +153,7 @@ def _bubble_rates(case: str, name: str) -> Iterator[Row]:
 
 
 def _steady_state(schedule: BlockSchedule) -> tuple[int, int]:
-    """The length of what repeats over the middle third of a schedule, and the units in it."""
+    """Return (time, micro-batches) of one repetition in the middle third of a schedule."""
     first = schedule.units // 3
     last = 2 * schedule.units // 3
     for units in range(1, last - first):
@@ -161,31 +164,35 @@ def _steady_state(schedule: BlockSchedule) -> tuple[int, int]:
 
 
 def _search_times(case: str, name: str, devices: int) -> Iterator[Row]:
-    """How long the search takes, and what it proves."""
+    """Yield the seconds of the search, and the proven period."""
     blocks = shape_blocks(name, devices, train=True)
     units = 128
-    search(shape_blocks("m", 2, train=True), 8)  # What loads on first use is not counted.
+    search(shape_blocks("m", 2, train=True), 8)  # Load modules before the measurement.
     start = time.perf_counter()
     made = search(blocks, units)
     seconds = time.perf_counter() - start
-    proven = "proven least" if made.optimal else f"at least {made.lower_bound}, gap {made.gap:.1%}"
+    proven = "proven minimum"
+    if not made.optimal:
+        proven = f"at least {made.lower_bound}, gap {made.gap:.1%}"
     theirs = AVERAGE_SEARCH_S if devices == DEVICES else None
     note = (
-        f"measured here, once, steady state and {units} units; theirs is the mean of all their "
-        "searches"
+        f"measured once, steady state and {units} micro-batches; the paper's value is the mean of "
+        "all its searches"
     )
     yield Row(case, "search_time_s", theirs, seconds, "s", "tessel", note)
-    note = f"theirs: the largest load; {proven}"
+    note = f"paper: the largest load; {proven}"
     yield Row(case, "period", max(blocks.loads), made.period, "per unit", "tessel", note)
     yield Row(case, "makespan", None, made.makespan, "", "tessel", f"{units} units")
 
 
 def _time_optimal(case: str, name: str, units: int) -> Iterator[Row]:
-    """Solving the whole schedule at once, against searching the steady state and extending it."""
+    """Yield the search of all micro-batches at once and the search of a steady state that is
+    extended.
+    """
     blocks = shape_blocks(name, DEVICES, train=True)
     limit_s = 30.0
     start = time.perf_counter()
-    whole = search_whole(blocks, units, SearchOptions(time_limit=limit_s))
+    whole = search_all_at_once(blocks, units, SearchOptions(time_limit=limit_s))
     between = time.perf_counter()
     made = search(blocks, units)
     end = time.perf_counter()
@@ -202,50 +209,59 @@ def _time_optimal(case: str, name: str, units: int) -> Iterator[Row]:
         between - start,
         "s",
         at_once,
-        f"measured here, once; {proof}",
+        f"measured once; {proof}",
     )
-    yield Row(case, "search_time_s", None, end - between, "s", extended, "measured here, once")
+    yield Row(case, "search_time_s", None, end - between, "s", extended, "measured once")
     yield Row(case, "makespan", None, whole.makespan, "", at_once, proof)
     yield Row(
-        case, "makespan", None, made.makespan, "", extended, "steady state and ends, or better"
+        case,
+        "makespan",
+        None,
+        made.makespan,
+        "",
+        extended,
+        "steady state, warm-up and cool-down, or better",
     )
 
 
-_MOST = 8
-_UNITS = 64
-"""Of what bubble rates are searched by; units of a schedule."""
+_MAX_VARIED = 8
+"""Maximum of the parameter by which bubble rates are searched."""
+_MICRO_BATCHES = 64
+"""Micro-batches of these schedules."""
 
 
 def _bubble_by_units(case: str, name: str) -> Iterator[Row]:
-    """The bubble rate by how many micro-batches may take part in a repetend, with memory for all of
-    them.
+    """Yield the bubble rate by the maximum number of micro-batches in a repetend, with sufficient
+    memory.
     """
     enough: int | None = None
-    for units in range(1, _MOST + 1):
+    for units in range(1, _MAX_VARIED + 1):
         row = _rate(
             case,
             f"N_R={units}",
-            search_in_flight(shape_blocks(name, DEVICES, train=True), _UNITS, units),
+            search_in_flight(shape_blocks(name, DEVICES, train=True), _MICRO_BATCHES, units),
         )
         yield row
         if row.ours == 0.0:
             enough = units
             break
-    note = "micro-batches in a repetend from which the bubble is zero (Figure 11)"
+    note = "minimum number of micro-batches in a repetend for a bubble of zero (Figure 11)"
     yield Row(
         case, "units_for_zero_bubble", UNITS_FOR_ZERO_BUBBLE.get(name), enough, "", "tessel", note
     )
 
 
 def _bubble_by_memory(case: str, name: str) -> Iterator[Row]:
-    """The bubble rate by memory, counted in stage activations, of repetends with each block
+    """Yield the bubble rate by memory, in activations of a stage, of repetends with each block
     once.
     """
-    for memory in range(1, _MOST + 1):
+    for memory in range(1, _MAX_VARIED + 1):
         variant = f"M={memory}"
         try:
             made = search_in_flight(
-                shape_blocks(name, DEVICES, train=True, memory=memory), _UNITS, _UNITS
+                shape_blocks(name, DEVICES, train=True, memory=memory),
+                _MICRO_BATCHES,
+                _MICRO_BATCHES,
             )
         except InfeasibleError as error:
             yield Row(case, "bubble_rate", None, None, "", variant, error.message)
@@ -271,8 +287,8 @@ def problem_on_v100(
     batch_size: int,
     micro_batch_size: int,
 ) -> Problem:
-    """A model of the zoo on V100s of 32 GB, eight a server, in fp16 with SGD: 8 bytes a
-    parameter.
+    """Return a problem with a model of the zoo on V100s with 32 GB, eight per server, in fp16 with
+    SGD (8 bytes per parameter).
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -289,43 +305,41 @@ def problem_on_v100(
             memory_limit=2**60,  # `step_seconds` checks memory.
         )
         runner = Runner()
-        # The loss's scores are whole, as in the paper.
+        # The logits of the loss are saved, as in the paper.
         read = read_model(path, batch=micro_batch_size, scores="keep")
         runner.models.update(dict.fromkeys((None, micro_batch_size), read))
         return next(problems_of(request, TesselShapes(), runner))[1]
 
 
 def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -> float:
-    """Seconds of a simulated step. Raises InfeasibleError where the scheduler does not apply or
-    memory is short.
+    """Return the seconds of a simulated step. Raise InfeasibleError if the scheduler does not apply
+    or the memory does not suffice.
     """
     placement.verify(problem.graph)
     placement = with_copies(replace(problem, memory_limit=None), placement)
     scheduler.requires(problem, placement)
     prediction = predict(problem, placement)
-    if isinstance(
-        scheduler, Tessel
-    ):  # It alone plans within a memory limit; here memory is checked afterwards.
+    if isinstance(scheduler, Tessel):
+        # Tessel would plan within the memory limit; here memory is checked afterwards.
         schedule = scheduler.run_with(replace(problem, memory_limit=None), placement, prediction)
     else:
         schedule = scheduler.run(problem, placement)
     step = simulate(schedule, StageGraph.of(problem, placement).stage_devices, prediction)
     used = max(step.peak_memory)
-    room = problem.cluster.devices[0].memory_bytes
-    if used > room:
-        raise InfeasibleError(f"out of memory: {used / 2**30:.1f} GiB of {room / 2**30:.1f}")
+    limit = problem.cluster.devices[0].memory_bytes
+    if used > limit:
+        raise InfeasibleError(f"out of memory: {used / 2**30:.1f} GiB of {limit / 2**30:.1f}")
     return step.end
 
 
 def with_layers_recomputed(placement: Placement) -> Placement:
-    """The placement with recomputation in all stages but the tables' and heads' own, as in the
-    paper.
+    """Return the placement with recomputation in all stages with layers, as in the paper. Stages
+    with only tables or heads do not recompute.
     """
 
     def has_layers(stage: Stage) -> bool:
-        return (
-            len(stage.devices) == 1 or len(stage.nodes) > 100
-        )  # A table, or a head with its loss, has fewer.
+        # A table, or a head with its loss, has fewer than 100 nodes.
+        return len(stage.devices) == 1 or len(stage.nodes) > 100
 
     return replace(
         placement,
@@ -334,7 +348,7 @@ def with_layers_recomputed(placement: Placement) -> Placement:
 
 
 def device_seconds(problem: Problem, placement: Placement) -> list[float]:
-    """Seconds of a micro-batch, forward and backward, on each device."""
+    """Return the seconds of forward and backward of a micro-batch on each device."""
     seconds = [0.0] * problem.cluster.size
     for stage, cost in zip(placement.stages, stage_costs(problem, placement), strict=True):
         for device in stage.devices:
@@ -342,25 +356,27 @@ def device_seconds(problem: Problem, placement: Placement) -> list[float]:
     return seconds
 
 
-# 1F1B's chains of stages.
+# Chains of stages for 1F1B.
 
 _MOST_BLOCKS = 224
-_SHARES = 8
-"""Equal parts of the layers of which some go beside the tables."""
+_LAYER_PARTS = 8
+"""Number of equal parts of the layers, some of which are on the devices of the tables."""
 
 
-def tables_apart(problem: Problem) -> Iterator[Placement]:
-    """Tables on 1, 2, 4 … devices with no layers up to half of them, split likewise; the rest a
-    stage a device.
+def separate_tables(problem: Problem) -> Iterator[Placement]:
+    """Yield placements with the tables on 1, 2, 4, ... devices, together with none to half of the
+    layers; the other layers are a chain with one stage per device.
     """
     for degree in _powers_of_2(problem.cluster.size // 2):
-        for shares in range(_SHARES // 2 + 1):
+        for parts_with_tables in range(_LAYER_PARTS // 2 + 1):
             with suppress(InfeasibleError):
-                yield with_tables_apart(problem, degree, shares)
+                yield place_tables_separately(problem, degree, parts_with_tables)
 
 
 def equal_groups(problem: Problem) -> Iterator[Placement]:
-    """Stages on 1, 2, 4 … devices each, every one split over its own; tables at both ends."""
+    """Yield placements with stages on groups of 1, 2, 4, ... devices each. Each stage is sharded
+    over its group; tables are at both ends.
+    """
     model = costed_model(problem)
     tables = large_tables(model, at_least_one=True)
     for degree in _powers_of_2(model.devices):
@@ -377,20 +393,22 @@ def equal_groups(problem: Problem) -> Iterator[Placement]:
             yield with_layers_recomputed(Placement(stages))
 
 
-def with_tables_apart(problem: Problem, degree: int, shares: int) -> Placement:
-    """Tables and heads on the first `degree` devices with `shares` eighths of the layers, the rest
-    on the others.
+def place_tables_separately(problem: Problem, degree: int, parts_with_tables: int) -> Placement:
+    """Return a placement with tables, heads and `parts_with_tables` eighths of the layers on the
+    first `degree` devices, and the other layers on the other devices.
     """
     model = costed_model(problem)
     tables = large_tables(model, at_least_one=True)
     wide = wide_nodes(model, tables, degree)
     line = _line(model, wide)
     parts = _with_layers_moved(
-        model, line, hoisted(model, line_of_parts(model, line, wide), wide), shares
+        model, line, hoisted(model, line_of_parts(model, line, wide), wide), parts_with_tables
     )
     layers = [part for part in parts if not part.shared]
     if len(layers) > model.devices - degree:
-        raise InfeasibleError("there are fewer devices than chains")
+        raise InfeasibleError(
+            f"{len(layers)} chains of layers need more than {model.devices - degree} devices"
+        )
     groups = iter(shared_out([model.weighs(part.nodes) for part in layers], model.devices - degree))
     stages: list[Stage] = []
     for part in parts:
@@ -418,42 +436,46 @@ def _line(model: CostedModel, wide: tuple[SharedLookup, ...]) -> Chain:
 
 
 def _with_layers_moved(
-    model: CostedModel, line: Chain, parts: tuple[ModelPart, ...], shares: int
+    model: CostedModel, line: Chain, parts: tuple[ModelPart, ...], parts_with_tables: int
 ) -> list[ModelPart]:
-    """The parts with the first chain's beginning in the shared part before it."""
+    """Return the parts with the beginning of the first chain moved into the shared part before
+    it.
+    """
     found = list(parts)
-    place = next(index for index, part in enumerate(found) if not part.shared)
-    if not shares or not place:
+    position = next(index for index, part in enumerate(found) if not part.shared)
+    if not parts_with_tables or not position:
         return found
-    runs = line_of(model, line, found[place].nodes).even([None] * _SHARES)
-    moved = tuple(node for run in runs[:shares] for node in run)
-    rest = tuple(node for run in runs[shares:] for node in run)
-    found[place - 1 : place + 1] = [
-        ModelPart((*found[place - 1].nodes, *moved), True),
+    runs = line_of(model, line, found[position].nodes).even([None] * _LAYER_PARTS)
+    moved = tuple(node for run in runs[:parts_with_tables] for node in run)
+    rest = tuple(node for run in runs[parts_with_tables:] for node in run)
+    found[position - 1 : position + 1] = [
+        ModelPart((*found[position - 1].nodes, *moved), True),
         ModelPart(rest, False),
     ]
     return found
 
 
 def _imbalance(case: str) -> Iterator[Row]:
-    """Figure 2: a large embedding puts 1F1B's placement off balance, in a GPT of more and more
-    layers.
+    """Figure 2: yield the imbalance of 1F1B's placement, which a large embedding causes, for GPTs
+    with more and more layers.
     """
     for layers in (24, 32, 40):
         settings: dict[str, Setting] = {"size": "tessel-figure-2", "layers": layers, "loss": True}
         problem = problem_on_v100("gpt", settings, DEVICES, batch_size=128, micro_batch_size=1)
-        seconds = device_seconds(problem, with_tables_apart(problem, degree=2, shares=0))
+        seconds = device_seconds(
+            problem, place_tables_separately(problem, degree=2, parts_with_tables=0)
+        )
         theirs = FIGURE_2_IMBALANCE if layers == 40 else None
         note = (
             f"roofline: table and tied head on 2 of {DEVICES} devices, layers on the others, "
-            "2048 tokens, one sample a micro-batch, layers recomputed; memory not asked"
+            "2048 tokens, one sample per micro-batch, layers recomputed; memory not limited"
         )
-        off = max(seconds) / min(seconds)
+        imbalance = max(seconds) / min(seconds)
         yield Row(
             case,
             "imbalance",
             theirs,
-            off,
+            imbalance,
             "slowest / fastest device",
             f"1f1b, layers={layers}",
             note,
@@ -464,21 +486,22 @@ def _imbalance(case: str) -> Iterator[Row]:
 
 _BATCH = 128
 _ASSUMPTIONS = (
-    "simulated: V100-32GB by data sheet, eight a server, 50 GB/s in it, 12.5 GB/s between; fp16 "
-    "compute on fp32 "
-    "parameters, SGD, so 8 bytes a parameter; each layer recomputed; batch 128; best "
-    "micro-batch of 1, 2 and 4"
+    "simulated: V100-32GB by data sheet, eight per server, 50 GB/s within and 12.5 GB/s between "
+    "servers; fp16 compute on fp32 parameters, SGD, so 8 bytes per parameter; each layer "
+    "recomputed; batch 128; best micro-batch of 1, 2 and 4"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's sizes in Table III by number of devices, and what the paper reports of it."""
+    """Sizes of a model in Table III by number of devices, and the speedups that the paper
+    reports.
+    """
 
     name: str
     sizes: Mapping[int, str]
     tokens: Mapping[str, int]
-    """Its settings for the length of a sample."""
+    """Settings for the length of a sample."""
     shape: str
     speedup: Mapping[str, float]
 
@@ -497,21 +520,21 @@ _MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A schedule with the placements that it is used on."""
+    """A schedule and the placements for it."""
 
     name: str
     placements: Callable[[Problem], Iterable[Placement]]
     scheduler: Scheduler
     published: str | None = None
-    """The paper's name of the baseline; None where it has none like it."""
+    """Name of the baseline in the paper; None if the paper has no such baseline."""
 
 
 def baselines(shape: str) -> tuple[System, ...]:
-    """What the paper compares its shape with, and Chimera."""
+    """Return the baselines of the paper for a shape, and Chimera."""
     return (
         System("1f1b_plus", _in_shape(shape), OneForwardOneBackwardPlus(), "1f1b_plus"),
         System("1f1b, equal groups", equal_groups, OneForwardOneBackward(), "1f1b"),
-        System("1f1b, tables apart", tables_apart, OneForwardOneBackward()),
+        System("1f1b, tables apart", separate_tables, OneForwardOneBackward()),
         System("chimera", _in_shape("x"), Chimera()),
     )
 
@@ -525,7 +548,7 @@ def _training(case: str, model: Model, size: str, devices: int) -> Iterator[Row]
     settings: dict[str, Setting] = {"size": size, "loss": True, **model.tokens}
     problems = problems_in_sizes(model.name, settings, devices, _BATCH)
     lengths = ", ".join(f"{name} {count} tokens" for name, count in model.tokens.items())
-    least: float | None = None
+    tessel_step: float | None = None
     for system in (ours, *baselines(model.shape)):
         step, note = best_step(problems, system)
         throughput = _BATCH / step if step else None
@@ -533,56 +556,56 @@ def _training(case: str, model: Model, size: str, devices: int) -> Iterator[Row]
             case, "throughput", None, throughput, "samples/s", system.name, f"{note}; {lengths}"
         )
         if system is ours:
-            least = step
+            tessel_step = step
             continue
         theirs = model.speedup[system.published] if system.published else None
-        meaning = "theirs: the largest of all sizes" if theirs else "theirs: no figure"
-        figure = step / least if step and least else None
-        yield Row(case, "speedup", theirs, figure, "times", f"tessel over {system.name}", meaning)
+        meaning = "paper: maximum over all sizes" if theirs else "paper: no value"
+        speedup = step / tessel_step if step and tessel_step else None
+        yield Row(case, "speedup", theirs, speedup, "times", f"tessel over {system.name}", meaning)
 
 
 def problems_in_sizes(
     model: str, settings: Mapping[str, Setting], devices: int, batch: int
 ) -> list[Problem]:
-    """The model in micro-batches of each size that is tried."""
+    """Return the problems for each micro-batch size that is tried."""
     return [problem_on_v100(model, settings, devices, batch, each) for each in (1, 2, 4)]
 
 
 def best_step(problems: Sequence[Problem], system: System) -> tuple[float | None, str]:
-    """Seconds of the fastest step over micro-batch sizes and placements, and how it came about."""
+    """Return (seconds, note) of the fastest step over micro-batch sizes and placements; (None,
+    reason) if none is feasible.
+    """
     best: tuple[float, int] | None = None
-    refusal = "out of memory"
+    failure = "out of memory"
     for problem in problems:
         try:
             step = _fastest(problem, system)
         except InfeasibleError as error:
-            refusal = error.message
+            failure = error.message
             continue
         if best is None or step < best[0]:
             best = step, problem.micro_batch_size
-    return (None, refusal) if best is None else (best[0], f"{_ASSUMPTIONS}, here {best[1]}")
+    return (None, failure) if best is None else (best[0], f"{_ASSUMPTIONS}, here {best[1]}")
 
 
 def _fastest(problem: Problem, system: System) -> float:
-    """The shortest step of the placements that fit, without simulating those whose busiest device
-    alone takes longer.
-
-    Raises InfeasibleError where none fits.
+    """Return the shortest step of the placements that fit in memory. Placements are skipped if
+    their busiest device alone takes longer than the best step. Raise InfeasibleError if none fits.
     """
     loads = [(max(device_seconds(problem, each)), each) for each in system.placements(problem)]
     best: float | None = None
-    refusal: InfeasibleError | None = None
+    failure: InfeasibleError | None = None
     for load, placement in sorted(loads, key=lambda each: each[0]):
         if best is not None and load * problem.micro_batches >= best:
             break
         try:
             step = step_seconds(problem, placement, system.scheduler)
         except InfeasibleError as error:
-            refusal = refusal or error
+            failure = failure or error
             continue
         best = step if best is None else min(best, step)
     if best is None:
-        raise refusal or InfeasibleError("there is no such placement")
+        raise failure or InfeasibleError("the system has no placement for this problem")
     return best
 
 
@@ -590,14 +613,14 @@ def _fastest(problem: Problem, system: System) -> float:
 
 
 def tensor_parallel(problem: Problem) -> Placement:
-    """All products split over all devices."""
+    """Return the placement with all matmuls sharded over all devices."""
     model = costed_model(problem)
     nodes = range(len(problem.graph.nodes))
     return Placement((stage_of_several(problem, model, nodes, tuple(range(DEVICES)), frozenset()),))
 
 
 def _inference(case: str) -> Iterator[Row]:
-    """Flava's branches on devices of their own, against a chain and against tensor parallelism."""
+    """Yield Flava with its branches on different devices, a chain, and tensor parallelism."""
     counts = (1, 2, 4, 8, 32, 128)
     for size in (1, 4, 16):
         problem = problem_on_v100("flava", {"size": "paper"}, DEVICES, max(counts) * size, size)
@@ -613,7 +636,7 @@ def _inference(case: str) -> Iterator[Row]:
             name: [step_seconds(each, *system) for each in batches]
             for name, system in systems.items()
         }
-        note = f"simulated, V100-32GB by data sheet, fp16 compute, {size} sample(s) a micro-batch"
+        note = f"simulated, V100-32GB by data sheet, fp16 compute, {size} sample(s) per micro-batch"
         for name, (first, *_, last) in ends.items():
             yield Row(case, "latency_s", None, first, "s", f"{name}, size={size}", note)
             yield Row(

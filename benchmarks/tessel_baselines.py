@@ -1,5 +1,5 @@
-"""Searches that Tessel is measured against: all units at once (its Figure 9), and few units in
-flight (Figure 11).
+"""Searches that Tessel is compared with: all micro-batches at once (Figure 9 of the paper), and a
+limited number of micro-batches in flight (Figure 11).
 """
 
 from __future__ import annotations
@@ -28,25 +28,30 @@ from autopipe.passes.schedule.tessel.search import one_by_one_order, shortest_sc
 from autopipe.passes.solvers.cp_sat import Status, solve
 
 
-def search_whole(
-    graph: BlockGraph, units: int, options: SearchOptions | None = None
+def search_all_at_once(
+    graph: BlockGraph, micro_batches: int, options: SearchOptions | None = None
 ) -> BlockSchedule:
-    """The schedule of least makespan, all units in one problem: the time-optimal search of Tessel's
-    Figure 9.
+    """Return the shortest schedule found with all micro-batches in one problem: the time-optimal
+    search of Tessel's Figure 9.
 
-    Begins from a steady state that is constructed without a solver. Raises ConfigurationError for
-    blocks that make no sense, InfeasibleError where memory does not suffice for one unit.
+    The search starts from a steady state that is found without a solver. Raise ConfigurationError
+    for invalid blocks, and InfeasibleError if the memory does not suffice for one micro-batch.
     """
     graph.verify()
-    if units < 1:
-        raise ConfigurationError(f"the number of micro-batches is {units}; the minimum is 1")
+    if micro_batches < 1:
+        raise ConfigurationError(
+            f"the number of micro-batches is {micro_batches}; the minimum is 1"
+        )
     budget = Budget(options or SearchOptions())
-    roomy = with_reserved_memory(graph, units)
+    reduced = with_reserved_memory(graph, micro_batches)
     known = construct(
-        roomy, period_bound(roomy), one_by_one_order(graph, units, budget.limit(0.2)), budget
+        reduced,
+        period_bound(reduced),
+        one_by_one_order(graph, micro_batches, budget.limit(0.2)),
+        budget,
     )
     starts, bound, _ = shortest_schedule(
-        graph, unroll(graph, known, units), budget.limit(1.0), budget.report
+        graph, unroll(graph, known, micro_batches), budget.limit(1.0), budget.report
     )
     optimal = makespan(graph, starts) == bound
     schedule = BlockSchedule(graph, starts, None, bound, optimal, None, budget.used)
@@ -55,11 +60,9 @@ def search_whole(
 
 
 def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> CyclicModel:
-    """A model of all repetends of periods from `low` to `high` that hold blocks of at most
-    `in_flight` units.
-
-    Phases are not held within [0, period): each device may begin its repetition at a time of its
-    own.
+    """Return a model of all repetends with periods from `low` to `high` that contain blocks of at
+    most `in_flight` micro-batches. Phases are not limited to [0, period): each device may begin its
+    repetition at another time.
     """
     from ortools.sat.python import cp_model
 
@@ -67,7 +70,7 @@ def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> C
     blocks = range(len(graph.blocks))
     furthest = high * (len(graph.blocks) + 1)
     bounds = [(0, 0) if index == widest_block(graph) else (-furthest, furthest) for index in blocks]
-    made = CyclicModel(
+    cyclic_model = CyclicModel(
         graph,
         model,
         model.new_int_var(low, high, ""),
@@ -75,87 +78,93 @@ def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> C
         [model.new_int_var(0, in_flight - 1, "") for _ in blocks],
         {pair: model.new_bool_var("") for pair in pairs_sharing_a_device(graph)},
     )
-    made.order_pairs()
+    cyclic_model.order_pairs()
     for index, waits in enumerate(graph.waits):
         for other, wait in waits:
-            model.add(made.modulo_stages[index] >= made.modulo_stages[other])
+            model.add(cyclic_model.modulo_stages[index] >= cyclic_model.modulo_stages[other])
             if low == high:
-                model.add(made.start(index, low) >= made.start(other, low) + wait)
+                model.add(cyclic_model.start(index, low) >= cyclic_model.start(other, low) + wait)
                 continue
             gaps = [model.new_bool_var("") for _ in range(in_flight)]
             model.add_exactly_one(gaps)
             for size, gap in enumerate(gaps):
                 model.add(
-                    made.modulo_stages[index] - made.modulo_stages[other] == size
+                    cyclic_model.modulo_stages[index] - cyclic_model.modulo_stages[other] == size
                 ).only_enforce_if(gap)
-                end = made.phases[other] + wait
-                model.add(made.phases[index] + size * made.period >= end).only_enforce_if(gap)
-    made.limit_memory()
-    made.fix_first_blocks()
-    return made
+                end = cyclic_model.phases[other] + wait
+                model.add(
+                    cyclic_model.phases[index] + size * cyclic_model.period >= end
+                ).only_enforce_if(gap)
+    cyclic_model.limit_memory()
+    cyclic_model.fix_first_blocks()
+    return cyclic_model
 
 
 def search_in_flight(
-    graph: BlockGraph, units: int, in_flight: int, options: SearchOptions | None = None
+    graph: BlockGraph, micro_batches: int, in_flight: int, options: SearchOptions | None = None
 ) -> BlockSchedule:
-    """The schedule whose repetend has blocks of at most `in_flight` units and the least period of
-    all such.
+    """Return the schedule with the shortest period of all repetends that contain blocks of at most
+    `in_flight` micro-batches.
 
-    This is N_R of Lin et al., "Tessel" (HPCA 2024), Algorithm 1 and Figure 11: each device may
-    begin its repetition at a time of its own. `optimal` and `lower_bound` are said of such
-    repetends alone. The ends are as early as the order of blocks allows. Raises ConfigurationError
-    for blocks that make no sense, InfeasibleError where memory does not suffice.
+    `in_flight` is N_R of Lin et al., "Tessel" (HPCA 2024), Algorithm 1 and Figure 11. Each device
+    may begin its repetition at another time. `optimal` and `lower_bound` hold for such repetends
+    only. Warm-up and cool-down are as early as the order of blocks permits. Raise
+    ConfigurationError for invalid blocks, and InfeasibleError if the memory does not suffice.
     """
     graph.verify()
-    if units < 1 or in_flight < 1:
+    if micro_batches < 1 or in_flight < 1:
         raise ConfigurationError(
-            f"{units} units, {in_flight} of them in flight; there must be at least one"
+            f"the number of micro-batches is {micro_batches}, in flight {in_flight}; the minimum "
+            "is 1"
         )
     budget = Budget(options or SearchOptions())
-    roomy = with_reserved_memory(graph, units)
-    known = one_at_a_time(graph, one_by_one_order(graph, units, budget.limit(0.2)))
-    bound = period_bound(roomy)
+    reduced = with_reserved_memory(graph, micro_batches)
+    known = one_at_a_time(graph, one_by_one_order(graph, micro_batches, budget.limit(0.2)))
+    bound = period_bound(reduced)
     period = known.period
     phases = known.starts
-    stages = (0,) * len(graph.blocks)
-    questions = (
+    modulo_stages = (0,) * len(graph.blocks)
+    runs = (
         ((bound, 0.4, None), (known.period - 1, 1.0, budget.report)) if known.period > bound else ()
     )
-    for high, share, report in questions:
-        made = model_in_flight(roomy, period_bound(roomy), high, in_flight)
+    for high, fraction, report in runs:
+        cyclic_model = model_in_flight(reduced, period_bound(reduced), high, in_flight)
         if report is not None:
-            made.model.minimize(made.period)
-        answer = solve(
-            made.model,
-            [made.period, *made.phases, *made.modulo_stages],
-            budget.limit(share),
+            cyclic_model.model.minimize(cyclic_model.period)
+        result = solve(
+            cyclic_model.model,
+            [cyclic_model.period, *cyclic_model.phases, *cyclic_model.modulo_stages],
+            budget.limit(fraction),
             report,
         )
-        budget.work += answer.work
+        budget.work += result.work
         if report is not None and frees_all(graph):
             bound = (
                 known.period
-                if answer.status is Status.INFEASIBLE
-                else max(bound, answer.bound or 0)
+                if result.status is Status.INFEASIBLE
+                else max(bound, result.bound or 0)
             )
-        if answer.found:
-            (period, *values) = answer.values
+        if result.found:
+            (period, *values) = result.values
             count = len(graph.blocks)
             phases = tuple(values[:count])
-            stages = tuple(values[count:])
+            modulo_stages = tuple(values[count:])
             break
-    first = min(phase + period * stage for phase, stage in zip(phases, stages, strict=True))
+    first = min(phase + period * stage for phase, stage in zip(phases, modulo_stages, strict=True))
     cyclic = PeriodicStarts(
         period,
-        tuple(phase + period * stage - first for phase, stage in zip(phases, stages, strict=True)),
+        tuple(
+            phase + period * stage - first
+            for phase, stage in zip(phases, modulo_stages, strict=True)
+        ),
     )
-    assert is_valid(roomy, cyclic), "the solver's steady state breaks a rule of its own model"
+    assert is_valid(reduced, cyclic), "the solver's steady state violates a constraint of its model"
     repetend = BlockRepetend(
         tuple(phase - min(phases) for phase in phases),
-        tuple(max(stages) - stage for stage in stages),
+        tuple(max(modulo_stages) - stage for stage in modulo_stages),
     )
-    starts = unroll(graph, cyclic, units)
-    least = cyclic.period == bound
-    schedule = BlockSchedule(graph, starts, cyclic.period, bound, least, repetend, budget.used)
+    starts = unroll(graph, cyclic, micro_batches)
+    is_optimal = cyclic.period == bound
+    schedule = BlockSchedule(graph, starts, cyclic.period, bound, is_optimal, repetend, budget.used)
     check_blocks(schedule)
     return schedule

@@ -17,8 +17,8 @@ from benchmarks.tessel import (
     device_seconds,
     equal_groups,
     problem_on_v100,
+    separate_tables,
     step_seconds,
-    tables_apart,
     with_layers_recomputed,
 )
 
@@ -38,7 +38,7 @@ def problem() -> Problem:
 
 
 def test_chains_hold_every_node_and_share_tables_at_both_ends(problem: Problem) -> None:
-    found = list(tables_apart(problem))
+    found = list(separate_tables(problem))
     assert {len(placement.stages[0].devices) for placement in found} == {1, 2}
     for placement in found:
         placement.verify(problem.graph)

@@ -1,4 +1,4 @@
-"""Makes `random_dags` importable by the tests beside it."""
+"""Make `random_dags` importable by the tests in this folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random stage graphs, and stages of given times."""
+"""Random stage graphs, and predictions with given times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopipe.ir.timeline import Message, Prediction, StagePrediction
 
 
 def chain(stages: int) -> StageGraph:
-    """A stage a device, each after the one before."""
+    """Return a chain of stages on one device each."""
     edges = tuple((stage, stage + 1) for stage in range(stages - 1))
     return StageGraph(stages, tuple((stage,) for stage in range(stages)), edges)
 
@@ -20,13 +20,15 @@ def chain(stages: int) -> StageGraph:
 def predicted(
     graph: StageGraph, forward: float = 1.0, backward: float = 2.0, kept: int = 0
 ) -> Prediction:
-    """Equal stages whose messages take no time."""
+    """Return a prediction of equal stages whose messages take no time."""
     stages = (StagePrediction(forward, backward, kept_bytes=kept),) * len(graph.stage_devices)
     return Prediction(stages, free_messages(graph))
 
 
 def free_messages(graph: StageGraph) -> tuple[Message, ...]:
-    """A message of no bytes along every edge, of each pair of turns that have samples in common."""
+    """Return a message of 0 bytes for each edge and each pair of micro-batch slices that share
+    samples.
+    """
     groups = graph.stage_devices
     return tuple(
         Message(
@@ -50,13 +52,15 @@ def free_messages(graph: StageGraph) -> tuple[Message, ...]:
 
 
 def samples_of(graph: StageGraph, stage: int, micro_batch: int) -> set[int]:
-    """The samples of a stage's micro-batch, in units that make all of them whole."""
+    """Return the samples of a stage's micro-batch, in the smallest unit that makes them
+    integers.
+    """
     size = math.lcm(*graph.ratios) // graph.micro_batch_ratio_at(stage)
     return set(range(micro_batch * size, (micro_batch + 1) * size))
 
 
-def with_turns(graph: StageGraph) -> strategies.SearchStrategy[StageGraph]:
-    """The graph with as many turns of each stage as may be, or none."""
+def with_ratios(graph: StageGraph) -> strategies.SearchStrategy[StageGraph]:
+    """Draw the graph with a ratio of micro-batches for each stage, or without ratios."""
     counts = strategies.tuples(*[strategies.sampled_from((1, 2, 3, 4))] * len(graph.stage_devices))
     return (strategies.just(()) | counts).map(
         lambda turns: dataclasses.replace(graph, ratios=turns)
@@ -65,8 +69,8 @@ def with_turns(graph: StageGraph) -> strategies.SearchStrategy[StageGraph]:
 
 @strategies.composite
 def stage_graphs(draw: strategies.DrawFn, shared: bool = True) -> StageGraph:
-    """Up to 6 stages with any edges, on up to 4 devices; with `shared`, in groups that may overlap
-    in any way.
+    """Draw up to 6 stages with any edges on up to 4 devices. With `shared`, stages are on groups of
+    devices that may overlap.
     """
     stages = draw(strategies.integers(1, 6))
     pairs = [(source, target) for target in range(stages) for source in range(target)]

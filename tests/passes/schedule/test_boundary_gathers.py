@@ -1,4 +1,4 @@
-"""Values that a group receives in slices: where that pays, and nowhere else."""
+"""Values are sent in slices and gathered if, and only if, this is faster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 
 def planned(folder: Path, slower: float, precision: str) -> PlanResult:
-    """Two stages on a node of eight devices each; the link between nodes is so much slower than
-    those within.
+    """Plan two stages on one node of eight devices each. The link between the nodes is slower than
+    the links within by the factor `slower`.
     """
     path = folder / "gpt.onnx"
     build(configure("gpt", {"loss": "true", "heads": "8", "hidden": "64"})).save(path)
@@ -35,7 +35,9 @@ def planned(folder: Path, slower: float, precision: str) -> PlanResult:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_eight_devices_send_an_eighth_each_over_a_slow_link(tmp_path: Path, precision: str) -> None:
+def test_each_of_eight_devices_sends_an_eighth_over_a_slow_link(
+    tmp_path: Path, precision: str
+) -> None:
     found = planned(tmp_path, 1e5, precision)
     problem = found.problem
     placement = found.plan.placement
@@ -54,5 +56,5 @@ def test_eight_devices_send_an_eighth_each_over_a_slow_link(tmp_path: Path, prec
     assert {rank: 8 * size for rank, size in sent[0].items()} == sent[1]
 
 
-def test_nothing_is_gathered_over_links_that_are_no_faster(tmp_path: Path) -> None:
+def test_nothing_is_gathered_over_equally_fast_links(tmp_path: Path) -> None:
     assert not any(stage.gathers for stage in planned(tmp_path, 1.0, "fp32").plan.placement.stages)

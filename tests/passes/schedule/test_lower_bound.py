@@ -1,5 +1,5 @@
-"""Lower bounds: fewer micro-batches than pipelines, and halves of a backward that take longer than
-the whole.
+"""Lower bounds with fewer micro-batches than pipelines, and with halves of a backward that together
+take longer than the unsplit backward.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from autopipe.passes.schedule.simulate import simulate
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 
-def of_micro_batches(count: int) -> Problem:
+def problem_with(count: int) -> Problem:
     graph = perceptron([64] * 9)
     return replace(problem(graph, cluster(4)), batch_size=8 * count, micro_batches=count)
 
 
 def work_s(posed: Problem, placement: Placement) -> float:
-    """Lower bound of a step without its end."""
+    """Return the lower bound of a step without gradient sums and update."""
     prediction = predict(posed, placement)
     end_s = least_end(StageGraph.of(posed, placement), prediction)
     return lower_bound(posed, placement, prediction) - end_s
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_no_step_of_two_pipelines_is_shorter(count: int) -> None:
-    posed = of_micro_batches(count)
+def test_no_step_of_two_pipelines_is_below_the_bound(count: int) -> None:
+    posed = problem_with(count)
     placement = TesselShapes("x").run(posed)
     prediction = predict(posed, placement)
     schedule = KForwardsKBackwards().run(posed, placement)
@@ -41,17 +41,17 @@ def test_no_step_of_two_pipelines_is_shorter(count: int) -> None:
     assert 0.5 * step_s < lower_bound(posed, placement, prediction) <= step_s * (1 + 1e-9)
 
 
-def test_one_micro_batch_runs_on_the_first_pipeline_alone() -> None:
-    posed = of_micro_batches(1)
+def test_one_micro_batch_only_runs_on_the_first_pipeline() -> None:
+    posed = problem_with(1)
     both = TesselShapes("x").run(posed)
     first = Placement(tuple(stage for stage in both.stages if stage.pipeline == 0))
     assert work_s(posed, both) == pytest.approx(work_s(posed, first), rel=1e-9)
     assert work_s(posed, both) > 0
 
 
-def test_halves_of_a_backward_that_wait_for_the_host_do_not_raise_the_bound() -> None:
-    """Each half waits, so both take 1.3 s together, and a backward that is not split takes 1 s."""
-    posed = of_micro_batches(4)
+def test_halves_that_wait_for_the_host_do_not_raise_the_bound() -> None:
+    """Each half waits, so that both take 1.3 s together; an unsplit backward takes 1 s."""
+    posed = problem_with(4)
     placement = Placement((Stage(tuple(range(len(posed.graph.nodes))), (0,), 8),))
     predicted = predict(posed, placement)
     (stage,) = predicted.stages

@@ -1,4 +1,4 @@
-"""The messages that a step is simulated with are those that the generated programs send."""
+"""The messages of the simulation are the messages that the generated programs send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUPS = [
     ((3,), (0,), (2, 1), (0,)),
 ]
 PIPELINES = [[((0,), (1,), (2,)), ((2,), (1,), (0,))], [((0, 1), (2, 3)), ((4,), (5, 3), (0,))]]
-"""Groups of each of two pipelines."""
+"""Device groups of each of two pipelines."""
 
 
 @pytest.fixture(scope="module", params=["gpt", "two-branch"])
@@ -47,7 +47,7 @@ def planned(request, tmp_path_factory):
 
 
 def cut(graph, groups, samples, pipeline=0):
-    """Equal numbers of nodes a stage, each shared by samples."""
+    """Return stages with equal numbers of nodes, each sharded by samples."""
     count = len(graph.nodes)
     ends = [count * place // len(groups) for place in range(len(groups) + 1)]
     stages = []
@@ -69,12 +69,12 @@ UNEQUAL = [
     (((0, 1, 2, 3), (4, 5), (2,)), (4, 2, 1)),
     (((0, 1), (0, 1)), (4, 2)),
 ]
-"""Groups, and the samples of their micro-batches."""
+"""Device groups, and the samples of their micro-batches."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipelines", [*([groups] for groups in GROUPS), *PIPELINES])
-def test_bytes_by_link_are_those_of_the_program(planned, pipelines, precision):
+def test_bytes_per_link_equal_those_of_the_program(planned, pipelines, precision):
     problem = dataclasses.replace(planned.problem, precision=precision)
     cuts = (
         cut(problem.graph, groups, problem.micro_batch_size, index)
@@ -87,9 +87,9 @@ def test_bytes_by_link_are_those_of_the_program(planned, pipelines, precision):
 @pytest.mark.parametrize(
     "groups", [((0, 1), (2, 3)), ((0,), (1, 2, 3, 4)), ((0, 1, 2, 3), (4, 5)), ((0, 1), (1, 2))]
 )
-def test_slices_that_are_gathered_are_those_of_the_program(planned, groups):
-    """A rank of the second stage receives a slice of each value, of which all its devices hold
-    copies.
+def test_gathered_slices_equal_those_of_the_program(planned, groups):
+    """Each rank of the second stage receives a slice of each value, of which all its devices need a
+    copy.
     """
     problem = planned.problem
     graph = planned.problem.graph
@@ -109,7 +109,7 @@ def test_slices_that_are_gathered_are_those_of_the_program(planned, groups):
 
 
 @pytest.mark.parametrize(("groups", "sizes"), UNEQUAL)
-def test_bytes_of_micro_batches_of_different_sizes_are_those_of_the_program(planned, groups, sizes):
+def test_bytes_with_different_micro_batch_sizes_equal_those_of_the_program(planned, groups, sizes):
     problem = dataclasses.replace(planned.problem, precision="fp16")
     whole = cut(problem.graph, groups, problem.micro_batch_size)
     pairs = zip(whole.stages, sizes, strict=True)
@@ -125,8 +125,8 @@ def test_bytes_of_micro_batches_of_different_sizes_are_those_of_the_program(plan
 
 
 def compare(problem, placement, schedule):
-    """Messages against what the program's ranks send: bytes and seconds of each pair of ranks and
-    turns.
+    """Compare bytes and seconds of each pair of ranks and micro-batch slices with the program's
+    messages.
     """
     graph = problem.graph
     placement.verify(graph)
@@ -149,7 +149,7 @@ def compare(problem, placement, schedule):
                 forward[link] += piece.bytes
                 backward[link] += piece.bytes * piece.needs_gradient
                 if piece.source_rank != piece.target_rank:
-                    # Each piece is a message of its own, with its own latency.
+                    # Each piece is a separate message with its own latency.
                     way = problem.cluster.link(piece.source_rank, piece.target_rank)
                     seconds[link] += way.latency_s + piece.bytes / way.bandwidth_bytes_per_s
     messages = stage_messages(problem, placement)

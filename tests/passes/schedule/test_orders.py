@@ -1,5 +1,5 @@
-"""GPipe and 1F1B on chains (against the papers) and on random DAGs (against the checker and
-in-flight bounds).
+"""GPipe and 1F1B on chains (against the papers) and on random DAGs (against the checker and bounds
+of the micro-batches in flight).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ UNIT = ticks([(1.0, 2.0)] * 64)
 
 
 def in_flight(order, stage):
-    """Most micro-batches of a stage between their forward and their backward."""
+    """Return the maximum number of micro-batches of a stage between forward and backward."""
     held = itertools.accumulate(
         (1 if task.phase is Phase.FORWARD else -1) for task in order if task.stage == stage
     )
     return max(held, default=0)
 
 
-def longest_ways(graph: StageGraph) -> list[int]:
-    """Stages on the longest path from each stage, by trying all paths."""
+def longest_paths(graph: StageGraph) -> list[int]:
+    """Return the number of stages on the longest path from each stage, by trying all paths."""
     after = {
         stage: [b for a, b in graph.edges if a == stage]
         for stage in range(len(graph.stage_devices))
@@ -50,12 +50,12 @@ def longest_ways(graph: StageGraph) -> list[int]:
 
 
 def lines_of(schedule: Schedule) -> list[int]:
-    """Lines of each device's list when its repetend is written once."""
+    """Return the number of lines of each device's list if its repetend is written once."""
     pairs = zip(schedule.tasks, schedule.repetends, strict=True)
     return [len(tasks) - each.length * (each.count - 1) for tasks, each in pairs]
 
 
-def test_1f1b_of_a_chain_is_the_published_one():
+def test_1f1b_of_a_chain_equals_the_published_order():
     # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", figure 3, for four
     # stages.
     schedule = order_kfkb(chain(4), 6, True, UNIT)
@@ -74,8 +74,9 @@ def test_1f1b_of_a_chain_does_not_depend_on_times(times, stages, micro_batches):
     assert unequal == equal
 
 
-def test_1f1b_of_branches_keeps_as_many_in_flight_as_stages_follow():
-    # 0 splits into 1-2 and 3, which meet in 4: GraphPipe's point is that 0 keeps 4, not 5.
+def test_1f1b_of_branches_has_as_many_in_flight_as_the_longest_path():
+    # Stage 0 sends to 1-2 and to 3, and both branches send to 4. As in GraphPipe, stage 0 has 4
+    # micro-batches in flight, not 5.
     graph = StageGraph(
         5, tuple((stage,) for stage in range(5)), ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4))
     )
@@ -106,9 +107,9 @@ def test_schedules_of_any_dag_can_run(order, graph, micro_batches, train, times)
 
 @settings(max_examples=150, deadline=None)
 @given(stage_graphs(), st.integers(1, 7), UNEQUAL)
-def test_1f1b_keeps_its_bounds_on_any_dag(graph, micro_batches, times):
+def test_1f1b_bounds_micro_batches_in_flight_on_any_dag(graph, micro_batches, times):
     schedule = order_kfkb(graph, micro_batches, True, ticks(times))
-    bounds = longest_ways(graph)
+    bounds = longest_paths(graph)
     assert list(depths_to_end(len(bounds), graph.edges)) == bounds
     for stage, devices in enumerate(graph.stage_devices):
         assert in_flight(schedule.tasks[devices[0]], stage) == min(bounds[stage], micro_batches)
@@ -117,7 +118,7 @@ def test_1f1b_keeps_its_bounds_on_any_dag(graph, micro_batches, times):
 @BOTH
 @settings(max_examples=60, deadline=None)
 @given(stage_graphs(), st.integers(1, 9), st.booleans())
-def test_repetends_stand_in_the_lists(order, graph, micro_batches, train):
+def test_repetends_occur_in_the_lists(order, graph, micro_batches, train):
     schedule = order(graph, micro_batches, train, UNIT)
     for tasks, repetend in zip(schedule.tasks, schedule.repetends, strict=True):
         body = tasks[repetend.start : repetend.start + repetend.length]
@@ -139,7 +140,7 @@ def test_lines_of_1f1b_do_not_grow_with_micro_batches(micro_batches):
 
 
 def test_a_v_shape_reaches_a_steady_state():
-    # Two stages a device, there and back: 0 1 2 3 3 2 1 0.
+    # Two stages per device: 0 1 2 3 3 2 1 0.
     graph = StageGraph(
         4, ((0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)), tuple((i, i + 1) for i in range(7))
     )

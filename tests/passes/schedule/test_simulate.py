@@ -1,4 +1,4 @@
-"""The simulation against closed forms, and against a naive computation of when tasks can start."""
+"""The simulation against closed forms, and against a simple computation of when tasks can start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_dags import chain, free_messages, predicted, samples_of, stage_graphs, with_turns
+from random_dags import chain, free_messages, predicted, samples_of, stage_graphs, with_ratios
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, Schedule, Task
@@ -26,8 +26,8 @@ def step(graph, prediction, micro_batches, order=order_kfkb, train=True):
 
 @pytest.mark.parametrize("order", [order_gpipe, order_kfkb])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 5), (4, 4), (4, 16), (7, 9)])
-def test_a_balanced_chain_idles_as_the_formula_says(order, stages, micro_batches):
-    # GPipe and 1F1B alike: bubble (p-1) / (m+p-1), for m >= p.
+def test_bubble_of_a_balanced_chain_equals_the_formula(order, stages, micro_batches):
+    # Both GPipe and 1F1B have the bubble (p-1) / (m+p-1), for m >= p.
     graph = chain(stages)
     timeline = step(graph, predicted(graph), micro_batches, order)
     assert timeline.end == pytest.approx(3.0 * (micro_batches + stages - 1))
@@ -37,7 +37,7 @@ def test_a_balanced_chain_idles_as_the_formula_says(order, stages, micro_batches
 @pytest.mark.parametrize(
     ("order", "kept"), [(order_gpipe, [8, 8, 8, 8]), (order_kfkb, [4, 3, 2, 1])]
 )
-def test_memory_is_that_of_the_micro_batches_in_flight(order, kept):
+def test_memory_equals_that_of_the_micro_batches_in_flight(order, kept):
     graph = chain(4)
     prediction = Prediction(
         (StagePrediction(1, 2, static_bytes=1000, kept_bytes=10),) * 4, free_messages(graph)
@@ -49,7 +49,7 @@ def test_memory_is_that_of_the_micro_batches_in_flight(order, kept):
     assert all(curve[0][0] == 0 for curve in timeline.memory)
 
 
-def test_transient_memory_is_held_in_backward_and_without_training_in_forward():
+def test_temporary_memory_is_used_in_backward_or_without_training_in_forward():
     graph = chain(1)
     prediction = Prediction(
         (StagePrediction(1, 2, static_bytes=100, kept_bytes=10, transient_bytes=7),)
@@ -61,7 +61,7 @@ def test_transient_memory_is_held_in_backward_and_without_training_in_forward():
 
 
 def test_messages_overlap_with_computation():
-    # A message of 1 s behind each forward of 2 s costs its latency once a stage, not once a
+    # A message of 1 s after each forward of 2 s adds its time once per stage, not once per
     # micro-batch.
     graph = chain(3)
     messages = tuple(Message(a, b, a, b, 8, 0, 1.0, 0.0) for a, b in graph.edges)
@@ -70,7 +70,7 @@ def test_messages_overlap_with_computation():
 
 
 def test_messages_of_one_link_follow_one_another():
-    # The link takes 5 s for what is computed in 1 s: the step is paced by the link.
+    # The link takes 5 s for a message that is computed in 1 s, so the link determines the step.
     graph = chain(2)
     message = Message(0, 1, 0, 1, 8, 0, 5.0, 0.0)
     timeline = step(graph, Prediction((StagePrediction(1),) * 2, (message,)), 4, train=False)
@@ -127,7 +127,7 @@ def test_each_stage_of_a_device_sums_its_gradients_and_the_device_updates_once()
 
 
 def test_a_task_waits_for_all_devices_of_its_group():
-    # Stage 0 on device 0, stage 1 on both: device 1 is idle but cannot begin alone.
+    # Stage 0 is on device 0, stage 1 on both devices. Device 1 is idle but cannot start alone.
     prediction = Prediction((StagePrediction(3), StagePrediction(1)))
     schedule = Schedule(1, ((Task.parse("0F0"), Task.parse("1F0")), (Task.parse("1F0"),)))
     spans = simulate(schedule, ((0,), (0, 1)), prediction).spans
@@ -135,7 +135,7 @@ def test_a_task_waits_for_all_devices_of_its_group():
     assert starts == [(0, "0F0", 0), (0, "1F0", 3), (1, "1F0", 3)]
 
 
-def test_an_order_that_cannot_run_is_refused():
+def test_an_order_that_cannot_run_is_rejected():
     schedule = Schedule(
         1, ((Task.parse("0B0"), Task.parse("0F0")), (Task.parse("1F0"), Task.parse("1B0")))
     )
@@ -144,7 +144,7 @@ def test_an_order_that_cannot_run_is_refused():
         simulate(schedule, graph.stage_devices, predicted(graph))
 
 
-def test_halves_of_a_backward_hold_what_each_still_needs():
+def test_halves_of_a_backward_keep_the_memory_they_still_need():
     stage = StagePrediction(
         1, 9, 2, 3, static_bytes=100, kept_bytes=10, weight_kept_bytes=4, transient_bytes=7
     )
@@ -174,8 +174,8 @@ def test_the_first_half_of_a_backward_receives_and_sends():
 
 
 def halved(schedule, chosen):
-    """The schedule with each backward in two halves whose bit in `chosen` is set, the second at the
-    device's end.
+    """Return the schedule with backwards split whose bit in `chosen` is set. The second halves run
+    at the end of the device's list.
     """
     rows = []
     for order in schedule.tasks:
@@ -192,8 +192,8 @@ def halved(schedule, chosen):
 
 
 def naive_ends(schedule, graph, stages, seconds):
-    """The end of each task, by relaxing until nothing changes: after its device's last task and all
-    it depends on.
+    """Return the end of each task, by iteration until nothing changes: a task starts after the
+    previous task of its device and all tasks that it depends on.
     """
     ends = {task: 0.0 for order in schedule.tasks for task in order}
 
@@ -228,13 +228,13 @@ def naive_ends(schedule, graph, stages, seconds):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    stage_graphs().flatmap(with_turns),
+    stage_graphs().flatmap(with_ratios),
     st.integers(1, 5),
     st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=6, max_size=6),
     st.sampled_from([order_gpipe, order_kfkb]),
     st.integers(0, 2**42),
 )
-def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order, chosen):
+def test_tasks_start_as_early_as_possible(graph, micro_batches, times, order, chosen):
     stages = tuple(StagePrediction(*map(float, each)) for each in times[: len(graph.stage_devices)])
     prediction = Prediction(stages, free_messages(graph))
     schedule = halved(order(graph, micro_batches, True, ticks_of(stages)), chosen)
@@ -246,8 +246,8 @@ def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order, cho
 
 @settings(max_examples=40, deadline=None)
 @given(stage_graphs(shared=False), st.integers(1, 5), st.integers(1, 3))
-def test_messages_shorter_than_tasks_only_delay(graph, micro_batches, length):
-    # Messages shorter than the tasks that send them never queue: they are a delay along the edge.
+def test_messages_shorter_than_tasks_are_only_a_delay(graph, micro_batches, length):
+    # Messages shorter than the sending tasks never wait for each other: they only delay the edge.
     stages = (StagePrediction(3.0, 4.0),) * len(graph.stage_devices)
     messages = tuple(
         dataclasses.replace(

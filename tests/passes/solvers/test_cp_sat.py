@@ -1,4 +1,4 @@
-"""What the door to CP-SAT says of a run."""
+"""Results of CP-SAT runs: status, bound, limits, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AMPLE = Limit(60.0, 10.0)
 
 
 def knapsack() -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
-    """The most of 3a + 5b under 2a + 4b <= 9: 12."""
+    """Return the model: maximise 3a + 5b subject to 2a + 4b <= 9. The maximum is 12."""
     model = cp_model.CpModel()
     names = [model.new_int_var(0, 10, name) for name in "ab"]
     model.add(2 * names[0] + 4 * names[1] <= 9)
@@ -24,7 +24,7 @@ def knapsack() -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
     return model, names
 
 
-def test_an_optimum_is_told_as_one() -> None:
+def test_an_optimum_has_status_optimal() -> None:
     told: list[tuple[int, int]] = []
     answer = solve(*knapsack(), AMPLE, lambda value, bound: told.append((value, bound)))
     assert (answer.status, answer.values, answer.bound) == (Status.OPTIMAL, (4, 0), -12)
@@ -33,7 +33,7 @@ def test_an_optimum_is_told_as_one() -> None:
     assert all(bound <= value for value, bound in told)
 
 
-def test_no_values_are_told_as_proven() -> None:
+def test_an_infeasible_model_has_status_infeasible() -> None:
     model, names = knapsack()
     model.add(names[0] + names[1] >= 6)
     answer = solve(model, names, AMPLE)
@@ -45,7 +45,7 @@ def test_no_values_are_told_as_proven() -> None:
     )
 
 
-def test_values_alone_have_no_bound() -> None:
+def test_without_an_objective_there_is_no_bound() -> None:
     model = cp_model.CpModel()
     name = model.new_int_var(3, 3, "")
     answer = solve(model, [name], AMPLE)
@@ -53,11 +53,11 @@ def test_values_alone_have_no_bound() -> None:
 
 
 @pytest.mark.parametrize("limit", [Limit(0.0, 1.0), Limit(1.0, 0.0), Limit(-1.0, 1.0)])
-def test_no_time_is_no_answer(limit: Limit) -> None:
+def test_without_time_there_is_no_result(limit: Limit) -> None:
     assert solve(*knapsack(), limit).status is Status.UNKNOWN
 
 
-def test_a_model_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_model_is_rejected() -> None:
     model = cp_model.CpModel()
     model.add_linear_expression_in_domain(
         model.new_int_var(0, 2**62, "") + model.new_int_var(0, 2**62, ""), cp_model.Domain(0, 1)
@@ -94,8 +94,8 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-"""Ctrl-C at the first Golomb ruler of 16 marks, whose shortest nobody proves in ten minutes, or
-after it.
+"""Ctrl-C at the first solution of a Golomb ruler with 16 marks, whose optimum cannot be proven
+within ten minutes, or after the search.
 """
 
 
@@ -106,8 +106,8 @@ def test_ctrl_c_raises_keyboard_interrupt_during_and_after_a_search(
     moment: str, printed: str
 ) -> None:
     command = [sys.executable, "-c", INTERRUPTED, moment]
-    # A process that ignores SIGINT at its start, as a job in the background does, gets no handler
-    # from Python.
+    # Python installs no handler in a process that ignores SIGINT at its start, such as a background
+    # job.
     run = subprocess.run(
         command,
         capture_output=True,

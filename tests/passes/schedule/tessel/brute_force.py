@@ -1,4 +1,4 @@
-"""The best answers to small instances, by trying everything."""
+"""Exact optima of small instances, by trying all possibilities."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import product
 from autopipe.ir.block_schedule import BlockGraph
 
 
-def least_makespan(graph: BlockGraph, units: int) -> int | None:
-    """Over all orders in which blocks of all units start, each as early as it can after those
-    before; None without any.
+def minimum_makespan(graph: BlockGraph, units: int) -> int | None:
+    """Return the minimum makespan over all orders in which blocks of all micro-batches start, each
+    as early as it can after the earlier ones; None if no order fits in memory.
 
-    Some best schedule is among these: take the starts of any in their order, ties in any order.
+    Some optimal schedule is among them: take the order of its starts, with ties in any order.
     """
     blocks = graph.blocks
 
@@ -34,8 +34,8 @@ def least_makespan(graph: BlockGraph, units: int) -> int | None:
             ):
                 continue
             if unit and (unit - 1, index) not in started:
-                continue  # units are alike
-            if not _has_room(graph, started, index):
+                continue  # Micro-batches are equal.
+            if not _fits_in_memory(graph, started, index):
                 continue
             start = max(free[device] for device in block.devices)
             for position, other in enumerate(block.after):
@@ -63,7 +63,7 @@ def least_makespan(graph: BlockGraph, units: int) -> int | None:
     return None if found == float("inf") else int(found)
 
 
-def _has_room(graph: BlockGraph, started: frozenset[tuple[int, int]], index: int) -> bool:
+def _fits_in_memory(graph: BlockGraph, started: frozenset[tuple[int, int]], index: int) -> bool:
     for device in graph.blocks[index].devices:
         used = sum(
             graph.blocks[other].memory
@@ -76,9 +76,9 @@ def _has_room(graph: BlockGraph, started: frozenset[tuple[int, int]], index: int
     return True
 
 
-def least_period(graph: BlockGraph, longest: int) -> int:
-    """The least whole period up to `longest` for which some starts within it can be repeated for
-    ever.
+def minimum_period(graph: BlockGraph, longest: int) -> int:
+    """Return the smallest integer period up to `longest` for which some starts can be repeated
+    endlessly.
     """
     return next(period for period in range(1, longest + 1) if any(_repeatable(graph, period)))
 
@@ -116,8 +116,8 @@ def _exclusive(graph: BlockGraph, phases: tuple[int, ...], period: int) -> bool:
 
 
 def _fits(graph: BlockGraph, starts: list[int], period: int) -> bool:
-    """Memory at each start in a period that is preceded and followed by all units that can touch
-    it.
+    """True if the memory at each start fits, if infinitely many micro-batches precede and
+    follow.
     """
     reach = max(starts) // period + 2
     for device, room in enumerate(graph.memory):

@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable by the tests beside them."""
+"""Make the helpers in this folder importable by its tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Random problems: any dependencies, devices, times, delays, and memory that a unit frees again."""
+"""Random block graphs: any dependencies, devices, times, delays, and memory that a micro-batch
+frees again.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from autopipe.ir.block_schedule import Block, BlockGraph
 
 @strategies.composite
 def block_graphs(
-    draw: strategies.DrawFn, blocks: int, devices: int, times: tuple[int, int], rooms: bool = True
+    draw: strategies.DrawFn, blocks: int, devices: int, times: tuple[int, int], limits: bool = True
 ) -> BlockGraph:
-    """Up to so many blocks and devices, times within the range; with `rooms`, memory limits that
-    may be too tight.
+    """Draw up to `blocks` blocks on up to `devices` devices, with times in the range `times`. With
+    `limits`, memory limits are drawn that may be too low.
     """
     count = draw(strategies.integers(2, blocks))
     width = draw(strategies.integers(1, devices))
@@ -28,7 +30,7 @@ def block_graphs(
     groups = [tuple(draw(group)) for _ in range(count)]
     memory = [0] * count
     for index in range(count):
-        later = [other for other in _behind(after, index) if groups[other] == groups[index]]
+        later = [other for other in _followers(after, index) if groups[other] == groups[index]]
         if later and draw(strategies.booleans()):
             amount = draw(strategies.integers(1, 3))
             memory[index] += amount
@@ -44,12 +46,12 @@ def block_graphs(
         )
         for index in range(count)
     )
-    room = strategies.none() | strategies.integers(1, 6) if rooms else strategies.none()
+    room = strategies.none() | strategies.integers(1, 6) if limits else strategies.none()
     return BlockGraph(width, made, tuple(draw(room) for _ in range(width)))
 
 
-def _behind(after: list[tuple[int, ...]], index: int) -> list[int]:
-    """Blocks that wait for a block, straight or through others."""
+def _followers(after: list[tuple[int, ...]], index: int) -> list[int]:
+    """Return the blocks that depend on a block, directly or through others."""
     found: list[int] = []
     for other in range(index + 1, len(after)):
         if index in after[other] or set(after[other]) & set(found):

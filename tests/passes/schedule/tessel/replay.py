@@ -1,4 +1,6 @@
-"""Plays a schedule tick by tick. Shares nothing with any search, nor with the check of `ir`."""
+"""Replay of a schedule tick by tick. It shares no code with any search, nor with the check of
+`ir`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from autopipe.ir.block_schedule import BlockSchedule
 
 
 def faults(schedule: BlockSchedule, units: int) -> list[str]:
-    """All that is wrong with a schedule: counts, dependencies, overlaps, memory at every
-    instant.
+    """Return all faults of a schedule: missing blocks, dependencies, overlaps, and memory at each
+    tick.
     """
     graph = schedule.graph
     found = []

@@ -1,4 +1,4 @@
-"""A searched step of many micro-batches is no longer to read than one of few: its repetitions are
+"""A program with many micro-batches has no more lines than one with few, because repetitions are
 loops.
 """
 
@@ -28,8 +28,8 @@ VERBS = {
 
 
 def graph_of(kind: str, devices: int) -> StageGraph:
-    """A chain (v), there and back on the same devices (vv), two opposite chains (x), a chain after
-    a wide stage (m).
+    """Return a chain (v), a chain that returns over the same devices (vv), two opposite chains (x),
+    or a chain after a stage on all devices (m).
     """
     chain = tuple((stage, stage + 1) for stage in range(devices - 1))
     groups = tuple((stage,) for stage in range(devices))
@@ -63,14 +63,14 @@ def searched(kind: str, devices: int, micro_batches: int, split: bool):
     blocks = stage_blocks(
         graph, prediction, True, busiest_seconds(graph, prediction) / 12, split=split
     )
-    options = SearchOptions(2.0, patience=20.0, unrolled=60)  # as the scheduler does
+    options = SearchOptions(2.0, patience=20.0, unrolled=60)  # The value that the scheduler uses.
     found = search(blocks.graph, -(-micro_batches // graph.pipeline_count), options)
     assert found.optimal
     return graph, prediction, stage_schedule(blocks, found, graph, micro_batches)
 
 
 def lines_of(schedule) -> list[int]:
-    """Lines of each rank's step, loops' own among them."""
+    """Return the lines of each rank's step, with the lines of loops counted once."""
 
     def count(section) -> int:
         return sum(1 + count(each.body) if isinstance(each, Loop) else 1 for each in section)
@@ -85,11 +85,13 @@ def lines_of(schedule) -> list[int]:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", ["v", "vv", "x", "m"])
 def test_lines_do_not_grow_with_micro_batches(kind, split):
-    # From 64 on: 16 units of an X with split backwards are shorter as one list, in fewer lines
-    # still.
+    # 64 and more micro-batches: for 16 micro-batches of an X with split backwards, the list
+    # schedule is shorter and has even fewer lines.
     few, many = (lines_of(searched(kind, 4, count, split)[2]) for count in (64, 512))
     assert sum(many) <= sum(few)
-    assert max(many) < 80, "a few repetitions' worth at either end, whatever the number"
+    assert max(many) < 80, (
+        "warm-up and cool-down have the length of a few repetitions for any number of micro-batches"
+    )
 
 
 def test_32_devices_with_512_micro_batches():
@@ -98,5 +100,5 @@ def test_32_devices_with_512_micro_batches():
     graph, prediction, schedule = many
     step = simulate(schedule, graph.stage_devices, prediction)
     assert len(step.spans) == 32 * 512 * 3
-    least = 3 * 512 + 31  # no bubble but for the way of the first micro-batch
+    least = 3 * 512 + 31  # No bubble except for the critical path of the first micro-batch.
     assert least <= step.end < 1.02 * least

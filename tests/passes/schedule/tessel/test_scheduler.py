@@ -1,5 +1,5 @@
-"""The searching scheduler on real models: never worse than the published ones, within memory,
-honest about proofs.
+"""The scheduler `tessel` on real models: never worse than published schedules, within memory
+limits, with correct proofs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def request(model, scheduler=TESSEL, devices=4, **given):
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3, 16])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_no_step_is_longer_than_a_published_ones(gpt, devices, micro_batches, mode):
+def test_no_step_is_longer_than_that_of_a_published_schedule(gpt, devices, micro_batches, mode):
     given = {"batch_size": micro_batches, "micro_batches": micro_batches, "mode": mode}
     searched, *published = (
         make_plan(request(gpt, scheduler, devices, **given)).plan.summary
@@ -67,7 +67,7 @@ def phases_of(schedule):
     return {task.phase for order in schedule.tasks for task in order}
 
 
-def test_backwards_are_split_where_that_shortens_the_step(gpt):
+def test_backwards_are_split_if_this_shortens_the_step(gpt):
     steps = {}
     for micro_batches in (4, 64):
         given = {"batch_size": micro_batches, "micro_batches": micro_batches}
@@ -84,8 +84,10 @@ def test_backwards_are_split_where_that_shortens_the_step(gpt):
 @pytest.mark.parametrize(
     ("devices", "counts"), [(2, (3, 6, 12)), (2, (4, 8, 16, 32)), (3, (6, 12, 24)), (4, (4, 8, 16))]
 )
-def test_a_multiple_of_micro_batches_takes_no_longer_than_as_many_steps(gpt, devices, counts):
-    """Splitting saves more than a twentieth of 8 micro-batches on 2 devices, and less of 16."""
+def test_a_step_takes_no_longer_than_several_smaller_steps(gpt, devices, counts):
+    """Split backwards save more than 5% of the step of 8 micro-batches on 2 devices, and less of
+    16.
+    """
     steps = {
         count: make_plan(
             request(gpt, devices=devices, batch_size=count, micro_batches=count)
@@ -119,9 +121,9 @@ def test_a_repeated_schedule_can_run(ratios, pipelines):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-def test_what_splitting_costs_is_weighed(gpt, share):
-    """Each stage takes that share of its backward longer where it is split: little is worth it,
-    much is not.
+def test_the_cost_of_splitting_is_considered(gpt, share):
+    """Splitting makes the backward of each stage longer by the fraction `share`. A small fraction
+    is worth it, a large one is not.
     """
     planned = make_plan(request(gpt, OneForwardOneBackward(), batch_size=4, micro_batches=4))
     placement = planned.plan.placement
@@ -139,11 +141,11 @@ def test_what_splitting_costs_is_weighed(gpt, share):
     assert lower_bound(planned.problem, placement, prediction) <= step <= whole * (1 + 1e-9)
     load = max(each.forward_s + each.backward_s for each in stages)
     assert schedule.period is None or schedule.proof.lower_bound <= load * (1 + 1e-3), (
-        "whole backwards take no more"
+        "unsplit backwards are not longer"
     )
 
 
-def test_a_steady_state_is_told_with_its_proof_and_read_again(gpt, tmp_path):
+def test_a_steady_state_is_saved_and_read_with_its_proof(gpt, tmp_path):
     planned = make_plan(request(gpt, batch_size=64, micro_batches=64))
     schedule = planned.plan.schedule
     summary = planned.plan.summary
@@ -163,7 +165,7 @@ def test_a_single_device_needs_no_search(gpt):
     assert (schedule.proof.order, schedule.proof.optimal, schedule.period) == ("1f1b", True, None)
 
 
-def test_memory_is_kept_where_published_orders_exceed_it(gpt):
+def test_the_search_fits_in_memory_that_published_orders_exceed(gpt):
     planned = make_plan(request(gpt, OneForwardOneBackward(), batch_size=16, micro_batches=16))
     placement = planned.plan.placement
     prediction = planned.plan.prediction
@@ -178,7 +180,7 @@ def test_memory_is_kept_where_published_orders_exceed_it(gpt):
     assert [max(step.peak_memory) <= problem.memory_limit for step in steps] == [False, True]
 
 
-def test_what_no_order_fits_is_told_in_bytes(gpt):
+def test_the_error_states_bytes_if_no_order_fits(gpt):
     with pytest.raises(InfeasibleError, match="over the limit"):
         make_plan(request(gpt, batch_size=16, micro_batches=16, memory_limit=100_000))
 

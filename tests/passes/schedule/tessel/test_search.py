@@ -1,9 +1,9 @@
-"""Searched schedules of random problems, against a replay of them and against trying everything."""
+"""Searched schedules of random block graphs, against a replay and against exact optima."""
 
 from __future__ import annotations
 
 import pytest
-from brute_force import least_makespan, least_period
+from brute_force import minimum_makespan, minimum_period
 from hypothesis import given, settings, strategies
 from random_blocks import block_graphs
 from replay import faults
@@ -18,7 +18,7 @@ BRIEF = SearchOptions(time_limit=1.0)
 
 @settings(max_examples=40)
 @given(block_graphs(blocks=10, devices=4, times=(5, 50)), strategies.integers(1, 9))
-def test_any_schedule_can_run(graph: BlockGraph, units: int) -> None:
+def test_searched_schedules_are_valid(graph: BlockGraph, units: int) -> None:
     try:
         schedule = search(graph, units, BRIEF)
     except InfeasibleError:
@@ -34,8 +34,8 @@ def test_any_schedule_can_run(graph: BlockGraph, units: int) -> None:
 
 @settings(max_examples=40)
 @given(block_graphs(blocks=4, devices=3, times=(1, 4)), strategies.integers(1, 2))
-def test_few_units_equal_the_best_of_all_orders(graph: BlockGraph, units: int) -> None:
-    best = least_makespan(graph, units)
+def test_few_micro_batches_reach_the_minimum_makespan(graph: BlockGraph, units: int) -> None:
+    best = minimum_makespan(graph, units)
     if best is None:
         with pytest.raises(InfeasibleError):
             search(graph, units)
@@ -45,21 +45,21 @@ def test_few_units_equal_the_best_of_all_orders(graph: BlockGraph, units: int) -
 
 @settings(max_examples=40)
 @given(block_graphs(blocks=4, devices=2, times=(1, 2)))
-def test_period_equals_the_least_of_all_periods(graph: BlockGraph) -> None:
+def test_the_period_is_the_minimum(graph: BlockGraph) -> None:
     try:
         steady, bound = best_steady_state(graph, 1, Budget(SearchOptions()))
     except InfeasibleError:
-        assert least_makespan(graph, 1) is None
+        assert minimum_makespan(graph, 1) is None
         return
-    assert steady.period == least_period(graph, steady.period)
+    assert steady.period == minimum_period(graph, steady.period)
     assert bound == steady.period
 
 
 def chain_graph(
     times: tuple[int, ...], memory: tuple[int, ...], rooms: tuple[int, ...]
 ) -> BlockGraph:
-    """Forwards of one stage per device, then backwards of twice their time, which free what the
-    forwards keep.
+    """Return the forwards of one stage per device, then backwards that take twice as long and free
+    the memory of the forwards.
     """
     count = len(times)
     forwards = [
@@ -72,8 +72,9 @@ def chain_graph(
     return BlockGraph(count, (*forwards, *backwards), rooms)
 
 
-def test_eight_units_take_no_longer_than_four_units_twice() -> None:
-    # A search for the steady state of 8 units gives 231; all 4 units in one problem take 111.
+def test_eight_micro_batches_take_no_longer_than_four_twice() -> None:
+    # The search for a steady state gives 231 for 8 micro-batches; 4 micro-batches in one problem
+    # take 111.
     graph = chain_graph((9, 7), (3, 2), (12, 8))
     options = SearchOptions(time_limit=1.0, patience=20.0, unrolled=60)
     few = search(graph, 4, options)
@@ -89,7 +90,7 @@ def test_eight_units_take_no_longer_than_four_units_twice() -> None:
     strategies.integers(1, 4),
     strategies.integers(2, 3),
 )
-def test_units_take_no_longer_than_a_part_of_them_repeated(
+def test_micro_batches_take_no_longer_than_fewer_repeated(
     graph: BlockGraph, part: int, times: int
 ) -> None:
     options = SearchOptions(time_limit=1.0, patience=20.0, unrolled=12)

@@ -1,4 +1,4 @@
-"""The five shapes at the figures that they are known to allow, and placements beyond them."""
+"""The five shapes with their known optimal periods, and placements beyond them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopipe.passes.schedule.tessel.periodic import minimize_memory
 from autopipe.passes.schedule.tessel.search import search, shortest_steady_state
 from autopipe.passes.solvers.cp_sat import Limit
 
-ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}
-"""On 4 devices."""
+MEMORY = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}
+"""Memory limit of each shape on 4 devices."""
 PERIOD = {"v": 4, "x": 8, "m": 6, "nn": 8, "k": 6}
 MAKESPAN = {
     6: {"v": 36, "x": 54, "m": 48, "nn": 60, "k": 40},
@@ -24,9 +24,11 @@ MAKESPAN = {
 
 @pytest.mark.parametrize("units", [6, 32, 128])
 @pytest.mark.parametrize("name", SHAPES)
-def test_four_devices_train(name: str, units: int) -> None:
+def test_four_devices_reach_the_known_period_in_training(name: str, units: int) -> None:
     schedule = search(
-        shape_blocks(name, 4, True, ROOM[name]), units, SearchOptions(time_limit=5.0, patience=6.0)
+        shape_blocks(name, 4, True, MEMORY[name]),
+        units,
+        SearchOptions(time_limit=5.0, patience=6.0),
     )
     assert faults(schedule, units) == []
     assert schedule.makespan <= MAKESPAN[units][name]
@@ -36,7 +38,7 @@ def test_four_devices_train(name: str, units: int) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_four_devices_infer(name: str) -> None:
+def test_four_devices_reach_the_known_period_in_inference(name: str) -> None:
     schedule = search(shape_blocks(name, 4, train=False), 16)
     assert (
         schedule.period == schedule.lower_bound == {"v": 1, "x": 2, "m": 2, "nn": 3, "k": 2}[name]
@@ -47,13 +49,13 @@ def test_four_devices_infer(name: str) -> None:
 @pytest.mark.parametrize("devices", [8, 16, 32])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_period_is_proven_on_more_devices(name: str, devices: int) -> None:
-    graph = shape_blocks(name, devices, True, ROOM[name] * devices // 4)
+    graph = shape_blocks(name, devices, True, MEMORY[name] * devices // 4)
     steady, bound = shortest_steady_state(graph, 1, Budget(SearchOptions()))
     assert steady.period == bound == PERIOD[name]
 
 
 @pytest.mark.parametrize(("name", "least"), [("v", 4), ("x", 4), ("m", 5), ("nn", 6), ("k", 3)])
-def test_the_least_memory_at_the_bound(name: str, least: int) -> None:
+def test_the_minimum_memory_at_the_minimum_period(name: str, least: int) -> None:
     graph = shape_blocks(name, 4, True)
     found = minimize_memory(
         graph, shortest_steady_state(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5)
@@ -63,7 +65,7 @@ def test_the_least_memory_at_the_bound(name: str, least: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-def test_two_chunks_of_split_backwards_leave_no_bubble_at_half_the_memory_of_1f1b(
+def test_two_stages_per_device_with_split_backwards_have_no_bubble_at_half_the_memory_of_1f1b(
     devices: int,
 ) -> None:
     schedule = search(two_chunks(devices, room=devices), 3 * devices, SearchOptions(time_limit=3.0))
@@ -73,8 +75,9 @@ def test_two_chunks_of_split_backwards_leave_no_bubble_at_half_the_memory_of_1f1
 
 
 def two_chunks(devices: int, room: int) -> BlockGraph:
-    """Chunks down the devices and back, each one's forward holding 1 until its weights' gradient is
-    made; 1F1B holds that of both chunks of as many units as there are devices.
+    """Return stages that visit the devices in ascending and descending order. Each forward uses 1
+    of memory until its weight gradient; 1F1B would use that of both stages of as many micro-batches
+    as there are devices.
     """
     places = [*range(devices), *reversed(range(devices))]
     count = len(places)

@@ -1,6 +1,4 @@
-"""Stages as blocks and back: any order that is searched can run, in no more time and memory than
-its blocks say.
-"""
+"""Stages as blocks and back: a searched order can run within the time and memory of its blocks."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
 QUICK = SearchOptions(time_limit=0.2)
 seconds = st.floats(1e-3, 1e-1)
 short = st.floats(0, 1e-3)
-"""Messages are no longer than any task, so that none waits for the one before it on its link."""
+"""Messages are at most as long as each task, so that none waits for another one on its link."""
 
 
 @st.composite
 def stage_graphs(draw):
-    """Up to 5 stages with any edges on up to 3 devices, some on several, now and then with turns of
-    their own.
+    """Draw up to 5 stages with any edges on up to 3 devices, some on several devices, sometimes
+    with different micro-batch sizes.
     """
     stages = draw(st.integers(1, 5))
     devices = draw(st.integers(1, 3))
@@ -43,8 +41,10 @@ def stage_graphs(draw):
     return StageGraph(devices, tuple(draw(group) for _ in range(stages)), edges, ratios=turns)
 
 
-def meetings(graph):
-    """(source, target, turn of the source, turn of the target) for all that meet."""
+def sharing_pairs(graph):
+    """Yield (source, target, micro-batch of the source, of the target) for all micro-batches that
+    share samples.
+    """
     for source, target in graph.edges:
         for own in range(graph.micro_batch_ratio_at(source)):
             for other in graph.sharing(source, own, target):
@@ -58,8 +58,8 @@ def meetings(graph):
 
 @st.composite
 def predictions(draw, graph, train=True):
-    """Stages of any times and sizes, which keep something in training; messages each on a link of
-    its own.
+    """Draw times and sizes of stages, which save activations in training, and one message per
+    link.
     """
     stages = []
     for _ in graph.stage_devices:
@@ -75,10 +75,10 @@ def predictions(draw, graph, train=True):
         sizes = {"kept_bytes": kept, "static_bytes": static, "transient_bytes": transient}
         stages.append(StagePrediction(draw(seconds), first + second, **halves, **sizes))
     links = []
-    for number, (source, target, *turns) in enumerate(meetings(graph)):
+    for number, (source, target, *turns) in enumerate(sharing_pairs(graph)):
         away = (
             graph.devices + 2 * number
-        )  # devices of no stage: nothing else is sent over their links
+        )  # Devices without a stage: nothing else is sent over their links.
         links.append(
             Message(source, target, away, away + 1, 1, 1, draw(short), draw(short), *turns)
         )
@@ -112,7 +112,7 @@ def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(
     for order in schedule.tasks:
         for stage, phase in {(task.stage, task.phase) for task in order}:
             own = [task.micro_batch for task in order if (task.stage, task.phase) == (stage, phase)]
-            assert own == sorted(own), "a stage takes its micro-batches in order"
+            assert own == sorted(own), "a stage runs its micro-batches in order"
     step = simulate(schedule, graph.stage_devices, prediction)
     assert max(span.end for span in step.spans) <= found.makespan * blocks.tick_s * (1 + 1e-9)
     if train:
@@ -122,7 +122,7 @@ def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(
 
 @given(st.data(), st.booleans())
 @settings(max_examples=40)
-def test_rounding_is_no_more_than_is_said(data, split):
+def test_rounding_is_within_the_stated_error(data, split):
     graph = data.draw(stage_graphs())
     prediction = data.draw(predictions(graph))
     tick = busiest_seconds(graph, prediction) / 1000
@@ -147,7 +147,7 @@ def chain(devices, pipelines=()):
     )
 
 
-def test_two_pipelines_take_micro_batches_in_turn_and_the_last_unit_may_be_short():
+def test_two_pipelines_alternate_and_the_last_repetition_may_be_incomplete():
     graph = chain(2, pipelines=(0, 1))
     prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * 4)
     blocks = stage_blocks(graph, prediction, True, 0.5)
@@ -172,7 +172,10 @@ def test_split_backwards_send_their_gradients_early():
         ends.append(simulate(schedule, graph.stage_devices, prediction).end)
         phases = {task.phase for order in schedule.tasks for task in order}
         assert (Phase.INPUT_GRADIENT in phases) is split
-    assert ends == [27.0, 21.0]  # 1F1B's (6 + 3) x 3, and zero bubble but for the first forwards
+    assert ends == [
+        27.0,
+        21.0,
+    ]  # (6 + 3) * 3 for 1F1B, and no bubble except for the first forwards.
 
 
 def test_delays_are_those_of_the_slowest_message():
@@ -192,7 +195,7 @@ def test_delays_are_those_of_the_slowest_message():
 
 
 @pytest.mark.parametrize(("kept", "rooms"), [(10, (None, None)), (1000, (3, 3))])
-def test_memory_is_limited_only_where_all_units_do_not_fit(kept, rooms):
+def test_memory_is_limited_only_if_not_all_micro_batches_fit(kept, rooms):
     graph = chain(2)
     stages = (StagePrediction(1.0, 2.0, kept_bytes=kept, transient_bytes=100),) * 2
     blocks = add_memory(
@@ -204,9 +207,7 @@ def test_memory_is_limited_only_where_all_units_do_not_fit(kept, rooms):
 
 @given(st.data(), st.integers(2, 3), st.integers(1, 6), st.booleans(), st.booleans())
 @settings(max_examples=25)
-def test_messages_that_take_turns_on_their_links_are_in_time(
-    data, devices, micro_batches, train, split
-):
+def test_searches_with_links_predict_the_step(data, devices, micro_batches, train, split):
     graph = chain(devices)
     stages = tuple(StagePrediction(data.draw(seconds), 0.2, 0.1, 0.1) for _ in graph.stage_devices)
     slow = tuple(

@@ -1,7 +1,6 @@
-"""Solvers prove equal optima of the integer programs that plans and divisions of models build.
+"""Solvers prove equal optima of the integer programs of plans and partitions.
 
-`benchmarks/integer_programs.py` compares the programs of the test suite and of the TePDist paper's
-cases.
+`benchmarks/integer_programs.py` compares the programs of the test suite and of the TePDist paper.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from tests.passes.solvers.milp.test_solve import knapsack
 
 SOLVERS = ("auto", "highs", "cbc")
 EQUAL = 1e-9
-"""Largest relative difference of equal optima."""
+"""Maximum relative difference of equal optima."""
 
 
 def tables_of(model: str, layers: int) -> Tables:
-    """The tables of the search for splits of a model on four devices."""
+    """Return the tables of the search for splits of a model on four devices."""
     problem = Training(model, (("layers", layers),), 4, 32).given(8)
     return make_tables(problem, range(len(problem.graph.nodes)), (0, 1, 2, 3))
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Files of the programs of two divisions into stages, and of two levels of the search within a
-    memory limit.
+    """Return files with the programs of two partitions into stages, and of two levels of the search
+    within a memory limit.
     """
     folder = tmp_path_factory.mktemp("programs")
     experts = tables_of("moe", 2)
@@ -59,7 +58,7 @@ def test_solvers_prove_equal_optima(programs: list[Path]) -> None:
             assert difference <= EQUAL, (path, optima.proven)
 
 
-def test_a_program_is_recorded_once_as_it_is(tmp_path: Path) -> None:
+def test_a_program_is_recorded_once_and_unchanged(tmp_path: Path) -> None:
     with recording(tmp_path):
         answers = [solve(knapsack(), 60.0), solve(knapsack(), 60.0), solve(knapsack(7.0), 60.0)]
     solve(knapsack(5.0), 60.0)
@@ -68,7 +67,7 @@ def test_a_program_is_recorded_once_as_it_is(tmp_path: Path) -> None:
     assert sorted(float(model.row_upper[0]) for model in found) == [7, 9]
     for model in found:
         assert model.matrix.toarray().tolist() == [[2, 4]]
-        # Costs are recorded as the solver gets them, times a power of two.
+        # Costs are recorded as the solver gets them, scaled by a power of two.
         assert (model.cost / knapsack().cost).tolist() == [model.cost[0] / -3] * 2
         assert (model.lower.tolist(), model.upper.tolist(), model.integral.all()) == (
             [0, 0],

@@ -21,11 +21,11 @@ from autopipe.configs.configuration import Configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.passes.solvers import pulp_client
 from autopipe.passes.solvers.milp import Builder, Model, Status, solve
-from tests.passes.solvers.milp.test_solve import knapsack, least_by_trying, programs
+from tests.passes.solvers.milp.test_solve import knapsack, minimum_by_brute_force, programs
 
 SOLVERS = ("highs", "cbc")
-"""Solvers that the test environment has; PuLP has CBC on x86-64 and Arm Linux, extra `test` has
-highspy.
+"""Solvers of the test environment: PuLP contains CBC on x86-64 and Arm Linux, the extra `test`
+contains highspy.
 """
 
 
@@ -33,7 +33,7 @@ highspy.
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(model=programs())
 def test_the_optimum_is_the_minimum_over_all_values(solver: str, model: Model) -> None:
-    minimum = least_by_trying(model)
+    minimum = minimum_by_brute_force(model)
     answer = solve(model, 60.0, solver=solver)
     if np.isinf(minimum):
         assert answer.status is Status.INFEASIBLE
@@ -70,14 +70,14 @@ def test_costs_without_a_minimum_are_an_error(solver: str) -> None:
         solve(builder.model(), 60.0, solver=solver)
 
 
-def test_the_start_is_the_answer_if_nothing_better_is_found() -> None:
+def test_the_start_is_returned_if_nothing_better_is_found() -> None:
     start = np.array([4.0, 0.0])
     answer = solve(knapsack(), 60.0, start=start, solver="cbc")
     assert answer.proven
     assert answer.values.tolist() == [4, 0]
 
 
-def test_names_of_the_configuration_are_those_of_the_solvers() -> None:
+def test_the_configuration_accepts_the_names_of_all_solvers() -> None:
     assert get_args(get_type_hints(Configuration)["solver"]) == pulp_client.SOLVER_NAMES
 
 
@@ -106,7 +106,7 @@ def test_the_process_loads_neither_ortools_nor_scipy() -> None:
 
 @pytest.fixture
 def fake_scip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An executable `scip` of the test's own, first on PATH."""
+    """Write an executable `scip` and put it first on PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     pulp_client.installed_solvers.cache_clear()
     yield tmp_path / "scip"
@@ -174,7 +174,7 @@ def test_the_solver_ends_with_the_process_that_started_it(fake_scip: Path, tmp_p
 
 
 def is_running(pid: int) -> bool:
-    """True if the process exists and is no zombie."""
+    """True if the process exists and is not a zombie."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,6 +1,4 @@
-"""Integer programs against trying everything, and what is made of a solver that says what is not
-so.
-"""
+"""Integer programs against brute force, and solvers with wrong results."""
 
 from __future__ import annotations
 
@@ -16,22 +14,22 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import AutopipeError
 from autopipe.passes.solvers.milp import Builder, MilpResult, Model, Status, solve
 
-# `autopipe.passes.solvers.milp` names the function.
-door = sys.modules[solve.__module__]
+# The module: an attribute of a package may have the same name.
+milp_module = sys.modules[solve.__module__]
 
 
-def knapsack(most: float = 9.0) -> Model:
-    """The most of 3a + 5b under 2a + 4b <= most and a, b <= 10."""
+def knapsack(capacity: float = 9.0) -> Model:
+    """Return the program: maximise 3a + 5b subject to 2a + 4b <= `capacity` and a, b <= 10."""
     builder = Builder()
     builder.add_variables(2, cost=[-3, -5], upper=10)
-    builder.add_rows([0, 0], [0, 1], [2, 4], upper=most)
+    builder.add_rows([0, 0], [0, 1], [2, 4], upper=capacity)
     return builder.model()
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> Model:
-    """A few whole numbers from -1 to 2 under a few rows, some of them equations or between two
-    bounds.
+    """Draw a program of a few integers from -1 to 2 with a few rows, some of them equations or with
+    two bounds.
     """
     figures = st.integers(-4, 4)
     count = draw(st.integers(1, 5))
@@ -50,7 +48,7 @@ def programs(draw: st.DrawFn) -> Model:
     return builder.model()
 
 
-def least_by_trying(model: Model) -> float:
+def minimum_by_brute_force(model: Model) -> float:
     ranges = [
         range(int(low), int(high) + 1) for low, high in zip(model.lower, model.upper, strict=True)
     ]
@@ -60,8 +58,8 @@ def least_by_trying(model: Model) -> float:
 
 @settings(max_examples=30)
 @given(model=programs())
-def test_the_answer_is_the_least_of_all(model: Model) -> None:
-    least = least_by_trying(model)
+def test_the_result_is_the_minimum(model: Model) -> None:
+    least = minimum_by_brute_force(model)
     answer = solve(model, 60.0)
     if np.isinf(least):
         assert answer.status is Status.INFEASIBLE
@@ -72,7 +70,7 @@ def test_the_answer_is_the_least_of_all(model: Model) -> None:
     assert answer.bound <= answer.objective
 
 
-def test_an_optimum_is_told_as_one() -> None:
+def test_an_optimum_has_status_optimal() -> None:
     answer = solve(knapsack(), 60.0)
     assert (answer.status, answer.values.tolist(), answer.objective) == (
         Status.OPTIMAL,
@@ -82,7 +80,7 @@ def test_an_optimum_is_told_as_one() -> None:
     assert (answer.bound, answer.gap) == (-12, 0)
 
 
-def test_costs_of_any_size_are_told_apart() -> None:
+def test_costs_of_any_scale_are_distinguished() -> None:
     model = knapsack()
     for scale in (1e-12, 1e12):
         answer = solve(replace(model, cost=model.cost * scale), 60.0)
@@ -90,12 +88,12 @@ def test_costs_of_any_size_are_told_apart() -> None:
         assert answer.values.tolist() == [4, 0]
 
 
-def test_no_values_are_told_as_proven() -> None:
+def test_an_infeasible_program_has_status_infeasible() -> None:
     answer = solve(knapsack(-1.0), 60.0)
     assert (answer.status, answer.found, len(answer.values)) == (Status.INFEASIBLE, False, 0)
 
 
-def test_costs_without_a_least_are_refused() -> None:
+def test_an_objective_without_a_minimum_is_rejected() -> None:
     builder = Builder()
     builder.add_variables(2, cost=-1, upper=np.inf)
     builder.add_rows([0, 0], [0, 1], [1, -1], upper=3)
@@ -103,7 +101,7 @@ def test_costs_without_a_least_are_refused() -> None:
         solve(builder.model(), 60.0)
 
 
-def test_a_linear_program_needs_no_whole_numbers() -> None:
+def test_a_linear_program_may_have_fractions() -> None:
     answer = solve(
         replace(knapsack(), integral=np.zeros(2, dtype=bool), upper=np.array([3.0, 10.0])), 60.0
     )
@@ -111,7 +109,7 @@ def test_a_linear_program_needs_no_whole_numbers() -> None:
     assert answer.values == pytest.approx([3, 0.75])
 
 
-def test_a_program_of_nothing() -> None:
+def test_an_empty_program() -> None:
     assert solve(Builder().model(), 60.0).proven
     builder = Builder()
     builder.add_rows([], [], lower=1, count=1)
@@ -119,8 +117,8 @@ def test_a_program_of_nothing() -> None:
 
 
 def hard(seed: int = 0, count: int = 60) -> Model:
-    """Market splits (Cornuéjols and Dawande, 1998): next to impossible for branch and bound beyond
-    30 variables.
+    """Return a market split problem (Cornuéjols and Dawande, 1998), which branch and bound cannot
+    solve in practice beyond 30 variables.
     """
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 100, (4, count))
@@ -136,7 +134,7 @@ def hard(seed: int = 0, count: int = 60) -> Model:
     return builder.model()
 
 
-def test_the_end_of_time_leaves_the_best_found() -> None:
+def test_a_time_limit_returns_the_best_found() -> None:
     answer = solve(hard(), 1.0)
     assert answer.status is Status.FEASIBLE
     assert answer.bound <= answer.objective
@@ -144,7 +142,7 @@ def test_the_end_of_time_leaves_the_best_found() -> None:
     assert not hard().violation(answer.values)
 
 
-def test_an_answer_is_never_worse_than_its_start() -> None:
+def test_a_result_is_never_worse_than_its_start() -> None:
     model = hard(1)
     start = solve(model, 1.0).values
     answer = solve(model, 0.3, start=start, nodes=0)
@@ -152,7 +150,7 @@ def test_an_answer_is_never_worse_than_its_start() -> None:
     assert answer.objective <= model.objective(start)
 
 
-def test_no_time_leaves_the_start_or_nothing() -> None:
+def test_without_time_the_start_is_returned() -> None:
     model = knapsack()
     nothing = solve(model, 0.0)
     assert nothing.status is Status.UNKNOWN
@@ -161,53 +159,57 @@ def test_no_time_leaves_the_start_or_nothing() -> None:
     assert answer.gap == np.inf
 
 
-def test_a_start_that_does_not_hold_is_refused() -> None:
+def test_an_invalid_start_is_rejected() -> None:
     with pytest.raises(AutopipeError, match="row 0 is missed by 5"):
         solve(knapsack(), 1.0, start=np.array([1.0, 3.0]))
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "wrong_values",
     [np.array([5.0, 0.0]), np.array([4.5, 0.0]), np.array([11.0, 0.0]), np.array([np.nan, 0.0])],
 )
-def test_a_solver_that_lies_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, lie: np.ndarray
+def test_invalid_values_of_a_solver_are_discarded(
+    monkeypatch: pytest.MonkeyPatch, wrong_values: np.ndarray
 ) -> None:
     monkeypatch.setattr(
-        door, "solve_with_highs", lambda *_: MilpResult(Status.FEASIBLE, lie, bound=-99.0)
+        milp_module,
+        "solve_with_highs",
+        lambda *_: MilpResult(Status.FEASIBLE, wrong_values, bound=-99.0),
     )
     assert solve(knapsack(), 1.0).status is Status.UNKNOWN
     begun = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (begun.status, begun.values.tolist(), begun.bound) == (Status.FEASIBLE, [0, 1], -np.inf)
 
 
-def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = door.solve_with_highs
+def test_an_invalid_result_is_replaced_by_a_run_without_presolve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    correct = milp_module.solve_with_highs
 
-    def lying(
+    def wrong_with_presolve(
         model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool
     ) -> MilpResult | None:
         if presolve:
             return MilpResult(Status.FEASIBLE, np.array([5.0, 0.0]), bound=-15.0 * 2**11)
-        return honest(model, seconds, gap, nodes, presolve)
+        return correct(model, seconds, gap, nodes, presolve)
 
-    monkeypatch.setattr(door, "solve_with_highs", lying)
+    monkeypatch.setattr(milp_module, "solve_with_highs", wrong_with_presolve)
     answer = solve(knapsack(), 60.0)
     assert (answer.proven, answer.values.tolist()) == (True, [4, 0])
 
 
-def test_nothing_is_impossible_that_is_already_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "solve_with_highs", lambda *_: MilpResult(Status.INFEASIBLE))
+def test_a_valid_start_overrules_status_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(milp_module, "solve_with_highs", lambda *_: MilpResult(Status.INFEASIBLE))
     answer = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (answer.status, answer.values.tolist()) == (Status.FEASIBLE, [0, 1])
 
 
-def test_a_bound_below_the_values_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def claim(model: Model, *_: object) -> MilpResult:
+def test_a_bound_below_the_values_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unproven_result(model: Model, *_: object) -> MilpResult:
         bound = model.objective(np.array([4.0, 0.0]))
         return MilpResult(Status.FEASIBLE, np.array([2.0, 1.0]), bound=bound)
 
-    monkeypatch.setattr(door, "solve_with_highs", claim)
+    monkeypatch.setattr(milp_module, "solve_with_highs", unproven_result)
     answer = solve(knapsack(), 1.0)
     assert (answer.status, answer.objective, answer.bound) == (Status.FEASIBLE, -11, -12)
     assert answer.gap == pytest.approx(1 / 11)

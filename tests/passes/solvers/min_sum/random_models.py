@@ -1,4 +1,4 @@
-"""Small random models of every shape, and what trying all choices finds."""
+"""Small random min-sum models, and the costs of all their choices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 @st.composite
 def models(draw: st.DrawFn, forbidden: bool = True, memory: bool = False) -> MinSum:
-    """Up to 6 nodes of 1 to 4 configurations; parts may be apart, pairs joined twice, arrays
-    shared, ties many.
+    """Draw up to 6 nodes of 1 to 4 configurations. Graphs may be disconnected, pairs may have two
+    edges, arrays may be shared, and ties are frequent.
 
-    Costs are integers, whole floats with or without forbidden pairs, or floats of any kind.
+    Costs are integers, integral floats with or without forbidden pairs, or any floats.
     """
     kind = draw(st.sampled_from(["int", "whole", "float"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -55,7 +55,7 @@ def models(draw: st.DrawFn, forbidden: bool = True, memory: bool = False) -> Min
 
 
 def all_choices(model: MinSum) -> list[tuple[float, float]]:
-    """Cost and memory of every choice that is not forbidden."""
+    """Return the (cost, memory) of each choice that is not forbidden."""
     found = []
     for choice in product(*(range(len(vector)) for vector in model.costs)):
         cost = model.cost_of(choice)

@@ -1,4 +1,4 @@
-"""Elimination in every ordering finds what trying all choices finds."""
+"""Elimination in each ordering finds the minimum over all choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopipe.passes.solvers.min_sum.elimination import ORDERINGS
 
 
 @given(models(), st.sampled_from(sorted(ORDERINGS)))
-def test_it_finds_the_least_of_all_choices(model: MinSum, ordering: str) -> None:
+def test_elimination_finds_the_minimum(model: MinSum, ordering: str) -> None:
     choices = all_choices(model)
     if not choices:
         with pytest.raises(InfeasibleError):
@@ -26,7 +26,7 @@ def test_it_finds_the_least_of_all_choices(model: MinSum, ordering: str) -> None
     assert answer.proven and answer.gap == 0 and answer.bound == answer.cost
 
 
-def test_whole_costs_are_exact_to_the_last_digit() -> None:
+def test_integer_costs_are_exact() -> None:
     large = 2**60
     model = MinSum(
         (np.array([large + 1, large + 2]), np.array([5, 3])),
@@ -37,7 +37,7 @@ def test_whole_costs_are_exact_to_the_last_digit() -> None:
     assert isinstance(answer.cost, int)
 
 
-def test_tables_that_are_too_large_are_refused_with_their_size() -> None:
+def test_too_large_tables_are_rejected_with_their_size() -> None:
     vector = np.zeros(100)
     matrix = np.zeros((100, 100))
     everyone = tuple(Edge(u, v, matrix) for u in range(6) for v in range(u))
@@ -48,7 +48,7 @@ def test_tables_that_are_too_large_are_refused_with_their_size() -> None:
 
 
 def test_equal_layers_are_eliminated_once() -> None:
-    """A star of a thousand equal leaves has one table."""
+    """A star with a thousand equal leaves has one table."""
     leaf = np.arange(50.0)
     hub = np.arange(60.0)
     matrix = np.ones((50, 60))
@@ -56,7 +56,7 @@ def test_equal_layers_are_eliminated_once() -> None:
     assert eliminate(MinSum((leaf,) * 1000 + (hub,), edges)).cost == 1000.0
 
 
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
+def test_mismatched_shapes_are_rejected() -> None:
     two = np.zeros(2)
     three = np.zeros(3)
     with pytest.raises(
@@ -69,14 +69,14 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         MinSum((two, np.zeros(0)))
 
 
-def test_an_unknown_ordering_is_refused_by_name() -> None:
+def test_an_unknown_ordering_is_rejected() -> None:
     with pytest.raises(
         ConfigurationError, match=r"'random'.*choose one of generate_seq, breadth_first, min_fill"
     ):
         eliminate(MinSum((np.zeros(2),)), "random")
 
 
-def test_sizes_that_no_float_holds_are_told() -> None:
+def test_sizes_beyond_the_range_of_floats_are_reported() -> None:
     vector = np.zeros(100)
     matrix = np.zeros((100, 100))
     everyone = tuple(Edge(u, v, matrix) for u in range(200) for v in range(u))

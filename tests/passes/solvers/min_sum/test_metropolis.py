@@ -1,4 +1,4 @@
-"""The random walk: what it promises, on small models of every shape."""
+"""The random walk on small models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ seeds = st.integers(0, 100)
 
 
 @given(models(), seeds, st.floats(0, 2), st.integers(0, 3))
-def test_a_walk_ends_no_worse_than_it_began(
+def test_a_walk_is_never_worse_than_its_start(
     model: MinSum, seed: int, temperature: float, followers: int
 ) -> None:
     start = [0] * len(model.costs)
@@ -44,7 +44,7 @@ def test_a_walk_ends_no_worse_than_it_began(
 
 
 @given(models(forbidden=False, memory=True), seeds)
-def test_what_fits_is_never_left_and_what_does_not_gets_smaller(model: MinSum, seed: int) -> None:
+def test_a_walk_stays_within_the_limit_or_reduces_memory(model: MinSum, seed: int) -> None:
     needs = sorted(memory for _, memory in all_choices(model))
     limit = needs[len(needs) // 2]
     start = [int(vector.argmax()) for vector in model.memory or ()]
@@ -54,8 +54,8 @@ def test_what_fits_is_never_left_and_what_does_not_gets_smaller(model: MinSum, s
 
 
 def chain(followers: bool) -> MinSum:
-    """Twenty nodes that all want to be alike; with followers, one between each two, which costs
-    where it differs.
+    """Return twenty nodes for which equal configurations are cheapest. With followers, there is a
+    follower between each pair of nodes, which costs if it differs.
     """
     differ = 1.0 - np.eye(3)
     costs = [np.array([5.0, 4.0, 6.0])] * 20
@@ -66,7 +66,7 @@ def chain(followers: bool) -> MinSum:
 
 
 @pytest.mark.parametrize("followers", [0, 19])
-def test_a_long_walk_finds_the_best(followers: int) -> None:
+def test_a_long_walk_finds_the_minimum(followers: int) -> None:
     model = chain(followers > 0)
     answer = walk(
         model, [0] * len(model.costs), iterations=4000, temperature=0.1, followers=followers
@@ -74,7 +74,7 @@ def test_a_long_walk_finds_the_best(followers: int) -> None:
     assert answer.cost == solve(model).cost == 80.0
 
 
-def test_without_warmth_a_walk_stays_where_every_step_costs() -> None:
+def test_at_temperature_0_no_step_increases_the_cost() -> None:
     apart = np.array([[0.0, 9.0], [9.0, 0.0]])
     model = MinSum((np.array([1.0, 0.0]),) * 2, (Edge(0, 1, apart),))
     assert walk(model, [0, 0], iterations=200, temperature=0.0).choice == (0, 0)

@@ -1,5 +1,5 @@
-"""A model without its nodes of at most two neighbours has the same least cost, and its choices can
-be completed.
+"""Eliminating nodes with at most two neighbours keeps the minimum cost, and choices can be
+expanded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopipe.passes.solvers.min_sum.model import merge_edges
 
 
 @given(models(), st.sampled_from([0, 5, 20, 1e9]))
-def test_the_least_cost_stays(model: MinSum, work: float) -> None:
+def test_the_minimum_cost_is_unchanged(model: MinSum, work: float) -> None:
     choices = all_choices(model)
     if not choices:
         return
@@ -28,8 +28,8 @@ def test_the_least_cost_stays(model: MinSum, work: float) -> None:
     assert model.cost_of(expanded) == pytest.approx(least, rel=1e-12, abs=1e-12)
 
 
-def test_equal_layers_are_worked_on_once() -> None:
-    """Sixty-four equal two-way branches between stations."""
+def test_equal_layers_are_reduced_once() -> None:
+    """Sixty-four equal two-way branches in a chain."""
     rng = np.random.default_rng(0)
     station = rng.random(6)
     branch = rng.random(9)

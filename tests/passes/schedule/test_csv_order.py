@@ -1,5 +1,5 @@
-"""Orders in PyTorch's CSV: read as torch reads them, written as torch takes them, refused with line
-and column.
+"""Orders in PyTorch's CSV format: read and written as torch does, and rejected with line and
+column.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MICRO_BATCHES = 8
 
 
 def torch_schedule(name, chunks):
-    """One of torch's schedules for stages that are nothing but numbers."""
+    """Return one of torch's schedules, for stages without a module."""
     stages = [
         SimpleNamespace(
             num_stages=RANKS * chunks,
@@ -47,7 +47,7 @@ def loaded_by_torch(path, stages):
     runtime.pp_group_size = RANKS
     runtime._num_stages = stages
     runtime._n_microbatches = MICRO_BATCHES
-    # Torch 2.15 reads these; the values are its defaults.
+    # Torch 2.15 reads these attributes; the values are its defaults.
     runtime._unshard_lookahead = "full"
     runtime._max_active_stages = 3
     runtime._defer_reduce_grad_wait = False
@@ -56,13 +56,13 @@ def loaded_by_torch(path, stages):
     return runtime
 
 
-def flat(actions):
+def flattened(actions):
     return [part for each in actions if each is not None for part in each.sub_actions or (each,)]
 
 
 def dump_computations(schedule, path):
-    """Write the order of a schedule of torch without its communication, which torch 2.9 writes in
-    no other format.
+    """Write the order of a torch schedule without communication. Torch 2.9 writes such orders only
+    in this format.
     """
     has_formats = "format" in inspect.signature(schedule._dump_csv).parameters
     schedule._dump_csv(str(path), *(["compute_only"] if has_formats else []))
@@ -78,13 +78,13 @@ def dump_computations(schedule, path):
         ("ScheduleDualPipeV", 2),
     ],
 )
-def test_schedules_of_torch_are_read_as_torch_has_them(name, chunks, tmp_path):
+def test_orders_of_torch_are_read_unchanged(name, chunks, tmp_path):
     theirs = torch_schedule(name, chunks)
     path = tmp_path / "order.csv"
     dump_computations(theirs, path)
     rows = read_orders(path)
     assert [[str(cell.task) for cell in row] for row in rows] == [
-        [str(action) for action in flat(theirs.pipeline_order[rank])] for rank in range(RANKS)
+        [str(action) for action in flattened(theirs.pipeline_order[rank])] for rank in range(RANKS)
     ]
     of_rank = theirs.stage_index_to_group_rank
     groups = tuple((of_rank[stage],) for stage in range(RANKS * chunks))
@@ -93,7 +93,7 @@ def test_schedules_of_torch_are_read_as_torch_has_them(name, chunks, tmp_path):
     assert schedule.micro_batches == MICRO_BATCHES
 
 
-def test_torch_takes_what_is_written_and_gives_it_back(tmp_path):
+def test_torch_reads_written_files_and_writes_them_back(tmp_path):
     plan, timeline = chain_plan(RANKS, MICRO_BATCHES)
     ours = tmp_path / "ours.csv"
     theirs = tmp_path / "theirs.csv"
@@ -129,7 +129,7 @@ CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
         ("0F99999999999999999999\n", "1:1", "is not a task"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_with_its_place(tmp_path, text, place, says):
+def test_an_unsuitable_file_is_rejected_with_its_position(tmp_path, text, place, says):
     path = tmp_path / "order.csv"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
@@ -139,7 +139,7 @@ def test_a_file_that_does_not_fit_is_refused_with_its_place(tmp_path, text, plac
     assert "\n" not in str(caught.value)
 
 
-def test_idle_cells_and_spaces_say_nothing(tmp_path):
+def test_empty_cells_and_spaces_are_ignored(tmp_path):
     path = tmp_path / "order.csv"
     path.write_bytes(b'0F0,,, 0I0 ,0W0\r\n"",1F0,1B0\r\n\r\n')
     schedule = fitted_order(read_orders(path), str(path), CHAIN, 1, train=True)
@@ -149,7 +149,7 @@ def test_idle_cells_and_spaces_say_nothing(tmp_path):
 @pytest.mark.parametrize(
     "make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_bytes(b"\xff")]
 )
-def test_what_cannot_be_read_is_refused(tmp_path, make):
+def test_an_unreadable_file_is_rejected(tmp_path, make):
     make(tmp_path / "order.csv")
     with pytest.raises(ConfigurationError, match=r"order\.csv"):
         read_orders(tmp_path / "order.csv")

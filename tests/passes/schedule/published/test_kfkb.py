@@ -1,5 +1,5 @@
-"""kFkB: the paper's example, 1F1B as its special case, and any stage graph with any sizes and any
-k.
+"""kFkB: the example of the GraphPipe paper, 1F1B as a special case, and any stage graph with any
+micro-batch sizes and any k.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def one_tick(task):
     return 1
 
 
-def with_turns(graph, turns):
+def with_ratios(graph, turns):
     return dataclasses.replace(graph, ratios=turns)
 
 
@@ -50,10 +50,10 @@ def orders(schedule):
 
 
 def predicted(graph, size=None, backward=2.0):
-    """Stages that take a second for each sample forward, `backward` back, and keep a byte for it;
-    messages are free.
+    """Return stages that take `backward` seconds per sample in backward, 1 second per sample in
+    forward, and save 1 byte per sample. Messages take no time.
 
-    The largest micro-batch has `size` samples; as few as there can be where that is None.
+    The largest micro-batch has `size` samples; None for the minimum number.
     """
     samples = [(size or math.lcm(*graph.ratios)) // turns for turns in graph.ratios]
     stages = tuple(
@@ -65,7 +65,7 @@ def predicted(graph, size=None, backward=2.0):
 
 
 def messages(graph, source, target):
-    """One for each pair of turns of a round that share samples."""
+    """Return a message for each pair of micro-batch slices that share samples."""
     devices = graph.stage_devices[source][0], graph.stage_devices[target][0]
     for own in range(graph.ratios[source]):
         for other in graph.sharing(source, own, target):
@@ -77,14 +77,14 @@ def messages(graph, source, target):
 
 
 def test_the_papers_example_with_micro_batches_of_1_2_and_4():
-    graph = with_turns(chain(3), (4, 2, 1))
+    graph = with_ratios(chain(3), (4, 2, 1))
     schedule = order_kfkb(graph, 4, True, one_tick)
     schedule.verify(graph, train=True)
     assert max_in_flight(graph, (1, 1, 1)) == (10, 4, 1), "10, 8 and 4 samples"
     assert orders(schedule)[2] == "F0 B0 F1 B1 F2 B2 F3 B3"
     assert orders(schedule)[1].startswith("F0 F1 F2 F3 B0 F4 B1 F5")
     assert orders(schedule)[0].startswith("F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 B0 F10 B1 F11")
-    uniform = with_turns(chain(3), (1, 1, 1))
+    uniform = with_ratios(chain(3), (1, 1, 1))
     assert max_in_flight(uniform, (1, 1, 1)) == (3, 2, 1), "12, 8 and 4 samples"
     steps = [
         simulate(order_kfkb(each, 4, True, one_tick), each.stage_devices, predicted(each, size=4))
@@ -94,7 +94,7 @@ def test_the_papers_example_with_micro_batches_of_1_2_and_4():
     assert steps[0].end < steps[1].end, "the others begin earlier after smaller micro-batches"
 
 
-def test_two_in_a_row():
+def test_k_of_2_runs_two_tasks_in_a_row():
     graph = chain(2)
     found = order_kfkb(graph, 6, True, one_tick, (2, 2))
     found.verify(graph, train=True)
@@ -105,7 +105,7 @@ def test_two_in_a_row():
 
 
 @given(stage_graphs(), st.integers(1, 6), st.booleans())
-def test_with_equal_sizes_and_k_of_1_it_is_1f1b(graph, micro_batches, train):
+def test_equal_sizes_and_k_of_1_give_1f1b(graph, micro_batches, train):
     depths = depths_to_end(len(graph.stage_devices), graph.edges)
     orders = [
         stage_order(s, depth, 1, graph.micro_batches_of(s, micro_batches), train)
@@ -117,25 +117,25 @@ def test_with_equal_sizes_and_k_of_1_it_is_1f1b(graph, micro_batches, train):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), stage_graphs(), st.integers(1, 5), st.booleans())
-def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_should(
+def test_any_graph_sizes_and_k_can_run_within_the_in_flight_limit(
     data, graph, micro_batches, train
 ):
     count = len(graph.stage_devices)
     turns = data.draw(st.tuples(*[st.sampled_from((1, 2, 3, 4, 6))] * count))
     ks = data.draw(st.tuples(*[st.integers(1, 5)] * count))
-    graph = with_turns(graph, turns)
+    graph = with_ratios(graph, turns)
     schedule = order_kfkb(graph, micro_batches, train, one_tick, ks)
     schedule.verify(graph, train)
     step = simulate(schedule, graph.stage_devices, predicted(graph))
     assert len(step.spans) == sum(map(len, schedule.tasks))
     if train:
         for stage, most in enumerate(max_in_flight(graph, ks)):
-            assert kept(schedule, graph, stage) <= most
+            assert in_flight_of(schedule, graph, stage) <= most
 
 
-def kept(schedule: Schedule, graph: StageGraph, stage: int) -> int:
-    """Most micro-batches of a stage between the start of forward and the end of backward, by its
-    device's order.
+def in_flight_of(schedule: Schedule, graph: StageGraph, stage: int) -> int:
+    """Return the maximum number of micro-batches between the start of forward and the end of
+    backward, by the order of the stage's device.
     """
     held = most = 0
     for task in schedule.tasks[graph.stage_devices[stage][0]]:
@@ -146,31 +146,31 @@ def kept(schedule: Schedule, graph: StageGraph, stage: int) -> int:
 
 
 @pytest.mark.parametrize("turns", [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)])
-def test_table_2_is_the_least_that_keeps_the_next_stage_busy(turns):
-    graph = with_turns(chain(2), turns)
+def test_table_2_is_the_minimum_that_keeps_the_next_stage_busy(turns):
+    graph = with_ratios(chain(2), turns)
     for ks in itertools.product((1, 2, 4), repeat=2):
-        kept, behind = max_in_flight(graph, ks)
-        assert idle_at_the_end(graph, ks, (kept, behind), backward=1.0) == 0.0
-        fewer = idle_at_the_end(graph, ks, (kept - 1, behind), backward=1.0)
-        assert fewer is None or fewer > 0, f"{kept - 1} would do for {turns} and {ks}"
+        in_flight_of, behind = max_in_flight(graph, ks)
+        assert idle_at_the_end(graph, ks, (in_flight_of, behind), backward=1.0) == 0.0
+        fewer = idle_at_the_end(graph, ks, (in_flight_of - 1, behind), backward=1.0)
+        assert fewer is None or fewer > 0, f"{in_flight_of - 1} would do for {turns} and {ks}"
 
 
-def test_a_chain_of_stages_of_one_speed_never_idles_once_it_is_full():
+def test_a_balanced_chain_never_idles_in_its_steady_state():
     for turns in itertools.product((1, 2, 4, 8), repeat=3):
         for ks in itertools.product((1, 2), repeat=3) if min(turns) == 1 else ():
-            graph = with_turns(chain(3), turns)
+            graph = with_ratios(chain(3), turns)
             assert idle_at_the_end(graph, ks, max_in_flight(graph, ks)) == pytest.approx(0.0), (
                 turns,
                 ks,
             )
-    # From k = 4 on two micro-batches more than the next stage has, as Table 2 says of equal k *
-    # size, are too few where a backward takes twice as long as a forward.
-    graph = with_turns(chain(2), (1, 1))
+    # For equal k * size, Table 2 gives two micro-batches more than the next stage has in flight.
+    # From k = 4 on, this is not enough if a backward takes twice as long as a forward.
+    graph = with_ratios(chain(2), (1, 1))
     assert idle_at_the_end(graph, (4, 4), max_in_flight(graph, (4, 4))) == pytest.approx(1.0)
 
 
-def test_where_table_2_is_too_little_to_run_at_all_more_is_kept():
-    graph = with_turns(chain(2), (1, 1))
+def test_more_than_table_2_is_in_flight_if_needed_to_run():
+    graph = with_ratios(chain(2), (1, 1))
     assert table_2(5, 1, 4, 1, 4) == 7
     assert idle_at_the_end(graph, (5, 4), (7, 4)) is None, (
         "the fifth backward waits for the next stage's eighth forward"
@@ -179,13 +179,13 @@ def test_where_table_2_is_too_little_to_run_at_all_more_is_kept():
     assert idle_at_the_end(graph, (5, 4), (8, 4)) is not None
 
 
-def idle_at_the_end(graph, ks, kept, backward=2.0):
-    """Seconds that the last device waits between its first task and its last; None where the order
-    cannot run.
+def idle_at_the_end(graph, ks, in_flight_of, backward=2.0):
+    """Return the seconds that the last device is idle between its first and its last task; None if
+    the order cannot run.
     """
     orders = [
         stage_order(stage, most, k, graph.micro_batches_of(stage, 8), train=True)
-        for stage, (most, k) in enumerate(zip(kept, ks, strict=True))
+        for stage, (most, k) in enumerate(zip(in_flight_of, ks, strict=True))
     ]
     schedule = Schedule(8, tuple(map(tuple, orders)))
     try:
@@ -197,7 +197,7 @@ def idle_at_the_end(graph, ks, kept, backward=2.0):
     return last[-1].end - last[0].start - sum(span.end - span.start for span in last)
 
 
-def test_a_k_for_each_stage_is_asked_for():
+def test_k_must_have_one_number_per_stage():
     found = KForwardsKBackwards((1, 2))
     with pytest.raises(
         ConfigurationError, match=r"schedule.k has 2 numbers, but the placement has 3 stages"

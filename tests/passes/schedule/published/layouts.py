@@ -1,4 +1,6 @@
-"""A stage graph for each schedule: chains of stages on devices that the schedule is made for."""
+"""A stage graph for each published schedule: chains of stages on the devices that the schedule
+requires.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,18 @@ from autopipe.ir.schedule import StageGraph
 
 
 def down(devices: int, times: int = 1) -> tuple[int, ...]:
-    """Devices in turn: 0 1 2 0 1 2."""
+    """Return the devices in ascending order, repeatedly: 0 1 2 0 1 2."""
     return tuple(range(devices)) * times
 
 
 def waves(devices: int, times: int = 1) -> tuple[int, ...]:
-    """Down the devices and up again: 0 1 2 2 1 0."""
+    """Return the devices in ascending and then in descending order: 0 1 2 2 1 0."""
     return (*range(devices), *reversed(range(devices))) * times
 
 
 def chain_on(path: Sequence[int], pipelines: int = 1) -> StageGraph:
-    """A stage on each device of the path; with several pipelines, each takes an equal share of
-    it.
+    """Return one stage per entry of the path. If there are several pipelines, each gets an equal
+    part of the path.
     """
     depth = len(path) // pipelines
     edges = tuple((stage, stage + 1) for stage in range(len(path) - 1) if (stage + 1) % depth)
@@ -28,7 +30,7 @@ def chain_on(path: Sequence[int], pipelines: int = 1) -> StageGraph:
 
 
 def suited(name: str, devices: int) -> StageGraph:
-    """A placement that the schedule is made for, with as few stages as that allows."""
+    """Return a placement that the schedule requires, with the minimum number of stages."""
     match name:
         case "interleaved_1f1b" | "looped_bfs":
             return chain_on(down(devices, 2))

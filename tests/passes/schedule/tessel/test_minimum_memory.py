@@ -1,4 +1,4 @@
-"""The least memory that would do: against every order of small blocks."""
+"""The minimum memory of block graphs, against all orders of small graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopipe.passes.schedule.tessel.model import minimum_memory, require_memory
 
 
 def peaks(graph, order):
-    """The most in use on each device when blocks start in this order, or 0."""
+    """Return the peak memory of each device if blocks start in this order, at least 0."""
     found = []
     for device in range(graph.devices):
         used = peak = 0
@@ -28,7 +28,7 @@ def peaks(graph, order):
 
 
 def orders(graph):
-    """All orders of one unit's blocks."""
+    """Yield all orders of one micro-batch's blocks."""
     for order in permutations(range(len(graph.blocks))):
         place = {index: position for position, index in enumerate(order)}
         if all(
@@ -51,7 +51,7 @@ def graphs(draw, tight=False):
 
 
 @given(graphs())
-def test_the_least_room_is_what_the_best_order_needs(graph):
+def test_minimum_memory_equals_that_of_the_best_order(graph):
     for device in range(graph.devices):
         fit = [
             found[device]
@@ -67,7 +67,7 @@ def test_the_least_room_is_what_the_best_order_needs(graph):
 
 @given(graphs() | graphs(tight=True))
 @settings(max_examples=400)
-def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
+def test_a_micro_batch_is_rejected_exactly_if_no_order_fits(graph):
     fits = any(
         all(
             room is None or peak <= room
@@ -82,7 +82,7 @@ def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
             require_memory(graph, 1)
 
 
-def test_the_device_and_the_least_are_named():
+def test_the_error_names_the_device_and_the_needed_memory():
     blocks = (
         Block("F", (1,), 1, 3),
         Block("G", (0, 1), 1, 2, (0,)),
@@ -95,12 +95,12 @@ def test_the_device_and_the_least_are_named():
         "raise its memory limit to 5 or more",
     )
     require_memory(BlockGraph(2, blocks, (2, 5)), 1)
-    with pytest.raises(InfeasibleError, match="9 is needed"):  # every unit leaves 3
+    with pytest.raises(InfeasibleError, match="9 is needed"):  # each micro-batch leaves 3 in use
         require_memory(BlockGraph(2, blocks, (2, 5)), 3)
 
 
-def test_devices_that_have_room_each_but_not_together():
-    """Nothing is freed before all four have started, so that the order of starts does not
+def test_memory_that_suffices_per_device_but_not_together():
+    """No block frees memory before all four have started, so the order of starts does not
     matter.
     """
     blocks = (
@@ -113,15 +113,17 @@ def test_devices_that_have_room_each_but_not_together():
 
 
 @pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k"])
-def test_the_shapes_need_what_one_micro_batch_keeps(name):
+def test_the_shapes_need_the_memory_of_one_micro_batch(name):
     least = 2 if name == "k" else 1
     require_memory(shape_blocks(name, 32, True, memory=least), 128)
     with pytest.raises(InfeasibleError, match=f"the memory limit is {least - 1}, but {least} is"):
         require_memory(shape_blocks(name, 32, True, memory=least - 1), 128)
 
 
-def test_units_that_free_before_they_allocate_may_help_one_another():
-    """One unit alone needs 4; of two, one goes ahead to where it has freed."""
+def test_micro_batches_that_free_first_may_need_less_together():
+    """One micro-batch needs 4. Of two, one can first run up to the point where it has freed
+    memory.
+    """
     changes = (-5, 9, -9, 5)
     blocks = tuple(
         Block(f"b{index}", (0,), 1, change, (index - 1,) if index else ())

@@ -1,4 +1,4 @@
-"""The default solver finds what trying all choices finds, with each of its means."""
+"""The default solver finds the minimum over all choices, with sweeps, elimination and branching."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, eliminate, solve
-from autopipe.passes.solvers.min_sum import branch_and_bound as goal
-from autopipe.passes.solvers.min_sum import branch_and_bound as search
+from autopipe.passes.solvers.min_sum import (
+    Assignment,
+    Edge,
+    MinSum,
+    branch_and_bound,
+    eliminate,
+    solve,
+)
 
 
 def check(model: MinSum, solver: Callable[[MinSum], Assignment]) -> None:
@@ -29,21 +34,23 @@ def check(model: MinSum, solver: Callable[[MinSum], Assignment]) -> None:
 
 
 @given(models())
-def test_it_finds_the_least_of_all_choices(model: MinSum) -> None:
+def test_search_finds_the_minimum(model: MinSum) -> None:
     check(model, solve)
 
 
 @given(models(), st.sampled_from([0, 10, 30, 100]))
-def test_cutting_in_two_finds_it_where_little_can_be_eliminated(model: MinSum, work: float) -> None:
+def test_branching_finds_it_if_little_can_be_eliminated(model: MinSum, work: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "SMALL", work)
-        patch.setattr(search, "PATIENCE", 0)
-        patch.setattr(goal, "MAX_BYTES", 8 * work)
+        patch.setattr(branch_and_bound, "ALWAYS_ALLOWED_WORK", work)
+        patch.setattr(branch_and_bound, "STALLED_WORK_FACTOR", 0)
+        patch.setattr(branch_and_bound, "MAX_BYTES", 8 * work)
         check(model, solve)
 
 
-def everyone(nodes: int, configurations: int) -> MinSum:
-    """Everyone with everyone: too many tables for elimination."""
+def complete_graph(nodes: int, configurations: int) -> MinSum:
+    """Return a model with an edge between all pairs of nodes, for which tables would be too
+    large.
+    """
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(nodes) for v in range(u)]
     edges = tuple(
@@ -52,10 +59,10 @@ def everyone(nodes: int, configurations: int) -> MinSum:
     return MinSum(tuple(rng.integers(0, 1000, configurations) for _ in range(nodes)), edges)
 
 
-def test_a_limit_ends_the_search_with_a_bound() -> None:
-    """A limit of work, which no clock looks at: the answer is the same each time."""
-    model = everyone(20, 12)
-    small = everyone(6, 12)
+def test_limited_work_returns_a_bound() -> None:
+    """Work is limited, not time: equal requests give equal results."""
+    model = complete_graph(20, 12)
+    small = complete_graph(6, 12)
     assert solve(small).cost == eliminate(small).cost
     answer = solve(model, patience=0.02)
     assert not answer.proven

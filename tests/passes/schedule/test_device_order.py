@@ -1,4 +1,4 @@
-"""The order of kinds along a pipeline."""
+"""Order of the device groups of a heterogeneous cluster along a pipeline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Published schedules on DAGs of stages: the order of a chain can run whatever edges lead
-forward.
+"""Published schedules on DAGs of stages: the order of a chain can run for any edges to later
+stages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus
-from tests.passes.schedule.named.layouts import suited
+from tests.passes.schedule.published.layouts import suited
 
 NAMES = [
     "chimera",
@@ -32,7 +32,7 @@ NAMES = [
 
 @st.composite
 def forward_edges(draw, stages, pipelines):
-    """Any edges from stages to later ones of the same pipeline."""
+    """Draw edges from stages to later stages of the same pipeline."""
     pairs = [
         (source, target)
         for target in range(stages)
@@ -45,7 +45,7 @@ def forward_edges(draw, stages, pipelines):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=20)
 @given(st.data())
-def test_orders_can_run_whatever_edges_there_are(name, data):
+def test_orders_can_run_for_any_edges(name, data):
     devices = data.draw(
         st.sampled_from([2, 4] if name in {"chimera", "dualpipe"} else [1, 2, 3, 4])
     )
@@ -58,9 +58,9 @@ def test_orders_can_run_whatever_edges_there_are(name, data):
 
 
 @st.composite
-def stages_beside_shared_ones(draw):
-    """A stage on each of some devices in any order, with stages on several of them anywhere
-    between.
+def stages_and_shared_stages(draw):
+    """Draw one stage on each of some devices in any order, and stages on several of these devices
+    between them.
     """
     devices = draw(st.integers(2, 4))
     groups = [(device,) for device in draw(st.permutations(range(devices)))]
@@ -71,6 +71,6 @@ def stages_beside_shared_ones(draw):
 
 
 @settings(max_examples=150)
-@given(stages_beside_shared_ones(), st.integers(1, 7))
-def test_1f1b_plus_can_run_wherever_shared_stages_stand(graph, micro_batches):
+@given(stages_and_shared_stages(), st.integers(1, 7))
+def test_1f1b_plus_can_run_for_any_position_of_shared_stages(graph, micro_batches):
     OneForwardOneBackwardPlus().order(graph, micro_batches).verify(graph, train=True)

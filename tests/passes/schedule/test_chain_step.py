@@ -1,4 +1,6 @@
-"""The step of a chain without its tasks against the simulation of all of them."""
+"""`chain_step`, which computes the step of a chain without tasks, against the simulation of all
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from autopipe.passes.schedule.simulate import simulate
 
 @st.composite
 def chains(draw):
-    """Stages of 1 to 3 devices in a line, and devices without a stage; some send to stages further
-    on, too.
+    """Draw stages of 1 to 3 devices in a chain, some of which also send to later stages, and
+    devices without a stage.
     """
     groups = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     devices = draw(st.permutations(range(sum(groups) + draw(st.integers(0, 1)))))
@@ -64,7 +66,7 @@ def chains(draw):
 
 @settings(max_examples=80, deadline=None)
 @given(chains(), st.integers(1, 9), st.booleans())
-def test_it_is_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
+def test_chain_step_equals_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
     graph, prediction = drawn
     assert is_chain(graph)
     schedule = order_kfkb(graph, micro_batches, train, ticks_of(prediction.stages))
@@ -74,10 +76,10 @@ def test_it_is_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
     assert (step.peak_memory, step.static_memory) == (timeline.peak_memory, timeline.static_memory)
 
 
-def test_what_is_no_chain_is_told():
+def test_is_chain_rejects_other_graphs():
     line = StageGraph(2, ((0,), (1,)), ((0, 1),))
     assert is_chain(line)
-    assert not is_chain(StageGraph(2, ((0,), (1,)), ())), "branches run beside one another"
-    assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),))), "a device with two stages"
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ())), "stages without edges run in parallel"
+    assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),))), "one device has two stages"
     assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), ratios=(1, 2)))
     assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), pipelines=(0, 1)))

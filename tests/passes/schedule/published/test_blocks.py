@@ -1,5 +1,5 @@
-"""Published schedules on blocks: Table II of the Tessel paper, measured; what they refuse; that
-every rule is kept.
+"""Published schedules on block graphs: the bubbles of Table II of the Tessel paper, rejections, and
+validity of all starts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from autopipe.passes.schedule.published.blocks import (
 )
 
 
-def broken_rules(schedule):
-    """Every rule that starts break: order within a unit, one block at a time on a device."""
+def violations(schedule):
+    """Return all violations of dependencies, and all overlaps of blocks on a device."""
     blocks = schedule.graph.blocks
     broken = [
         (unit, index)
@@ -41,7 +41,7 @@ def broken_rules(schedule):
         ("1f1b_plus", "nn", 0.2, 10),
     ],
 )
-def test_table_2_is_measured(name, form, bubble, period):
+def test_bubbles_equal_table_2(name, form, bubble, period):
     schedule = schedule_blocks(name, shape_blocks(form, 4, train=True), 32)
     assert schedule.period == period
     assert schedule.steady_bubble_rate == pytest.approx(bubble)
@@ -53,24 +53,24 @@ def test_table_2_is_measured(name, form, bubble, period):
 @pytest.mark.parametrize(
     ("name", "form"), [("gpipe", "k"), ("1f1b", "v"), ("1f1b_plus", "nn"), ("chimera", "x")]
 )
-def test_every_rule_is_kept(name, form, units, devices, train):
+def test_schedules_are_valid(name, form, units, devices, train):
     schedule = schedule_blocks(name, shape_blocks(form, devices, train), units)
     assert schedule.units == units
-    assert not broken_rules(schedule)
+    assert not violations(schedule)
     assert schedule.lower_bound <= (
         schedule.makespan if schedule.repetend is None else schedule.period
     )
 
 
 @pytest.mark.parametrize(("form", "bubble"), [("v", 0), ("m", 0), ("nn", 0)])
-def test_forwards_alone_follow_one_another_closely(form, bubble):
+def test_inference_has_no_bubble(form, bubble):
     assert (
         schedule_blocks("1f1b_plus", shape_blocks(form, 4, train=False), 32).steady_bubble_rate
         == bubble
     )
 
 
-def test_a_repetend_says_when_blocks_of_the_steady_state_start():
+def test_a_repetend_gives_the_starts_of_the_steady_state():
     schedule = schedule_blocks("1f1b_plus", shape_blocks("nn", 4, train=True), 40)
     repetend = schedule.repetend
     shifts = {
@@ -82,8 +82,8 @@ def test_a_repetend_says_when_blocks_of_the_steady_state_start():
     assert len(shifts) == 1
 
 
-def test_gpipe_ends_when_theory_says():
-    # (m + p - 1) slots of forwards and as many of backwards.
+def test_makespan_of_gpipe_equals_the_formula():
+    # m + p - 1 slots of forwards, and the same number of slots of backwards.
     schedule = schedule_blocks("gpipe", shape_blocks("v", 4, train=True), 6)
     assert schedule.makespan == (6 + 3) * (1 + 3)
     assert schedule.peak_memory == (6, 6, 6, 6)

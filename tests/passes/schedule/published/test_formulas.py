@@ -1,5 +1,5 @@
-"""Bubble and memory of every published schedule are what its paper says, measured by code of the
-tests' own.
+"""Bubble and memory of each published schedule equal the formulas of its paper. They are measured
+by `measuring`, which is independent of autopipe.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import pytest
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus, order_kfkb
-from tests.passes.schedule.named.layouts import chain_on, down, suited, waves
-from tests.passes.schedule.named.measuring import measure
+from tests.passes.schedule.published.layouts import chain_on, down, suited, waves
+from tests.passes.schedule.published.measuring import measure
 
 DEVICES = pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 8])
 EVEN = pytest.mark.parametrize("devices", [2, 4, 6, 8])
-WHOLE = [{"F": 1, "B": 1}, {"F": 1, "B": 2}, {"F": 2, "B": 3}, {"F": 1, "B": 3}]
-"""Times with whole backwards."""
+UNSPLIT = [{"F": 1, "B": 1}, {"F": 1, "B": 2}, {"F": 2, "B": 3}, {"F": 1, "B": 3}]
+"""Times with unsplit backwards."""
 HALVES = [
     {"F": 1, "I": 1, "W": 1},
     {"F": 2, "I": 2, "W": 1},
     {"F": 3, "I": 2, "W": 2},
     {"F": 4, "I": 5, "W": 3},
 ]
-"""Times with backwards in halves, weight gradients being no longer than the rest."""
+"""Times with split backwards, where weight gradients take at most as long as each of the others."""
 EQUAL = HALVES[0]
 
 
 def step(name, graph, micro_batches, times):
-    """A step of a schedule that is made for one form of placement."""
+    """Measure a step of a schedule that requires one placement pattern."""
     schedule = scheduler_class(name)().order(graph, micro_batches)
     schedule.verify(graph, train=True)
     return measure(schedule, graph, times)
@@ -38,7 +38,7 @@ def step(name, graph, micro_batches, times):
 
 @DEVICES
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 20])
-@pytest.mark.parametrize("times", WHOLE)
+@pytest.mark.parametrize("times", UNSPLIT)
 def test_gpipe_and_1f1b(devices, micro_batches, times):
     graph = chain_on(down(devices))
     gpipe, one, plus = (
@@ -58,10 +58,10 @@ def test_gpipe_and_1f1b(devices, micro_batches, times):
 @DEVICES
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 5])
-@pytest.mark.parametrize("times", WHOLE)
+@pytest.mark.parametrize("times", UNSPLIT)
 def test_interleaved_1f1b_and_looped_bfs(devices, chunks, groups, times):
-    # Times are those of a stage, of which a device has `chunks`: the bubble is the v-th part of
-    # GPipe's.
+    # Times are those of one stage, and a device has `chunks` = v stages: the bubble is GPipe's
+    # divided by v.
     graph = chain_on(down(devices, chunks))
     micro_batches = groups * devices
     interleaved, looped = (
@@ -96,9 +96,8 @@ def test_hanayo(devices, count, groups):
     assert equal.bubble == 2 * (devices - 1)
     assert max(equal.peaks) == 2 * count * devices
     assert real.bubble == 2 * (devices - 1) * (1 + groups)
-    if (
-        groups == 1
-    ):  # the paper's case; the rate that is quoted, (2p - 2) / (3pw + p - 1), is a little higher
+    if groups == 1:
+        # The paper's case. The rate that others quote, (2p - 2) / (3pw + p - 1), is slightly higher.
         rate = (2 * devices - 2) / (3 * devices * count + 2 * devices - 2)
         assert real.bubble / real.makespan == pytest.approx(rate)
         assert rate < (2 * devices - 2) / (3 * devices * count + devices - 1)
@@ -133,7 +132,7 @@ def test_zb_v(devices, more):
 @DEVICES
 @pytest.mark.parametrize("groups", [1, 2, 5])
 def test_v_half_and_v_min(devices, groups):
-    # Bubble rates of about p / 2m and 2p / 3m; a micro-batch is six slots of work on each device.
+    # The bubble rates are about p / 2m and 2p / 3m. A micro-batch has six slots of work per device.
     half, least = (
         step(name, chain_on(waves(devices)), groups * devices, EQUAL)
         for name in ("v_half", "v_min")
@@ -159,17 +158,16 @@ def test_dualpipe_and_dualpipe_v(depth, more, times):
         overlapping = measure(schedule, graph, times, overlapped(schedule))
         assert overlapping.bubble == (depth - 1) * (times["&"] + backward - 3 * times["W"])
         assert max(overlapping.peaks) == 2 * depth + 1
-        # One after the other, the forward does not wait for the backward beside it: the bubble is
-        # ZB-H1's.
-        apart = measure(schedule, graph, times)
-        assert apart.bubble == (depth - 1) * (times["F"] + times["I"] - times["W"])
+        # Without overlap, the forward does not wait for the backward of its pair: the bubble equals
+        # that of ZB-H1.
+        sequential = measure(schedule, graph, times)
+        assert sequential.bubble == (depth - 1) * (times["F"] + times["I"] - times["W"])
 
 
 def overlapped(schedule):
-    """The pairs that DualPipe overlaps: a forward and the whole backward right after it, of the
-    other direction.
-
-    Not the first pair in the middle: there the published schedule runs them apart.
+    """Return the pairs that DualPipe overlaps: a forward, and the unsplit backward of the other
+    direction right after it. The first pair in the middle is excluded, because the published
+    schedule does not overlap it.
     """
     pairs = []
     for order in schedule.tasks:
@@ -199,7 +197,7 @@ def test_any_number_of_micro_batches_can_run(name, devices, micro_batches):
     scheduler_class(name)().order(graph, micro_batches).verify(graph, train=True)
 
 
-def test_devices_may_be_numbered_in_any_way_and_come_in_groups():
+def test_devices_may_have_any_numbers_and_form_groups():
     numbers = list(range(8))
     random.Random(3).shuffle(numbers)
     single = suited("zb_v", 4)

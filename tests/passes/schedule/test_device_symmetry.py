@@ -1,4 +1,4 @@
-"""A step where one device stands for all that do the same, against the step of all devices."""
+"""A simulation with one device per pipeline rank against a simulation of all devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import DeviceSymmetry, simulate
 
 
-def each_for_itself(schedule, stage_devices, prediction):
+def without_symmetry(schedule, stage_devices, prediction):
     singles = tuple((device,) for device in range(schedule.devices))
     return DeviceSymmetry(schedule, tuple(map(tuple, stage_devices)), prediction, singles, ())
 
 
 @st.composite
 def steps(draw):
-    """Stages on groups of devices of which several are alike, with messages between any of them."""
+    """Draw stages on groups of devices, several of them equal, with messages between any of
+    them.
+    """
     small = draw(stage_graphs())
     copies = draw(st.integers(1, 4))
     groups = tuple(
@@ -56,16 +58,16 @@ def steps(draw):
     micro_batches = draw(st.integers(1, 4))
     order = draw(st.sampled_from((order_kfkb, order_gpipe)))
     schedule = order(graph, micro_batches, True, ticks_of(stages))
-    # Lists that are equal, but not one: as they are read from files.
+    # Equal lists that are different objects, as if read from a file.
     schedule = Schedule(micro_batches, tuple(tasks[:1] + tasks[1:] for tasks in schedule.tasks))
     return schedule, groups, Prediction(stages, tuple(messages))
 
 
 @settings(max_examples=150)
 @given(steps())
-def test_one_device_stands_for_all_that_do_the_same(step):
+def test_one_device_per_rank_gives_the_step_of_all_devices(step):
     found = simulate(*step)
-    with mock.patch("autopipe.passes.schedule.simulate.device_symmetry", each_for_itself):
+    with mock.patch("autopipe.passes.schedule.simulate.device_symmetry", without_symmetry):
         every = simulate(*step)
     assert found.spans == every.spans
     assert found.ends == every.ends

@@ -1,4 +1,4 @@
-"""Memory limits: what trying all choices finds, or the least memory there is."""
+"""Search within a memory limit, against all choices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import all_choices, models
 
-from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
-from autopipe.passes.solvers.min_sum import branch_and_bound as search
+from autopipe.passes.solvers.min_sum import Edge, MinSum, branch_and_bound, solve
 
 
 def check(model: MinSum, share: float) -> None:
@@ -34,21 +33,21 @@ def check(model: MinSum, share: float) -> None:
 
 
 @given(models(memory=True), st.floats(0, 1))
-def test_it_finds_the_least_of_all_choices_that_fit(model: MinSum, share: float) -> None:
+def test_search_finds_the_minimum_within_the_limit(model: MinSum, share: float) -> None:
     check(model, share)
 
 
 @given(models(memory=True), st.floats(0, 1), st.sampled_from([0, 100, 1000, 3000]))
-def test_cutting_in_two_finds_it_where_few_labels_may_be_formed(
+def test_branching_finds_it_if_few_labels_are_allowed(
     model: MinSum, share: float, work: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "SMALL", work)
-        patch.setattr(search, "PATIENCE", 0)
+        patch.setattr(branch_and_bound, "ALWAYS_ALLOWED_WORK", work)
+        patch.setattr(branch_and_bound, "STALLED_WORK_FACTOR", 0)
         check(model, share)
 
 
-def test_a_limit_of_work_ends_the_search_with_a_bound() -> None:
+def test_limited_work_returns_a_bound() -> None:
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(20) for v in range(u)]
     edges = tuple(Edge(u, v, rng.integers(0, 1000, (12, 12))) for u, v in pairs)

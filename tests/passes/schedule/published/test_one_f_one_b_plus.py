@@ -1,4 +1,4 @@
-"""1F1B+ on stages is the one on blocks that Table II of the Tessel paper is measured with."""
+"""1F1B+ on stages equals 1F1B+ on blocks, with which Table II of the Tessel paper is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 
 def stages_of(form, devices):
-    """The stages of a shape's forwards, in a chain, with their names."""
+    """Return the stages of a shape's forwards as a chain, and their names."""
     blocks = list(shape_blocks(form, devices, train=False).blocks)
     edges = tuple((stage, stage + 1) for stage in range(len(blocks) - 1))
     return StageGraph(devices, tuple(block.devices for block in blocks), edges), [
@@ -21,7 +21,7 @@ def stages_of(form, devices):
 @pytest.mark.parametrize("form", ["v", "m", "nn"])
 @pytest.mark.parametrize("devices", [2, 4, 6])
 @pytest.mark.parametrize("micro_batches", [1, 3, 11])
-def test_the_order_is_that_of_blocks(form, devices, micro_batches):
+def test_the_order_equals_that_of_blocks(form, devices, micro_batches):
     graph, names = stages_of(form, devices)
     schedule = OneForwardOneBackwardPlus().order(graph, micro_batches)
     schedule.verify(graph, train=True)
@@ -41,7 +41,7 @@ def test_the_order_is_that_of_blocks(form, devices, micro_batches):
     assert found == expected
 
 
-def test_a_shared_stage_at_the_end_turns_beside_the_last_stage():
+def test_a_shared_stage_at_the_end_follows_the_last_stage():
     graph = StageGraph(2, ((0,), (1,), (0, 1)), ((0, 1), (1, 2)))
     schedule = OneForwardOneBackwardPlus().order(graph, 3)
     schedule.verify(graph, train=True)

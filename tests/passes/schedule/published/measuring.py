@@ -1,5 +1,5 @@
-"""What a schedule's order takes and keeps, computed from scratch: shares no code with what makes or
-checks orders.
+"""Times and memory of a schedule's order, computed from scratch. This module shares no code with
+the modules that make or check orders.
 """
 
 from __future__ import annotations
@@ -7,15 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""Activations of a stage that a task adds; they are needed until the parameters' gradients are
-there.
-"""
+"""Activations of a stage that a task adds. They are needed until the weight gradients exist."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one step in which every task starts as soon as its device's order and its own
-    waits allow.
+    """One step in which each task starts as early as its device's order and its dependencies
+    permit.
     """
 
     makespan: int
@@ -28,20 +26,20 @@ class Measured:
 
     @property
     def bubble(self) -> int:
-        """Time by which the step is longer than the busiest device's work."""
+        """Time by which the step exceeds the work of the busiest device."""
         return self.makespan - max(self.work)
 
     @property
     def waiting(self) -> int:
-        """The longest that a device waits between its first task and its last."""
+        """Maximum idle time of a device between its first and its last task."""
         return max(span - work for span, work in zip(self.spans, self.work, strict=True))
 
 
 def measure(schedule, graph, times, together=()) -> Measured:
-    """`times` gives the length of each phase by its letter.
+    """Measure a schedule. `times` contains the length of each phase by its letter.
 
-    Pairs of tasks in `together` are one piece of work each, of the time `times["&"]`: they start
-    and end at once.
+    Each pair of tasks in `together` is one piece of work of the time `times["&"]`: both start and
+    end at the same time.
     """
     partner = {a: b for pair in together for a, b in (pair, pair[::-1])}
     names = [[str(task) for task in order] for order in schedule.tasks]
@@ -66,7 +64,7 @@ def measure(schedule, graph, times, together=()) -> Measured:
                     assert order.pop(0) == name
                     starts[name], ends[name] = start, start + length
                 free[device] = start + length
-        assert len(ends) > before, "nothing can go on"
+        assert len(ends) > before, "no task can run"
     return Measured(
         max(ends.values()),
         tuple(sum(times[letter(name)] for name in order) for order in names),
@@ -79,12 +77,12 @@ def measure(schedule, graph, times, together=()) -> Measured:
 
 
 def letter(name: str) -> str:
-    """The phase of a task by its name, like 2F0."""
+    """Return the phase letter of a task such as 2F0."""
     return next(sign for sign in "FBIW" if sign in name)
 
 
 def waits(name, graph, everything):
-    """Names of the tasks that must end before one of this name starts."""
+    """Return the names of the tasks that must end before a task can start."""
     sign = letter(name)
     stage, micro_batch = map(int, name.split(sign))
     if sign == "F":
@@ -102,7 +100,7 @@ def waits(name, graph, everything):
 
 
 def peak(order) -> int:
-    """Most activations kept while a device runs its order."""
+    """Return the maximum number of activations in use while a device runs its order."""
     kept = most = 0
     for name in order:
         kept += KEPT[letter(name)]

@@ -1,4 +1,4 @@
-"""The five shapes of blocks."""
+"""The five placement shapes of the Tessel paper as block graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
 
 
 def chain(graph):
-    """Names in an order of execution."""
+    """Return the names of the blocks in an order of execution."""
     return [graph.blocks[index].name for index in graph.order]
 
 
@@ -23,7 +23,7 @@ def test_every_device_has_the_published_load(name, train, infer, devices):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_memory_returns_to_nothing_and_only_training_keeps(name):
+def test_memory_returns_to_0_and_only_training_uses_memory(name):
     trained = shape_blocks(name, 4, True, memory=3)
     inferred = shape_blocks(name, 4, False)
     assert trained.memory == (3,) * 4
@@ -35,7 +35,7 @@ def test_memory_returns_to_nothing_and_only_training_keeps(name):
     assert trained.micro_batches_per_unit == (2 if name == "x" else 1)
 
 
-def test_blocks_follow_one_another_as_published():
+def test_dependencies_equal_the_published_ones():
     v = ["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0"]
     assert chain(shape_blocks("v", 4, True)) == v
     assert chain(shape_blocks("M", 4, True)) == ["TPf0", *v, "TPb0"]
@@ -52,12 +52,12 @@ def test_blocks_follow_one_another_as_published():
     assert [devices[name] for name in ("F0", "F3", "F4", "F7", "B4", "B7")] == [0, 3, 3, 0, 3, 0]
 
 
-def test_times_are_the_callers():
+def test_times_of_forward_and_backward_can_be_set():
     graph = shape_blocks("m", 4, True, forward=2, backward=5)
     assert {(block.name[0], block.time) for block in graph.blocks} == {("F", 2), ("B", 5), ("T", 1)}
 
 
 @pytest.mark.parametrize(("name", "devices"), [("v", 3), ("v", 0), ("v", -2), ("w", 4)])
-def test_what_is_no_shape_is_refused(name, devices):
+def test_unknown_shapes_and_odd_numbers_of_devices_are_rejected(name, devices):
     with pytest.raises(ConfigurationError):
         shape_blocks(name, devices, True)

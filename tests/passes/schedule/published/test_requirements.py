@@ -1,5 +1,5 @@
-"""Schedules that are made for one form of placement refuse others in one line that says what they
-want.
+"""Schedules that require a placement pattern reject other placements with one line that states the
+requirement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import SCHEDULERS, scheduler_class
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus
 from tests.passes.cost.graphs import cluster, perceptron, problem
-from tests.passes.schedule.named.layouts import chain_on, down, waves
+from tests.passes.schedule.published.layouts import chain_on, down, waves
 
 CHAIN, LOOPS, VALLEY, TWO_WAVES = (
     chain_on(path) for path in (down(4), down(4, 2), waves(4), waves(4, 2))
@@ -20,7 +20,7 @@ CHAIN, LOOPS, VALLEY, TWO_WAVES = (
 OPPOSITE = chain_on(waves(4), 2)
 ODD = chain_on(waves(3), 2)
 OVERLAPPING = StageGraph(3, ((0, 1), (1, 2)), ((0, 1),))
-ALIKE = chain_on((*down(4), *down(4)), 2)
+SAME_DIRECTION = chain_on((*down(4), *down(4)), 2)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
         ("chimera", CHAIN, 8, r"requires 2 pipelines, but the placement has 1 \(.*shape: x"),
         (
             "chimera",
-            ALIKE,
+            SAME_DIRECTION,
             8,
             r"visit the pipeline ranks in opposite directions, "
             r"but they are on pipeline ranks 0 1 2 3 0 1 2 3",
@@ -84,8 +84,8 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
             "zb_v",
             CHAIN,
             8,
-            r"visit all pipeline ranks in ascending and then in descending order, such as 0 1 2 2 1 0, "
-            r"but they are on pipeline ranks 0 1 2 3",
+            r"visit all pipeline ranks in ascending and then in descending order, such as "
+            r"0 1 2 2 1 0, but they are on pipeline ranks 0 1 2 3",
         ),
         ("v_half", TWO_WAVES, 8, r"requires 2 stages per device, but the placement has 4"),
         (
@@ -114,13 +114,13 @@ ALIKE = chain_on((*down(4), *down(4)), 2)
         ),
     ],
 )
-def test_other_forms_are_refused(name, graph, micro_batches, reason):
+def test_other_patterns_are_rejected(name, graph, micro_batches, reason):
     with pytest.raises(InfeasibleError, match=f"^schedule {name} .*{reason}") as caught:
         scheduler_class(name)().order(graph, micro_batches)
     assert "\n" not in str(caught.value)
 
 
-def test_1f1b_plus_refuses_stages_that_share_a_device():
+def test_1f1b_plus_rejects_stages_that_share_a_device():
     with pytest.raises(
         InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(use schedule 1f1b"
     ):
@@ -130,7 +130,7 @@ def test_1f1b_plus_refuses_stages_that_share_a_device():
 
 
 def chain_of(devices):
-    """A model of two layers a device, as a chain."""
+    """Return a model with two layers per device, and its placement as a chain."""
     graph = perceptron([4] * (devices + 1))
     return graph, Placement(
         tuple(Stage((2 * place, 2 * place + 1), (place,), 8) for place in range(devices))
@@ -140,7 +140,7 @@ def chain_of(devices):
 @pytest.mark.parametrize(
     "name", sorted(set(SCHEDULERS) - {"gpipe", "1f1b", "1f1b_plus", "kfkb", "tessel", "csv"})
 )
-def test_what_is_refused_before_it_runs_is_what_cannot_run(name):
+def test_requires_rejects_what_run_cannot_schedule(name):
     graph, placement = chain_of(4)
     given = problem(graph, cluster(4), micro_batches=8)
     scheduler = scheduler_class(name)()
@@ -153,7 +153,7 @@ def test_what_is_refused_before_it_runs_is_what_cannot_run(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"kfkb", "tessel", "csv"}))
-def test_micro_batches_of_several_sizes_are_refused(name):
+def test_different_micro_batch_sizes_are_rejected(name):
     graph, placement = chain_of(2)
     wide = Placement((placement.stages[0], Stage(placement.stages[1].nodes, (1,), 16)))
     with pytest.raises(InfeasibleError, match=f"schedule {name} requires one micro-batch size"):

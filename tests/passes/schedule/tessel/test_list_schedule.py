@@ -1,5 +1,5 @@
-"""List schedules: valid for any blocks, and without idle time where backwards are split and devices
-equally loaded.
+"""List schedules: valid for any blocks, and without idle time if backwards are split and devices
+are equally loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tests.passes.schedule.tessel.replay import faults
 
 
 def split_chain(devices: int, times: tuple[int, int, int], chunks: int = 1) -> BlockGraph:
-    """F, I and W of stages that go over the devices there and back; F takes 1 of memory, W frees
-    it.
+    """Return the F, I and W of stages that visit the devices in ascending and descending order. F
+    uses 1 of memory, W frees it.
     """
     forward, inputs, weights = times
     stages = devices * chunks
@@ -36,7 +36,7 @@ def split_chain(devices: int, times: tuple[int, int, int], chunks: int = 1) -> B
 
 
 @given(strategies.data(), strategies.integers(1, 6), strategies.integers(1, 4))
-def test_any_list_schedule_can_run(data: strategies.DataObject, units: int, in_flight: int) -> None:
+def test_list_schedules_are_valid(data: strategies.DataObject, units: int, in_flight: int) -> None:
     graph = data.draw(block_graphs(blocks=7, devices=3, times=(1, 5)))
     starts = list_schedule(graph, units, in_flight)
     if starts is not None:
@@ -45,9 +45,7 @@ def test_any_list_schedule_can_run(data: strategies.DataObject, units: int, in_f
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("devices", "units"), [(4, 16), (4, 64), (8, 32)])
-def test_equal_halves_leave_no_device_idle_between_its_first_and_last_task(
-    devices: int, units: int, chunks: int
-) -> None:
+def test_equal_halves_leave_no_device_idle(devices: int, units: int, chunks: int) -> None:
     graph = split_chain(devices, (10, 10, 10), chunks)
     starts = best_list_schedule(graph, units)
     assert starts is not None
@@ -56,7 +54,7 @@ def test_equal_halves_leave_no_device_idle_between_its_first_and_last_task(
     assert schedule.makespan == (devices - 1) * 10 + units * 30 * chunks
 
 
-def test_the_search_takes_the_shorter_ends() -> None:
+def test_the_search_uses_a_shorter_list_schedule() -> None:
     graph = split_chain(4, (10, 12, 9))
     found = search(graph, 64)
     assert (found.period, found.optimal, found.makespan) == (31, True, 3 * 10 + 64 * 31)
