@@ -33,13 +33,13 @@ def written(text: str = GOOD) -> Path:
 
 def test_a_file_is_scheduled_and_its_schedule_shown(command_line: CommandLine) -> None:
     told = command_line.done("schedule", written(), "--micro-batches", 8, "-o", "s.json")
-    assert "placement.yaml: 4 blocks on 2 devices, 8 units, tessel" in told.out
+    assert "placement.yaml: 4 blocks on 2 devices, 8 micro-batches, tessel" in told.out
     assert "period 3 (optimal, proven); makespan 27\n" in told.out
     assert "bubble 0.0% in the steady state, 11.1% in all" in told.out
     assert "0 F0-" in told.out and "memory (" in told.out and "schedule in s.json" in told.out
     assert not told.err
     shown = command_line.done("show", "s.json").out
-    assert shown.splitlines()[0] == "s.json: 4 blocks on 2 devices, 8 units"
+    assert shown.splitlines()[0] == "s.json: 4 blocks on 2 devices, 8 micro-batches"
     assert shown.splitlines()[1:] == told.out.splitlines()[1:-1]
     command_line.done("show", "s.json", "--svg", "s.svg")
     assert Path("s.svg").read_text(encoding="utf-8").startswith("<svg")

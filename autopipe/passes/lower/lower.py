@@ -41,6 +41,7 @@ from autopipe.ir.program import (
     StageCode,
     StageOnRank,
 )
+from autopipe.ir.repetition import longest_run
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.gradients import (
@@ -430,7 +431,7 @@ def _largest_loop(
         same = codes[length:] == codes[:-length]
         if np.count_nonzero(same) < max(length, covered + 1 - length):
             continue  # Too few instructions repeat for a loop that covers more.
-        first, count, moved = _longest_run(same, indices, length)
+        first, count, moved = longest_run(same, indices, length)
         if length * count > covered:
             covered = length * count
             start = first
@@ -442,23 +443,6 @@ def _largest_loop(
     strides = tuple(distance // units.get(each.stage, 1) for each in body)
     loop = Loop(body, covered // size, strides[0], () if len(set(strides)) == 1 else strides)
     return flat[:start], (loop,), flat[start + covered :]
-
-
-def _longest_run(same: np.ndarray, indices: np.ndarray, length: int) -> tuple[int, int, int]:
-    """Return (start, count, distance) of the longest run of repeated bodies of `length` instructions.
-
-    start: position of the first instruction of the run.
-    count: number of bodies, 0 if nothing repeats. Ties: the first run wins.
-    distance: difference of `indices` between a body and the next one.
-
-    `same[i]` is True if instruction i + `length` equals instruction i except for its index.
-    """
-    distances = np.where(same, np.maximum(indices[length:] - indices[:-length], 0), 0)
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
-    spans = np.diff(np.concatenate((starts, [len(distances)])))
-    counts = np.where((distances[starts] > 0) & (spans >= length), 1 + spans // length, 0)
-    found = int(np.argmax(counts))
-    return int(starts[found]), int(counts[found]), int(distances[starts[found]])
 
 
 def one_device_program(

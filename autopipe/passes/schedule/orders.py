@@ -14,6 +14,7 @@ import numpy as np
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.ir.repetition import longest_run
 from autopipe.ir.schedule import (
     Phase,
     Repetend,
@@ -144,26 +145,19 @@ def _find_repetend(order: Sequence[Task]) -> Repetend:
     tried.
     """
     best = Repetend(0, 0, 0)
-    fewest = len(order)
+    minimum_lines = len(order)
     kinds = np.array(
         [task.stage * len(_PHASES) + _PHASES.index(task.phase) for task in order], dtype=np.int64
     )
     micro_batches = np.array([task.micro_batch for task in order], dtype=np.int64)
     longest = min(len(order) // 2, _LARGEST_STRIDE * len(set(kinds.tolist())))
     for length in range(1, longest + 1):
-        strides = micro_batches[length:] - micro_batches[:-length]
-        strides = np.where((kinds[length:] == kinds[:-length]) & (strides > 0), strides, 0)
-        # Find maximal runs of equal strides. n consecutive tasks that recur `length` positions
-        # later make 1 + n // length repetitions.
-        edges = np.flatnonzero(np.diff(strides)) + 1
-        starts = np.concatenate(([0], edges))
-        ends = np.concatenate((edges, [len(strides)]))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            count = 1 + (end - start) // length
-            lines = len(order) - length * (count - 1)
-            if count > 1 and lines < fewest and strides[start] > 0:
-                best = Repetend(start, length, count, int(strides[start]))
-                fewest = lines
+        is_equal = kinds[length:] == kinds[:-length]
+        start, count, stride = longest_run(is_equal, micro_batches, length)
+        lines = len(order) - length * (count - 1)
+        if count and lines < minimum_lines:
+            best = Repetend(start, length, count, stride)
+            minimum_lines = lines
     return best
 
 
