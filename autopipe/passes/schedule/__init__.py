@@ -1,5 +1,5 @@
-"""The order of tasks on every device: published schedules, Tessel's search, a user's file; and the
-simulated step.
+"""Schedules: the order of tasks on each device, and the simulation of a step.
 
-May import ir, analysis, cost and solvers; the simulator imports ir alone and knows no scheduler.
+The orders come from published schedules, from Tessel's search, or from a file. The modules may
+import ir, analysis, cost and solvers. The simulator imports only ir and works for any scheduler.
 """

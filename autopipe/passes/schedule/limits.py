@@ -266,8 +266,8 @@ def _end_of_each_stage(
     """Return the end of the last task of each stage, in seconds, for `count` micro-batches."""
     size = len(stages)
     # Seconds of the slowest activation and of the slowest gradient between two stages. Each link
-    # carries one message per micro-batch and direction, so the slowest link decides. A message of
-    # 0 bytes arrives at once.
+    # carries one message per micro-batch and direction, so the slowest link decides. A message
+    # without bytes arrives immediately.
     slowest: dict[tuple[int, int], tuple[float, float]] = {}
     for message in messages:
         pair = (message.source_stage, message.target_stage)

@@ -58,12 +58,11 @@ def merge_orders(
         orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
         order_of_device = {device: order for order, group in orders for device in group}
         return tuple(order_of_device.get(device, ()) for device in range(graph.devices))
-    # Devices with the same stages are idle and busy at the same times: one pipeline rank ("lane")
-    # represents all of them.
-    lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
-    groups = lane_groups(graph.stage_devices, lanes)
-    free = [True] * len(lanes)
-    lists = [list[Task]() for _ in lanes]
+    # Devices with equal stages are idle at equal times. A pipeline rank represents all of them.
+    pipeline_ranks = lanes_of(graph.stage_devices, ((),) * graph.devices)
+    groups = lane_groups(graph.stage_devices, pipeline_ranks)
+    free = [True] * len(pipeline_ranks)
+    lists = [list[Task]() for _ in pipeline_ranks]
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
     # Samples per micro-batch of each stage, in the smallest unit that makes all of them integers.
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]
@@ -97,25 +96,25 @@ def merge_orders(
     while True:
         reserved: set[int] = set()
         for task in sorted((remaining[stage][0] for stage in waiting), key=priority):
-            if not all(free[lane] and lane not in reserved for lane in groups[task.stage]):
+            if not all(free[rank] and rank not in reserved for rank in groups[task.stage]):
                 reserved.update(groups[task.stage])
                 continue
             waiting.discard(task.stage)
             busy.add(task.stage)
             remaining[task.stage].popleft()
-            for lane in groups[task.stage]:
-                free[lane] = False
-                lists[lane].append(task)
+            for rank in groups[task.stage]:
+                free[rank] = False
+                lists[rank].append(task)
             heapq.heappush(running, (now + ticks(task), task.stage, task))
         if not running:
-            return on_each_device(lanes, list(map(tuple, lists)))
+            return on_each_device(pipeline_ranks, list(map(tuple, lists)))
         now = running[0][0]
         while running and running[0][0] == now:
             task = heapq.heappop(running)[2]
             done.add(task)
             busy.discard(task.stage)
-            for lane in groups[task.stage]:
-                free[lane] = True
+            for rank in groups[task.stage]:
+                free[rank] = True
             following = after if task.phase is Phase.FORWARD else before
             waiting.update(filter(is_ready, (task.stage, *following[task.stage])))
 

@@ -118,7 +118,7 @@ class DeviceSymmetry:
     """Indices of the pipeline ranks of each stage."""
     prediction: Prediction
     """All stages, and the messages of the first pair of devices of each entry of `links`."""
-    lanes: Lanes
+    pipeline_ranks: Lanes
     """Devices of each pipeline rank."""
     links: Links
     """Pairs of devices, grouped by equal messages."""
@@ -133,13 +133,15 @@ def device_symmetry(
     Two pairs of devices are equal if their devices belong to the same pipeline ranks and they
     exchange equal messages in both directions.
     """
-    lanes = lanes_of(stage_devices, schedule.tasks)
+    pipeline_ranks = lanes_of(stage_devices, schedule.tasks)
     messages_of_pair: dict[tuple[int, int], list[Message]] = {}
     for message in prediction.messages:
         low = min(message.source, message.target)
         high = max(message.source, message.target)
         messages_of_pair.setdefault((low, high), []).append(message)
-    lane_of_device = {device: index for index, devices in enumerate(lanes) for device in devices}
+    rank_of_device = {
+        device: index for index, devices in enumerate(pipeline_ranks) for device in devices
+    }
     links: dict[Hashable, list[tuple[int, int]]] = {}
     for (low, high), exchanged in messages_of_pair.items():
         # The sender of the first message comes first. Otherwise equal pairs whose devices are
@@ -150,7 +152,7 @@ def device_symmetry(
             for message in exchanged
         )
         # ~device is negative: a device without a pipeline rank equals no other device.
-        ends = (lane_of_device.get(device, ~device) for device in pair)
+        ends = (rank_of_device.get(device, ~device) for device in pair)
         links.setdefault((*ends, content), []).append(pair)
     first_pairs = {pairs[0] for pairs in links.values()}
     messages = tuple(
@@ -159,10 +161,12 @@ def device_symmetry(
         if first_pairs & {(message.source, message.target), (message.target, message.source)}
     )
     return DeviceSymmetry(
-        Schedule(schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in lanes)),
-        lane_groups(stage_devices, lanes),
+        Schedule(
+            schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in pipeline_ranks)
+        ),
+        lane_groups(stage_devices, pipeline_ranks),
         replace(prediction, messages=messages),
-        lanes,
+        pipeline_ranks,
         tuple(map(tuple, links.values())),
     )
 
@@ -254,7 +258,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
         reduced.schedule,
         reduced.groups,
         reduced.prediction,
-        [devices[0] for devices in reduced.lanes],
+        [devices[0] for devices in reduced.pipeline_ranks],
     )
     run.until_done()
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
@@ -263,10 +267,19 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     )
     static = static_memory(schedule.devices, stage_devices, costs)
     curves = _memory_curves(static, costs, spans, train)
-    memory = on_each_device(reduced.lanes, [curves[devices[0]] for devices in reduced.lanes])
+    memory = on_each_device(
+        reduced.pipeline_ranks, [curves[devices[0]] for devices in reduced.pipeline_ranks]
+    )
     ends = tuple(sorted(run.ends, key=lambda span: (span.device, span.start, span.end)))
     return Timeline(
-        spans, tuple(run.transfers), memory, static, run.end, reduced.lanes, reduced.links, ends
+        spans,
+        tuple(run.transfers),
+        memory,
+        static,
+        run.end,
+        reduced.pipeline_ranks,
+        reduced.links,
+        ends,
     )
 
 

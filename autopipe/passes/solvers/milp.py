@@ -264,8 +264,8 @@ def solve_with_highs(
         if found.mip_dual_bound is None and found.status == _OPTIMAL
         else found.mip_dual_bound
     )
-    answer = MilpResult(Status.UNKNOWN, bound=-np.inf if bound is None else float(bound))
-    return answer if found.x is None else replace(answer, status=Status.FEASIBLE, values=found.x)
+    result = MilpResult(Status.UNKNOWN, bound=-np.inf if bound is None else float(bound))
+    return result if found.x is None else replace(result, status=Status.FEASIBLE, values=found.x)
 
 
 def _solve_with_pulp(

@@ -66,11 +66,11 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
         )
         for phase in ((Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,))
     ]
-    lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
+    ranks = lanes_of(graph.stage_devices, ((),) * graph.devices)
     orders = [
-        tuple(chain.from_iterable(phase[devices[0]] for phase in merged)) for devices in lanes
+        tuple(chain.from_iterable(phase[devices[0]] for phase in merged)) for devices in ranks
     ]
-    tasks = on_each_device(lanes, orders)
+    tasks = on_each_device(ranks, orders)
     return Schedule(micro_batches, tasks, find_repetends(tasks))
 
 

@@ -152,7 +152,7 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     if not narrow:
         return None
     renumbered = {index: position for position, index in enumerate(narrow)}
-    before: dict[int, set[int]] = {}  # Per block, the nearest narrow blocks that it depends on.
+    before: dict[int, set[int]] = {}  # Nearest narrow predecessors of each block.
     for index in graph.order:
         waits = (
             {other} if other in renumbered else before[other] for other in graph.blocks[index].after

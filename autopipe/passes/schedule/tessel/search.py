@@ -384,8 +384,7 @@ def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tup
     Raise InfeasibleError, with the device and the memory it needs, if there is none.
     """
     last = model.with_reserved_memory(graph, micro_batches - 1)
-    # Of the available blocks, take one that allocates no memory if there is one, and among equals
-    # the one that became available last.
+    # Blocks that allocate no memory come first. Ties: the block that became available last.
     order = model.topological_order(
         graph, lambda index, started: (graph.blocks[index].memory > 0, -started)
     )

@@ -292,7 +292,7 @@ class Subproblem:
         work of a sweep. Raise InfeasibleError if a node has none left.
         """
         positions = self.within(threshold)
-        sizes = [len(places) for places in positions]
+        sizes = [len(of_node) for of_node in positions]
         if not all(sizes):
             raise InfeasibleError("each choice costs more than the threshold")
         if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self.kept]):
@@ -385,11 +385,14 @@ class Objective(Incumbent):
         """Solve the part restricted to its cheapest configurations by elimination, and offer the
         result.
 
-        `low` is a known lower bound of the part. The threshold is low + fraction * (best known cost
-        - low), for the first of `GAP_FRACTIONS` whose work is at most `work`. Return (bound, work):
-        a lower bound of all choices in the part that are better than the best known one, and the
-        work that was done. If no choice of the restricted part is better, each better choice
-        contains a configuration above the threshold, so the threshold is such a bound.
+        `low` is a known lower bound of the part. The threshold is low + fraction * (top - low) for
+        the first of `GAP_FRACTIONS` whose work is at most `work`; top is the best known cost, or
+        the largest configuration bound if this is smaller. Return (bound, work): a lower bound of
+        all choices in the part that are better than the best known one, and the work that was done.
+
+        If no choice of the restricted part is better, each better choice contains a configuration
+        above the threshold, so the threshold is such a bound. For fraction 1, no better choice
+        contains such a configuration, so the bound is the cutoff.
         """
         top = min(
             self.cutoff,
@@ -398,7 +401,7 @@ class Objective(Incumbent):
         for fraction in GAP_FRACTIONS:
             threshold = low + fraction * (top - low)
             positions = part.within(threshold)
-            sizes = [len(places) for places in positions]
+            sizes = [len(of_node) for of_node in positions]
             around = with_choice(part.around, sizes)
             order = smallest_table(around, sizes)
             entries, needed = elimination_size(around, sizes, order)
