@@ -1,5 +1,5 @@
-"""Strategies: a file or a folder each, that chooses a placement for a problem.
+"""Strategies: one file or folder per strategy. A strategy chooses a placement, a mapping from nodes
+to stages and devices, for a problem.
 
-A strategy imports what stands below placement (schedule, sharding, partition, cost, analysis,
-solvers), and no other.
+A strategy imports schedule, sharding, partition, cost, analysis and solvers, and no other strategy.
 """

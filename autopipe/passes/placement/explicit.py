@@ -1,5 +1,5 @@
-"""The placement that is written down, stage by stage, so that a person can read and edit it; and
-how one is written.
+"""Strategy `explicit`: a placement that is written stage by stage in YAML. Also writes placements
+in this form.
 """
 
 from __future__ import annotations
@@ -26,46 +26,51 @@ from autopipe.passes.analysis.constraints import checked_splits, own_axis
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 
-NodeName = int | str  # A node's index in the graph, its name, or a glob over names.
+NodeName = int | str
+"""A node's index in the graph, its name, or a glob over names."""
 NodeEntry = NodeName | tuple[NodeName, NodeName]
-"""A name, or the first and the last of nodes that follow one another in the graph."""
+"""A node name, or the (first, last) node of a range in the order of the graph."""
 
-Degrees = tuple[tuple[str, int], ...]  # Degrees by axis, outer to inner.
-# In a split: the axis that counts samples, whatever it is called in a node's iteration space.
+Degrees = tuple[tuple[str, int], ...]
+"""(axis, degree) pairs, outer to inner."""
 SAMPLES = "samples"
+"""The name of the sample axis in a split, whatever its name in a node's iteration space."""
 EVERY = ("*",)
-"""Entries that mean all nodes of a stage."""
+"""The node entries that select all nodes of a stage."""
 _LAST = chr(0x10FFFF)
 _SPECIAL = re.compile(r"[*?[]")
 _RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
-_LEAST_RUN = 3  # Devices that are written as a run; fewer are written one by one.
-# Globs that are tried for nodes beyond one a layer: names that nobody's layers explain are many.
-_MOST_GLOBS = 256
+_MINIMUM_RUN = 3
+"""Minimum number of consecutive devices that are written as a range."""
+_MAXIMUM_GLOBS = 256
+"""Maximum number of role globs that are tried."""
 
 
 class NodeNames:
-    """The names of a graph's nodes, of which some may be equal, empty, or look like globs."""
+    """The names of a graph's nodes. Names can be equal, empty, or contain glob characters."""
 
     def __init__(self, graph: Graph) -> None:
         self.names = tuple(node.name for node in graph.nodes)
         self._positions: dict[str, list[int]] = {}
         for index, name in enumerate(self.names):
             self._positions.setdefault(name, []).append(index)
-        spelled = [(name, index) for index, name in enumerate(self.names)]
-        # Exporters put a slash first, which a glob may leave out.
-        spelled += [(name[1:], index) for name, index in spelled if name.startswith("/")]
-        self._sorted = sorted(spelled)
+        variants = [(name, index) for index, name in enumerate(self.names)]
+        # Exported names begin with a slash, which a glob may omit.
+        variants += [(name[1:], index) for name, index in variants if name.startswith("/")]
+        self._sorted = sorted(variants)
         self._globs: dict[str, tuple[int, ...]] = {}
 
     def meant(self, entry: NodeEntry) -> tuple[int, ...]:
-        """The nodes that an entry means, ascending, at least one; a name that a node has is no
-        glob. Raises ConfigurationError for an index or a name that there is not, with the nearest
-        name, and for a range whose ends are several nodes each or the wrong way round.
+        """Return the nodes that an entry selects, ascending; at least one.
+
+        An entry that equals the name of a node is not a glob. Raise ConfigurationError for an index
+        or name that does not exist (with the nearest name), and for a range whose ends are reversed
+        or select several nodes.
         """
         if isinstance(entry, tuple):
             first, last = map(self._one, entry)
             if first > last:
-                raise ConfigurationError(f"{_spelled(entry)} ends before it begins")
+                raise ConfigurationError(f"{_entry_text(entry)} ends before it begins")
             return tuple(range(first, last + 1))
         if isinstance(entry, int):
             if not 0 <= entry < len(self.names):
@@ -81,7 +86,7 @@ class NodeNames:
         return matched
 
     def matched(self, glob: str) -> tuple[int, ...]:
-        """The nodes whose names match a glob, ascending."""
+        """Return the nodes whose names match a glob, ascending."""
         if glob not in self._globs:
             prefix = _SPECIAL.split(glob, maxsplit=1)[0]
             low = bisect_left(self._sorted, (prefix,))
@@ -92,27 +97,29 @@ class NodeNames:
         return self._globs[glob]
 
     def called(self, node: int) -> NodeName:
-        """The node's name where no other node has it, else its index."""
+        """Return the node's name if it is unique, and otherwise the node's index."""
         name = self.names[node]
         return name if len(self._positions[name]) == 1 else node
 
     def has(self, name: str) -> bool:
+        """True if a node has this name."""
         return name in self._positions
 
     def _one(self, end: NodeName) -> int:
         found = self.meant(end)
         if len(found) > 1:
-            hint = f"write its number: {', '.join(map(str, found[:4]))}" + (
+            hint = f"write its index: {', '.join(map(str, found[:4]))}" + (
                 ", ..." if len(found) > 4 else ""
             )
             raise ConfigurationError(
-                f"{end!r} is {len(found)} {plural(len(found), 'node')}, and a range ends at one",
+                f"{end!r} selects {len(found)} {plural(len(found), 'node')}, "
+                "but a range ends at one",
                 hint,
             )
         return found[0]
 
 
-def _spelled(entry: NodeEntry) -> str:
+def _entry_text(entry: NodeEntry) -> str:
     return (
         f"the range from {entry[0]!r} to {entry[1]!r}" if isinstance(entry, tuple) else repr(entry)
     )
@@ -126,25 +133,29 @@ def entries_of(
     globs: Iterable[str],
     layers: Sequence[str] = (),
 ) -> tuple[NodeEntry, ...]:
-    """Entries that, of the nodes of `among` (ascending), mean `nodes` and none that is not
-    `allowed`. In the order of the graph. Each of `globs` is taken where that holds of it; what is
-    left is told by ranges, of which none goes on from one layer to the next if `layers` has the
-    layer of each node.
+    """Return entries, in the order of the graph, that select all of `nodes` and only nodes of
+    `allowed` among `among`.
+
+    `among` is ascending. Each of `globs` is used if it selects permitted nodes only and at least
+    one new node. The remaining nodes are written as ranges. If `layers` has the layer of each node,
+    no range extends beyond one layer.
     """
     found: list[tuple[int, NodeEntry]] = []
-    left = set(nodes)
-    inside = set(among)
+    remaining = set(nodes)
+    candidates = set(among)
     for glob in globs:
-        if not left:
+        if not remaining:
             break
-        matched = inside.intersection(() if names.has(glob) else names.matched(glob))
-        if not left.isdisjoint(matched) and all(node in allowed for node in matched):
+        matched = candidates.intersection(() if names.has(glob) else names.matched(glob))
+        if not remaining.isdisjoint(matched) and all(node in allowed for node in matched):
             found.append((min(matched), glob))
-            left -= matched
-    places = [place for place, node in enumerate(among) if node in left]
+            remaining -= matched
+    positions = [position for position, node in enumerate(among) if node in remaining]
     parts = [
         list(part)
-        for _, part in groupby(places, key=lambda place: layers[among[place]] if layers else "")
+        for _, part in groupby(
+            positions, key=lambda position: layers[among[position]] if layers else ""
+        )
     ]
     for start, stop in chain.from_iterable(map(node_ranges, parts)):
         first = names.called(among[start])
@@ -154,8 +165,8 @@ def entries_of(
 
 
 def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
-    """A glob for each layer: the beginnings of its nodes' names, up to the first folder with a
-    number.
+    """Yield one glob per layer: the prefix of its nodes' names up to the first folder that contains
+    a digit.
     """
     layers: dict[str, None] = {}
     for node in nodes:
@@ -168,8 +179,8 @@ def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
 
 
 def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
-    """Globs for the roles of nodes in whichever layer: names, with any number in place of those of
-    their folders.
+    """Yield globs for nodes of equal role in all layers: the node's name, with `*` in place of the
+    numbers in its folders.
     """
     folders_and_own = (names.names[node].rpartition("/") for node in nodes)
     roles = (
@@ -177,27 +188,27 @@ def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
         for folders, slash, own in folders_and_own
         if re.search(r"\d", folders)
     )
-    return islice(dict.fromkeys(roles), _MOST_GLOBS)
+    return islice(dict.fromkeys(roles), _MAXIMUM_GLOBS)
 
 
 def _literal(text: str) -> str:
-    """A glob that matches `text` alone."""
+    """Return a glob that matches only `text`."""
     return _SPECIAL.sub(r"[\g<0>]", text)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSplits:
-    """Nodes of a stage that are split alike."""
+    """Nodes of a stage with equal splits."""
 
     split: Degrees
-    """Degrees by axis of the iteration space, outer to inner over the stage's devices; `samples` is
-    the axis that counts samples, whatever an operator calls it. A node is split along those that it
-    has; `{}` splits nothing.
+    """Degrees by axis of the iteration space, outer to inner over the stage's devices. `samples` is
+    the sample axis, whatever its name in an operator. A node is split along the axes that it has;
+    `{}` splits nothing.
     """
     nodes: tuple[NodeEntry, ...]
-    """The nodes, written as those of a stage. Of several entries that mean a node the last one
-    counts. An entry follows nodes that were moved to another stage, unless an entry there names
-    them or the devices cannot be divided so.
+    """The nodes, written like those of a stage. If several entries select a node, the last one
+    counts. An entry also applies to its nodes that were moved to another stage, unless an entry
+    there selects them or the devices there cannot be divided accordingly.
     """
 
 
@@ -206,24 +217,28 @@ class GivenStage:
     """One stage."""
 
     devices: tuple[int | str, ...]
-    """Its devices in order; `0-3` is four of them."""
+    """The devices, in order; `0-3` means four devices."""
     nodes: tuple[NodeEntry, ...]
-    """Its nodes: names, globs over names, indices into the graph's nodes (for nodes whose names are
-    alike or empty), or `[first, last]` for a range in the order of the graph.
+    """The nodes: names, globs over names, indices into the graph's nodes (for equal or empty
+    names), or `[first, last]` for a range in the order of the graph.
     """
     micro_batch_size: int | None = None
-    """Samples of one of its micro-batches; those of the step's where it is not given."""
+    """Samples per micro-batch of the stage. Default: the step's micro-batch size."""
     recompute: bool = False
-    """Run its forward again for its backward."""
+    """Run the forward again for the backward (activation recomputation)."""
     pipeline: int = 0
-    """Which of several pipelines it belongs to; each holds all nodes."""
+    """Number of the pipeline to which the stage belongs, from 0; each pipeline contains
+    all nodes.
+    """
     splits: tuple[GivenSplits, ...] = ()
-    """How its nodes are split over its devices; every device computes the others whole."""
+    """Splits of the stage's nodes over its devices. Each device computes all other
+    nodes in full.
+    """
 
 
 def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
-    """The devices that are written down as numbers and runs. Raises ConfigurationError for what is
-    neither.
+    """Return the devices written as numbers and ranges. Raise ConfigurationError for an entry that
+    is neither.
     """
     found: list[int] = []
     for entry in written:
@@ -233,44 +248,44 @@ def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
         )
         if not ends or not 0 <= ends[0] <= ends[-1] < 2**20:
             raise ConfigurationError(
-                f"{entry!r} is no device", "write numbers, or 0-3 for four of them"
+                f"{entry!r} is not a device", "write numbers, or 0-3 for four devices"
             )
         found += range(ends[0], ends[-1] + 1)
     return tuple(found)
 
 
 def written_devices(devices: Sequence[int]) -> Iterator[int | str]:
-    """Devices in the form that `devices_of` reads, in this order."""
+    """Yield devices in the form that `devices_of` reads, in this order."""
     for _, each in groupby(enumerate(devices), key=lambda numbered: numbered[1] - numbered[0]):
         run = [device for _, device in each]
-        yield from [f"{run[0]}-{run[-1]}"] if len(run) >= _LEAST_RUN else run
+        yield from [f"{run[0]}-{run[-1]}"] if len(run) >= _MINIMUM_RUN else run
 
 
 @dataclass(frozen=True, slots=True)
 class Explicit:
-    """Takes a placement as it is written, if it can be run: nothing is searched, and constraints
-    are not asked.
+    """Run a placement as it is written, if it is executable. Nothing is searched, and constraints
+    are ignored.
 
-    `placement.yaml` in the folder of every plan is its placement in this form. Edited, `autopipe
-    plan --from DIR` takes it.
+    The file `placement.yaml` in the folder of each plan contains its placement in this form.
+    `autopipe plan --from DIR` reads the file, edited or not.
     """
 
     name: ClassVar[str] = "explicit"
 
     placement: tuple[GivenStage, ...] = ()
-    """The stages in order: each may read from earlier ones only."""
+    """The stages in order; each may read from earlier stages only."""
 
     @property
     def devices(self) -> int:
-        """One more than the largest device of its stages. Raises ConfigurationError for what is no
-        device.
+        """Return the largest device number plus 1. Raise ConfigurationError for an entry that is
+        not a device.
         """
         every = map(self.devices_at, range(len(self.placement)))
         return 1 + max(chain.from_iterable(every), default=-1)
 
     def devices_at(self, index: int) -> tuple[int, ...]:
-        """The devices of a stage. Raises ConfigurationError, naming the stage, for what is no
-        device.
+        """Return the devices of a stage. Raise ConfigurationError with the stage for an entry that
+        is not a device.
         """
         with _naming(index):
             return devices_of(self.placement[index].devices)
@@ -279,17 +294,18 @@ class Explicit:
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError where no stage is given."""
+        """Raise ConfigurationError if there are no stages."""
         if not self.placement:
             raise ConfigurationError(
-                "strategy explicit takes stages as they are written, and none are",
-                hint="autopipe plan --from DIR takes those of DIR/placement.yaml",
+                "strategy explicit requires stages, but `placement` has none",
+                hint="use autopipe plan --from DIR, which reads DIR/placement.yaml",
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises ConfigurationError, naming the stage and the node, where stages
-        leave out nodes or share them, read from later ones, name devices that there are not, or
-        split what cannot be split so.
+        """Return the placement.
+
+        Raise ConfigurationError with the stage and the node if a node is in no stage or in several,
+        a stage reads from a later one, a device does not exist, or a split is not possible.
         """
         names = NodeNames(problem.graph)
         homes = [_stage_nodes(names, index, each) for index, each in enumerate(self.placement)]
@@ -306,10 +322,12 @@ class Explicit:
         return placement
 
     def _moved(self, names: NodeNames, homes: Sequence[set[int]], index: int) -> dict[int, Degrees]:
-        """Return the splits of nodes of a stage that entries of other stages of its pipeline name.
+        """Return the splits of nodes of stage `index` that entries of other stages of its pipeline
+        select.
 
-        An entry follows a node that was moved: a name, a range of which an end is no longer in the
-        entry's stage, or a glob that matches nothing in it. The last entry of a node counts.
+        An entry follows a node that was moved to another stage. It is recognised by one of: a name
+        that is not in the entry's stage, a range with an end outside of the entry's stage, or a
+        glob that matches nothing in it. If several entries select a node, the last one counts.
         """
         found: dict[int, Degrees] = {}
         for other, stage in enumerate(self.placement):
@@ -325,8 +343,8 @@ class Explicit:
 
 
 def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
-    """True if nodes of an entry, which stands with the stage of the nodes `home`, were moved out of
-    this stage.
+    """True if nodes that the entry selects were moved out of the entry's stage, whose nodes are
+    `home`.
     """
     if isinstance(entry, tuple):
         return meant[0] not in home or meant[-1] not in home
@@ -334,11 +352,13 @@ def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
 
 
 def _stage_nodes(names: NodeNames, index: int, given: GivenStage) -> set[int]:
-    """Return the nodes of a stage. Raises ConfigurationError if there are none."""
+    """Return the nodes of a stage. Raise ConfigurationError if there are none."""
     with _naming(index):
         nodes = {node for entry in given.nodes for node in names.meant(entry)}
     if not nodes:
-        raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
+        raise ConfigurationError(
+            f"stage {index} has no nodes", hint="add nodes to the stage, or remove it"
+        )
     return nodes
 
 
@@ -351,7 +371,9 @@ def _stage(
     nodes: set[int],
     moved: Mapping[int, Degrees],
 ) -> Stage:
-    """Return a stage of `nodes`, of which `moved` have splits that stand with other stages."""
+    """Return a stage of `nodes`. The nodes in `moved` have splits that are written with other
+    stages.
+    """
     whole = problem.micro_batch_size
     size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
@@ -396,11 +418,11 @@ def _stage(
         parts = math.prod(split.degree for split in own)
         if len(devices) % parts:
             raise ConfigurationError(
-                f"stage {index} splits it into {parts} {plural(parts, 'part')} "
+                f"stage {index} splits this node into {parts} {plural(parts, 'part')} "
                 f"({', '.join(map(str, own))}) "
                 f"on {len(devices)} {plural(len(devices), 'device')}",
-                hint="the product of the degrees must divide the number of devices",
-                where=_place(problem.graph, node),
+                hint="choose degrees whose product divides the number of devices",
+                where=_node_text(problem.graph, node),
             )
     return Stage(tuple(sorted(nodes)), devices, size, splits, given.recompute, given.pipeline)
 
@@ -408,10 +430,11 @@ def _stage(
 def _moved_split(
     samples: SampleAxes, node: int, split: Degrees, devices: int, has_other: bool
 ) -> Iterator[tuple[int, Degrees]]:
-    """Yield the split that a node keeps in a stage of `devices` devices, if it keeps any.
+    """Yield (node, split) for a node that was moved to a stage of `devices` devices, if the node is
+    split there.
 
-    If its parts do not divide the devices, the node is split as the stage says of all nodes
-    (`has_other`), else by samples if the devices can share them, else not at all.
+    If the parts of its split do not divide the devices, the node gets the stage's split of all
+    nodes (`has_other`), otherwise a split by samples if it is possible, and otherwise none.
     """
     own = split_of(samples, node, split)
     if devices % math.prod(degree for _, degree in own) == 0:
@@ -422,7 +445,7 @@ def _moved_split(
 
 @contextmanager
 def _naming(index: int) -> Iterator[None]:
-    """Errors inside name the stage."""
+    """Add the stage to errors that are raised inside."""
     try:
         yield
     except ConfigurationError as error:
@@ -432,7 +455,7 @@ def _naming(index: int) -> Iterator[None]:
 def _nodes_of(
     names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]
 ) -> set[int]:
-    """The nodes of a stage that are split as `given` says; none if all that it names were moved to
+    """Return the nodes of the stage to which `given` applies; empty if all of them were moved to
     other stages.
     """
     found: set[int] = set()
@@ -444,37 +467,41 @@ def _nodes_of(
             first = min(found)
             axes = ", ".join(each.name for each in samples.uses[first].space.axes)
             raise ConfigurationError(
-                f"stage {index} splits axis {axis!r}, which none of the nodes it names has",
+                f"stage {index} splits axis {axis!r}, but none of the selected nodes has this axis",
                 hint=f"{names.names[first]!r} has {axes or 'none'}",
             )
     return found
 
 
 def split_of(samples: SampleAxes, node: int, split: Degrees) -> Degrees:
-    """Of degrees by axis those along axes that the node has, under the node's own names."""
+    """Return the degrees along the axes that the node has, under the node's own axis names."""
     named = ((own_axis(samples, node, axis, SAMPLES), degree) for axis, degree in split)
     return tuple((own, degree) for own, degree in named if own is not None)
 
 
 def _check_partition(graph: Graph, placement: Placement, pipeline: int) -> None:
-    """Raise ConfigurationError unless each node is in one stage of the pipeline."""
+    """Raise ConfigurationError unless each node is in exactly one stage of the pipeline."""
     owner: dict[int, int] = {}
     for index, stage in enumerate(placement.stages):
         for node in stage.nodes if stage.pipeline == pipeline else ():
             if owner.setdefault(node, index) != index:
                 both = f"this node is in stages {owner[node]} and {index}"
-                raise ConfigurationError(both, "leave it to one of them", _place(graph, node))
+                raise ConfigurationError(
+                    both, "remove it from all but one of them", _node_text(graph, node)
+                )
     missing = [node for node in range(len(graph.nodes)) if node not in owner]
     if missing:
         of = f" of pipeline {pipeline}" if placement.pipelines > 1 else ""
         others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ConfigurationError(
-            f"this node is in no stage{of}{others}", "give it to one", _place(graph, missing[0])
+            f"this node is in no stage{of}{others}",
+            "add it to a stage's nodes",
+            _node_text(graph, missing[0]),
         )
 
 
 def _check_order(graph: Graph, placement: Placement) -> None:
-    """Raise ConfigurationError where a stage needs what a later one computes."""
+    """Raise ConfigurationError if a stage reads a value that a later stage computes."""
     for value, source, target in crossing_values(graph, placement):
         if source > target:
             reader = next(
@@ -487,18 +514,19 @@ def _check_order(graph: Graph, placement: Placement) -> None:
                     f"this node is in stage {target}, but it reads from "
                     f"{graph.nodes[producer].name!r} in stage {source}"
                 ),
-                hint="a stage may read from earlier stages only",
-                where=_place(graph, reader),
+                hint="move one of the two: a stage may read from earlier stages only",
+                where=_node_text(graph, reader),
             )
 
 
-def _place(graph: Graph, node: int) -> str:
+def _node_text(graph: Graph, node: int) -> str:
     return f"node {node}, {graph.nodes[node].name!r}"
 
 
 def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Explicit:
-    """The strategy that gives exactly this placement of `graph`, in as few words as that takes: an
-    entry per layer if `layers` has the layer of each node.
+    """Return the strategy that produces exactly this placement of `graph`, with few entries.
+
+    If `layers` has the layer of each node, no range of nodes extends beyond one layer.
     """
     names = NodeNames(graph)
     samples = sample_axes(graph)
@@ -526,21 +554,23 @@ def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> E
 
 
 def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
-    """Splits as entries: first the most frequent one, for all nodes; then the others, equal ones
-    together.
+    """Return the splits as entries: the split of more than half of the split nodes for all nodes,
+    then all others, equal ones together.
     """
-    wanted = {node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes}
-    counted = Counter(filter(None, wanted.values()))
+    degrees_by_node = {
+        node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes
+    }
+    counted = Counter(filter(None, degrees_by_node.values()))
     found = []
-    left = [node for node in stage.nodes if wanted[node]]
-    for usual, count in counted.most_common(1):
+    remaining = [node for node in stage.nodes if degrees_by_node[node]]
+    for most_frequent, count in counted.most_common(1):
         if 2 * count > counted.total() and not names.has("*"):
-            found.append(GivenSplits(usual, EVERY))
-            served = _served(samples, stage, usual)
-            left = [node for node in stage.nodes if node not in served]
-    for degrees in dict.fromkeys(wanted[node] for node in left):
-        same = [node for node in left if wanted[node] == degrees]
-        allowed = _served(samples, stage, degrees)
+            found.append(GivenSplits(most_frequent, EVERY))
+            served = _nodes_with_splits(samples, stage, most_frequent)
+            remaining = [node for node in stage.nodes if node not in served]
+    for degrees in dict.fromkeys(degrees_by_node[node] for node in remaining):
+        same = [node for node in remaining if degrees_by_node[node] == degrees]
+        allowed = _nodes_with_splits(samples, stage, degrees)
         found.append(
             GivenSplits(
                 degrees, entries_of(names, same, stage.nodes, allowed, role_globs(names, same))
@@ -550,13 +580,13 @@ def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tupl
 
 
 def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Degrees:
-    """A node's splits as degrees by axis, its sample axis called `samples`."""
+    """Return a node's splits as (axis, degree) pairs, with its sample axis called `samples`."""
     own = samples.axes[node]
     return tuple((SAMPLES if split.axis == own else split.axis, split.degree) for split in splits)
 
 
-def _served(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
-    """The nodes of a stage that `degrees` split as they are to be split."""
+def _nodes_with_splits(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
+    """Return the nodes of a stage whose splits are exactly what `degrees` produces."""
     found = {
         node: tuple(Split(*each) for each in split_of(samples, node, degrees))
         for node in stage.nodes

@@ -1,4 +1,6 @@
-"""Strategies of experts, by hand: one rule a kind of network."""
+"""Strategies `handcrafted` and `one_weird_trick`: one published rule for each kind of network, as
+experts parallelise by hand.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class OneWeirdTrick:
-    """Shares the samples of convolutions among all devices, and the outputs of the fully connected
-    layers after them.
+    """Split convolutions by samples, and the fully connected layers after them by outputs, over all
+    devices.
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), section 4.
-    Where the devices cannot share a layer's outputs equally, as many as can do, and the others
-    share its samples.
+    If the devices cannot split a layer's outputs evenly, the largest possible number of devices
+    splits the outputs, and groups of that size split the samples.
     """
 
     name: ClassVar[str] = "one_weird_trick"
@@ -45,22 +47,21 @@ class OneWeirdTrick:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for a model without convolutions, or where devices cannot share
-        samples equally.
+        """Raise InfeasibleError for a model without convolutions, or if the devices cannot split
+        the samples evenly.
         """
         if "convolution" not in _kinds(problem.graph):
             raise InfeasibleError(
-                "one_weird_trick is made for convolutions with fully connected layers behind "
-                "them, and the model has "
-                "no convolution",
-                hint="strategy handcrafted knows transformers and recurrent networks too",
+                "one_weird_trick requires convolutions with fully connected layers after them, but "
+                "the model has no convolution",
+                hint="use strategy handcrafted, which supports transformers and recurrent networks",
             )
         check_one_kind(problem, self.name)
         check_samples(problem, problem.cluster.size, self.name)
 
     def run(self, problem: Problem) -> Placement:
-        """One stage. Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError
-        for memory.
+        """Return a placement with one stage. Raise ConfigurationError for a violated constraint,
+        and InfeasibleError if memory is insufficient.
         """
         placement = _by_one_weird_trick(problem)
         check_constraints_met(problem, placement, self.name)
@@ -72,53 +73,58 @@ def _kinds(graph: Graph) -> set[str]:
 
 
 def _by_one_weird_trick(problem: Problem) -> Placement:
-    """One stage on all devices. Raises InfeasibleError where samples cannot be shared equally."""
+    """Return one stage on all devices. Raise InfeasibleError if the samples cannot be
+    split evenly.
+    """
     graph = problem.graph
     devices = problem.cluster.size
     samples = sample_axes(graph)
     nodes = range(len(graph.nodes))
     degrees = [degree for degree in range(devices, 0, -1) if devices % degree == 0]
     networks = [(degree, replicated_graph(graph, devices // degree, samples)) for degree in degrees]
-    products = {node for node in nodes if samples.uses[node].row.kind == "matmul"}
+    matmuls = {node for node in nodes if samples.uses[node].row.kind == "matmul"}
     found: dict[int, tuple[Split, ...]] = {}
-    for node in _fully_connected(networks[0][1], products):
+    for node in _fully_connected(networks[0][1], matmuls):
         for degree, network in networks[:-1]:
             axis = seed_axis(network, node, degree, frozenset())
             if axis is None:
                 continue
             region = grow_region(
-                network, node, axis, degree, frozenset(nodes) - products | {node}, {}
+                network, node, axis, degree, frozenset(nodes) - matmuls | {node}, {}
             )
-            cut = {node: axis} if region.open else region.axes
+            axis_by_node = {node: axis} if region.open else region.axes
             found |= {
                 each: network.splits(each, name, degree)
-                for each, name in cut.items()
+                for each, name in axis_by_node.items()
                 if each not in found
             }
             break
     return one_stage(problem, with_samples_split(samples, nodes, devices, found))
 
 
-def _fully_connected(network: ReplicatedGraph, products: set[int]) -> Iterator[int]:
-    """Products with weights from which no convolution follows, in order."""
+def _fully_connected(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[int]:
+    """Yield the matmuls with weights that no convolution depends on, in order."""
     graph = network.graph
-    before: set[str] = set()
+    feeds_convolution: set[str] = set()
     for node in range(len(graph.nodes) - 1, -1, -1):
-        each = graph.nodes[node]
-        if network.uses[node].row.kind == "convolution" or not before.isdisjoint(each.outputs):
-            before.update(name for name in each.inputs if name)
-    for node in sorted(products):
-        if before.isdisjoint(graph.nodes[node].outputs) and network.parameters_of(node):
+        operation = graph.nodes[node]
+        if network.uses[node].row.kind == "convolution" or not feeds_convolution.isdisjoint(
+            operation.outputs
+        ):
+            feeds_convolution.update(name for name in operation.inputs if name)
+    for node in sorted(matmuls):
+        if feeds_convolution.isdisjoint(graph.nodes[node].outputs) and network.parameters_of(node):
             yield node
 
 
 def _pipeline_of_layers(problem: Problem) -> Placement:
-    """A stage for each recurrent layer, or for as many in turn as let stages share the devices
-    equally.
+    """Return a pipeline with one stage per recurrent layer, or per equally many consecutive layers
+    if the devices require it.
 
-    Wu et al., "Google's Neural Machine Translation System" (2016), section 3.1, as PaSE (IPDPS
-    2021, section IV) compares with it. What comes before the first layer joins it, what follows a
-    layer joins that layer. Raises InfeasibleError where a stage's devices cannot share the samples.
+    Wu et al., "Google's Neural Machine Translation System" (2016), section 3.1, the baseline of
+    PaSE (IPDPS 2021, section IV). Nodes before the first layer join the first layer's stage, and
+    nodes after a layer join that layer's stage. Raise InfeasibleError if a stage's devices cannot
+    split the samples evenly.
     """
     devices = problem.cluster.size
     samples = sample_axes(problem.graph)
@@ -141,8 +147,8 @@ def _pipeline_of_layers(problem: Problem) -> Placement:
 
 
 def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
-    """For each node the recurrent layer it belongs to: the last that it depends on, else the first
-    that reads it.
+    """Return the recurrent layer of each node: the last one that the node depends on, otherwise the
+    first one that reads the node.
     """
     found: list[int] = []
     for sources, use in zip(graph.sources(), samples.uses, strict=True):
@@ -158,11 +164,11 @@ def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
 
 
 def _largest_degree(problem: Problem) -> int:
-    """Return the number of devices of a node, at most all of them, that can share the most nodes of
-    the graph.
+    """Return the number of devices within one node that can split the most graph nodes; ties: the
+    largest number wins.
 
-    Of equals the largest. Groups of as many devices share the samples of a micro-batch equally if
-    any number allows it.
+    Only numbers with which the replicas can split a micro-batch evenly are considered, if there are
+    any.
     """
     graph = problem.graph
     devices = problem.cluster.size
@@ -178,17 +184,17 @@ def _largest_degree(problem: Problem) -> int:
 
 
 def _tensor_parallel(problem: Problem, degree: int) -> Placement:
-    """Return one stage on all devices, in groups of `degree` neighbours that share layers.
+    """Return one stage on all devices, in tensor-parallel groups of `degree` neighbouring devices.
 
     Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-    Parallelism" (2019), section 3. Raises InfeasibleError if `degree` does not divide the devices,
-    or if groups cannot share the samples.
+    Parallelism" (2019), section 3. Raise InfeasibleError if `degree` does not divide the devices,
+    or if the groups cannot split the samples evenly.
     """
     graph = problem.graph
     devices = problem.cluster.size
     if devices % degree:
         raise InfeasibleError(
-            f"{devices} {plural(devices, 'device')} cannot be parted into groups of {degree}",
+            f"{devices} {plural(devices, 'device')} cannot be divided into groups of {degree}",
             where="strategy.tensor",
         )
     check_samples(problem, devices // degree, "handcrafted")
@@ -201,18 +207,19 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Handcrafted:
-    """Splits a model as experts do by hand: by the kind of network it is.
+    """Split a model as experts do by hand, according to the kind of network.
 
-    A network with recurrent layers becomes a pipeline of them, each layer's devices sharing samples
-    (Wu et al., GNMT, 2016); one that mostly convolves is split by one_weird_trick (Krizhevsky,
-    2014). In any other, groups of devices share attention heads, columns and rows of feed-forward
-    layers and the vocabulary, and the groups share samples (Shoeybi et al., Megatron-LM, 2019;
-    Shazeer et al., Mesh-TensorFlow, 2018).
+    A network with recurrent layers becomes a pipeline of these layers, with data parallelism in
+    each (Wu et al., GNMT, 2016). A network with mostly convolutions is split by one_weird_trick
+    (Krizhevsky, 2014). In all other networks, groups of devices split attention heads, the columns
+    and rows of feed-forward layers, and the vocabulary, and the groups split the samples (Shoeybi
+    et al., Megatron-LM, 2019; Shazeer et al., Mesh-TensorFlow, 2018).
     """
 
     tensor: int = 0
-    """How many devices share a layer's heads, columns and vocabulary; 0 takes as many of a node as
-    can share most of them. Recurrent and convolutional networks have no such groups.
+    """Number of devices that split a layer's heads, columns and vocabulary. 0: the number of
+    devices within a node that can split most graph nodes. Ignored for recurrent and convolutional
+    networks.
     """
 
     name: ClassVar[str] = "handcrafted"
@@ -221,14 +228,14 @@ class Handcrafted:
         return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model or
-        devices that differ.
+        """Raise ConfigurationError for a negative degree.
 
-        Also where groups that share layers cannot hold all of them.
+        Raise InfeasibleError for an empty model, for devices of different types, and if
+        tensor-parallel groups cannot hold the model's state.
         """
         if self.tensor < 0:
             raise ConfigurationError(
-                f"tensor is {self.tensor}", hint="it must be 0 or more", where="strategy"
+                f"tensor is {self.tensor}", hint="set tensor to at least 0", where="strategy"
             )
         check_operators(problem)
         check_one_kind(problem, self.name)
@@ -238,13 +245,13 @@ class Handcrafted:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement.
+        """Return the placement.
 
-        Raises ConfigurationError for a constraint it does not fulfil, and InfeasibleError where
-        devices cannot share the samples, `tensor` does not divide them, or memory does not hold the
-        placement.
+        Raise ConfigurationError for a violated constraint. Raise InfeasibleError if the devices
+        cannot split the samples evenly, if `tensor` does not divide the devices, or if memory is
+        insufficient.
         """
-        settled: tuple[tuple[str, int], ...] = ()
+        chosen_options: tuple[tuple[str, int], ...] = ()
         work: Counter[str] = Counter()
         for each in problem.work:
             work[each.kind] += int(each.forward_flops)
@@ -256,6 +263,6 @@ class Handcrafted:
         else:
             degree = self.tensor or _largest_degree(problem)
             placement = _tensor_parallel(problem, degree)
-            settled = () if self.tensor else (("tensor", degree),)
+            chosen_options = () if self.tensor else (("tensor", degree),)
         check_constraints_met(problem, placement, self.name)
-        return replace(fitted(problem, placement), options=settled)
+        return replace(fitted(problem, placement), options=chosen_options)

@@ -1,4 +1,4 @@
-"""The placement that the configuration's constraints spell out."""
+"""Strategy `manual`: the placement that the configuration's constraints describe."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from autopipe.passes.cost.memory_check import fitted
 
 @dataclass(frozen=True, slots=True)
 class Manual:
-    """Puts each node into the stage, on the devices and with the split that constraints ask for.
+    """Put each node into the stage, on the devices and with the split that the constraints require.
 
-    A node that no constraint gives a stage follows the last of the stages it reads from; one that
-    reads the model's inputs starts in stage 0, and one that reads parameters alone joins the first
-    stage that reads it. Where no stage is given devices, stages share the devices equally, in
-    order. A stage on several devices shares out its samples, where they divide, unless a constraint
-    splits a node otherwise: along several axes, if it names several, outer to inner over the
-    stage's devices, and alike on the devices that the degrees leave over. A stage has micro-batches
-    of as many samples as a constraint on any of its nodes asks for, others those of the step.
+    - Stage: a node without a constraint is in the last of the stages that it reads from. A node
+      that reads inputs of the model only is in stage 0. A node that reads parameters only is in the
+      first stage that reads it.
+    - Devices: if no stage has devices, the stages divide the devices evenly, in order.
+    - Split: the devices of a stage split the samples of a node if they can be split evenly. A
+      constraint replaces this by splits along one or several axes, outer to inner over the stage's
+      devices; devices beyond the product of the degrees hold copies.
+    - Micro-batch size: the size that a constraint on any node of the stage requires, otherwise the
+      step's.
 
-    Constraints may be for several pipelines, which take micro-batches in turn: each is placed as if
-    it were alone.
+    Constraints can describe several pipelines that process micro-batches in turn; each is placed
+    independently.
     """
 
     name: ClassVar[str] = "manual"
@@ -45,19 +47,21 @@ class Manual:
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError where there is no constraint to follow."""
+        """Raise ConfigurationError if there is no constraint."""
         if not problem.constraints:
             raise ConfigurationError(
                 (
-                    "strategy manual follows constraints, and neither the configuration nor the "
+                    "strategy manual requires constraints, but neither the configuration nor the "
                     "model has any"
                 ),
-                hint="give at least {match: '*', stage: 0}",
+                hint="add at least one, such as {match: '*', stage: 0}, to constraints",
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises ConfigurationError naming constraints that contradict one another
-        or the graph, and InfeasibleError where memory does not hold it.
+        """Return the placement.
+
+        Raise ConfigurationError for constraints that contradict each other or the graph, and
+        InfeasibleError if memory is insufficient.
         """
         pipelines = {constraint.pipeline for constraint in problem.constraints}
         missing = next(
@@ -80,7 +84,7 @@ class Manual:
 
 
 def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
-    """The stages that `resolved` ask for."""
+    """Yield the stages of one pipeline that the constraints `resolved` describe."""
     graph = problem.graph
     whole = problem.micro_batch_size
     stage_of = _stages(graph, resolved)
@@ -103,17 +107,17 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
         parts = math.prod(split.degree for split in each)
         if group % parts:
             raise ConfigurationError(
-                f"constraints split this node into {parts} {plural(parts, 'part')} "
+                f"constraints require {parts} {plural(parts, 'part')} of this node "
                 f"({', '.join(map(str, each))}), but its stage"
                 f" {stage_of[node]} has {group} {plural(group, 'device')}",
-                hint="the product of the degrees must divide the number of devices",
+                hint="choose degrees whose product divides the number of devices",
                 where=repr(graph.nodes[node].name),
             )
     for index, (nodes, group_of) in enumerate(zip(members, devices, strict=True)):
         size = sizes[index][0] if index in sizes else whole
         samples = sample_axes(graph if size == whole else rebatched(graph, size))
         own = {node: splits[node] for node in nodes if splits.get(node)}
-        _check_extents(samples, own, size)
+        _check_axis_sizes(samples, own, size)
         others = [
             node for node in nodes if node not in splits and samples.divides(node, len(group_of))
         ]
@@ -122,7 +126,9 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
 
 
 def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
-    """The stage of every node: its constraint's, else inherited."""
+    """Return the stage of each node: the stage that a constraint requires, otherwise the inherited
+    stage (`Manual`).
+    """
     given = {
         node: each for each in resolved if each.constraint.stage is not None for node in each.nodes
     }
@@ -153,7 +159,7 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
                     f"{stage_of[before]}"
                 )
                 + (f", where {source_of[before]} puts it" if source_of[before] else ""),
-                hint="a stage may read from earlier stages only",
+                hint="move one of the two: a stage may read from earlier stages only",
                 where=repr(node.name),
             )
         stage_of.append(stage)
@@ -162,8 +168,8 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
 
 
 def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
-    """For each node the first of the stages that read it, directly or through nodes without a stage
-    of their own.
+    """Return, for each node, the first stage that reads it, directly or through nodes without a
+    required stage.
     """
     first = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):
@@ -183,8 +189,11 @@ def _agreed(
     value_of: Callable[[ResolvedConstraint], Value | None],
     words: str,
 ) -> dict[int, tuple[Value, ResolvedConstraint]]:
-    """By stage the devices or samples that a constraint on any of its nodes asks for, and the first
-    that does.
+    """Return, by stage, the value that a constraint on one of its nodes requires, and the first
+    such constraint.
+
+    `value_of` returns the required value of a constraint, or None. Raise ConfigurationError for
+    different values in one stage.
     """
     required: dict[int, tuple[Value, ResolvedConstraint]] = {}
     for each in resolved:
@@ -201,17 +210,19 @@ def _agreed(
 def _devices(
     problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
 ) -> list[tuple[int, ...]]:
-    """The devices of each stage: those of its nodes' constraints, else an equal share of all."""
+    """Return the devices of each stage: the devices that constraints require, or an even division
+    of all devices.
+    """
     required = _agreed(resolved, stage_of, lambda each: each.devices, "devices for")
     size = problem.cluster.size
     if not required:
         if size % count:
             raise ConfigurationError(
                 (
-                    f"{size} {plural(size, 'device')} cannot be shared equally by {count} "
+                    f"{size} {plural(size, 'device')} cannot be divided evenly into {count} "
                     f"{plural(count, 'stage')}"
                 ),
-                hint="give each stage its devices",
+                hint="add devices to a constraint of each stage",
             )
         each = size // count
         return [tuple(range(stage * each, (stage + 1) * each)) for stage in range(count)]
@@ -220,23 +231,23 @@ def _devices(
         _, first = next(iter(required.values()))
         raise ConfigurationError(
             f"no constraint gives devices to stage {missing}, though {first} does to its stage",
-            hint="give devices to every stage or to none",
+            hint="add devices to a constraint of each stage, or remove all of them",
         )
     return [required[stage][0] for stage in range(count)]
 
 
-def _check_extents(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], size: int) -> None:
-    """Raise ConfigurationError for a node that cannot be split so on micro-batches of `size`
-    samples.
+def _check_axis_sizes(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], size: int) -> None:
+    """Raise ConfigurationError for a node that cannot be split as required on micro-batches of
+    `size` samples.
     """
     for node, own in splits.items():
         for split in own:
-            extent = samples.uses[node].space.axis(split.axis).size
-            if extent % split.degree:
+            axis_size = samples.uses[node].space.axis(split.axis).size
+            if axis_size % split.degree:
                 raise ConfigurationError(
                     f"constraints split axis {split.axis!r} into {split.degree} "
                     f"{plural(split.degree, 'part')}, which on micro-batches of {size}"
-                    f" {plural(size, 'sample')} do not divide its extent {extent}",
-                    hint="ask for larger micro-batches, or for fewer parts",
+                    f" {plural(size, 'sample')} do not divide its size {axis_size}",
+                    hint="require larger micro-batches, or fewer parts",
                     where=repr(samples.graph.nodes[node].name),
                 )

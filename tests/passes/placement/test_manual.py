@@ -61,7 +61,7 @@ def test_stages_with_micro_batches_of_their_own() -> None:
                 Constraint("matmul4", stage=0, split=(("b", 2),), devices=(0, 1)),
                 Constraint("*", micro_batch_size=1),
             ),
-            "axis 'm' into 2 parts, which on micro-batches of 1 sample do not divide its extent 1",
+            "axis 'm' into 2 parts, which on micro-batches of 1 sample do not divide its size 1",
         ),
     ],
 )
@@ -212,7 +212,7 @@ def test_pipelines_hold_the_whole_model_each() -> None:
         ),
         (
             (Constraint("matmul2", stage=1), Constraint("matmul4", stage=2)),
-            "2 devices cannot be shared equally by 3",
+            "2 devices cannot be divided evenly into 3",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def test_what_an_entry_means(entry: NodeEntry, nodes: tuple[int, ...]) -> None:
         ("/layers.1/dawn", "matches '/layers.1/dawn' .the nearest name is '/layers.1/down'"),
         (8, "there is no node 8 .nodes are 0 to 7"),
         (-1, "there is no node -1"),
-        (("same", 5), "is 2 nodes, and a range ends at one .write its number: 2, 3"),
+        (("same", 5), "selects 2 nodes, but a range ends at one .write its index: 2, 3"),
         ((5, "/layers.1/up"), "ends before it begins"),
     ],
 )
