@@ -1,6 +1,4 @@
-"""Boxes that are kept, and regions of images: read and emitted they are what onnxruntime computes
-of the file.
-"""
+"""Programs with NonMaxSuppression and pooled regions compute the results of onnxruntime."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ SUPPRESSED = node("NonMaxSuppression", "boxes scores most overlap least", "rows"
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["corners", "centres"])
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Boxes that are kept, and how many."""
+    """Return a model whose outputs are the kept boxes and their number."""
     own = onnx.NodeProto()
     own.CopyFrom(SUPPRESSED)
     own.attribute.append(onnx.helper.make_attribute("center_point_box", request.param))
@@ -47,7 +45,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def same_rows(read: Model, feeds: dict[str, np.ndarray]) -> None:
-    """Every output is onnxruntime's, and zeros behind where that has fewer rows."""
+    """Check that every output is onnxruntime's, followed by zeros."""
     found = emitted(read, feeds)
     expected = run(read.path, feeds)
     for name, array in expected.items():
@@ -68,8 +66,8 @@ EIGHTHS = st.integers(0, 8).map(lambda each: each / 8)
 def test_any_boxes(
     kept: Model, boxes: list[float], scores: list[float], overlap: float, least: float
 ) -> None:
-    """Few numbers for coordinates and scores: equal boxes, empty ones, equal scores and overlaps of
-    just the limit.
+    """Coordinates and scores are eighths, so that examples have equal boxes, empty boxes, equal
+    scores, and overlaps that are equal to the limit.
     """
     feeds = {
         "boxes": np.array(boxes, np.float32).reshape(INPUTS["boxes"]),
@@ -90,8 +88,8 @@ def test_boxes_of_any_numbers(kept: Model, seed: int) -> None:
     same_rows(kept, drawn(seed))
 
 
-def test_rows_read_at_the_places_of_boxes(tmp_path: Path) -> None:
-    """Image, box, class and score in one row, as exports of YOLO end."""
+def test_rows_are_gathered_at_the_kept_boxes(tmp_path: Path) -> None:
+    """Exports of YOLO end in rows of image, box, class and score."""
     nodes = [
         SUPPRESSED,
         node("Gather", "rows ends", "pair", axis=1),
@@ -113,8 +111,8 @@ def test_rows_read_at_the_places_of_boxes(tmp_path: Path) -> None:
         same_rows(read, drawn(seed))
 
 
-def test_boxes_kept_of_chosen_ones(tmp_path: Path) -> None:
-    """Scores below 0 come before those of boxes that are not chosen."""
+def test_boxes_are_kept_of_selected_boxes(tmp_path: Path) -> None:
+    """A selected box with a negative score is kept before boxes that are not selected."""
     nodes = [
         node("Greater", "chosen half", "is"),
         node("NonZero", "is", "n"),
@@ -146,7 +144,7 @@ def test_boxes_kept_of_chosen_ones(tmp_path: Path) -> None:
         assert not found["taken"][:, kept:].any()
 
 
-def test_a_file_that_keeps_no_box_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_keeps_no_box_is_rejected(tmp_path: Path) -> None:
     path = saved(
         model([node("NonMaxSuppression", "boxes scores", "y")], dict([*INPUTS.items()][:2]), "y"),
         tmp_path,
@@ -157,7 +155,7 @@ def test_a_file_that_keeps_no_box_is_refused(tmp_path: Path) -> None:
         read_model(path)
 
 
-def test_how_many_are_kept_by_data(tmp_path: Path) -> None:
+def test_the_maximum_number_of_boxes_is_an_input(tmp_path: Path) -> None:
     inputs = {**INPUTS, "most": (onnx.TensorProto.INT64, [1])}
     read = read_model(
         saved(model([SUPPRESSED], inputs, "rows"), tmp_path), batch_axes=dict.fromkeys(inputs)
@@ -166,8 +164,8 @@ def test_how_many_are_kept_by_data(tmp_path: Path) -> None:
         same_rows(read, {**drawn(most), "most": integers(most)})
 
 
-def test_largest_pixels_of_regions(tmp_path: Path) -> None:
-    """Regions beside the image and smaller than a pixel among them."""
+def test_max_pooling_of_regions(tmp_path: Path) -> None:
+    """Some regions are outside of the image or smaller than a pixel."""
     random = np.random.default_rng(0)
     corners = random.uniform(-4, 26, (40, 2, 2)).astype(np.float32)
     regions = np.concatenate(

@@ -1,4 +1,4 @@
-"""Symbolic dimensions and the batch: bound, baked in, shrunk."""
+"""Symbolic dimensions are bound by flags and by other dimensions, and a fixed batch is divided."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.passes.frontend.reference import assert_close, random_feeds, run, run
 
 
 def chain(folder: Path, inputs: dict[str, Shape]) -> Path:
-    """A sum of inputs that are [batch, positions, 3]."""
+    """Return a file that sums its inputs of shape [batch, positions, 3] and multiplies the sum."""
     names = list(inputs)
     nodes = [node("Sum", " ".join(names), "s"), node("MatMul", "s w", "y")]
     return saved(model(nodes, inputs, "y", {"w": floats(3, 4)}), folder)  # type: ignore[arg-type]
 
 
-def test_symbols_are_bound_by_name_and_the_batch_by_its_place(tmp_path: Path) -> None:
+def test_symbols_are_bound_by_name_and_the_batch_by_its_axis(tmp_path: Path) -> None:
     path = chain(tmp_path, {"a": ["s0", "seq", 3], "b": ["s7", "seq", 3]})
     read = read_model(path, dims={"seq": 5}, batch=4)
     assert [value.shape for value in read.graph.inputs] == [(4, 5, 3), (4, 5, 3)]
@@ -40,8 +40,8 @@ def test_symbols_are_bound_by_name_and_the_batch_by_its_place(tmp_path: Path) ->
 def test_dimensions_that_follow_from_others_are_bound(
     tmp_path: Path, mask: str, length: str
 ) -> None:
-    """A sum by its name, as exporters write it; a decoder's mask by what it covers, whatever its
-    length is called.
+    """A dimension follows from the expression that names it, and the length of a decoder's mask
+    from the cache and the tokens.
     """
     nodes = [
         node("Concat", "past_0 input_ids", "present_0", axis=1),
@@ -76,7 +76,7 @@ def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None
 
 
 def test_an_axis_that_may_count_samples_behind_a_fixed_one_is_named(tmp_path: Path) -> None:
-    """Sequences before samples, and the state of a recurrent layer."""
+    """Examples are a sequence whose axis 0 counts positions, and the state of a recurrent layer."""
     path = chain(tmp_path, {"a": [5, "N", 3], "b": [2, None, 3], "c": [2, 3]})
     with pytest.raises(ConfigurationError) as caught:
         read_model(path)
@@ -104,10 +104,10 @@ def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
         ({"s86": 4, "b:1": 4, "a:0": 3, "s11": 3}, (3, 4, 3)),
     ],
 )
-def test_dimensions_are_bound_by_place_and_meaning(
+def test_dimensions_are_bound_by_position_and_meaning(
     dims: dict[str, int], shape: object, tmp_path: Path
 ) -> None:
-    """As exports name them (s86), and as older files do not (-1, or nothing at all)."""
+    """Newer exporters name dimensions (s86); older files contain -1 or no name."""
     path = chain(tmp_path, {"a": ["s10", "s86", 3], "b": ["s11", -1, 3]})
     proto = onnx.load(path)
     proto.graph.node.append(node("Neg", "ids", "others"))
@@ -118,7 +118,7 @@ def test_dimensions_are_bound_by_place_and_meaning(
     assert [value.shape for value in read.graph.inputs] == [shape, shape, shape[:2]]  # type: ignore[index]
 
 
-def test_extents_follow_from_expressions_both_ways(tmp_path: Path) -> None:
+def test_sizes_follow_from_expressions_both_ways(tmp_path: Path) -> None:
     nodes = [node("Neg", "x", "y"), node("Neg", "z", "u")]
     path = saved(
         model(nodes, {"x": ["b", "frames"], "z": ["b", "floor(2*frames - 1)"]}, "y u"), tmp_path
@@ -168,14 +168,14 @@ def test_arithmetic_is_pythons(text: str, a: int, b: int) -> None:
 @pytest.mark.parametrize(
     "text", ["__import__('os')", "a.b()", "9**9**9", "(" * 300, "a if a else b", "f(a)", "1/3"]
 )
-def test_what_is_no_arithmetic_has_no_extent(text: str) -> None:
+def test_text_that_is_not_arithmetic_has_no_size(text: str) -> None:
     assert size_of(text, {"a": 2, "b": 3}) is None
 
 
 def _message_passing(
     nodes: int | str, edges: int | str
 ) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
-    """Each node of a graph adds up what the edges bring."""
+    """Return a message passing layer: each node of a graph sums the rows of its edges."""
     made = [
         node("Gather", "edges zero", "source", axis=0),
         node("Gather", "edges one", "target", axis=0),
@@ -187,7 +187,7 @@ def _message_passing(
 
 
 def _attention(*positions: int | str) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
-    """Positions of one sequence are added to those of a batch; then attention."""
+    """Return an attention whose input is a batch of sequences plus one table of positions."""
     made = [
         node("Add", "x positions", "q"),
         node("Attention", "q x x", "y", q_num_heads=1, kv_num_heads=1),
@@ -210,7 +210,7 @@ def _regions() -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
         (_regions(), (("regions", 0), ("images", 0))),
     ],
 )
-def test_inputs_without_samples_are_told_by_where_their_axes_go(
+def test_inputs_without_samples_are_inferred_from_the_graph(
     made: tuple[list[onnx.NodeProto], dict[str, Shape]], axes: object, tmp_path: Path
 ) -> None:
     nodes, shapes = made
@@ -265,7 +265,9 @@ def test_a_scalar_input_carries_no_samples(tmp_path: Path) -> None:
 
 
 def baked(folder: Path, mask: np.ndarray) -> Path:
-    """Six samples in every shape: merged with positions, in a mask, in a Reshape's target."""
+    """Return a file with a fixed batch of 6 that is merged with positions, and occurs in a mask and in
+    the targets of Reshapes.
+    """
     nodes = [
         node("Reshape", "x flat", "rows"), node("MatMul", "rows w", "hidden"), node("Reshape", "hidden apart", "parts"),
         node("Transpose", "parts", "turned", perm=[1, 0, 2]), node("Reshape", "turned flat2", "mixed"),
@@ -403,9 +405,7 @@ def test_dimensions_without_a_name_of_their_own_are_distinct(tmp_path: Path, nam
 
 
 def test_a_state_whose_first_axis_counts_directions(tmp_path: Path) -> None:
-    """The file fixes the state's first axis, and its second one is the batch of one sample at a
-    time.
-    """
+    """Axis 0 of the state has a fixed size, and axis 1 is a batch of one sample."""
     nodes = [
         node("Unsqueeze", "x axis", "s"),
         node("LSTM", "s w r _ _ state cell", "_ last", hidden_size=5, direction="bidirectional"),

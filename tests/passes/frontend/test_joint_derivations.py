@@ -1,6 +1,4 @@
-"""A tensor computed from several parameters is computed from them again, whatever else could have
-its shape.
-"""
+"""Derivations of a tensor from several parameters are found, and no other tensor is derived."""
 
 from __future__ import annotations
 

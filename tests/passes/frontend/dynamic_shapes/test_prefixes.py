@@ -1,4 +1,6 @@
-"""A Range up to a number that data tell: what follows is what onnxruntime computes, then zeros."""
+"""Graphs with a Range whose limit is computed while running: results are those of onnxruntime,
+followed by zeros.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ ROWS = [
     node("Cast", "range", "steps", to=FLOAT),
     node("Mul", "x steps", "ramp"),
     node("Sin", "ramp", "waves"),
-    node("Add", "waves masks", "rows"),  # [2, WIDTH, as many as the longest]
+    node("Add", "waves masks", "rows"),  # [2, WIDTH, maximum of n]
 ]
 AGAIN = [
     node("Shape", "rows", "shape"),
@@ -188,7 +190,7 @@ def proto_of(nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
 
 
 def compiled(path: Path, graph: Graph) -> Callable[..., torch.Tensor]:
-    """The graph as one device runs it."""
+    """Return the forward function of the graph on one device."""
 
     class Noise:
         def draw(self, shape: tuple[int, ...], made: object, dtype: torch.dtype) -> torch.Tensor:
@@ -224,12 +226,10 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=10)
 @given(lengths=st.lists(st.integers(3, MOST), min_size=2, max_size=2))
-def test_as_many_rows_as_data_tell(
+def test_any_number_of_rows(
     read: Callable[[str], tuple[Path, Graph]], name: str, lengths: list[int]
 ) -> None:
-    """Of any number of rows results are the file's, then zeros, and gradients are those of the rows
-    that there are.
-    """
+    """Results are those of the file, followed by zeros. Gradients are those of the rows of the file."""
     path, graph = read(name)
     weight = torch.from_numpy(WEIGHT)
     x = torch.from_numpy(floats(2, WIDTH, 1)).requires_grad_()
@@ -245,7 +245,7 @@ def test_as_many_rows_as_data_tell(
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_more_rows_than_there_may_be_stop_the_program(
+def test_more_rows_than_the_maximum_stop_the_program(
     read: Callable[[str], tuple[Path, Graph]],
 ) -> None:
     run_graph = compiled(*read("a convolution"))
@@ -258,13 +258,13 @@ def test_more_rows_than_there_may_be_stop_the_program(
         run_graph(x, torch.tensor([1, MOST + 1]))
 
 
-def test_noise_of_no_scale_is_held_against_onnxruntime(
+def test_noise_with_scale_0_is_not_random(
     read: Callable[[str], tuple[Path, Graph]],
 ) -> None:
     assert ReferenceModel(read("noise of no scale")[0], {}).random == ()
 
 
-def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
+def test_a_missing_maximum_is_reported_with_its_flag(tmp_path: Path) -> None:
     path = saved(proto_of(CASES["the rows"][0]), tmp_path)
     with pytest.raises(ModelError, match=r"range_range.*'range'") as refused:
         read_model(path)
@@ -287,7 +287,9 @@ def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
         node("Conv", "rows weight", "y", strides=[2], auto_pad="SAME_UPPER"),
     ],
 )
-def test_what_reads_behind_the_last_row_is_refused(last: onnx.NodeProto, tmp_path: Path) -> None:
+def test_an_operator_that_reads_behind_the_last_row_is_rejected(
+    last: onnx.NodeProto, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="combines rows that Range"):
         read_model(
             saved(proto_of([last]), tmp_path),

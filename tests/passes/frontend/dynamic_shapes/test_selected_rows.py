@@ -1,6 +1,4 @@
-"""Values whose extent depends on data: read with static shapes they are what onnxruntime computes
-of the file.
-"""
+"""Graphs that are read from files with data-dependent shapes compute the results of onnxruntime."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ EXPERTS = 3
 
 
 def experts(scatter: str, reduction: str) -> onnx.ModelProto:
-    """Each expert takes its tokens by place, multiplies, weighs and puts them back, as exporters
-    write it.
+    """Return a mixture of experts as exporters write it: each expert gathers its tokens, computes
+    them, multiplies them with their weights, and scatters them back.
     """
     nodes = [node("Reshape", "weights column", "scores")]
     total = "zeros"
@@ -84,7 +82,7 @@ def experts(scatter: str, reduction: str) -> onnx.ModelProto:
 
 
 def images() -> onnx.ModelProto:
-    """Image features placed into a text, as torch exports `masked_scatter`."""
+    """Return a `masked_scatter` of image features into a text, as torch exports it."""
     nodes = [
         node("Equal", "ids token", "is"),
         node("Unsqueeze", "is last", "column"),
@@ -120,8 +118,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def agrees(path: Path, *feeds: dict[str, np.ndarray]) -> None:
-    """A file is read without an operator that chooses or looks up by place, and gives onnxruntime's
-    outputs.
+    """Check that the graph of a file has no operator of a data-dependent shape, and that its
+    outputs are equal to onnxruntime's.
     """
     read = read_model(path)
     assert {each.op for each in read.graph.nodes}.isdisjoint(
@@ -138,8 +136,8 @@ def agrees(path: Path, *feeds: dict[str, np.ndarray]) -> None:
 def test_experts_of_any_routing(
     files: dict[str, Path], routing: list[list[int]], seed: int
 ) -> None:
-    """Experts without a token and tokens without an expert (the number behind the last) among
-    them.
+    """The examples include experts without tokens, and tokens without an expert: the expert number
+    `EXPERTS`.
     """
     chosen = np.array([each[:2] for each in routing])
     feeds = {
@@ -152,8 +150,8 @@ def test_experts_of_any_routing(
 
 
 @given(st.sets(st.integers(0, 2 * TOKENS - 1), max_size=10))
-def test_images_at_any_places(files: dict[str, Path], places: set[int]) -> None:
-    """At most as many places as there are features, none among them."""
+def test_images_at_any_positions(files: dict[str, Path], places: set[int]) -> None:
+    """The number of selected positions is at most the number of features; 0 is included."""
     ids = np.zeros(2 * TOKENS, np.int64)
     ids[list(places)] = 9
     feeds = {
@@ -320,7 +318,7 @@ def test_small_graphs(name: str, tmp_path: Path) -> None:
     labels = np.array([3, 1, 3, 0, 1, 1])
     x = np.abs(floats(6, 4)) + 0.1
     keep = np.array([True, False, True, False, True, False])
-    x[1] = 0  # Where the logarithm of a row that is not chosen would be infinite.
+    x[1] = 0  # The logarithm of this row, which is not selected, is infinite.
     model_read = read_model(path, batch_axes=dict.fromkeys(inputs.keys() & read))
     feeds = {"x": x, "labels": labels, "keep": keep}
     assert not {each.op for each in model_read.graph.nodes} & {"NonZero", "Compress", "Unique"}
@@ -342,8 +340,8 @@ FUNCTIONS: dict[str, tuple[list[onnx.NodeProto], Callable[[torch.Tensor], torch.
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) -> None:
-    """Where the function of them is not finite, either."""
+def test_rows_that_are_not_selected_have_no_gradient(name: str, tmp_path: Path) -> None:
+    """This also holds if the function of such a row is not finite."""
     nodes, function = FUNCTIONS[name]
     held = {"two": np.array(2, np.float32), "last": integers(-1), "axes": integers(0, 1)}
     read = {operand for each in nodes for operand in each.input} | {"axes"}
@@ -377,7 +375,7 @@ def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_what_takes_rows_together_is_refused(
+def test_an_unsupported_combination_of_rows_is_rejected(
     nodes: Sequence[onnx.NodeProto], outputs: str, message: str, tmp_path: Path
 ) -> None:
     inputs = {"x": [6, 4], "keep": (BOOL, [6]), "other": (BOOL, [6])}

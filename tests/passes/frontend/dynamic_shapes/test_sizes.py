@@ -1,4 +1,4 @@
-"""Polynomials in the number of selected rows: every law agrees with ONNX's evaluator at numbers."""
+"""Every law of polynomials in the number of rows agrees with ONNX's evaluator at given numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopipe.passes.frontend.inference import Inference
 from tests.passes.frontend.building import INT64, integers, node
 
 LARGE = (101, 1000)
-"""Numbers of rows that exceed the coefficients of these tests."""
+"""Numbers of rows that are larger than the coefficients in these tests."""
 SMALL = (0, 1, 2, 7)
 INFERENCE = Inference((("", 20),))
 
