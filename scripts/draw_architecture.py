@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "contributing" / "architecture.svg"
 ROWS = (
     ("cli",),
+    ("api",),
     ("passes.explain", "passes.export", "passes.lower", "passes.pipeline"),
     ("passes.auto", "passes.placement", "passes.schedule", "passes.sharding", "passes.partition"),
     ("passes.cost", "passes.analysis", "passes.solvers", "passes.annotations", "passes.frontend"),
