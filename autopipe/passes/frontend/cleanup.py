@@ -359,43 +359,43 @@ def _read_results(loop: Node, needed: set[str]) -> Node:
     body = body_of(loop)
     states = loop.integer("states")
     names = [value.name for value in body.inputs]
-    kept = {place for place, name in enumerate(loop.outputs) if name in needed}
+    kept = {index for index, name in enumerate(loop.outputs) if name in needed}
     while True:
-        run = without_unread(
-            dataclasses.replace(body, outputs=tuple(body.outputs[place] for place in sorted(kept)))
+        smaller = without_unread(
+            dataclasses.replace(body, outputs=tuple(body.outputs[index] for index in sorted(kept)))
         )
-        read = {*run.outputs, *(name for node in run.nodes for name in node.inputs)}
-        if not (more := {place for place in range(states) if names[1 + place] in read} - kept):
+        read = {*smaller.outputs, *(name for node in smaller.nodes for name in node.inputs)}
+        if not (more := {index for index in range(states) if names[1 + index] in read} - kept):
             break
         kept |= more
-    if len(kept) == len(body.outputs) and run.nodes == body.nodes:
+    if len(kept) == len(body.outputs) and smaller.nodes == body.nodes:
         return dataclasses.replace(
             loop, outputs=tuple(name if name in needed else "" for name in loop.outputs)
         )
-    read |= {names[0], *(names[1 + place] for place in kept if place < states)}
+    read |= {names[0], *(names[1 + index] for index in kept if index < states)}
     operands = zip(operand_ports(loop), loop.inputs, strict=True)
-    scans = [
-        place
-        for place, name in enumerate(names[1 + states :][: len(loop.integers("scan_axes"))])
+    scan_inputs = [
+        index
+        for index, name in enumerate(names[1 + states :][: len(loop.integers("scan_axes"))])
         if name in read
     ]
-    gathers = sorted(place - states for place in kept if place >= states)
-    chosen = {"scan": scans, "gather": gathers}
-    stated = dict(loop.attributes) | {"states": len(kept) - len(gathers)}
-    for title, places in chosen.items():
+    scan_outputs = sorted(index - states for index in kept if index >= states)
+    kept_of_kind = {"scan": scan_inputs, "gather": scan_outputs}
+    attributes = dict(loop.attributes) | {"states": len(kept) - len(scan_outputs)}
+    for title, indices in kept_of_kind.items():
         for key in (f"{title}_axes", f"{title}_directions"):
-            stated[key] = tuple(loop.integers(key)[place] for place in places)
+            attributes[key] = tuple(loop.integers(key)[index] for index in indices)
     return dataclasses.replace(
         loop,
         inputs=tuple(name for port, name in operands if port.name in read),
         outputs=tuple(
             name if name in needed else ""
-            for place, name in enumerate(loop.outputs)
-            if place in kept
+            for index, name in enumerate(loop.outputs)
+            if index in kept
         ),
-        attributes=tuple(sorted(stated.items())),
+        attributes=tuple(sorted(attributes.items())),
         body=dataclasses.replace(
-            run, inputs=tuple(value for value in run.inputs if value.name in read)
+            smaller, inputs=tuple(value for value in smaller.inputs if value.name in read)
         ),
     )
 

@@ -154,20 +154,20 @@ def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ReaderAccess:
     """Access to the state of the reader, and to its actions. Names of values may be aliases."""
 
-    numbers: Callable[[str], np.ndarray | None]
+    data: Callable[[str], np.ndarray | None]
     """Returns the data of a value, None if they are not known."""
-    kind: Callable[[str], Value | None]
+    type_of: Callable[[str], Value | None]
     """Returns the type of a value, None if it has none so far."""
     sequences: Sequences
     opset: int
     order: Callable[[onnx.GraphProto], list[onnx.NodeProto]]
     """Returns the nodes of a body in topological order."""
-    takes: Callable[[int], bool]
+    count_nodes: Callable[[int], bool]
     """Counts nodes that bodies become; returns False if they are too many in all."""
-    keeps: Callable[[KeptLoop], str]
+    keep_loop: Callable[[KeptLoop], str]
     """Adds a loop operator; returns "", or the reason why that is not possible."""
     readers: Callable[[str], list[str]]
     """Returns the operators in the file that read a value."""
@@ -229,7 +229,7 @@ class KeptLoop:
 
 
 def replace_control_flow(
-    node: onnx.NodeProto, operands: tuple[str, ...], known: Known
+    node: onnx.NodeProto, operands: tuple[str, ...], reader: ReaderAccess
 ) -> Iterator[onnx.NodeProto]:
     """Yield the nodes that replace an If, Loop, Scan or SequenceMap. The caller must read each node
     before it requests the next one.
@@ -242,15 +242,19 @@ def replace_control_flow(
     if any(name not in bodies for name in needed) or not node.output:
         raise ModelError(f"expected an output and the graphs {', '.join(needed)}", where=where)
     if node.op_type == "If":
-        return _if(node, operands[0], [bodies[name] for name in needed], known, where)
-    repeat = _Unrolling(node, bodies["body"], known, where)
+        return _if(node, operands[0], [bodies[name] for name in needed], reader, where)
+    repeat = _Unrolling(node, bodies["body"], reader, where)
     return {"Loop": repeat.loop, "Scan": repeat.scan, "SequenceMap": repeat.map}[node.op_type](
         operands
     )
 
 
 def _if(
-    node: onnx.NodeProto, condition: str, branches: list[onnx.GraphProto], known: Known, where: str
+    node: onnx.NodeProto,
+    condition: str,
+    branches: list[onnx.GraphProto],
+    reader: ReaderAccess,
+    where: str,
 ) -> Iterator[onnx.NodeProto]:
     for branch in branches:
         if len(branch.output) != len(node.output) or branch.input:
@@ -259,10 +263,10 @@ def _if(
                 "and without inputs",
                 where=where,
             )
-    numbers = known.numbers(condition)
-    if numbers is not None:
-        taken = branches[0 if numbers.all() else 1]
-        yield from known.order(taken)
+    data = reader.data(condition)
+    if data is not None:
+        taken = branches[0 if data.all() else 1]
+        yield from reader.order(taken)
         for name, result in zip(node.output, taken.output, strict=True):
             yield made_node(node, "Identity", [result.name], [name])
         return
@@ -275,52 +279,60 @@ def _if(
             where=where,
         )
     for branch in branches:
-        yield from known.order(branch)
+        yield from reader.order(branch)
     for name, first, second in zip(
         node.output, branches[0].output, branches[1].output, strict=True
     ):
-        yield from _chosen(node, condition, first.name, second.name, name, known, where)
+        yield from _select(node, condition, first.name, second.name, name, reader, where)
 
 
-def _chosen(
+def _select(
     node: onnx.NodeProto,
     condition: str,
     first: str,
     second: str,
     result: str,
-    known: Known,
+    reader: ReaderAccess,
     where: str,
 ) -> Iterator[onnx.NodeProto]:
     """Yield the nodes that set `result` to `first` if the condition is true, else to `second`: two
     tensors of one type, or two sequences of equal length.
     """
-    ours = known.sequences.get(first)
-    others = known.sequences.get(second)
-    if ours is not None and others is not None and len(ours) == len(others):
-        names = [f"{result}/{number}" for number in range(len(ours))]
-        for pair in zip(ours, others, names, strict=True):
-            yield from _chosen(node, condition, *pair, known, where)
+    first_tensors = reader.sequences.get(first)
+    second_tensors = reader.sequences.get(second)
+    if (
+        first_tensors is not None
+        and second_tensors is not None
+        and len(first_tensors) == len(second_tensors)
+    ):
+        names = [f"{result}/{number}" for number in range(len(first_tensors))]
+        for pair in zip(first_tensors, second_tensors, names, strict=True):
+            yield from _select(node, condition, *pair, reader, where)
         yield made_node(node, "SequenceConstruct", names, [result])
         return
-    kinds = [known.kind(each) for each in (first, second)]
-    asked = known.kind(condition)
-    if None in kinds or asked is None:
+    types = [reader.type_of(each) for each in (first, second)]
+    condition_type = reader.type_of(condition)
+    if None in types or condition_type is None:
         raise ModelError(f"{result!r} is a sequence that depends on data", where=where)
-    if len({(each.dtype, each.shape) for each in kinds if each is not None}) > 1:
+    if len({(each.dtype, each.shape) for each in types if each is not None}) > 1:
         shapes = " or ".join(
-            f"{each.dtype.value}{list(each.shape)}" for each in kinds if each is not None
+            f"{each.dtype.value}{list(each.shape)}" for each in types if each is not None
         )
         raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
-    one = known.numbers(first)
-    other = known.numbers(second)
-    if one is not None and other is not None and np.array_equal(one, other):
+    first_data = reader.data(first)
+    second_data = reader.data(second)
+    if (
+        first_data is not None
+        and second_data is not None
+        and np.array_equal(first_data, second_data)
+    ):
         yield made_node(node, "Identity", [first], [result])
         return
-    if asked.shape:
+    if condition_type.shape:
         yield made_node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
         yield made_node(node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"])
         condition = f"{result}/condition"
-    if kinds[0] is None or kinds[0].dtype is not DType.BOOL:
+    if types[0] is None or types[0].dtype is not DType.BOOL:
         yield made_node(node, "Where", [condition, first, second], [result])
         return
     parts = [f"{result}/{each}" for each in ("not", "first", "second")]
@@ -334,14 +346,14 @@ class _Unrolling:
     """The unrolling of a loop. Values of iteration i are called `TITLE/i/NAME`."""
 
     def __init__(
-        self, node: onnx.NodeProto, body: onnx.GraphProto, known: Known, where: str
+        self, node: onnx.NodeProto, body: onnx.GraphProto, reader: ReaderAccess, where: str
     ) -> None:
         self.node = node
         self.body = body
-        self.known = known
+        self.reader = reader
         self.where = where
         self.title = next(filter(None, node.output))
-        self.nodes = known.order(body)
+        self.nodes = reader.order(body)
         self.size = sum(1 for _ in nodes_within(self.nodes)) + 1
         self.own = list(_written(body, deep=True))
         self.iterations = 0
@@ -353,7 +365,7 @@ class _Unrolling:
         """Yield the nodes of the next iteration on the values `inputs`. Afterwards, `self.results`
         has the names of the body's outputs.
         """
-        if not self.known.takes(self.size):
+        if not self.reader.count_nodes(self.size):
             raise ModelError(
                 f"after {self.iterations} {plural(self.iterations, 'iteration')} of its body of "
                 f"{self.size - 1} {plural(self.size - 1, 'node')}, the file has too many nodes",
@@ -393,7 +405,7 @@ class _Unrolling:
         ends = condition
         going = self._number(condition) if condition else 1
         if limit is not None and going and self._is_long(limit):
-            kept = self._kept(limit, carried, [], [(0, False)] * len(stacked))
+            kept = self._keep(limit, carried, [], [(0, False)] * len(stacked))
             if kept is not None:
                 yield from kept
                 return
@@ -422,12 +434,12 @@ class _Unrolling:
             carried = [f"{alive}/{place}" for place in range(len(inner))] if alive else inner
             if alive:
                 for names in zip(inner, old, carried, strict=True):
-                    yield from _chosen(self.node, alive, *names, self.known, self.where)
+                    yield from _select(self.node, alive, *names, self.reader, self.where)
                 # The next iteration reads a known counter as it is: its values after the end of
                 # the loop are never used.
                 pairs = zip(inner, carried, strict=True)
                 inner = [
-                    new if self.known.numbers(new) is not None else mixed for new, mixed in pairs
+                    new if self.reader.data(new) is not None else mixed for new, mixed in pairs
                 ]
             for found, name in zip(stacked, results, strict=True):
                 found.append(name)
@@ -451,7 +463,7 @@ class _Unrolling:
     def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes of a Scan."""
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
-        if self.known.opset < SCAN_WITHOUT_BATCH_SINCE:
+        if self.reader.opset < SCAN_WITHOUT_BATCH_SINCE:
             hint = "export the model with opset 9 or later, whose Scan has no batch dimension"
             raise ModelError(
                 "the Scan of opset 8, which has a batch dimension, is not supported",
@@ -470,8 +482,8 @@ class _Unrolling:
         axes, backward = (
             _listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions")
         )
-        extents = self._iteration_counts(scanned, axes)
-        if len(extents) == 1 and self._is_long(next(iter(extents))):
+        counts = self._iteration_counts(scanned, axes)
+        if len(counts) == 1 and self._is_long(next(iter(counts))):
             ways = (
                 _listed(stated, f"scan_output_{each}", len(gathered))
                 for each in ("axes", "directions")
@@ -481,13 +493,13 @@ class _Unrolling:
                 for name, axis, back in zip(scanned, axes, backward, strict=True)
             ]
             outward = [(axis, bool(back)) for axis, back in zip(*ways, strict=True)]
-            if (kept := self._kept(next(iter(extents)), carried, slices, outward)) is not None:
+            if (kept := self._keep(next(iter(counts)), carried, slices, outward)) is not None:
                 yield from kept
                 return
         for place, (name, axis, back) in enumerate(zip(scanned, axes, backward, strict=True)):
             parts = f"{self.title}/steps{place}"
             yield made_node(self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0)
-            rows = self.known.sequences[parts]
+            rows = self.reader.sequences[parts]
             steps.append(rows[::-1] if back else rows)
         if len({len(each) for each in steps}) > 1:
             raise ModelError(
@@ -509,7 +521,7 @@ class _Unrolling:
 
     def map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes of a SequenceMap."""
-        given = [self.known.sequences.get(name) for name in operands]
+        given = [self.reader.sequences.get(name) for name in operands]
         counts = {len(each) for each in given if each is not None}
         if not given or given[0] is None or len(counts) > 1:
             raise ModelError(
@@ -539,7 +551,7 @@ class _Unrolling:
         """
         found = set()
         for name, axis in zip(scanned, axes, strict=True):
-            kind = self.known.kind(name)
+            kind = self.reader.type_of(name)
             found.add(
                 kind.shape[axis]
                 if kind is not None and -len(kind.shape) <= axis < len(kind.shape)
@@ -547,7 +559,7 @@ class _Unrolling:
             )
         return found if min(found) >= 0 else set()
 
-    def _kept(
+    def _keep(
         self,
         count: int,
         carried: list[str],
@@ -596,9 +608,9 @@ class _Unrolling:
         ):
             gathered += [ScanOutput(copies.get(result, result), output, *way)] if output else []
         for operand, name, result, output in changing:
-            if operand in self.known.sequences:
+            if operand in self.reader.sequences:
                 added = self._appended(nodes, name, result)
-                if added is None or self.known.sequences[operand]:
+                if added is None or self.reader.sequences[operand]:
                     self.unkept_reason = (
                         f"{name!r} is a sequence, and iterations do more than append a tensor to it"
                     )
@@ -633,11 +645,11 @@ class _Unrolling:
             gathered=tuple(gathered),
             ends=tuple(copies.get(name, name) for name in ends),
         )
-        self.unkept_reason = self.known.keeps(runs)
+        self.unkept_reason = self.reader.keep_loop(runs)
         if self.unkept_reason:
             return None
         for name in lists:
-            behind += self.known.sequences.stacked(self.node, name, self.known.readers(name))
+            behind += self.reader.sequences.stacked(self.node, name, self.reader.readers(name))
         return behind
 
     @staticmethod
@@ -688,7 +700,7 @@ class _Unrolling:
         return empty(self.node, name, kind.elem_type, shape)
 
     def _number(self, name: str) -> int | None:
-        array = self.known.numbers(name)
+        array = self.reader.data(name)
         return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
-from autopipe.passes.frontend.control_flow import KeptLoop, Known, replace_control_flow
+from autopipe.passes.frontend.control_flow import KeptLoop, ReaderAccess, replace_control_flow
 from autopipe.passes.frontend.decompositions.registry import (
     Decomposition,
     decompose,
@@ -141,15 +141,15 @@ class _Sweep:
                     return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
         return None
 
-    def known(self) -> Known:
-        return Known(
-            numbers=lambda name: self.arrays.get(self.aliases.get(name, name)),
-            kind=lambda name: self.types.get(self.aliases.get(name, name)),
+    def access(self) -> ReaderAccess:
+        return ReaderAccess(
+            data=lambda name: self.arrays.get(self.aliases.get(name, name)),
+            type_of=lambda name: self.types.get(self.aliases.get(name, name)),
             sequences=self.sequences,
             opset=self.source.opset,
             order=lambda body: [body.node[place] for place in topological_positions(body)],
-            takes=self.repeated.takes,
-            keeps=lambda loop: _keep_loop(self, loop),
+            count_nodes=self.repeated.takes,
+            keep_loop=lambda loop: _keep_loop(self, loop),
             readers=lambda name: (
                 [node.op_type for node, _ in self.weights.roles.uses.readers.get(name, ())]
                 + ["output"] * (name in self.results)
@@ -475,7 +475,7 @@ def _in_other_words(
     stays.
     """
     if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
-        return replace_control_flow(node, operands, sweep.known())
+        return replace_control_flow(node, operands, sweep.access())
     if sweep.sequences.handles(node):
         return sweep.sequences.replace(node, operands, sweep.types, sweep.arrays)
     if sweep.dynamic_shapes.concerns(node, operands, sweep.types, sweep.arrays, sweep.declared):
