@@ -21,9 +21,8 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 WITNESS = 1_000_003
 """The value of n for which shape inference runs and axes are followed. It is a prime larger than
-the sizes of a file, so that no other axis and no product of sizes is taken for the rows. The result
-of shape inference is used only if the operator's iteration space says that the rows stay rows,
-which holds for every n.
+usual sizes, so that no other axis and no product of sizes is taken for the rows. Only the sizes of
+dimensions that do not count rows, and the position of the dimension that does, are used.
 """
 
 
@@ -147,8 +146,8 @@ class Indices:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """A tensor with a row per selected element, stored with a row per element of the mask. Rows
-    that are not selected have arbitrary finite or infinite elements.
+    """A tensor with a row per selected element, stored with a row per element of the mask. Stored
+    rows of elements that are not selected are arbitrary.
     """
 
     selection: Selection
@@ -157,13 +156,13 @@ class SelectedRows:
     axis: int
     """The dimension that counts rows."""
     over: tuple[int, ...]
-    """Axes of the mask along which rows differ. `value` has a row per element along these axes."""
+    """Axes of the mask along which rows can differ. `value` has a row per element along them."""
     value: str
     """Name of the stored tensor in the graph."""
     weight: str = ""
     """Name of a vector that the rows are still to be multiplied with; "" if there is none."""
     weight_over: tuple[int, ...] = ()
-    """Axes of the mask along which the weights differ."""
+    """Axes of the mask along which weights can differ."""
     pair_axis: int | None = None
     """A second dimension that counts the rows of the same selection, as in the attention scores of
     all rows with all rows.

@@ -91,9 +91,11 @@ class DynamicShapes(dict[str, Fact]):
         arrays: Mapping[str, np.ndarray],
         declared: Callable[[str], Value | None],
     ) -> bool:
-        """True if the node selects by data, or reads a value whose shape depends on a selection.
+        """True if the node reads a value that has a fact, selects by data, or has a static count as
+        a size operand.
 
         `declared` returns the static type that the file states for a value, None if there is none.
+        A node whose result has one does not select.
         """
         if any(name in self for name in operands):
             return True

@@ -56,7 +56,8 @@ _IGNORED_LABEL = -100
 
 def reduce_rows(context: NodeContext) -> bool:
     """Write the node for all elements of the mask, with neutral elements in rows that are not
-    selected. Raises ModelError for an operator without neutral element.
+    selected. Raises ModelError for an operator without neutral element, and if the shape of a
+    result depends on n in another way than by a row per row.
     """
     operator = context.node.op_type
     write = context.write

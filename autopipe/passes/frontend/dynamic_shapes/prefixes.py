@@ -20,8 +20,8 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 def bounded_prefix(
     context: NodeContext, limit: str, root: str, maximum: int, factor: int
 ) -> Selection:
-    """Return the selection of the first `limit` rows, where the scalar `limit` is a multiple of
-    `factor`. The program stops if there are more than `maximum` rows.
+    """Return the selection of the first `limit` rows. The scalar `limit` is rounded up to an
+    integer, which is a multiple of `factor`. The program stops if it is larger than `maximum`.
     """
     write = context.write
     result = context.node.output[0]

@@ -82,7 +82,7 @@ def _record(context: NodeContext, name: str, selection: Selection, numbers: Size
 
 
 def compute_sizes(context: NodeContext) -> bool:
-    """Compute a node whose operands depend on the data only through n.
+    """Compute a node whose operands are static values and numbers that depend on n.
 
     A result that is not a polynomial in n is computed while running.
     """
@@ -274,8 +274,8 @@ def number_rows(context: NodeContext, selection: Selection) -> None:
 
 
 def is_cut_to_count(context: NodeContext) -> bool:
-    """True for a Slice that ends at n, the number of rows of a selection that did not select the
-    rows of its operand.
+    """True for a Slice whose end depends on the number of rows of a selection, and whose operand is
+    static or has rows of another selection.
     """
     end = context.fact(2)
     if context.node.op_type != "Slice" or not isinstance(end, Counted):

@@ -121,8 +121,8 @@ def evaluate_with_sizes(
     """Return the results of a node some of whose operands are SizeArrays and the others constants.
 
     Returns None if a result is not known to be a polynomial in n. Linear operators and products are
-    exact for every n. A quotient is exact for every n at which the dividend is at least 0.
-    Comparisons, minima and maxima hold for every sufficiently large n.
+    exact for every n. A quotient of integers is exact for every n at which the dividend is at least
+    0 and the divisor is not 0. Comparisons, minima and maxima hold for every sufficiently large n.
     """
     operator = node.op_type
     present = [each for each in operands if each is not None]

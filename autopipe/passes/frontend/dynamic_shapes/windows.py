@@ -2,7 +2,7 @@
 
 They are supported for selections of first rows. The rows behind the last one are filled with the
 element that the file's operator has there: 0 for a convolution, the smallest element for a max
-pooling, the padding's constant for a Pad.
+pooling, the constant of a Pad.
 """
 
 from __future__ import annotations
