@@ -150,10 +150,11 @@ class Plan:
     def explain(
         self, *, node: str | None = None, stage: int | None = None, device: int | None = None
     ) -> Mapping[str, object]:
-        """Why the plan, or a node, a stage or a device of it, is as it is."""
-        from autopipe.cli.explain import explain
+        """Return the reasons of the plan, or of one node, stage or device, as `explain --json`."""
+        from autopipe.api.explanation import explain
 
-        return run_command(explain, self.folder, *flag_words(node=node, stage=stage, device=device))
+        found = explain(self.folder, node=node, stage=stage, device=device)
+        return {"plan": self.folder, **found.data}
 
     def codegen(self) -> Path:
         """Write the program of every rank to the folder `program`, and return this folder."""

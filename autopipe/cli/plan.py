@@ -99,7 +99,8 @@ def plan(
         observe=observe,
     )
     # Modules that show a plan are imported after the search.
-    from autopipe.cli.plan_report import degrees_text, plan_delta, plan_screen
+    from autopipe.api.summary_text import degrees_text
+    from autopipe.cli.plan_report import plan_delta, plan_screen
     from autopipe.configs.local_devices import local_cluster
     from autopipe.ir.codec import encode
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from autopipe.api.summary_text import number_text
 from autopipe.cli.drawing.svg import (
     block_graph_svg,
     escape,
@@ -27,7 +28,7 @@ from autopipe.cli.drawing.timeline_figure import (
     text_colour,
 )
 from autopipe.cli.output import devices_text, seconds_text
-from autopipe.cli.plan_report import gap_text, number_text, over_text, stage_columns, strategy_text
+from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase

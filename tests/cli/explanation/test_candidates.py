@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from autopipe.cli.explain import next_best
+from autopipe.api.explanation import next_best
 from autopipe.cli.output import group_text
 from autopipe.cli.plan_report import candidates_screen, distance_lines
 from autopipe.ir.plan import Alternative, Breakdown, Choice
