@@ -1,14 +1,16 @@
-"""How a rank uses its machine: processors, threads of gloo's, memory.
+"""How a rank uses its machine: CPU cores, gloo's threads, memory.
 
-Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor
-of the rank that sent it, behind what that one computes: a tick of up to four milliseconds. So each
-rank keeps to processors of its own, gloo's threads with it. There such a thread preempts the rank's
-own, mostly while that one holds the connection's lock, and spins until the next tick. So gloo's
-threads preempt none, and a rank's thread gives way where it has started an exchange; not where
-ranks take a processor in turn, since another rank would compute first.
+Without pinning, Linux wakes a gloo thread that has a tensor for one rank on the core of the sending
+rank, where it waits behind that rank's computation for up to one scheduler tick (4 ms). So each
+rank, with its gloo threads, is pinned to separate cores.
 
-A rank with a GPU keeps to the processors next to it, as copies and launches from elsewhere cross
-between sockets.
+On the rank's own cores, a woken gloo thread would preempt the rank's main thread, often while that
+holds the lock of the connection, and spin until the next tick. So gloo threads get a scheduling
+policy under which they preempt no thread, and the main thread yields its core after it has started
+a transfer. It does not yield if ranks take turns on a core, because another rank would run first.
+
+A rank with a GPU is pinned to the cores near the GPU, because copies and launches from other cores
+cross between sockets.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from autopipe.backends.torch.runtime.job import numbers_of
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Threads that are started in the block preempt no others (Linux alone has that): they take
-    over how this one is scheduled meanwhile.
+    """Give threads that are started in the block the scheduling policy SCHED_BATCH, under which
+    they preempt no other thread. Does nothing on systems other than Linux.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
@@ -38,7 +40,9 @@ def patient_threads() -> Iterator[None]:
 
 
 def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
-    """Cores of one of a machine's ranks: neighbours, in shares as equal as can be."""
+    """Return the cores of one of a machine's ranks: neighbours, divided as evenly as possible. If
+    there are more ranks than cores, several ranks get the same core.
+    """
     count = len(processors)
     if count < ranks:
         return frozenset((processors[rank % count],))
@@ -46,9 +50,7 @@ def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset
 
 
 def _allowed(process: int = 0) -> set[int]:
-    """Processors on which a process (0: this one) may run; empty where the system, other than
-    Linux, does not tell.
-    """
+    """Return the cores on which a process (0: this one) may run; empty on systems other than Linux."""
     try:
         return os.sched_getaffinity(process)
     except (AttributeError, OSError):
@@ -56,25 +58,22 @@ def _allowed(process: int = 0) -> set[int]:
 
 
 def _has_own() -> bool:
-    """True if this thread may not run wherever its parent may, since job managers bind what they
-    start; also where the system does not tell of a parent.
+    """Return True if this thread may run on other cores than its parent process: a job manager has
+    bound it. Also True if the parent's cores are unknown.
     """
     return _allowed() != _allowed(os.getppid())
 
 
 def pin_to_cores(rank: int, ranks: int) -> None:
-    """Keep this thread, and those that it starts from now on, to the processors of one of a
-    machine's ranks. Nothing changes for a rank alone, nor where who started it has given it
-    processors of its own.
+    """Pin this thread, and threads that it starts later, to the cores of one of a machine's ranks.
+    Does nothing for a single rank, or if a job manager has already bound it.
     """
     if ranks > 1 and (processors := _allowed()) and not _has_own():
         os.sched_setaffinity(0, processors_of(rank, ranks, sorted(processors)))
 
 
 def processors_near(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
-    """Processors of the NUMA node where the device with this PCI address is; none where the system
-    does not tell.
-    """
+    """Return the cores of the NUMA node of the PCI device with this address; empty if unknown."""
     try:
         node = int((system / "bus/pci/devices" / bus_id / "numa_node").read_text(encoding="ascii"))
         cores = (
@@ -86,43 +85,47 @@ def processors_near(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
 
 
 def pin_near(bus_id: str, system: Path = Path("/sys")) -> None:
-    """Keep this thread, and those that it starts from now on, to the processors of a GPU's NUMA
-    node. Memory is then of that node, too: Linux takes it where the thread runs that first writes
-    there. Nothing changes where who started this rank has given it processors of its own, nor where
-    none of its processors are near.
+    """Pin this thread, and threads that it starts later, to the cores of a GPU's NUMA node. Memory
+    then comes from this node too, because Linux allocates it where a thread first writes it. Does
+    nothing if a job manager has already bound the rank, or if none of its cores is near.
     """
     if not _has_own() and (near := processors_near(bus_id, system) & _allowed()):
         os.sched_setaffinity(0, near)
 
 
 def has_more_ranks_than_cores(ranks: int) -> bool:
-    """True if this machine runs more ranks than the process that started them has processors."""
+    """Return True if this machine runs more ranks than the process that started them has cores."""
     return 0 < len(_allowed(os.getppid())) < ranks
 
 
 def processors_of_this_rank() -> int:
-    """Processors that the rank's threads can be sure of."""
+    """Return the number of cores that the rank's threads can use without sharing them with other
+    ranks.
+    """
     if _has_own():
         return processor_count()
     return max(1, processor_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def processor_count() -> int:
+    """Return the number of cores on which this process may run."""
     return len(_allowed()) or os.cpu_count() or 1
 
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _KEPT_BYTES = 1 << 30
+"""Free bytes at the end of the heap that glibc keeps (1 GiB)."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors on the CPU free, up to a GiB at the heap's end.
+    """Make glibc keep memory that tensors on the CPU have freed, up to 1 GiB at the end of the
+    heap.
 
-    Else it gives large blocks back to the system at every step, and gets them anew, cleared: a
-    stage of convolutions took 1.8 times as long forward. Blocks of all sizes come from the heap,
-    since others go back as soon as they are freed. Other libraries' allocators are left as they
-    are.
+    By default glibc returns large blocks to the system, and gets cleared pages for them in the next
+    step: the forward of a stage of convolutions took 1.8 times as long. All blocks come from the
+    heap, because blocks from mmap are returned as soon as they are freed. Allocators of other
+    libraries are not affected.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

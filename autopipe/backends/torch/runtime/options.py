@@ -1,4 +1,4 @@
-"""Options of a rank: the flags of its generated file."""
+"""Options of a rank: the flags of its generated file. Each field of `Options` is a flag."""
 
 from __future__ import annotations
 
@@ -12,65 +12,77 @@ from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULTS
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The steps to run, on which device and data, and what to leave behind."""
+    """Options of one rank. None means that the value of the manifest is used, unless a field says
+    otherwise.
+    """
 
     steps: int = 1
     device: str = "auto"
-    model: Path | None = (
-        None  # Overrides the manifest's: the ONNX file whose weights the rank reads.
-    )
-    data: str | None = None  # Overrides the manifest's; see `DataSettings.path`.
+    model: Path | None = None
+    """The ONNX file with the weights."""
+    data: str | None = None
+    """Training or input data; see `DataSettings.path`."""
     shuffle: bool | None = None
     epochs: int | None = None
-    eval_data: str | None = None  # Data to validate on, in place of the manifest's.
-    eval_interval: int | None = (
-        None  # Steps from one validation to the next, in place of the manifest's.
-    )
-    seed: int | None = None  # Overrides the manifest's seed for initial parameters and random data.
+    eval_data: str | None = None
+    """Validation data."""
+    eval_interval: int | None = None
+    """Number of steps between validations."""
+    seed: int | None = None
+    """Seed of initial parameters, random data, shuffling and dropout."""
     checkpoint: Path | None = None
+    """Folder of checkpoints, None to save none."""
     checkpoint_every: int = 0
+    """Number of steps between checkpoints, 0 to save after the last step only."""
     checkpoint_minutes: float = 0.0
-    """Minutes from one checkpoint to the next."""
-    keep_latest_k: int = KEPT  # Checkpoints, 0 for all.
+    """Minutes between checkpoints, 0 to save by steps only."""
+    keep_latest_k: int = KEPT
+    """Number of latest checkpoints to keep, 0 for all."""
     keep_every: int = 0
-    """Checkpoints after a multiple of this number of steps are kept whatever else is; 0 for none.
-    """
+    """Also keep checkpoints after multiples of this number of steps; 0 for none."""
     resume: bool = False
     run: str | None = None
-    """Name of a launch that starts anew, the same after a restart."""
-    trace: Path | None = None  # Folder for the times of the tasks of all steps.
-    profile: Path | None = None  # Folder for torch's profile of some steps.
-    profile_times: Path | None = None  # Folder for the times of their tasks.
+    """Name of a launch that does not resume, equal after its restarts; None for other runs."""
+    trace: Path | None = None
+    """Folder for the times of tasks in all steps; None to write none."""
+    profile: Path | None = None
+    """Folder for torch's profiles of the profiled steps; None to write none."""
+    profile_times: Path | None = None
+    """Folder for the times of tasks in the profiled steps; None to write none."""
     profile_from: int = 0
+    """First profiled step."""
     profile_to: int = -1
+    """Last profiled step."""
     record: Path | None = None
-    """Folder for each rank's gradients and parameters of the first steps, or outputs; for
-    verification.
+    """Folder for gradients and parameters of the first steps, for verification; None to write none.
     """
     values: Path | None = None
-    """Folder for the values of each stage's first forward; for verification."""
+    """Folder for the values of variables in the first forward of each stage, for verification; None
+    to write none.
+    """
     replay: Path | None = None
-    """Folder of gradients by step, whole, that updates go by in place of the rank's own; for
-    verification.
+    """Folder of full gradients by step that replace the rank's own in updates, for verification;
+    None for the rank's own.
     """
     perturb: float = 0.0
-    """How much, relative to them, to change every number of inputs and parameters; for
-    verification.
-    """
-    report: Path | None = None  # File for one JSON line a step, written by rank 0.
+    """Relative change of every number in inputs and parameters, for verification; 0 for none."""
+    report: Path | None = None
+    """File to which rank 0 writes one JSON line per step; None to print the steps."""
     outputs: Path | None = None
+    """File for the outputs of inference; None to write none."""
     generate: Path | None = None
-    """Folder of a request to generate tokens, in place of steps on data."""
-    blocking: bool = (
-        False  # Wait for every message where it is sent or received, instead of where it is used.
-    )
-    compile: bool = False  # Forwards of stages go through torch.compile.
+    """Folder of a request to generate tokens instead of running steps on data; None for steps."""
+    blocking: bool = False
+    """Use blocking send and receive, without overlap with computation."""
+    compile: bool = False
+    """Compile stages with torch.compile."""
     cuda_graphs: bool | None = None
-    """Capture stages as CUDA graphs after the first step; None for the stages that the host bounds.
+    """True to capture all stages as CUDA graphs after the first step, False for none, None for
+    stages whose speed the plan predicts to be bound by the host.
     """
     dry_run: bool = False
-    """Run without the other ranks, one step, and report what it does; on device `meta`, without
-    values.
+    """Run one step of this rank without the other ranks and report it. With device `meta`, tensors
+    have no values.
     """
     start_timeout: float = DEFAULTS.start_s
     step_timeout: float = DEFAULTS.step_s
@@ -78,7 +90,7 @@ class Options:
 
     @property
     def profiled(self) -> range:
-        """Numbers of the steps that are profiled."""
+        """Numbers of the profiled steps."""
         return range(self.profile_from, self.profile_to + 1)
 
 
@@ -93,7 +105,9 @@ _TYPES = {
 
 
 def parse_options(arguments: list[str]) -> Options:
-    """Options from a rank's command line: a flag for each field."""
+    """Return the options from a rank's command line. Exits with a usage message if they are
+    invalid.
+    """
     parser = argparse.ArgumentParser(
         description="Runs one rank of a program generated by autopipe."
     )
@@ -110,5 +124,5 @@ def parse_options(arguments: list[str]) -> Options:
             )
     found = Options(**vars(parser.parse_args(arguments)))
     if found.device == "meta" and not found.dry_run:
-        parser.error("--device meta computes nothing: it goes with --dry-run")
+        parser.error("--device meta needs --dry-run: its tensors have no values")
     return found

@@ -1,6 +1,6 @@
-"""Outputs of inference: rank 0 gathers each step's while the next one runs, and appends them to
-files that become one `.npz` or `.npy` in the end, so that no rank holds more than two steps of
-them.
+"""Outputs of inference. Rank 0 gathers the outputs of each step while the next one runs, and
+appends them to files, which become one `.npz` or `.npy` file at the end. No rank holds the outputs
+of more than two steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from autopipe.ir.program import Output, OutputPlace, OutputShard
 
 _TAG = 1 << 20  # Above every channel's tag.
 _HEADER = 256
-"""Bytes of a `.npy` file before its numbers: room for any shape, which is known in the end."""
-_PIECE = 1 << 24  # Bytes moved at a time where rows do not lie in front.
+"""Bytes of a `.npy` file before its data. The header is written at the end, when the shape is
+known; this size suffices for any shape.
+"""
+_PIECE = 1 << 24
+"""Bytes that are copied at a time when rows are moved to another axis."""
 
 
 class RowFile:
@@ -40,6 +43,7 @@ class RowFile:
         self._dtype = np.dtype(np.float32)
 
     def append(self, rows: np.ndarray) -> None:
+        """Append rows. All calls must have the same element type and row shape."""
         self._rows += len(rows)
         self._shape = rows.shape[1:]
         self._dtype = rows.dtype
@@ -47,7 +51,7 @@ class RowFile:
             self._file.write(np.ascontiguousarray(rows).data)
 
     def finish(self, axis: int = 0) -> None:
-        """Write the header; the rows come to lie along `axis`."""
+        """Write the header, and move the rows from axis 0 to `axis`."""
         shape = self._rows, *self._shape
         with naming(self.path):
             self._file.seek(0)
@@ -66,7 +70,7 @@ class RowFile:
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """Of format 1.0, row-major
+    """Return the header of a `.npy` file of format 1.0 in row-major order
     (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
     """
     described = repr(
@@ -80,8 +84,8 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 
 class OutputCollector:
-    """This rank's part in gathering the outputs. Blocks are sent to rank 0 when a step ends; rank 0
-    takes those of the step before, which are there by then.
+    """This rank's part in gathering outputs. Ranks send their shards to rank 0 at the end of a
+    step. Rank 0 receives them one step later, when they have arrived.
     """
 
     def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
@@ -89,11 +93,11 @@ class OutputCollector:
         self._transport = transport
         self._path = None if manifest.train or path is None else followed(path)
         self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """By output and stage, the results of the step by micro-batch."""
+        """By (output, stage) the results of the step by micro-batch."""
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._waiting: tuple[dict[tuple[int, int], torch.Tensor], int] | None = None
-        """On rank 0 its own blocks of the step before, by output and stage, and that step's
-        samples.
+        """On rank 0, its own shards of the previous step by (output, stage), and that step's number
+        of samples.
         """
         self._files: list[RowFile] = []
         if self._path is not None and transport.rank == 0:
@@ -105,8 +109,8 @@ class OutputCollector:
             ]
 
     def keep(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Keep what a forward gave, if outputs are to be written; micro-batches are counted over
-        all steps.
+        """Keep the results of a forward, if outputs are to be written. Micro-batches are numbered
+        over all steps.
         """
         if self._path is None:
             return
@@ -119,7 +123,9 @@ class OutputCollector:
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
 
     def end_step(self, samples: int) -> None:
-        """Send off the outputs of a step, of which the first `samples` are data."""
+        """Send the outputs of a step to rank 0. The first `samples` samples come from the data, the
+        others are filler.
+        """
         if self._path is None:
             return
         stacked = {
@@ -138,7 +144,7 @@ class OutputCollector:
                 self._sends.append((dist.isend(block, 0, tag=_TAG + index), block))
 
     def finish(self) -> None:
-        """Put the file in its place, when all steps have ended."""
+        """Write the output file after the last step. Called on all ranks."""
         if self._path is None:
             return
         self._wait_until_sent()
@@ -165,14 +171,16 @@ class OutputCollector:
         self._sends.clear()
 
     def _blocks(self) -> Iterator[tuple[int, OutputPlace, OutputShard]]:
-        """All that rank 0 needs of a step, by output, in the order in which each rank sends it."""
+        """Yield (output, stage and position, shard) of everything that rank 0 gathers in a step, in
+        the order in which ranks send it.
+        """
         for index, output in enumerate(self._manifest.outputs):
             for place in output.places:
                 if self._manifest.micro_batches_of(place.stage):
                     yield from ((index, place, shard) for shard in needed_shards(place))
 
     def _write(self) -> None:
-        """Append the step before, as far as there is one."""
+        """Receive the outputs of the previous step, if there is one, and append them to the files."""
         if self._waiting is None:
             return
         (own, samples) = self._waiting
@@ -197,8 +205,8 @@ class OutputCollector:
         parts: Sequence[tuple[OutputPlace, TensorSlice, torch.Tensor]],
         samples: int,
     ) -> np.ndarray:
-        """A step's output from the blocks of its places, rows of the first `samples` in front; of
-        values without samples one for each micro-batch.
+        """Return an output of a step, assembled from its shards, without filler samples. The rows
+        are samples, or micro-batches if the output has no batch dimension.
         """
         manifest = self._manifest
         count = manifest.micro_batches_at(parts[0][0].stage)
@@ -220,7 +228,7 @@ class OutputCollector:
 
 
 def needed_shards(place: OutputPlace) -> tuple[OutputShard, ...]:
-    """One holder for each block; all of them where each holds a share of a sum."""
+    """Return one shard of each slice of an output; all shards if the output is the sum of them."""
     if place.combine != "concat":
         return place.shards
     return tuple({shard.box: shard for shard in reversed(place.shards)}.values())

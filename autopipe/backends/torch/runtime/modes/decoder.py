@@ -1,5 +1,5 @@
-"""A program that generates tokens: its inputs and outputs by what they mean, and the request that
-ranks carry out.
+"""A decoder program: the roles of its inputs and outputs, a request to generate tokens, and the
+state of each row of the batch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from autopipe.ir.program import InputRange, Output
 from autopipe.ir.words import plural
 
 REQUEST_FILE = "request.json"
+"""Name of the request in the folder given to the ranks."""
 GENERATED_FILE = "generated.json"
-"""In the folder that ranks are told: what to generate, and what rank 0 leaves there."""
+"""Name of rank 0's result in that folder."""
 PREFILL = "prefill"
-"""Folder, in that of a program, of the one whose steps feed more tokens of a prompt."""
+"""Name of the folder, within a program folder, of a program whose steps process more tokens of a
+prompt.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Prompts as token ids, and how to go on from each: until one of the `eos` tokens, or
-    `max_new_tokens`. Tokens are the likeliest where `temperature` is 0, else drawn from the softmax
-    of the logits divided by it, of the `top_k` largest and of the fewest whose probabilities add up
-    to `top_p`.
+    """Prompts as token ids, and how to continue them: up to `max_new_tokens`, or until one of the
+    `eos` tokens.
+
+    With `temperature` 0 the most likely token is chosen. Otherwise it is sampled from
+    softmax(logits / temperature), restricted to the `top_k` most likely tokens, and to the smallest
+    set of most likely tokens whose probabilities sum to at least `top_p`.
     """
 
     prompts: tuple[tuple[Index, ...], ...]
@@ -55,8 +60,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """Keys or values of a layer: the input `past` of one step is made of the output `present` of
-    the step before. Both have a position of each token along `axis`.
+    """Keys or values of one layer. The output `present` of a step becomes the input `past` of the
+    next. Both have one entry per token along `axis`.
     """
 
     past: InputRange
@@ -65,25 +70,27 @@ class CacheEntry:
 
     @property
     def grows(self) -> bool:
-        """True if a step's tokens stand behind those of the cache; else they are written into
-        it.
+        """True if a step appends its tokens to the cache, False if it writes them into the cache in
+        place.
         """
         return self.past.value.shape[self.axis] < self.present.value.shape[self.axis]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The inputs and outputs of a decoder. A step feeds up to `step_length` tokens of each
-    sequence, behind `cache_length` places for the tokens before them, of which the mask says which
-    are filled. Or, `in_place`, it writes them into those places: the mask says how many are filled
-    then, the first ones.
+    """The inputs and outputs of a decoder. A step processes up to `step_length` tokens of each
+    sequence.
+
+    If not `in_place`, the cache has `cache_length` positions for earlier tokens, the step's tokens
+    follow it, and the mask marks the used positions of both. If `in_place`, the step writes its
+    tokens into the `cache_length` positions, and the mask marks the used ones, which are the first.
     """
 
     tokens: InputRange
     mask: InputRange
     positions: InputRange | None
     cache: dict[str, CacheEntry]
-    """By name of the input."""
+    """By name of the `past` input."""
     logits: Output
     cache_length: int
     step_length: int
@@ -91,11 +98,14 @@ class Decoder:
 
     @staticmethod
     def of(manifest: Manifest) -> Decoder:
-        """The program's decoder. Raises ConfigurationError where it is none that can be run step by
-        step.
+        """Return the decoder of a program. Raise ConfigurationError if the program is not a decoder
+        that can run step by step.
         """
         if manifest.train:
-            raise ConfigurationError("the program trains", hint="plan with --mode infer")
+            raise ConfigurationError(
+                "generate needs an inference program; this one trains",
+                hint="plan with --mode infer",
+            )
         inputs = {entry.value.name: entry for entry in manifest.inputs}
         outputs = {output.value.name: output for output in manifest.outputs}
         pairs = cache_pairs(inputs, outputs)
@@ -151,8 +161,8 @@ class Decoder:
         )
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ConfigurationError for prompts that the model cannot take, or go on from for so
-        long.
+        """Raise ConfigurationError if the program cannot process a prompt of the request or
+        continue it for `max_new_tokens`.
         """
         below = _rows(self.tokens) or self.logits.value.shape[2]
         places = self.cache_length + (0 if self.in_place else 1)
@@ -177,7 +187,7 @@ class Decoder:
                 )
 
     def _planned_by(self, needed: int) -> str:
-        """The hint how to plan for sequences of `needed` tokens."""
+        """Return the hint how to plan a cache for sequences of `needed` tokens."""
         if self.in_place:
             dims = f"--dim past_sequence_length={needed} --dim total_sequence_length={needed}"
             return f"a cache of {needed} {plural(needed, 'place')} is planned by {dims}"
@@ -188,7 +198,7 @@ class Decoder:
 
 
 def _rows(entry: InputRange) -> int | None:
-    """Rows of the table that an input looks up in; None where it does not."""
+    """Return the number of rows of the table that an input indexes, None if it is no index."""
     return min((bounds.below for bounds in entry.allowed), default=None)
 
 
@@ -196,11 +206,11 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     before = past.value.shape
     behind = present.value.shape
     where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
-    # A stage may have micro-batches of its own size: the output is of those.
+    # Micro-batches of the stage that gives the output may have another size.
     pairs = enumerate(zip(before, behind, strict=False))
     axes = [axis for axis, pair in pairs if axis != past.batch_axis and pair[0] != pair[1]]
     if len(before) == len(behind) == 4 and not axes:
-        axes = [2]  # Written in place.
+        axes = [2]  # The token axis of a cache that is written in place.
     grows = (
         len(before) == len(behind)
         and len(axes) == 1
@@ -238,8 +248,8 @@ def _logits(outputs: list[Output], length: int) -> Output:
 
 
 class Slot:
-    """A row of the batch: the sequences that it takes one after the other, and how far it is with
-    the present one. Ranks that know the same tokens have the same slots.
+    """One row of the batch: a queue of sequences that it generates one after the other, and the
+    state of the current one. Ranks with equal tokens have equal slots.
     """
 
     def __init__(self, request: GenerationRequest, number: int, slots: int) -> None:
@@ -247,23 +257,23 @@ class Slot:
         self._queue = deque(range(number, len(request.prompts), slots))
         self.sequence = -1
         self.new: list[int] = []
-        """Tokens that the sequence has got."""
+        """Generated tokens of the sequence."""
         self.tokens: list[int] = []
-        """Tokens of the prompt, and the new ones behind."""
+        """The prompt followed by the generated tokens."""
         self.cached = 0
-        """Tokens in the cache before this step."""
+        """Number of tokens in the cache before this step."""
         self.feed = 0
-        """Tokens that this step feeds."""
+        """Number of tokens that this step processes."""
 
     @property
     def samples(self) -> bool:
-        """True if this step gives a token: it feeds the last one."""
+        """True if this step generates a token: it processes the last token of the sequence."""
         return self.feed > 0 and self.cached + self.feed == len(self.tokens)
 
     @property
     def waiting(self) -> int:
-        """Tokens that the next step could feed, as far as that is known without the token that this
-        one gives.
+        """Number of tokens that the next step could process, as far as it is known before this
+        step's token is.
         """
         if rest := len(self.tokens) - self.cached - self.feed:
             return rest
@@ -272,8 +282,9 @@ class Slot:
         return len(self._request.prompts[self._queue[0]]) if self._queue else 0
 
     def begin_step(self, token: int | None, most: int) -> tuple[int, list[int]] | None:
-        """Go on to a step that feeds up to `most` tokens; `token` is what the step before gave.
-        Returns a sequence that ended with it, and its new tokens.
+        """Advance to a step that processes up to `most` tokens; `token` is the token that the
+        previous step generated, or None. Return (sequence, its new tokens) if the token ended a
+        sequence, otherwise None.
         """
         self.cached += self.feed
         ended = None

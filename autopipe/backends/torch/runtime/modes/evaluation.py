@@ -1,10 +1,11 @@
-"""Validation on the ranks that train: the step's forwards alone, over all samples of other data,
-each counted once.
+"""Validation during training: the forward passes of a step over all samples of other data, each
+counted once.
 
-The loss is a mean over the samples of a micro-batch. So that the last, partial one counts its own
-samples alone, it is filled up with one sample, repeated, and a micro-batch of nothing but that
-sample says what is to be taken off again. Where labels may be ignored, what fills up has such
-labels instead, which count for nothing.
+The loss is a mean over the samples of a micro-batch. The last micro-batch may have only r < n
+samples, so it is filled with n - r copies of the last sample x. With the mean loss L of this
+micro-batch and the loss l(x) of one sample, the sum over its real samples is n L - (n - r) l(x). A
+further micro-batch of copies of x gives l(x). If labels can be ignored, the filler samples have
+ignored labels instead and do not count.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopipe.ir.words import plural
 
 
 def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
-    """The settings of a run: those of the manifest, with what the options say in their place."""
+    """Return the evaluation settings of a run: those of the manifest, overridden by options."""
     found = manifest.evaluation
     data = options.eval_data or found.data
     interval = options.eval_interval or found.interval
@@ -39,23 +40,23 @@ def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
 
 
 class EverySample(Source):
-    """All samples of a source that ends, once.
+    """All samples of a finite source, once, in order.
 
-    The last batch is filled up with the last sample, of which there may be another batch: it has a
-    whole micro-batch of that sample, unless labels that are ignored do the filling. If the loss of
-    a batch does not follow from the losses of its parts, samples that fill no batch are left out.
+    The last batch is filled with copies of the last sample. Another micro-batch of copies of this
+    sample follows, unless filler samples have ignored labels. If the loss of a batch does not
+    follow from the losses of its micro-batches, samples that do not fill a batch are omitted.
     """
 
     def __init__(self, manifest: Manifest, source: Source) -> None:
         super().__init__(manifest, START)
         self.source = source
         self.samples: int | None = None
-        """How many there are, once the last was come to."""
+        """Number of samples, None until the end of the source is reached."""
         self._ignores = any(entry.ignored is not None for entry in manifest.inputs)
 
     def count(self, step: int) -> int:
-        """A batch, filled up where samples lack, or 0 where all have been there. Steps are asked
-        for in order.
+        """Return the batch size, or 0 if the validation has no batch `step`. Must be called with
+        steps in ascending order.
         """
         batch = self._manifest.batch_size
         size = self._manifest.micro_batch_size
@@ -83,8 +84,9 @@ class EverySample(Source):
         return np.concatenate(parts, axis)
 
     def weight(self, start: int, size: int) -> int:
-        """Samples that the loss of a micro-batch of `size` stands for, of which the first is number
-        `start`.
+        """Return the number of samples by which the loss of a micro-batch counts. `start` is the
+        number of its first sample, `size` its number of samples. It is negative for the micro-batch
+        of copies, whose loss is subtracted.
         """
         left = size if self.samples is None else self.samples - start
         if self._ignores:
@@ -94,17 +96,18 @@ class EverySample(Source):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Figures of a validation, over all ranks, after step `step`."""
+    """Metrics of a validation over all ranks, after step `step`."""
 
     step: int
     eval_loss: float
     eval_samples: int
     eval_time_s: float
     best_loss: float
-    """The lowest so far, of step `best_step`."""
+    """The lowest validation loss so far, of step `best_step`."""
     best_step: int
 
     def line(self) -> str:
+        """Return the report as one line of text."""
         best = (
             "best"
             if self.step == self.best_step
@@ -118,7 +121,7 @@ class EvaluationReport:
 
 
 class Evaluator:
-    """Validates when it is due. All ranks come to the same figures, and so to the same
+    """Runs a validation when one is due. All ranks compute equal losses and so take equal
     decisions.
     """
 
@@ -126,16 +129,18 @@ class Evaluator:
         self._rank = rank
         self._settings = settings
         self._steps = steps
-        # Sources of data then end where the data do; nothing is accumulated.
+        # In inference, sources end with their data; a validation does not accumulate gradients.
         self._manifest = replace(rank.manifest, train=False, training=Training())
         self.best: tuple[float, int] | None = None
-        """The lowest loss so far, and its step."""
-        self._failed = 0  # Validations since then.
-        self._validated = 0  # Steps that were done at the last.
+        """(loss, step) of the lowest loss so far, None before the first validation."""
+        self._failed = 0
+        """Number of validations since the lowest loss."""
+        self._validated = 0
+        """Steps done at the last validation."""
 
     def is_due(self, last: bool) -> bool:
-        """True if the step that was done last is one to validate after; `last` if no other
-        follows.
+        """Return True if a validation is due after the step done last. `last` is True if no other
+        step follows.
         """
         done = self._rank.steps_done
         interval = self._settings.interval
@@ -144,17 +149,19 @@ class Evaluator:
         )
 
     def has_no_patience_left(self) -> bool:
+        """Return True if the loss has not improved in `patience` validations."""
         return self._settings.patience is not None and self._failed >= self._settings.patience
 
     def restore(self, best: tuple[float, int]) -> None:
-        """Go on where a run has had its lowest loss before."""
+        """Set the lowest loss of the run that is resumed."""
         self.best = best
         interval = self._settings.interval or self._steps
         self._failed = max(0, self._rank.steps_done // interval - (best[1] + 1) // interval)
 
     def run(self, step: Callable[[], None]) -> EvaluationReport:
-        """Run a step's forwards over all of the data. Raises LaunchError for a loss of NaN or
-        infinity.
+        """Run the forward passes of `step` over all validation data. Collective over all ranks.
+        Raise LaunchError if the loss is not finite, ConfigurationError if the data have too few
+        samples.
         """
         rank = self._rank
         began = time.perf_counter()
@@ -179,15 +186,15 @@ class Evaluator:
             number += 1
         rank.evaluated = None
         if not source.samples:
-            few = "no sample" if self._manifest.loss_division.divisible else "no whole batch"
-            raise ConfigurationError(f"there is {few} to validate on", where=data or "")
+            needed = "sample" if self._manifest.loss_division.divisible else "full batch"
+            raise ConfigurationError(f"the validation data have no {needed}", where=data or "")
         counted = float(rank.counted) if by_label and rank.counted is not None else 0.0
         shares = rank.transport.gather_numbers([total, counted])
         loss = sum(share for share, _ in shares)
         labels = sum(share for _, share in shares)
         if by_label:
             division = rank.manifest.loss_division
-            # Of a batch, on average: what is added to a divisor is so for each batch.
+            # The mean over batches, because the divisor of each batch has a constant addend.
             divisor = division.divisor(labels / number)
             loss = division.loss(loss / number / divisor) if divisor else math.nan
         else:
@@ -205,15 +212,14 @@ class Evaluator:
         return EvaluationReport(done, loss, source.samples, time.perf_counter() - began, *self.best)
 
     def _loss(self, source: EverySample, number: int) -> float:
-        """This rank's share of the loss of all samples of a step together."""
+        """Return this rank's part of the summed loss of all samples of one batch."""
         total = 0.0
         for index, stage in self._rank.stages.items():
             count = self._manifest.micro_batches_at(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                if (
-                    self._rank.manifest.counts_labels
-                ):  # A sum, of labels of samples that fill a batch up nothing.
+                # A sum over labels, to which ignored labels of filler samples add nothing.
+                if self._rank.manifest.counts_labels:
                     total += float(loss) * stage.loss_share
                 elif weight := source.weight(
                     number * self._manifest.batch_size + micro_batch * size, size

@@ -1,16 +1,17 @@
-"""Generating tokens with a decoder over the ranks of a program.
+"""Token generation with a decoder over the ranks of a program (`autopipe generate`).
 
-A micro-batch is a group of sequences: while one stage is at a group, the next is at the group
-before. A layer's keys and values stay on the ranks that computed them, each its own block. A new
-token goes from the rank that has the logits to all others; what else a step reads (tokens, mask,
-positions) each rank knows from those.
+A micro-batch is a group of sequences: while one stage processes a group, the next stage processes
+the previous group. Keys and values of a layer stay on the ranks that computed them, each rank with
+its shard. A new token goes from the rank that has the logits to all others. All ranks compute the
+other inputs of a step (tokens, mask, positions) from the tokens.
 
-Programs have static shapes: one feeds a token a step, a second one beside it many of each prompt. A
-sequence's cached tokens lie at the end of the cache's places and those before are masked; those
-that a step feeds come first in it and those behind are not kept. So sequences of different lengths,
-those that have ended, and prompts that are fed piece by piece are rows of one batch. In a cache
-that is written in place they lie at its front, and what a step writes behind its last token is
-written over by the next.
+Programs have static shapes. One program processes one token per step; a second one (`PREFILL`)
+processes many tokens of each prompt per step. In the batch, each row is a sequence. The tokens of a
+sequence occupy the end of the cache, and the mask excludes the positions before them. The tokens
+that a step processes come first in the step's positions; filler tokens follow and are discarded. So
+sequences of different lengths, ended sequences, and prompts that are processed in several steps can
+be rows of one batch. In a cache that is written in place, the tokens occupy its front, and the next
+step overwrites what a step wrote behind its last token.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import OutputPlace, OutputShard
 
-# Above those of channels and of collected outputs.
+# Tags of P2P sends, larger than those of channels and of collected outputs.
 _TOKENS_TAG = 1 << 21
 _LOGITS_TAG = 1 << 22
 _NO_TOKEN = -1
@@ -58,8 +59,8 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A micro-batch of the stage that gives the logits: rows of the batch whose tokens are chosen
-    together, on the rank `sampler`.
+    """A micro-batch of the stage that computes the logits: rows of the batch whose tokens rank
+    `sampler` chooses together.
     """
 
     number: int
@@ -76,9 +77,7 @@ class _Group:
 
 
 class TokenExchange:
-    """New tokens of the groups, from the ranks that choose them to all others, in the order of
-    steps.
-    """
+    """Sends the new tokens of each group from its sampler to all other ranks."""
 
     def __init__(self, rank: RankContext, groups: Sequence[_Group]) -> None:
         self._rank = rank
@@ -87,8 +86,8 @@ class TokenExchange:
         self._leaving: deque[list[tuple[dist.Work | None, torch.Tensor]]] = deque()
 
     def begin_step(self) -> None:
-        """Ask for all tokens of a step. Those of the steps before the last have arrived everywhere
-        soon.
+        """Post the receives of all tokens of a step, and wait until the tokens of earlier steps
+        than the last are sent.
         """
         for group in self._groups:
             if group.sampler != self._rank.number:
@@ -100,7 +99,7 @@ class TokenExchange:
             self._finish(self._leaving.popleft())
 
     def give(self, group: _Group, tokens: list[int]) -> None:
-        """Send a group's tokens of this step to all other ranks."""
+        """Send a group's tokens of this step to all other ranks. Called on the sampler only."""
         made = torch.tensor(tokens)
         self._arriving[group.number].append((None, made))
         for other in range(self._rank.transport.world_size):
@@ -111,8 +110,8 @@ class TokenExchange:
         self._leaving[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
 
     def take(self, group: _Group) -> list[int]:
-        """A group's tokens of the first step of which they were not taken; `_NO_TOKEN` where a row
-        got none.
+        """Return a group's tokens of the earliest step for which this was not called; `_NO_TOKEN`
+        for rows without a new token. Waits for them.
         """
         work, tokens = self._arriving[group.number].popleft()
         if work is not None:
@@ -122,6 +121,7 @@ class TokenExchange:
         return found
 
     def finish(self) -> None:
+        """Wait until all tokens are sent."""
         for sent in self._leaving:
             self._finish(sent)
 
@@ -134,7 +134,7 @@ class TokenExchange:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A program of this rank: its stages, its step, and its decoder."""
+    """One of this rank's programs: its stages, its step function, and its decoder."""
 
     rank: RankContext
     step: Callable[[], None]
@@ -142,8 +142,8 @@ class _Program:
 
 
 class Generation(BatchReader):
-    """The sequences of a request on one rank, step by step: the reader of what its stages take,
-    which goes by what they gave before.
+    """The sequences of a request on one rank. It is also the reader from which stages read their
+    inputs, which depend on the results of earlier steps.
     """
 
     def __init__(self, rank: RankContext, step: Callable[[], None], folder: Path) -> None:
@@ -159,7 +159,7 @@ class Generation(BatchReader):
             each.reader = self
             each.collect = self.collect
         self._program = self._programs[0]
-        """That of this step."""
+        """The program of this step."""
         self.decoder.check(self._request)
         batch = rank.manifest.batch_size
         self._slots = [Slot(self._request, row, batch) for row in range(batch)]
@@ -170,7 +170,7 @@ class Generation(BatchReader):
         ]
         self._groups = [_Group(number, place, rows) for number, (place, rows) in enumerate(places)]
         self._steps = [-1] * len(self._groups)
-        """The step that each group's slots are at."""
+        """By group the step for which its slots are prepared."""
         self._exchange = TokenExchange(rank, self._groups)
         self._caches: dict[tuple[int, int, str], torch.Tensor] = {}
         self._generated: dict[int, list[int]] = {}
@@ -179,22 +179,24 @@ class Generation(BatchReader):
 
     @property
     def decoder(self) -> Decoder:
+        """The decoder of this step's program."""
         return self._program.decoder
 
     def _rows_of(self, stage: int) -> list[range]:
-        """Rows of the batch in each micro-batch that a stage runs."""
+        """Return the rows of the batch in each micro-batch of a stage on this pipeline."""
         return [
             self._rows(stage, micro_batch)
             for micro_batch in self._rank.manifest.micro_batches_of(stage)
         ]
 
     def _rows(self, stage: int, micro_batch: int) -> range:
+        """Return the rows of the batch in one micro-batch of a stage."""
         size = self._rank.manifest.batch_size // self._rank.manifest.micro_batches_at(stage)
         return range(micro_batch * size, (micro_batch + 1) * size)
 
     def _check_blocks(self, program: _Program) -> None:
-        """Raise ConfigurationError where a stage gives a block of a cache that is not the one that
-        it takes.
+        """Raise ConfigurationError if a stage's shard of an updated cache differs from the shard
+        that it reads.
         """
         for stage in program.rank.stages.values():
             for data in stage.data:
@@ -206,20 +208,20 @@ class Generation(BatchReader):
                     entry.axis, tuple(slice(*each) for each in data.offsets)
                 ):
                     raise ConfigurationError(
-                        f"{data.name!r} and {entry.present.value.name!r} are not cut alike",
-                        hint="plan with splits along heads or samples alone, and both in one stage",
+                        f"{data.name!r} and {entry.present.value.name!r} are sharded differently",
+                        hint="plan with splits along heads or samples only, and both in one stage",
                         where=f"rank {self._rank.number}, stage {stage.number}",
                     )
 
     def _present_box(self, entry: CacheEntry, stage: int) -> TensorSlice | None:
-        """This rank's block of what a stage gives for a cache; None where it has none."""
+        """Return this rank's shard of the updated cache that a stage computes, None if it has none."""
         shards = (
             each for place in entry.present.places if place.stage == stage for each in place.shards
         )
         return next((shard.box for shard in shards if shard.rank == self._rank.number), None)
 
     def run(self) -> None:
-        """Run steps until all sequences have ended; rank 0 writes them."""
+        """Run steps until all sequences have ended. Rank 0 writes the result."""
         rank = self._rank
         began = time.perf_counter()
         first = 0.0
@@ -250,9 +252,10 @@ class Generation(BatchReader):
             (self._folder / GENERATED_FILE).write_text(json.dumps(report), encoding="utf-8")
 
     def _goes_on(self) -> bool:
-        """True if there is a next step, whose program is chosen: on all ranks alike, and without
-        the last step's tokens, for which no rank shall wait before it needs them. Where one of
-        those ends the last sequence, one step too many is run.
+        """Return True if there is another step, and select its program, equally on all ranks.
+
+        The last step's tokens are not used, so that no rank waits for them before it needs them. If
+        one of them ends the last sequence, one unnecessary step runs.
         """
         if self._rank.steps_done > 0:
             self._begin(self._rank.steps_done - 1, range(len(self._slots)))
@@ -261,8 +264,8 @@ class Generation(BatchReader):
         return most > 0
 
     def _begin(self, step: int, rows: range) -> None:
-        """Bring the rows' slots to a step, the one that they are at or the next: wait for the last
-        one's tokens.
+        """Advance the slots of the rows to `step`, from it or the step before; this waits for the
+        tokens of the step before.
         """
         for group in self._groups:
             if (
@@ -280,7 +283,7 @@ class Generation(BatchReader):
                     self._generated[ended[0]] = ended[1]
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """An argument of a stage: a block of the cache, or of what follows from the tokens."""
+        """Return an argument of a stage: its shard of the cache, or of tokens, mask or positions."""
         if request.name in self.decoder.cache:
             cached = self._caches.get((request.stage, request.micro_batch, request.name))
             if cached is not None:
@@ -298,6 +301,7 @@ class Generation(BatchReader):
         return block.to(self._rank.device, self._dtype(request), non_blocking=True)
 
     def _tokens(self, slots: Sequence[Slot]) -> np.ndarray:
+        """Return the token ids that a step processes, [slots, step length], filled with 0."""
         made = np.zeros((len(slots), self.decoder.step_length), np.int64)
         for row, slot in zip(made, slots, strict=True):
             fed = slot.tokens[self._first(slot) : slot.cached + slot.feed]
@@ -305,17 +309,17 @@ class Generation(BatchReader):
         return made
 
     def _first(self, slot: Slot) -> int:
-        """The place of the first token that a step feeds of a slot: behind those in the cache.
-        Where a step would be longer than what is left of one that is written in place, some that it
-        has are fed again.
+        """Return the position of the first token that a step processes: that after the cached
+        tokens. If less than a step's length is left of a cache that is written in place, the step
+        processes some cached tokens again.
         """
         if not self.decoder.in_place:
             return slot.cached
         return min(slot.cached, self.decoder.cache_length - self.decoder.step_length)
 
     def _mask(self, slots: Sequence[Slot]) -> np.ndarray:
-        """Of the cache's places and the step's, those that count; at least one, of whose scores a
-        softmax can be.
+        """Return the mask, [slots, length]: 1 for used positions of the cache and the step,
+        otherwise 0. Each row has at least one 1, as a softmax over no position is not a number.
         """
         length = self.decoder.cache_length
         step = self.decoder.step_length
@@ -328,16 +332,16 @@ class Generation(BatchReader):
         return made
 
     def _positions(self, slots: Sequence[Slot]) -> np.ndarray:
-        """Of what is fed; what stands behind it has the last one's, which the model's tables
-        have.
+        """Return the position ids of a step's tokens, [slots, step length]. Filler tokens have the
+        id of the last token, which is in the range of the model's tables.
         """
         along = np.arange(self.decoder.step_length)
         ends = [(self._first(slot), slot.cached + slot.feed) for slot in slots]
         return np.stack([np.minimum(first + along, max(first, end - 1)) for first, end in ends])
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Take a stage's results of a micro-batch, counted over all steps: caches, and logits to
-        choose tokens by.
+        """Store the updated caches of a micro-batch, and choose tokens if the stage computes the
+        logits. `micro_batch` is numbered over all steps.
         """
         step, number = divmod(micro_batch, self._rank.manifest.micro_batches_at(stage))
         rows = self._rows(stage, number)
@@ -355,8 +359,8 @@ class Generation(BatchReader):
     def _kept(
         self, entry: CacheEntry, box: TensorSlice, rows: range, present: torch.Tensor
     ) -> torch.Tensor:
-        """A block of the cache for the next step: of each row the places that end with the last
-        token that counts.
+        """Return a shard of the cache for the next step: in each row the `cache_length` positions
+        that end with the last processed token.
         """
         if self.decoder.in_place:
             return present
@@ -374,8 +378,8 @@ class Generation(BatchReader):
         return torch.cat(parts, batch)
 
     def _choose(self, group: _Group, block: torch.Tensor) -> None:
-        """Send this rank's block of the logits to the rank that chooses; or choose, and send the
-        tokens to all.
+        """Send this rank's shard of the logits to the group's sampler; on the sampler, choose
+        tokens and send them to all ranks.
         """
         own = self._rank.number
         boxes = {shard.rank: shard.box for shard in group.shards}
@@ -400,7 +404,7 @@ class Generation(BatchReader):
             if not logits[chosen].isfinite().all():
                 raise LaunchError(
                     "logits are not finite numbers",
-                    hint="look at the model's weights and precision",
+                    hint="check the model's weights and precision",
                 )
             slots = [self._slots[group.rows[index]] for index in chosen]
             draws = [(slot.sequence, len(slot.new)) for slot in slots]
@@ -411,8 +415,8 @@ class Generation(BatchReader):
         self._exchange.give(group, tokens)
 
     def _last_rows(self, group: _Group, box: TensorSlice, block: torch.Tensor) -> torch.Tensor:
-        """Of a block of the logits, for each of its rows those of the last token fed, [rows,
-        vocabulary], in host memory; zeros where that token is in another block.
+        """Return the logits of the last processed token of each row of a shard, [rows, vocabulary],
+        in host memory; zeros for rows whose token is in another shard.
         """
         slots = [self._slots[row] for row in group.rows[box.slices[0]]]
         last = torch.tensor(
@@ -442,9 +446,11 @@ class Generate(Mode):
 def choose_tokens(
     logits: torch.Tensor, request: GenerationRequest, draws: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """A token for each row of logits [rows, vocabulary] in host memory, as the request says.
-    `draws` names each row's draw by its sequence and the number of its new token: a draw is the
-    same whoever makes it, beside whatever others.
+    """Return a token for each row of `logits`, [rows, vocabulary] in host memory, as the request
+    specifies.
+
+    `draws` has (sequence, number of the new token) of each row. They determine the random number,
+    so a token does not depend on the rank or on other rows.
     """
     if request.temperature == 0.0:
         return [int(token) for token in logits.argmax(-1)]
@@ -453,22 +459,22 @@ def choose_tokens(
     )
     if request.top_k is not None:
         scaled[:, request.top_k :] = -torch.inf
-    shares = scaled.softmax(-1)
+    probabilities = scaled.softmax(-1)
     if request.top_p is not None:
-        shares[shares.cumsum(-1) - shares >= request.top_p] = (
-            0.0  # The first that reaches it counts too.
+        probabilities[probabilities.cumsum(-1) - probabilities >= request.top_p] = (
+            0.0  # The token that reaches top_p is included.
         )
-    sums = shares.cumsum(-1)
+    sums = probabilities.cumsum(-1)
     drawn = torch.stack([_uniform(request.seed, sequence, number) for sequence, number in draws])
     below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
     places = places.clamp(
-        max=(shares > 0).sum(-1, keepdim=True) - 1
-    )  # Sums are rounded, at their end too.
+        max=(probabilities > 0).sum(-1, keepdim=True) - 1
+    )  # Rounded sums may exceed the last one.
     return [int(token) for token in order.gather(-1, places)[:, 0]]
 
 
 def _uniform(seed: int, sequence: int, number: int) -> torch.Tensor:
-    """Return the number in [0, 1) that chooses a sequence's token `number`, float64."""
+    """Return the random number in [0, 1), float64, that chooses token `number` of a sequence."""
     words = as_unsigned(draw_run(key_of(seed, Purpose.TOKEN, sequence), 2 * number, 2))
     return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53

@@ -1,4 +1,4 @@
-"""Files and lines that a rank leaves: figures of each step, gradients for verification."""
+"""Reports of a rank: metrics of each step over all ranks, printed or written to a report file."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ from autopipe.ir.program import KINDS, by_kind
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Figures of a step, over all ranks; the peak of memory is so far, by rank."""
+    """Metrics of a step over all ranks. `peak_memory_bytes` has the peak since the start of the
+    run, by rank.
+    """
 
     step: int
     loss: float | None
     learning_rate: float | None
     grad_norm: float | None
-    """Of all gradients, before they are clipped; None where nothing needed it."""
+    """Norm of all gradients before clipping; None if gradients are not clipped."""
     step_time_s: float
     samples_per_s: float
     tokens_per_s: float | None
-    """None where the inputs are not the tokens of a language model."""
+    """None if the inputs are not the tokens of a language model."""
     tflops_per_device: float | None
-    """10^12 operations of the model a second on each device; what recomputation repeats is not
-    counted.
-    """
+    """Model FLOPs per second and device, in 10^12. Recomputation is not counted."""
     mfu: float | None
-    """Model FLOPs utilisation: that as a share of the peak of the plan's devices."""
+    """Model FLOPs utilisation: the fraction of the peak FLOPs of the plan's devices."""
     bubble_rate: float
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
     communication_bytes: dict[str, int]
     loss_scale: float | None = None
-    """Of a step in fp16."""
+    """The loss scale of a step in fp16, None in other precisions."""
     skipped: bool = False
-    """True if a gradient overflowed at that scale, so that nothing was updated."""
+    """True if gradients overflowed at this loss scale, so that the update was skipped."""
 
     def line(self) -> str:
+        """Return the report as one line of text."""
         parts = [f"step {self.step}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.6f}")
@@ -72,69 +73,88 @@ class StepReport:
 
 
 _FINE = -1.0
+"""Value of `bad_stage` and `bad_micro_batch` if all losses are finite."""
 _EVERY_S = 0.25
-"""Seconds between reports of short steps: to exchange figures, and print and write what they say,
-takes as long as some tasks of a small model, and whoever reads it wants a processor that a rank
-needs.
+"""Target seconds between reports of short steps. Exchanging and writing metrics takes as long as
+some tasks of a small model, and the launcher needs a CPU core to read them.
 """
-_MOST_STEPS = 16  # In one report, since steps may turn out longer than those before.
+_MOST_STEPS = 16
+"""Maximum number of steps in one report, since later steps may be longer."""
 
 
-class _Figures(NamedTuple):
-    """Figures of one step on one rank; behind them come the bytes of its exchanges, by kind
-    (`ir/program.py`).
+class _Metrics(NamedTuple):
+    """Metrics of one step on one rank. In the exchanged list, the bytes of its communication by
+    kind (`ir/program.py`) follow.
     """
 
-    loss: float  # The rank's share.
-    # The first stage, and its micro-batch, whose loss is no number; `_FINE` where all are.
+    loss: float
+    """The rank's part of the sum over all ranks."""
     bad_stage: float
+    """The first stage with a loss that is not finite, `_FINE` if there is none."""
     bad_micro_batch: float
     seconds: float
     busy_s: float
-    loss_scale: float  # 0 where there is none.
+    loss_scale: float
+    """0 without loss scaling."""
     skipped: float
-    grad_norm: float  # NaN where the rank has none, as with the learning rate.
+    """1 if the update was skipped."""
+    grad_norm: float
+    """NaN if gradients are not clipped."""
     learning_rate: float
-    counted: float  # The part of all labels by which the loss is divided; 1 where it is by all.
+    """NaN if the rank updates nothing."""
+    counted: float
+    """The divisor of the summed loss: the fraction of labels that are not ignored, or 1."""
 
 
-_OWN = len(_Figures._fields)
+_OWN = len(_Metrics._fields)
 _WIDTH = _OWN + len(KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _EndedStep:
-    """A step that the host is through with, as the device will be."""
+    """A step whose kernels have been launched; the device may still run them."""
 
     number: int
     times: StepTimes
-    losses: torch.Tensor | None  # On the device, [n], in the order of `origins`.
-    grad_norm: torch.Tensor | None  # On the device, [1].
-    counted: torch.Tensor | None  # On the device, [1].
+    losses: torch.Tensor | None
+    """On the device, [n], in the order of `origins`; None if the rank computes no loss."""
+    grad_norm: torch.Tensor | None
+    """On the device, [1]; None if gradients are not clipped."""
+    counted: torch.Tensor | None
+    """On the device, [1]; None if the loss is not divided by a number of labels."""
     learning_rate: float
-    origins: tuple[tuple[int, int], ...]  # Stage and micro-batch of each loss.
+    origins: tuple[tuple[int, int], ...]
+    """(stage, micro-batch) of each loss."""
     moved: list[float]
-    scaling: torch.Tensor | None  # `LossScaler.outcome`.
+    """Bytes of communication by kind, in the order of `KINDS`."""
+    scaling: torch.Tensor | None
+    """`LossScaler.outcome`, None without loss scaling."""
 
 
 class Reporter:
-    """Keeps each step's figures. All ranks exchange them, those of short steps several at a time,
-    and rank 0 prints them. Stops all ranks at a loss that is no number. On a GPU a step is reported
-    when the next one has been launched, so that the device never runs out of work for it.
+    """Collects the metrics of each step. All ranks exchange them, for several short steps at a
+    time, and rank 0 prints or writes them. Raises LaunchError on all ranks if a loss is not finite.
+
+    On a GPU a step is reported after the kernels of the next step have been launched, so that the
+    device does not wait for the report.
     """
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
         self._late = rank.device.type == "cuda"
-        # Losses are copied beside the step that runs: behind it, the host would wait for its end.
+        # Copies of losses use a stream of their own: on the default stream they would wait for the
+        # step that runs.
         self._stream = torch.cuda.Stream(rank.device) if self._late else None
-        self._launched: _EndedStep | None = None  # The last step, where it is reported late.
-        self._kept: list[_EndedStep] = []  # The device has done them.
-        self._together = 1  # Steps in a report: as many on every rank.
+        self._launched: _EndedStep | None = None
+        """On a GPU, the last step, which the device may still run."""
+        self._kept: list[_EndedStep] = []
+        """Steps that the device has ended and that are not reported yet."""
+        self._together = 1
+        """Number of steps in a report, equal on all ranks."""
 
     def end_step(self) -> None:
-        """End the step by the clock; report it, or keep it for the next report. Raises LaunchError
-        as `report` does.
+        """End the step on the clock. Report it, alone or with earlier ones, or keep it for a later
+        report. Raises LaunchError as `report` does.
         """
         rank = self._rank
         losses = [
@@ -146,8 +166,8 @@ class Reporter:
         origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
         scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
         moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
-        # The row is made before the step's end on the device, so that who waits for that may read
-        # it.
+        # These tensors are computed before the event of the step's end, so that they can be read
+        # after a wait for it.
         norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
         counted = None if rank.counted is None else rank.counted.reshape(1)
         times = rank.clock.end_step()
@@ -165,7 +185,7 @@ class Reporter:
                 self._report_kept()
 
     def _keep(self, ended: _EndedStep) -> None:
-        with self._rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
+        with self._rank.heartbeat.waiting():
             ended.times.wait()
         self._kept.append(ended)
         options = self._rank.options
@@ -174,8 +194,8 @@ class Reporter:
             self._leave_times(ended, options.profile_times)
 
     def _leave_times(self, ended: _EndedStep, folder: Path | None) -> None:
-        """Add the times of a step's tasks, and of their waits for messages, to the rank's file in
-        `folder`.
+        """Append the times of a step's tasks, and of their waits, to the rank's file in `folder`;
+        do nothing if it is None.
         """
         if folder is None:
             return
@@ -193,8 +213,8 @@ class Reporter:
             file.write(json.dumps(form) + "\n")
 
     def report(self) -> None:
-        """Exchange the figures of all steps so far; print them, and add them to the report file.
-        All ranks together, after the same step. Raises LaunchError for a loss of NaN or infinity.
+        """Exchange and report the metrics of all steps so far. Collective over all ranks, after the
+        same step. Raises LaunchError if a loss is not finite.
         """
         if self._launched is not None:
             ended = self._launched
@@ -210,7 +230,7 @@ class Reporter:
         for ended, (losses, scaling, norm, counted) in zip(kept, self._read(kept), strict=True):
             busy = sum(span.end - span.start for span in ended.times.spans())
             times = ended.times.seconds, busy
-            own = _Figures(
+            own = _Metrics(
                 *self._share(ended, losses), *times, *scaling, norm, ended.learning_rate, counted
             )
             numbers += [*own, *ended.moved]
@@ -229,18 +249,18 @@ class Reporter:
         self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
 
     def publish(self, *reports: StepReport | EvaluationReport) -> None:
-        """Add reports to the report file, or print them; once for all ranks."""
+        """Print reports or add them to the report file, on rank 0 only."""
         if reports and self._rank.number == 0:
             self._leave([asdict(each) for each in reports], [each.line() for each in reports])
 
     def say(self, text: str) -> None:
-        """Print a line, or leave it as a note in the report file; once for all ranks."""
+        """Print a line, or add it to the report file as a note, on rank 0 only."""
         if self._rank.number == 0:
             self._leave([{"note": text}], [text])
 
     def _leave(self, records: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
-        """Add records to the report file, which the launcher reads as it grows; without one, print
-        them as `lines`.
+        """Append records to the report file, which the launcher reads while it grows; without a
+        file, print `lines`.
         """
         path = self._rank.options.report
         if path is None:
@@ -252,9 +272,9 @@ class Reporter:
     def _read(
         self, kept: Sequence[_EndedStep]
     ) -> list[tuple[list[float], tuple[float, float], float, float]]:
-        """Of each step the losses by micro-batch, its loss scale with 1 if it was skipped (zeros
-        where losses are not scaled), the norm of its gradients, and the labels counted, all in one
-        copy from the device.
+        """Return (losses, (loss scale, skipped), gradient norm, counted labels) of each step, with
+        a single copy from the device. Zeros without loss scaling, NaN without a norm, 1 if labels
+        are not counted.
         """
         parts = ((each.losses, each.scaling, each.grad_norm, each.counted) for each in kept)
         rows = [row for own in parts for row in own if row is not None]
@@ -271,8 +291,8 @@ class Reporter:
         ]
 
     def _share(self, ended: _EndedStep, losses: Sequence[float]) -> tuple[float, float, float]:
-        """This rank's share of a step's loss, and the first stage and micro-batch whose loss is no
-        number.
+        """Return (loss, stage, micro-batch): this rank's part of the step's loss, and `_FINE` twice
+        if all losses are finite; otherwise 0 and the first loss that is not.
         """
         total = 0.0
         for (number, micro_batch), loss in zip(ended.origins, losses, strict=True):
@@ -284,7 +304,10 @@ class Reporter:
     def _report(
         self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]
     ) -> StepReport:
-        by_rank = [_Figures(*own[:_OWN]) for own in numbers]
+        """Return the report of a step from the lists of all ranks. Raise LaunchError if a loss is
+        not finite.
+        """
+        by_rank = [_Metrics(*own[:_OWN]) for own in numbers]
         for rank, each in enumerate(by_rank):
             if each.bad_stage != _FINE:
                 raise LaunchError(
@@ -329,18 +352,17 @@ class Reporter:
 
 
 def _resident_memory() -> tuple[int, int]:
-    """Return bytes of this process's resident set: its maximum so far, and now, both without pages
-    of mapped files.
+    """Return (maximum, current) bytes of this process's resident set, without pages of mapped
+    files.
 
-    Pages of mapped files are mostly libraries; a forked rank begins with few of them in its count,
-    and gets the others when it first uses them. Linux's own count of usage (`getrusage`) begins
-    with that of the parent process.
+    Most pages of mapped files are libraries; a forked rank starts with few of them in its count.
+    `getrusage` starts with the maximum of the parent process, so it serves only as a fallback.
     """
     found = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             name, _, text = line.partition(":")
-            if name in ("VmHWM", "VmRSS", "RssFile"):  # HWM: "high water mark".
+            if name in ("VmHWM", "VmRSS", "RssFile"):  # VmHWM is the maximum ("high water mark").
                 found[name] = int(text.split()[0]) * 1024
     if len(found) < 3:
         maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -349,12 +371,12 @@ def _resident_memory() -> tuple[int, int]:
 
 
 _INTERPRETER = _resident_memory()[1]
-"""Bytes that Python and torch take before a program loads anything."""
+"""Resident bytes of Python and torch before a program loads anything."""
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the maximum so far, in bytes: on a GPU of the allocator; on the CPU of the resident
-    set without mapped files, beyond Python and torch.
+    """Return the peak bytes since the start: of torch's allocator on a GPU; on the CPU, of the
+    resident set without mapped files, minus Python and torch.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -362,7 +384,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _hint(manifest: Manifest) -> str:
-    """How to keep losses finite."""
+    """Return a hint for a loss that is not finite."""
     held = {each.value.dtype for each in manifest.parameters if each.trainable}
     if DType.FLOAT16 in held and "eps" in manifest.optimizer:
         return (
