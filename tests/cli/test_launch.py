@@ -128,8 +128,8 @@ def test_a_key_that_keeps_nobody_out(
         ("nowhere", "not HOST:PORT"),
         ("host:port", "not HOST:PORT"),
         ("host:65536", "not HOST:PORT"),
-        ("0.0.0.0:1", "where no other machine comes"),
-        ("no.such.host.invalid:1", "the meeting point has no address"),
+        ("0.0.0.0:1", "which other machines cannot reach"),
+        ("no.such.host.invalid:1", "the rendezvous host 'no.such.host.invalid' has no address"),
     ],
 )
 def test_a_meeting_point_that_is_none(endpoint: str, words: str) -> None:

@@ -231,5 +231,5 @@ def test_missing_nodes_are_named_as_far_as_they_are_known() -> None:
 
 
 def test_an_address_of_another_machine_is_no_local_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"no interface has 192\.0\.2\.1"):
+    with pytest.raises(ConfigurationError, match=r"no network interface has 192\.0\.2\.1"):
         Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0", local_address="192.0.2.1"))

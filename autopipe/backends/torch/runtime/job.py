@@ -1,10 +1,9 @@
-"""The variables in which Slurm and Kubernetes say where a process runs, for a launch on a node and
-for a rank; and addresses and interfaces of this machine, without torch: where nodes find one
-another, and on which network.
+"""Environment variables with which Slurm and Kubernetes describe a job, for a launch on a node and
+for a rank; addresses and network interfaces of this machine. Needs no torch.
 
-A rank that torchrun, `autopipe launch` or a PyTorchJob starts finds torch's own: RANK, WORLD_SIZE,
-MASTER_ADDR. A task of `srun` finds Slurm's. Those of a batch script, which describe the job and no
-step of it, are not looked at.
+A rank that torchrun, `autopipe launch` or a PyTorchJob has started finds torch's variables: RANK,
+WORLD_SIZE, MASTER_ADDR. A task of `srun` finds Slurm's. Variables of a Slurm batch script, which
+describe the job and not a job step, are not used.
 """
 
 from __future__ import annotations
@@ -24,51 +23,56 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 LOOPBACK = "127.0.0.1"
+"""The loopback address of IPv4."""
 _SIOCGIFADDR = 0x8915
 _REQUEST = 256
-"""Bytes of the kernel's `struct ifreq`, and more."""
+"""Bytes of a buffer that is large enough for the kernel's `struct ifreq`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where nodes meet, as this one sees it."""
+    """Address and port of the rendezvous, as seen by this machine."""
 
     address: str
     port: int
     own: str
-    """This machine's address on the way there."""
+    """Address of this machine's interface on the route to `address`."""
 
 
 def endpoint_of(text: str) -> Endpoint:
-    """The endpoint `HOST:PORT`, or `[HOST]:PORT`. Raises ConfigurationError where it is none."""
+    """Return the endpoint in `HOST:PORT` or `[HOST]:PORT`. Raise ConfigurationError if the text is
+    invalid, the host has no address, or other machines cannot reach the address.
+    """
     host, _, digits = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     where = f"--rdzv-endpoint {text}"
     if not host or not digits.isdecimal() or int(digits) >= 2**16:
-        raise ConfigurationError("the meeting point is not HOST:PORT", where=where)
+        raise ConfigurationError(f"the rendezvous endpoint {text!r} is not HOST:PORT", where=where)
     try:
         found = socket.getaddrinfo(host, int(digits), type=socket.SOCK_STREAM)[0][4]
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
-            f"the meeting point has no address: {error}", where=where
+            f"the rendezvous host {host!r} has no address: {error}", where=where
         ) from error
     address = str(found[0])
     meant = ipaddress.ip_address(address)
-    # A name of this machine may stand for its loopback address here alone.
+    # On this machine its own hostname may resolve to the loopback address.
     if meant.is_unspecified or (
         meant.is_loopback and host != "localhost" and not _is_address(host)
     ):
-        hint = "give the address of the interface that the nodes shall use"
+        hint = "give the address of a network interface that all nodes can reach"
         raise ConfigurationError(
-            f"{host} is {address} here, where no other machine comes", hint=hint, where=where
+            f"{host} is {address} on this machine, which other machines cannot reach",
+            hint=hint,
+            where=where,
         )
-    # Where packets to the address would come from; no packet is sent.
+    # Connecting a UDP socket selects the local address of the route; it sends no packet.
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, int(digits)))
         except OSError as error:
             raise ConfigurationError(
-                f"there is no way to {address}: {error.strerror}", where=where
+                f"no route to {address}: {error.strerror}", where=where
             ) from error
         return Endpoint(address, int(digits), str(probe.getsockname()[0]))
 
@@ -81,12 +85,13 @@ def _is_address(host: str) -> bool:
 
 
 def family(address: str) -> socket.AddressFamily:
+    """Return the socket family of an IPv4 or IPv6 address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface with this address, the first of its addresses. Raises
-    ConfigurationError.
+    """Return the name of the network interface whose first IPv4 address, or one of whose IPv6
+    addresses, is `address`. Raise ConfigurationError if there is none.
     """
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback and wanted.version == 4:
@@ -94,12 +99,12 @@ def interface_of(address: str) -> str:
     for _, name in socket.if_nameindex():
         if wanted in _addresses(name):
             return name
-    hint = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one that ranks shall use"
-    raise ConfigurationError(f"no interface has {address} as its first address", hint=hint)
+    hint = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the ranks"
+    raise ConfigurationError(f"no network interface has {address} as its first address", hint=hint)
 
 
 def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The first address of version 4 of an interface, and all of version 6."""
+    """Yield the first IPv4 address of an interface, and all its IPv6 addresses."""
     request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
     with (
         contextlib.suppress(OSError),
@@ -113,9 +118,10 @@ def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv
                 yield ipaddress.IPv6Address(bytes.fromhex(row[0]))
 
 
-# Below those that Linux gives to connections.
 _FIRST_PORT = 20000
+"""First port for the rendezvous of Slurm job steps."""
 _PORTS = 10000
+"""Number of such ports. All are below the range from which Linux takes ports of connections."""
 NETWORK_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "GLOO_SOCKET_IFNAME",
@@ -125,27 +131,32 @@ NETWORK_VARIABLES = (
     "NCCL_NET_GDR_LEVEL",
     "NCCL_SOCKET_IFNAME",
 )
-"""Variables that all ranks of a program must agree on; docs/guides/multi-node.md says what each does."""
+"""Environment variables that must be equal on all ranks; docs/guides/multi-node.md describes each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A launch's place among a job's nodes."""
+    """The job of which a launch on this node is a part."""
 
     manager: str
-    nodes: str  # `2`, or fewest and most as in `1:4`.
-    node: int | None  # This one's number.
+    nodes: str
+    """Number of nodes, such as `2`, or minimum and maximum, such as `1:4`."""
+    node: int | None
+    """Number of this node; None if unknown."""
     endpoint: str
+    """HOST:PORT of the rendezvous; "" if unknown."""
     ranks_per_node: int | None = None
     name: str = ""
-    hosts: tuple[str, ...] = ()  # By node, where the manager says.
+    hosts: tuple[str, ...] = ()
+    """Host names by node; () if unknown."""
 
 
 def job_of(environment: Mapping[str, str]) -> Job | None:
-    """The job whose manager started this launch; None where none of several nodes did. Raises
-    ConfigurationError.
+    """Return the job whose manager started this launch on several nodes; None without such a
+    manager. Raise ConfigurationError if the variables are inconsistent.
     """
-    if "PET_NNODES" in environment:  # Kubernetes' training operator, in torchrun's words.
+    if "PET_NNODES" in environment:  # Set by the training operator of Kubernetes.
         return _pet_job(environment)
     if "SLURM_STEP_NODELIST" not in environment:
         return None
@@ -194,8 +205,9 @@ def _pet_job(environment: Mapping[str, str]) -> Job:
 
 
 def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Torch's variables of a rank that has none, or not all: its place in the world, the address
-    where ranks meet, and the interface on the way there. Raises ConfigurationError.
+    """Return torch's environment variables that this rank lacks, from those of the job manager:
+    rank, world size, rendezvous address, and network interface. Raise ConfigurationError if
+    variables are inconsistent.
     """
     found: dict[str, str] = {}
     if "RANK" not in environment and "SLURM_STEP_NODELIST" in environment:
@@ -203,7 +215,11 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         tasks = _tasks_of(environment)
         node = _number(environment, "SLURM_NODEID")
         if node >= len(tasks):
-            raise ConfigurationError(f"there is no node {node}", where="SLURM_STEP_TASKS_PER_NODE")
+            raise ConfigurationError(
+                f"node {node} does not exist: the job step has {len(tasks)} "
+                f"{plural(len(tasks), 'node')}",
+                where="SLURM_STEP_TASKS_PER_NODE",
+            )
         found = {
             "RANK": str(_number(environment, "SLURM_PROCID")),
             "WORLD_SIZE": str(sum(tasks)),
@@ -218,14 +234,14 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         and "KUBERNETES_SERVICE_HOST" in environment
         and "RANK" in environment
     ):
-        found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # A pod for each rank.
+        found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Each rank has its own pod.
     world = {**environment, **found}
     if (
         int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1"))
         and "MASTER_ADDR" in world
     ):
-        # A machine's name often stands for its loopback address on itself, and gloo would listen
-        # there. Where it does so here, torch is left to find an interface.
+        # On many machines their own name resolves to the loopback address, on which gloo would
+        # listen. Then torch chooses an interface.
         with contextlib.suppress(ConfigurationError):
             endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
             found |= interface_variables(world, lambda: endpoint_of(endpoint).own)
@@ -235,8 +251,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
 def interface_variables(
     environment: Mapping[str, str], address: Callable[[], str]
 ) -> dict[str, str]:
-    """The interface that gloo and NCCL use: the one with the address, where the environment does
-    not name it. Raises ConfigurationError.
+    """Return the variables that select the interface of gloo and NCCL: those of `environment`,
+    otherwise the interface with the address that `address` returns. Raise ConfigurationError if
+    there is no such interface.
     """
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
     given = {name: environment[name] for name in names if environment.get(name)}
@@ -247,21 +264,23 @@ def interface_variables(
 
 
 def hosts_of(text: str) -> tuple[str, ...]:
-    """The hosts of Slurm's list, such as `gpu[01-03,7],login1`. Raises ConfigurationError."""
+    """Return the hosts in Slurm's notation, such as `gpu[01-03,7],login1`. Raise ConfigurationError
+    if the text is invalid.
+    """
     numbers = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
     entry = rf"(?:[^,\[\]]|{numbers})+"
     if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
-        raise ConfigurationError(f"{text!r} is no list of hosts", where="SLURM_STEP_NODELIST")
+        raise ConfigurationError(f"invalid list of hosts {text!r}", where="SLURM_STEP_NODELIST")
     found: list[str] = []
     for each in re.findall(entry, text):
-        parts = re.split(r"\[([^\]]*)\]", each)  # Every second part is of numbers.
-        choices = [numbers_of(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        parts = re.split(r"\[([^\]]*)\]", each)  # Odd parts are the texts in brackets.
+        choices = [numbers_of(part) if index % 2 else [part] for index, part in enumerate(parts)]
         found += map("".join, product(*choices))
     return tuple(found)
 
 
 def numbers_of(text: str) -> list[str]:
-    """`01-03,7` as its numbers, each as wide as it is written."""
+    """Return the numbers in `01-03,7` as texts, with leading zeros as in a range's first number."""
     found = []
     for each in text.split(","):
         low, _, high = each.partition("-")
@@ -270,22 +289,24 @@ def numbers_of(text: str) -> list[str]:
 
 
 def _tasks_of(environment: Mapping[str, str]) -> list[int]:
-    """Tasks of each node, from Slurm's `2(x3),1`."""
+    """Return the number of tasks on each node from Slurm's notation `2(x3),1`. Raise
+    ConfigurationError if the text is invalid.
+    """
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
     found: list[int] = []
     for each in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
         if match is None:
             raise ConfigurationError(
-                f"{text!r} is no list of numbers of tasks", where="SLURM_STEP_TASKS_PER_NODE"
+                f"invalid list of tasks per node {text!r}", where="SLURM_STEP_TASKS_PER_NODE"
             )
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
-    """A port that all tasks of a step work out, and another for the next step or job on the same
-    node.
+    """Return the rendezvous port of a Slurm job step: equal for its tasks, and different from that
+    of the next job step or job on the node.
     """
     job, step = (
         re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) for name in ("JOB", "STEP")
@@ -294,8 +315,10 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int:
-    """The first of the variables that is there."""
+    """Return the value of the first of the variables that is set. Raise ConfigurationError if it is
+    not a number.
+    """
     text = next((environment[name] for name in names if name in environment), "")
     if not text.isdecimal():
-        raise ConfigurationError(f"{text!r} is no number", where=names[0])
+        raise ConfigurationError(f"{text!r} is not a number", where=names[0])
     return int(text)

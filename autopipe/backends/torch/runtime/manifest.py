@@ -1,4 +1,4 @@
-"""The manifest of a program folder: everything of a program that is data rather than code."""
+"""The manifest of a program folder: the data of a program, in addition to its code."""
 
 from __future__ import annotations
 
@@ -31,25 +31,23 @@ _SHARDS = Coded(
 
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """A stage's group, its pipeline, and the sub-meshes along which the group's ranks exchange
-    anything.
-    """
+    """A stage's ranks, its pipeline, and the meshes along which its ranks communicate."""
 
     ranks: tuple[Index, ...]
     pipeline: Index
     meshes: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each its axes, outer to inner, as degree and stride (`autopipe.ir.layout.MeshAxis`)."""
+    """Axes of each mesh, outer to inner, as (degree, stride) (`autopipe.ir.layout.MeshAxis`)."""
     micro_batch_ratio: Annotated[int, AtLeast(1), KeyPath("turns"), OmitDefault()] = 1
-    """Micro-batches that it makes of each of the manifest's."""
+    """Number of the stage's micro-batches per micro-batch of the manifest."""
     whole: Annotated[bool, OmitDefault()] = True
-    """False where the group's ranks exchange along sub-meshes alone, if at all."""
+    """False if the stage's ranks communicate along meshes only, or not at all."""
     host_bound: Annotated[bool, OmitDefault()] = False
-    """True if the plan predicts that starting the stage's operators takes the host longer than they
-    take the device.
+    """True if the plan predicts that the host takes longer to launch the stage's operators than the
+    device to run them.
     """
 
     def groups(self) -> set[tuple[int, ...]]:
-        """All sets of ranks, ascending, that exchange anything."""
+        """Return the ranks, in ascending order, of each process group of the stage."""
         meshes = [tuple(MeshAxis(*axis) for axis in axes) for axes in self.meshes]
         positions = [
             group_members(axes, position) for axes in meshes for position in range(len(self.ranks))
@@ -60,11 +58,11 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest in `folder`, which `codegen.program` writes."""
+    """The manifest in `folder`, written by `codegen.program`."""
 
     folder: Path
     model: Annotated[Path, KeyPath("model.path"), _PATH]
-    """The ONNX file whose weights the ranks read; absolute."""
+    """The ONNX file from which ranks read weights; absolute."""
     model_digest: Annotated[str, KeyPath("model.sha256")]
     plan: str
     world_size: Count
@@ -81,13 +79,13 @@ class Manifest:
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
-    shards: Annotated[
-        tuple[tuple[Shard, ...], ...], KeyPath("ranks"), _SHARDS
-    ]  # A tuple for each rank.
+    shards: Annotated[tuple[tuple[Shard, ...], ...], KeyPath("ranks"), _SHARDS]
+    """By rank the shards of parameters."""
     stages: tuple[StageEntry, ...]
-    channels: tuple[Channel, ...]  # In global order.
+    channels: tuple[Channel, ...]
+    """In the order that all ranks use."""
     memory_limits: Annotated[tuple[Index, ...], OmitDefault()] = ()
-    """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
+    """Maximum bytes of tensors on a GPU, by rank; () for no limits."""
     data: Annotated[DataSettings, OmitDefault()] = field(default=DataSettings())
     training_graph: Annotated[bool | None, KeyPath("model.training"), OmitDefault()] = None
     fixed_inputs: Annotated[
@@ -95,15 +93,13 @@ class Manifest:
     ] = ()
     evaluation: Annotated[Evaluation, KeyPath("eval"), OmitDefault()] = field(default=Evaluation())
     model_flops: Annotated[float | None, KeyPath("metrics.model_flops"), OmitDefault()] = None
-    """Operations of the model in a step, over all ranks; what recomputation repeats is not counted.
-    """
+    """FLOPs of the model in a step over all ranks. Recomputation is not counted."""
     peak_flops: Annotated[float | None, KeyPath("metrics.peak_flops"), OmitDefault()] = None
-    """Operations a second that the plan's devices do together at most, in the program's precision.
-    """
+    """Peak FLOPs per second of all devices of the plan together, in the program's precision."""
     predicted_memory_bytes: Annotated[
         int | None, KeyPath("metrics.memory_bytes"), OmitDefault()
     ] = None
-    """Peak of the rank that needs most."""
+    """Predicted peak memory of the rank with the largest peak."""
     low_precision: Annotated[tuple[Index, ...], OmitDefault()] = ()
     """`Program.low_precision`."""
     running_calls: Annotated[tuple[RunningCalls, ...], OmitDefault()] = ()
@@ -114,14 +110,14 @@ class Manifest:
 
     @property
     def counts_labels(self) -> bool:
-        """True if the loss is divided by the number of the step's labels that count."""
+        """True if the loss is divided by the number of the step's labels that are not ignored."""
         return self.train and any(output.value.name == COUNTED_LABELS for output in self.outputs)
 
     @property
     def output_keys(self) -> tuple[str, ...]:
-        """Names of the outputs' arrays in an `.npz` file: their own, or `output_N` with the
-        output's number if that is no plain name of a file. Underscores are added to such a name
-        until no other output has it.
+        """Names of the outputs' arrays in an `.npz` file: the output's name, or `output_N` with its
+        index N if the name is not valid as a file name. Underscores are appended to `output_N`
+        while another output has this name.
         """
         names = [output.value.name for output in self.outputs]
         plain = {name for name in names if _is_plain(name)}
@@ -135,35 +131,37 @@ class Manifest:
 
     @property
     def is_training_graph(self) -> bool:
-        """True if Dropout drops and BatchNormalization takes the batch's statistics, where the
-        model says so.
+        """True if Dropout is active and BatchNormalization uses statistics of the batch, where the
+        model does not set this itself.
         """
         return self.train if self.training_graph is None else self.training_graph
 
     @property
     def batch_size(self) -> int:
-        """Samples that a step takes, and an update."""
+        """Number of samples in a step."""
         return (
             self.micro_batches * self.micro_batch_size * self.training.gradient_accumulation_steps
         )
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Tokens of a sample, None if a sample is no sequence of tokens (`tokens_per_sample`)."""
+        """Number of tokens in a sample, None if samples are not sequences of tokens."""
         return tokens_per_sample((each.value, each.batch_axis) for each in self.inputs)
 
     def micro_batches_at(self, stage: int) -> int:
-        """The micro-batches, of the size that a stage takes, that a generated step has."""
+        """Return the number of micro-batches of the stage in one call of the generated step, over
+        all pipelines.
+        """
         return self.micro_batches * self.stages[stage].micro_batch_ratio
 
     def micro_batches_of(self, stage: int) -> range:
-        """Micro-batches that the stage runs: m runs on pipeline m mod their number."""
+        """Return the micro-batches that the stage runs: pipeline p of n runs p, p + n, p + 2n, ..."""
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
         return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
 
 
 def partial_folder(path: Path) -> Path:
-    """Where outputs that shall become `path` lie until all are there."""
+    """Return the folder of unfinished outputs, which become `path` when complete."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -171,7 +169,7 @@ _PARTIAL = re.compile(r"\d+\.(npy|moved)|whole\.npz")
 
 
 def remove_partial(path: Path) -> None:
-    """Remove the unfinished outputs that shall become `path`, and their folder unless it holds
+    """Remove the unfinished outputs that were to become `path`, and their folder unless it contains
     another file.
     """
     folder = partial_folder(path)
@@ -183,8 +181,8 @@ def remove_partial(path: Path) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if a name leads nowhere else as a path inside an archive, and numpy does not take
-    it for a member.
+    """Return True if a name is a valid relative path inside an archive and numpy does not treat it
+    as a file name with its extension.
     """
     parts = name.split("/")
     return (
@@ -197,8 +195,8 @@ def _is_plain(name: str) -> bool:
 
 
 def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
-    """Return the manifest of a program folder, with the file `model` in place of its own if that is
-    given. Raises ConfigurationError if there is none or it cannot be read.
+    """Return the manifest of a program folder. If `model` is given, it replaces the path of the
+    ONNX file. Raise ConfigurationError if the manifest is missing or invalid.
     """
     path = folder / "manifest.json"
     try:
@@ -245,8 +243,8 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
 
 
 def _with_absolute_paths(manifest: Manifest) -> Manifest:
-    """Return the manifest with paths that do not depend on the working folder; they are relative to
-    its own folder, or absolute.
+    """Return the manifest with absolute paths. Paths in the file are absolute or relative to the
+    program folder.
     """
 
     def found(path: str) -> str:

@@ -72,7 +72,7 @@ def test_tasks_are_counted_by_node() -> None:
         "12",
         "3",
     ]
-    with pytest.raises(ConfigurationError, match="there is no node 4"):
+    with pytest.raises(ConfigurationError, match="node 4 does not exist"):
         variables_of_rank(many | {"SLURM_NODEID": "4"})
 
 

@@ -39,6 +39,7 @@ class RankContext:
     """
 
     reader: BatchReader
+    """Reads the samples of the run."""
     reduction: GradientReduction
     shared_statistics: frozenset[int] = frozenset()
     """Running statistics, by parameter index, that forward passes of several stages move."""
@@ -102,17 +103,18 @@ class RankContext:
 
     @property
     def samples_done(self) -> int:
-        """Number of the next step's first sample. It counts the samples of earlier runs that this
-        one resumes, whatever their batch sizes.
+        """Number of the next step's first sample, counted from the start of the first run if this
+        one resumes a run, also one with another batch size.
         """
         return self.reader.source.sample(self.steps_done)
 
     def weight(self, stage: int, micro_batch: int) -> float:
         """Return the factor by which filler samples change the weight of a micro-batch's loss.
+        `micro_batch` is its number in the step.
 
-        Let a stage's batch have n micro-batches, of which this one has r samples that are not
-        filler, and the step s such samples. The factor is n r / s, which is 1 without filler
-        samples. If the loss is divided by a number of labels, it is 1 for r > 0 and 0 for r = 0.
+        Let a step have n micro-batches of the stage and s samples that are not filler, r of them in
+        this micro-batch. The factor is n r / s, which is 1 without filler samples. If the loss is
+        divided by a number of labels, the factor is 1 for r > 0 and 0 for r = 0.
         """
         batch = self.manifest.batch_size
         # A validation weights its micro-batches itself.
@@ -129,8 +131,8 @@ class RankContext:
         return self.manifest.micro_batch_size // self.manifest.stages[stage].micro_batch_ratio
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
-        """Return the slice of a graph input that a stage uses for one of its micro-batches of this
-        step, on the device.
+        """Return the slice of a graph input that a stage uses for one of its micro-batches, on the
+        device. `micro_batch` is its number in the step.
         """
         request = BlockRequest(stage, micro_batch, data.name, data.offsets)
         if self.evaluated is not None:
