@@ -5,6 +5,17 @@ what --json prints.
 in half an hour on an idle machine, and what commands that run ranks print. After a change that is
 meant, `--update-golden` with `-m "sweep or not sweep"` writes all digests anew; the commit says
 why.
+
+Names in generated code that have changed since the first digests, former and present:
+
+    receive, receive_gradient         recv, recv_gradient
+    input_gradient, weight_gradient   backward_input, backward_weight
+    runtime.Receive                   runtime.Recv
+    box=, share=                      offsets=, weight=
+    operators.NAME_part               operators.sharded_NAME
+    operators.NAME_share              operators.NAME_partial
+    # repetend                        # steady state (Tessel: repetend)
+    # ... d0:2                        # ... split d0 over 2
 """
 
 from __future__ import annotations

@@ -264,9 +264,7 @@ def test_training_goes_into_a_next_epoch_and_says_so_once(
     assert losses[0] == losses[2] == losses[4] and losses[1] == losses[3] and losses[0] != losses[1]
     said = [line for line in ended.stdout.splitlines() if "epoch" in line]
     assert said == [
-        (
-            f"{tmp_path / 'rows.npz'} has ended, the last 5 samples left out, which fill no batch: "
-            "step 2 begins epoch 2"
-        )
+        f"step 2 begins epoch 2 of {tmp_path / 'rows.npz'} "
+        "(the last 5 samples, fewer than a batch, are skipped)"
     ]
     assert "29 samples are 2 batches of 12, the last 5 of each epoch left out" in ended.stderr

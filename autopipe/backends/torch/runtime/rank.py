@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.modes.evaluation import Evaluator, evaluati
 from autopipe.backends.torch.runtime.startup import connect, start_process
 from autopipe.backends.torch.runtime.state.loading import equip_stages
 from autopipe.backends.torch.runtime.state.parameters import load_parameters
-from autopipe.backends.torch.runtime.state.saving import SAVE, STOP, Saving
+from autopipe.backends.torch.runtime.state.saving import Saving
 from autopipe.backends.torch.runtime.step.capture import capture_stages, captures_by_default
 from autopipe.backends.torch.runtime.step.compiled import compile_stages
 from autopipe.backends.torch.runtime.step.ports import Port
@@ -39,13 +39,13 @@ class Rank(RankContext):
     """One rank of a program. A generated file `rank_NNN.py` makes one, adds the stages of the rank,
     and calls `main` with the function that runs one batch.
 
-    Everything besides training or inference on data is the business of `execution` (dry run,
-    blocking communication) and of `modes` (verification, generation).
+    The rank itself trains or infers on data. `execution` is other than the default in a dry run and
+    with blocking communication; `modes` add verification and generation.
     """
 
     def __init__(self, number: int, file: str) -> None:
-        """`file` is the path of the generated file; the manifest lies next to it. The options are
-        those of the process's command line.
+        """`file` is the path of the generated file, whose folder has the manifest. Options come
+        from the command line of the process.
         """
         process = start_process(number, file)
         super().__init__(
@@ -170,14 +170,14 @@ class Rank(RankContext):
             self.collector.end_step(data.samples)
             self._report_epoch(data)
             self._evaluate(step)
-            requests = set() if self.saving is None else self.saving.requests()
-            if STOP in requests and self.steps_done < self.options.steps:
+            save, stop = (False, False) if self.saving is None else self.saving.requests()
+            if stop and self.steps_done < self.options.steps:
                 self._must_end = True
                 self.reporter.say(
-                    f"stopped after {self.steps_done} {plural(self.steps_done, 'step')}, "
-                    f"the state is in {self.options.checkpoint}"
+                    f"stopped after {self.steps_done} {plural(self.steps_done, 'step')}; "
+                    f"saving the state in {self.options.checkpoint}"
                 )
-            self._save(requested=SAVE in requests or self._must_end)
+            self._save(requested=save or self._must_end)
         self.reader.close()
         self.profiler.close()
         self.reporter.report()
@@ -189,7 +189,7 @@ class Rank(RankContext):
     def _end_of_data(self, step: Callable[[], None]) -> None:
         """Report that the data have no samples for the next step; validate and save a last time."""
         self.reporter.report()
-        self.reporter.say(f"{self.data} has ended: there is no step {self.steps_done}")
+        self.reporter.say(f"{self.data} has no samples for step {self.steps_done}: the run ends")
         self._evaluate(step, last=True)
         if self.saving is not None:
             self.heartbeat.task = "checkpoint"
@@ -197,18 +197,19 @@ class Rank(RankContext):
                 self._save(requested=True)
 
     def _report_epoch(self, data: StepData) -> None:
-        """Report the first time that the data begin again."""
+        """Report the start of the second epoch."""
         if data.epoch <= 1 or self._has_repeated_data:
             return
         self._has_repeated_data = True
         left = data.left_over
-        without = (
-            f", the last {left} {plural(left, 'sample')} left out, which fill no batch"
+        omitted = (
+            f" (the last {left} {plural(left, 'sample')}, fewer than a batch, are skipped)"
             if left
             else ""
         )
-        begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
-        self.reporter.say(f"{self.data} has ended{without}: {begins}")
+        self.reporter.say(
+            f"step {self.steps_done - 1} begins epoch {data.epoch} of {self.data}{omitted}"
+        )
 
     def _evaluate(self, step: Callable[[], None], last: bool = False) -> None:
         """Validate if that is due; save a checkpoint if the loss is the lowest so far. `last` is
@@ -224,7 +225,7 @@ class Rank(RankContext):
         if self.evaluator.has_no_patience_left():
             self._must_end = True
             self.reporter.say(
-                f"no lower validation loss than that of step {report.best_step}: the run ends"
+                f"the validation loss has not improved since step {report.best_step}: the run ends"
             )
 
     def _save(self, requested: bool) -> None:

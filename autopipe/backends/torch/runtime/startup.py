@@ -62,11 +62,13 @@ def start_process(number: int, file: str) -> RankProcess:
     if transport.world_size != manifest.world_size:
         raise ConfigurationError(
             f"the program is for {manifest.world_size} {plural(manifest.world_size, 'rank')}, "
-            f"{transport.world_size} were started",
-            hint="launch as many processes as the plan has devices",
+            f"but WORLD_SIZE is {transport.world_size}",
+            hint=f"start {manifest.world_size} {plural(manifest.world_size, 'process', 'processes')}",
         )
     if transport.rank != number:
-        raise ConfigurationError(f"rank {transport.rank} runs the file of rank {number}")
+        raise ConfigurationError(
+            f"process with RANK {transport.rank} runs the file of rank {number}"
+        )
     return RankProcess(options, manifest, transport, heartbeat, execution, modes_of(options))
 
 

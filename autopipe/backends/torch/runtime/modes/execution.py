@@ -47,7 +47,7 @@ class Execution:
         return Reporter(rank)
 
     def on_optimizer(self, update: Update) -> None:
-        """Called once in set-up when the optimizer of the rank is made."""
+        """Called once when the optimizer of the rank has been created, before the first step."""
 
     def before_step(self, rank: RankContext, step: Callable[[], None]) -> None:
         """Called before the clock of a step starts."""

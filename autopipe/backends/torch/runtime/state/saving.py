@@ -75,9 +75,10 @@ class Saving:
         """
         return self._checkpointer.best()
 
-    def requests(self) -> set[str]:
-        """Return the requests, `SAVE` and `STOP`, that all ranks follow after this step."""
-        return self._agreement.reach(self._rank.steps_done)
+    def requests(self) -> tuple[bool, bool]:
+        """Return (save, stop): the requests that all ranks follow after this step."""
+        requests = self._agreement.reach(self._rank.steps_done)
+        return SAVE in requests, STOP in requests
 
     def before_update(self) -> None:
         """Make the GPU finish copies for a checkpoint before it changes parameters."""
@@ -125,6 +126,3 @@ class Saving:
         self._checkpointer.close()
         with heartbeat.waiting():
             self._agreement.close()
-
-
-__all__ = ["SAVE", "STOP", "Saving"]

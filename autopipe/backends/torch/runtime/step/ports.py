@@ -1,4 +1,4 @@
-"""What a stage reads and gives: the arguments of `rank.stage(...)` in generated files."""
+"""Arguments and results of a stage, as generated files pass them to `rank.stage(...)`."""
 
 from __future__ import annotations
 

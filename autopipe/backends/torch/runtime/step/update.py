@@ -101,7 +101,7 @@ class Update:
             scale_gradients(self.reduction.updated, divisor.reciprocal())
 
     def move_running_statistics(self) -> None:
-        """Move the running statistics of BatchNormalization by those of the step's micro-batches.
+        """Update the running statistics of BatchNormalization with those of the step's micro-batches.
         Collective over the ranks that share a statistic.
         """
         rank = self._rank
