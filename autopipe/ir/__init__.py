@@ -1,7 +1,8 @@
-"""The values every pass works on, frozen and without behaviour of their own: graph, problem,
-placement, schedule, plan, program; `ir/ops` has a row an operator, `codec` reads and writes
-documents. May import numpy and nothing of ours.
+"""Immutable values that passes exchange: graph, problem, placement, schedule, plan and program.
+
+`ir/ops` defines the operators; `ir/codec` reads and writes the values as JSON and YAML. This
+package imports no other package of autopipe.
 """
 
 VERSION = "0.1.0"
-"""Of autopipe."""
+"""Version of autopipe."""

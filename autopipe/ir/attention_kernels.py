@@ -1,9 +1,8 @@
-"""Which of torch's kernels computes softmax(scale · Q Kᵀ + mask) V on a CUDA device: generated
-programs pin it, and costs price it.
+"""Choice of the torch kernel that computes softmax(scale · Q Kᵀ + mask) V on a CUDA device.
 
-The rules are those by which torch itself chooses
-(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), as of torch 2.6, or stricter. Its `math`
-kernel, which writes all scores to memory, is taken where no fused one is left.
+Generated programs select this kernel, and the cost model uses its cost. The rules are at least as
+strict as those of torch 2.6 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The `math`
+kernel, which writes the attention scores to memory, is chosen if no fused kernel fits.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster
 
 Capability = tuple[int, int]
-"""Major and minor number of a CUDA device's compute capability."""
+"""Compute capability of a CUDA device: (major, minor)."""
 
 
 class Kernel(enum.Enum):
-    """The name of a backend of torch's `sdpa_kernel`."""
+    """Backend of `torch.nn.attention.sdpa_kernel`; values are the names in `SDPBackend`."""
 
     FLASH = "FLASH_ATTENTION"
     EFFICIENT = "EFFICIENT_ATTENTION"
@@ -27,22 +26,22 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """The traits of an attention that decide about its kernel. `dtype` is that in which it
-    computes, autocast's where that is on; `square` says that queries are as many as keys, `grouped`
-    that query heads share key-value heads.
-    """
+    """Properties of an attention that determine its kernel."""
 
     dtype: str
+    """Element type of the computation; under autocast the type of autocast."""
     head_size: int
     value_size: int
     masked: bool = False
     causal: bool = False
     square: bool = True
+    """True if there are as many queries as keys."""
     grouped: bool = False
+    """True if several query heads use the same key-value head (grouped-query attention)."""
 
 
 def kernels_of(form: AttentionForm, capability: Capability) -> tuple[Kernel, ...]:
-    """The kernels that may compute it, the fastest first."""
+    """Return the kernels that can compute the attention, the fastest first."""
     found = [
         kernel
         for kernel, takes in ((Kernel.FLASH, _is_flash), (Kernel.EFFICIENT, _is_efficient))
@@ -52,16 +51,17 @@ def kernels_of(form: AttentionForm, capability: Capability) -> tuple[Kernel, ...
 
 
 def repeats_heads(form: AttentionForm, capability: Capability) -> bool:
-    """True if keys and values are repeated for each query head before, as the fused kernel for
-    masks and fp32 does not know groups: the math kernel repeats them as well, and writes scores
-    besides.
+    """True if keys and values must be repeated for each query head before the attention.
+
+    This is the case if the fastest kernel is `EFFICIENT`, which does not support grouped-query
+    attention. The math kernel would repeat keys and values too, and also write the scores.
     """
     return form.grouped and kernels_of(form, capability)[0] is Kernel.EFFICIENT
 
 
 def _is_flash(form: AttentionForm, capability: Capability) -> bool:
-    """16 bits from capability 8.0 on, heads of at most 256 numbers (192 where shared memory is
-    small), no mask.
+    """True for 16-bit types from capability 8.0, without a mask, with a head size of at most 256
+    (192 on devices with little shared memory).
     """
     small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     return (
@@ -74,7 +74,7 @@ def _is_flash(form: AttentionForm, capability: Capability) -> bool:
 
 
 def _is_efficient(form: AttentionForm, capability: Capability) -> bool:
-    """fp32 and fp16, bf16 from 8.0 on, where rows of heads are aligned for tensor cores."""
+    """True for fp32, fp16 and, from capability 8.0, bf16, if the head sizes are aligned."""
     narrow = form.dtype in ("float16", "bfloat16")
     least = (8, 0) if form.dtype == "bfloat16" else (5, 0)
     alignment = 4 if capability >= (8, 0) else 1
@@ -88,8 +88,8 @@ def _is_efficient(form: AttentionForm, capability: Capability) -> bool:
 
 
 def capability_of(cluster: Cluster) -> Capability | None:
-    """The least of a cluster's devices, by the precisions that they state a peak for; None where
-    one may be no GPU.
+    """Return a lower bound of the compute capability of all devices of a cluster: (8, 0) if all
+    declare a bf16 peak, (7, 0) if all declare an fp16 peak, otherwise None.
     """
     found = [{name for name, _ in device.peak_flops} for device in cluster.kinds]
     if all("bf16" in stated for stated in found):

@@ -59,53 +59,55 @@ class Device:
     peak_flops: tuple[tuple[str, float], ...]
     bandwidth_bytes_per_s: float
     launch_latency_s: float
-    """Seconds from one kernel's end to the next one's start, when each is launched by itself."""
+    """Seconds between the end of a kernel and the start of the next one."""
     efficiency: tuple[tuple[str, float], ...]
     tasks: TaskCosts | None = None
     collectives: tuple[ExchangeCost, ...] = ()
     post: Affine | None = None
     follow: Affine | None = None
     context_bytes: int = 0
-    """Bytes of a GPU's memory that its process takes before any tensor: the CUDA context with its
-    kernels.
-    """
+    """Bytes of GPU memory of the CUDA context."""
     host_launch_s: float = 0.0
-    """Seconds of the host for one operator of an eager program, as `cost/host.py` counts operators.
-
-    0 if the host's time does not count, for example because the host is the device."""
+    """Host time in seconds to launch one operator of an eager program. `cost/host.py` counts the
+    operators. 0 if the host never limits, for example because the host is the device.
+    """
 
     def __hash__(self) -> int:
-        # Devices are keys of many tables, and what tells them apart is at the front.
+        # Devices are keys of many dicts; these fields distinguish them, and hashing all is slow.
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:
-        """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate
-        of fp32. Raises ConfigurationError where neither is stated.
+        """Return the peak FLOP/s in `precision`. For tf32, fp16 and bf16 without a declared peak,
+        return the fp32 peak. Raise ConfigurationError if neither is declared.
         """
-        stated = dict(self.peak_flops)
+        declared = dict(self.peak_flops)
         narrow = (
-            precision in ("tf32", "fp16", "bf16") and precision not in stated and "fp32" in stated
+            precision in ("tf32", "fp16", "bf16")
+            and precision not in declared
+            and "fp32" in declared
         )
-        return self._stated(stated, "fp32" if narrow else precision, "peak FLOP/s for")
+        return self._declared(declared, "fp32" if narrow else precision, "peak FLOP/s for")
 
     def fraction(self, operator_class: str) -> float:
-        """Of the peak or the bandwidth. Raises ConfigurationError where the device does not state
-        it.
+        """Return the fraction of peak or bandwidth that operators of a class reach. Raise
+        ConfigurationError if the device does not declare it.
         """
-        return self._stated(
+        return self._declared(
             dict(self.efficiency), operator_class, "efficiency for operators of class"
         )
 
-    def _stated(self, values: dict[str, float], name: str, what: str) -> float:
+    def _declared(self, values: dict[str, float], name: str, what: str) -> float:
         if name not in values:
-            hint = f"stated: {', '.join(values) or 'none'}"
-            raise ConfigurationError(f"device {self.name} states no {what} {name}", hint)
+            hint = f"declared: {', '.join(values) or 'none'}"
+            raise ConfigurationError(f"device {self.name} declares no {what} {name}", hint)
         return values[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between two devices: sending n bytes takes `latency_s + n / bandwidth_bytes_per_s`."""
+    """A connection between two devices. Sending n bytes takes `latency_s + n /
+    bandwidth_bytes_per_s` seconds.
+    """
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -116,8 +118,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the hierarchy: `size` groups of the level below (devices, at the lowest) joined
-    by `link`.
+    """One level of the hierarchy: `size` groups of the level below, or devices at the lowest level,
+    connected by `link`.
     """
 
     name: str
@@ -127,7 +129,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring devices of a cluster that have nodes and links of their own."""
+    """A device pool: consecutive devices of a mixed cluster with separate nodes and links."""
 
     name: str = field(compare=False)
     size: int
@@ -139,19 +141,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices 0, 1, ... filled into nodes in order, nodes into the levels above. Where the number
-    of devices is not a multiple of a level's extent, the last group of that level is partly filled.
-    A cluster of `groups` holds each one's devices in order, and one level that joins the groups.
+    """Devices 0, 1, … in a hierarchy of levels. Nodes are filled in order; the last group of a
+    level may be incomplete. A cluster with `groups` has the devices of each group in order, and one
+    level that connects the groups.
     """
 
     name: str
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
-    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups`
-    what joins them.
+    """Levels from the innermost (devices in a node) to the outermost (nodes in the cluster). With
+    `groups`, the level that connects the groups.
     """
     groups: tuple[Group, ...] = ()
-    """Where nodes or links are not everywhere alike: the parts within which they are."""
+    """Device pools of a mixed cluster; () if all nodes and links are equal."""
     allow_mixed_stages: Annotated[bool, FormerKey("straddle")] = False
     """True if strategies may make stages whose devices are of different types. If it is false, only
     constraints can make such a stage.
@@ -178,7 +180,7 @@ class Cluster:
         return len(self.devices)
 
     def __hash__(self) -> int:
-        # Clusters are keys of tables, and thousands of devices would be hashed at each look-up.
+        # Clusters are dict keys; hashing thousands of devices per lookup would be slow.
         return hash((self.name, len(self.devices), self.levels, self.groups))
 
     @property
@@ -186,14 +188,14 @@ class Cluster:
         return self.kinds_among(range(self.size))
 
     def kinds_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
-        """The kinds of some devices, in the order of the first of each."""
-        # Devices of one kind are mostly one object, which need not be compared.
+        """Return the distinct device types of `devices`, in order of first occurrence."""
+        # Equal devices are usually one object, so identity avoids most comparisons.
         found = {id(kind): kind for kind in map(self.devices.__getitem__, devices)}
         return tuple(dict.fromkeys(found.values()))
 
     @property
     def devices_per_node(self) -> int:
-        """Number of devices in a full node, the smallest where groups have different ones."""
+        """Number of devices in a full node; the minimum over the groups of a mixed cluster."""
         return (
             min(group.levels[0].size for group in self.groups)
             if self.groups
@@ -214,8 +216,8 @@ class Cluster:
         return before + (device - first) // levels[0].size
 
     def part(self, device: int) -> tuple[int, tuple[Level, ...]]:
-        """The first device, and the levels, of the group that holds `device`; of the cluster where
-        it has no groups.
+        """Return (first, levels): the first device and the levels of the group that contains
+        `device`, or 0 and the levels of the cluster if there are no groups.
         """
         self._check(device)
         if not self.groups:
@@ -226,9 +228,7 @@ class Cluster:
         return start, group.levels
 
     def level(self, first: int, second: int) -> Level | None:
-        """The level of the smallest group that holds both devices; None for one and the same
-        device.
-        """
+        """Return the innermost level that contains both devices, or None if they are one device."""
         start, levels = self.part(first)
         if first == second:
             return None
@@ -245,8 +245,8 @@ class Cluster:
         return levels[-1]
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two devices; a device reaches itself at the bandwidth of its memory,
-        without latency.
+        """Return the link between two devices. The link of a device to itself has the bandwidth of
+        its memory and no latency.
         """
         level = self.level(first, second)
         return (
@@ -256,28 +256,28 @@ class Cluster:
         )
 
     def slowest_link(self, group: Sequence[int]) -> Link:
-        """The link of least bandwidth (of most latency among equals) between any two devices of
-        `group`.
+        """Return the link with the lowest bandwidth between any two devices of `group`. Ties: the
+        highest latency.
         """
         members = sorted(set(group))
         if not members:
             raise ConfigurationError("an empty group of devices has no link")
         if len(members) == 1:
             return self.link(members[0], members[0])
-        # Wherever two members part at some level, so do two members that are neighbours in order of
-        # index.
+        # If two members are in different groups of a level, so are two members with consecutive
+        # positions in sorted order.
         return slower(self.link(first, second) for first, second in pairwise(members))
 
     def take(self, count: int) -> Cluster:
-        """The first `count` devices; each level keeps the places still needed. Raises
-        InfeasibleError where there are fewer, ConfigurationError for a count below 1.
+        """Return a cluster of the first `count` devices, with level sizes reduced accordingly.
+        Raise InfeasibleError if there are fewer devices, ConfigurationError if `count` is below 1.
         """
         if count < 1:
             raise ConfigurationError(
-                f"cannot plan for {count} {plural(count, 'device')}", hint="give at least 1"
+                f"cannot plan for {count} {plural(count, 'device')}", hint="use at least 1 device"
             )
         if count > self.size:
-            fewer = f"{count - self.size} fewer than the {count} asked for"
+            fewer = f"{count - self.size} fewer than the requested {count}"
             raise InfeasibleError(
                 f"cluster {self.name} has {self.size} {plural(self.size, 'device')}, {fewer}"
             )
@@ -299,8 +299,8 @@ class Cluster:
         )
 
     def with_bandwidth(self, factor: float, inside_nodes: bool) -> Cluster:
-        """Return the cluster with `factor` times the bandwidth of the links inside its nodes, or of
-        all other links.
+        """Return the cluster with the bandwidth of some links multiplied by `factor`: the links
+        inside nodes if `inside_nodes`, otherwise all other links.
         """
 
         def scaled(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
@@ -315,12 +315,12 @@ class Cluster:
             return tuple(found)
 
         groups = tuple(replace(group, levels=scaled(group.levels, 0)) for group in self.groups)
-        # What joins groups is a level above their nodes.
+        # The level that connects groups is above the nodes.
         return replace(self, groups=groups, levels=scaled(self.levels, 1 if groups else 0))
 
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
-        """The groups in another order, and for each device of that cluster its index in this
-        one.
+        """Return (cluster, indices): the cluster with its groups in `order`, and the index in this
+        cluster of each device of the new one.
         """
         placed = list(self._placed())
         groups, starts = zip(*(placed[each] for each in order), strict=True)
@@ -334,7 +334,7 @@ class Cluster:
         ), old
 
     def _placed(self) -> Iterable[tuple[Group, int]]:
-        """The groups, each with its first device."""
+        """Return pairs (group, index of its first device)."""
         starts = accumulate((group.size for group in self.groups), initial=0)
         return zip(self.groups, starts, strict=False)
 
@@ -346,12 +346,12 @@ class Cluster:
 
 
 def slower(links: Iterable[Link]) -> Link:
-    """The link of least bandwidth, of most latency among equals."""
+    """Return the link with the lowest bandwidth. Ties: the highest latency."""
     return min(set(links), key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
 
 
 def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
-    """Raise ConfigurationError unless `count` devices, or groups, have places in the levels."""
+    """Raise ConfigurationError unless the levels can hold `count` devices or groups."""
     if count < 1 or not levels:
         raise ConfigurationError(f"{who} needs at least one device and one level")
     if any(level.size < 1 for level in levels):
@@ -364,7 +364,7 @@ def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
 
 
 def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
-    """The levels with the places that `count` members of the innermost need."""
+    """Return the levels with sizes reduced to the sizes that `count` innermost members require."""
     found = []
     for level in levels:
         found.append(replace(level, size=min(level.size, count)))
@@ -373,5 +373,5 @@ def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
 
 
 def own_cores() -> int:
-    """Cores of this machine that this process may run on."""
+    """Return the number of CPU cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

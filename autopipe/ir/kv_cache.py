@@ -1,6 +1,4 @@
-"""Decoders that are exported with a cache of keys and values: which output of a step is which input
-of the next.
-"""
+"""Pairs of cache outputs and cache inputs of decoders that are exported with a key-value cache."""
 
 from __future__ import annotations
 
@@ -10,21 +8,21 @@ TOKENS = "input_ids"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 LOGITS = "logits"
-"""Names that decoders' other inputs and outputs have."""
+"""Names of the other inputs and of the logits output of exported decoders."""
 _PAST = "past"
 _PRESENTS = (
     ("past_key_values", "present"),
     (_PAST, "present"),
     ("past_key_values", "present_key_values"),
 )
-"""How exporters name outputs after inputs: `past_key_values.0.key` is `present.0.key` in Optimum's
-files, `past_0` is `present_0` in ONNX Runtime's.
+"""Pairs (start of an input name, start of the output name) of exporters. Optimum names the output
+for `past_key_values.0.key` `present.0.key`; ONNX Runtime names the output for `past_0` `present_0`.
 """
 
 
 def cache_pairs(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
-    """By the name of each input that holds a layer's keys or values of earlier tokens, the output
-    that holds them with those of this step's; {} for a model without a cache.
+    """Return {cache input: cache output}. The input has keys or values of earlier tokens; the
+    output also has those of the current step. Return {} for a model without a cache.
     """
     given = frozenset(outputs)
     found = {}
@@ -38,5 +36,5 @@ def cache_pairs(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]
 
 
 def is_cache_input(name: str) -> bool:
-    """True for names that a cache's inputs have."""
+    """True if `name` starts as the names of cache inputs do."""
     return name.startswith(_PAST)

@@ -1,4 +1,4 @@
-"""Answers about large values that never change, kept for those that were asked about last."""
+"""Caches for results of pure functions of large immutable values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Key = TypeVar("Key", bound=Hashable)
 GRAPHS = 32
-"""Graphs about which answers are kept: those of one model on micro-batches of different sizes."""
+"""Number of graphs whose results are cached: one model at different micro-batch sizes has
+several.
+"""
 
 
 def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Arguments, Answer]]:
-    """Makes a pure function keep its last `most` answers. A graph, a problem or a placement is
-    known by identity, since comparing it would cost more than some answers do; numbers, texts and
-    tuples of texts by value. What is kept keeps its arguments alive. Answers must not be changed by
-    who gets them; errors are not kept.
+    """Return a decorator that caches the `most` most recently used results of a pure function.
+
+    Numbers, strings and tuples of strings are compared by value, all other arguments by identity,
+    because comparing a graph can take longer than the function. The cache keeps arguments alive.
+    Callers must not modify a result. Exceptions are not cached.
     """
 
     def remembering(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
@@ -44,8 +47,8 @@ def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Ar
 
 
 def once_each(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
-    """Makes a function of one hashable value keep every answer, and every refusal, which it raises
-    again. For one search: answers stay alive as long as what is returned.
+    """Return `function` with a cache of all results. An AutopipeError is cached too, and raised
+    again. The cache lives as long as the returned function, for example for one search.
     """
     known: dict[Key, Answer | AutopipeError] = {}
 

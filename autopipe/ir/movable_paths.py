@@ -1,4 +1,4 @@
-"""Paths in files of plans and programs, which hold after a plan is moved with its model."""
+"""Paths in plan and program folders that stay valid if the folder is moved with its model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 
 def relative_path(path: str | Path, home: str | Path) -> str:
-    """Return `path` relative to the folder `home`, for a file that lies in `home` or is moved
-    there.
+    """Return `path` relative to the folder `home`, for use in a file that is in `home`.
 
-    Links among the folders are resolved, since `..` behind a link leads to another folder; a link
-    that `path` itself is stays, since files with weights lie next to the link. A name gets `./`, to
-    be told from a word.
+    Symbolic links in the folders of both paths are resolved, because `..` after a link leads to
+    another folder. If `path` itself is a link, it is not resolved, because weight files are next to
+    the link. A bare name gets the prefix `./`, so that readers recognise a path.
     """
     path = Path(path).absolute()
     found = os.path.relpath(path.parent.resolve() / path.name, Path(home).resolve())
@@ -20,8 +19,8 @@ def relative_path(path: str | Path, home: str | Path) -> str:
 
 
 def movable_path(path: str, home: str | Path, model: str | Path) -> str:
-    """Return `path` relative to the folder `home` if it lies in the folder of the model's file, or
-    below that folder: then it is moved together with the model. Otherwise return it absolute.
+    """Return `path` relative to `home` if it is in the folder of the file `model` or below, so that
+    it can be moved with the model. Otherwise return an absolute path.
     """
     absolute = Path(path).absolute()
     return (
@@ -32,7 +31,7 @@ def movable_path(path: str, home: str | Path, model: str | Path) -> str:
 
 
 def path_from(home: str | Path, text: str) -> str:
-    """Return the absolute path that `text` means in a file of the folder `home`: the inverse of
-    `relative_path`.
+    """Return the absolute path of `text`, a path in a file of the folder `home`. This is the
+    inverse of `relative_path`.
     """
     return os.path.normpath(os.path.join(Path(home).resolve(), text))

@@ -1,4 +1,4 @@
-"""Input of strategies and schedulers: the model, cluster and request, and no decision."""
+"""Input of strategies and schedulers: model, cluster and settings, but no planning decision."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from autopipe.ir.training import LRScheduler, Training
 
 
 def matches(pattern: str, name: str, key: str) -> bool:
-    """True if the whole name is one of the pattern's. Raises ConfigurationError that names the
-    `key` under which the pattern was given where it is no regular expression.
+    """True if `pattern` matches the full `name`. A pattern is a glob or, after `re:`, a regular
+    expression. Raise ConfigurationError, with the pattern's configuration key `key`, if the regular
+    expression is invalid.
     """
     if pattern.startswith("re:"):
         try:
@@ -33,144 +34,154 @@ def matches(pattern: str, name: str, key: str) -> bool:
 
 Size = Annotated[int, AtLeast(1), AtMost(2**40)]
 Extent = Annotated[int, AtLeast(0), AtMost(2**40)]
-"""Elements along a dimension, which may be none: the cache of a decoder before the first token."""
+"""Size of a dimension. It may be 0, for example for a decoder's cache before the first token."""
 
 
 class Mode(enum.Enum):
-    """A step trains (forward, backward, update) or infers (forward alone)."""
+    """Kind of step: training (forward, backward, update) or inference (forward only)."""
 
     TRAIN = "train"
     INFER = "infer"
 
 
 Scores = Literal["keep", "recompute"]
-"""Forms of a cross-entropy: it keeps its scores (logits) for backward, or recomputes them there, to
-save memory.
+"""Handling of the logits of a cross-entropy: saved for backward, or recomputed in backward to save
+memory.
 """
 SCORES: tuple[Scores, Scores] = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Time of one node on one kind of device: measured (`known`), or the roofline's times `scale`,
-    a factor for forward and one for backward.
-    """
+    """Time of one node on one device type."""
 
     device: str
+    """Name of the device type."""
     known: bool
+    """True if the node was measured. Otherwise its time is the roofline time multiplied by
+    `scale`.
+    """
     points: tuple[tuple[float, float, float], ...] = ()
-    """The part of the node that a device does, its seconds of forward and of backward; ascending.
-    () where the roofline's count.
+    """Triples (fraction of the node that a device computes, forward seconds, backward seconds) in
+    ascending order. () if the roofline time is used.
     """
     scale: tuple[float, float] = (1.0, 1.0)
+    """Factors of the roofline time of forward and of backward."""
 
 
 BACKWARD_OPERATORS = 2
-"""Operators that the host starts in backward, per operator of forward. A layer of the programs
-generated for BERT and GPT dispatches 2.0 to 2.1 ATen operators in backward for each one in forward,
-in fp32 and in bf16.
+"""Number of operators that the host launches in backward per operator of forward. Layers of the
+programs generated for BERT and GPT dispatch 2.0 to 2.1 ATen operators in backward per operator of
+forward, in fp32 and bf16.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Cost of one evaluation of one node, whatever the device: the annotation that makes a graph a
-    costed graph. All figures are for the whole node on one micro-batch; a node split into n equal
-    parts does a share of 1/n each.
+    """Cost of one node for one micro-batch, independent of the device.
 
-    `kind` is `Operator.kind`; bytes are those read and written, parameters included; `measured` has
-    times on each kind of device, where plans use measured costs.
+    All values are for the unsharded node. If a node is sharded into n equal shards, each shard has
+    1/n of the cost.
     """
 
     kind: str
+    """`Operator.kind` of the node's operator."""
     forward_flops: float
     backward_flops: float
     forward_bytes: float
+    """Bytes that forward reads and writes, including parameters."""
     backward_bytes: float
+    """Bytes that backward reads and writes, including parameters."""
     kept_bytes: int
-    """Bytes of values that this node makes backward keep, counted at the first node that does."""
+    """Bytes saved for backward. A value that several nodes save is counted at the first one."""
     measured: tuple[Measured, ...] = ()
+    """Times per device type, if the plan uses measured costs."""
     launches: float = 1.0
-    """Kernels that a forward starts: a part of one for each node of several that run as one kernel.
+    """Number of kernels that a forward launches. If several nodes run as one kernel, each has a
+    fraction of it.
     """
     operators: float = 1.0
-    """Operators that the host starts in a forward, views included."""
+    """Number of operators, including views, that the host launches in a forward."""
     backward_operators: float = 0.0
-    """The same in a backward."""
+    """Number of operators, including views, that the host launches in a backward."""
     product_rate: float = 1.0
-    """Fraction of the device's rate of products that the shapes of the operator permit."""
+    """Fraction of the device's matmul rate that the operator's shapes permit."""
     recomputed_flops: float = 0.0
-    """FLOPs of backward that compute values of forward again, such as the scores of an attention.
-    """
+    """FLOPs of backward that recompute values of forward, such as the scores of an attention."""
 
 
 FIRST_LOSS_SCALE = 2.0**16
 GROUPS = "optimizer.groups"
-"""The key of groups, in errors."""
+"""Configuration key of parameter groups, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Settings of the parameters whose names match; of several groups that match the first
-    counts.
+    """Settings of the parameters whose names match. If several groups match, the first one is
+    used.
     """
 
     match: str
     """A glob over names of parameters, or a regular expression after `re:`."""
     weight_decay: Annotated[Amount | None, OmitDefault()] = None
-    """In place of the optimizer's."""
+    """Weight decay of these parameters. Default: that of the optimizer."""
     lr_factor: Annotated[Amount, OmitDefault()] = 1.0
     """Factor of the learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """How parameters are updated, as torch's optimizers of these names do it."""
+    """Settings of the optimizer."""
 
     name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "sgd"
-    """The algorithm. `muon` is for matrices that one device holds whole, but for tables; the rest
-    goes by AdamW at the same rate.
+    """The algorithm. `muon` updates unsharded matrices except embedding tables; all other
+    parameters are updated by AdamW with the same learning rate.
     """
     lr: Amount = 0.01
     """Learning rate."""
     momentum: Amount = 0.0
     """Momentum of `sgd` and `muon`."""
     nesterov: Annotated[bool, OmitDefault()] = False
-    """Nesterov's momentum, of `sgd` and `muon`."""
+    """Nesterov momentum, for `sgd` and `muon`."""
     weight_decay: Amount = 0.0
-    """Weight decay: added to the gradient by `sgd` and `adam`, decoupled from it by the others."""
+    """Weight decay. `sgd` and `adam` add it to the gradient; in the other algorithms it is
+    decoupled.
+    """
     betas: tuple[Amount, Amount] = (0.9, 0.999)
-    """Decay rates of averages, below 1."""
+    """Decay rates of the moving averages, each below 1."""
     eps: Annotated[float, Above(0)] = 1e-8
     """Term added to the denominator of `adamw`, `adam`."""
     shard: bool = False
-    """True if devices that hold the same block of a parameter keep a share of its state each, and
-    update that share (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training
-    trillion parameter models", SC 2020, section 5.1); else each keeps all of it.
+    """True if devices with the same shard of a parameter shard its optimizer state and its update
+    (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
+    models", SC 2020, section 5.1). If false, each device has the full state.
     """
     groups: Annotated[tuple[ParameterGroup, ...], OmitDefault()] = ()
-    """Parameters with a weight decay or rate of their own, such as `{match: '*.bias', weight_decay:
-    0}`.
+    """Parameters with a different weight decay or learning rate, such as `{match: '*.bias',
+    weight_decay: 0}`.
     """
     loss_scale: Annotated[float, Above(0), OmitDefault()] = FIRST_LOSS_SCALE
-    """First scale of the loss under precision `fp16`, whose small gradients would be zero: halved
-    where a gradient overflows, which skips the step, doubled after 2,000 steps without.
+    """Initial factor of the loss under precision `fp16`, so that small gradients do not become
+    zero. If a gradient overflows, the step is skipped and the factor halved. After 2,000 steps
+    without an overflow the factor is doubled.
     """
 
     @property
     def states(self) -> int:
-        """fp32 numbers kept for each parameter beside it and its gradient."""
+        """Number of fp32 state values per parameter element; for `muon`, of matrices."""
         return {"adamw": 2, "adam": 2, "lion": 1, "muon": 1}.get(
             self.name, 1 if self.momentum else 0
         )
 
     def states_of(self, is_matrix: bool) -> int:
-        """The same of a parameter that is a matrix, or is none."""
+        """Return the number of fp32 state values per element of a matrix or of another
+        parameter.
+        """
         return 2 if self.name == "muon" and not is_matrix else self.states
 
     def group_of(self, name: str) -> int | None:
-        """Number of a parameter's group, None where it is in none. Raises ConfigurationError for a
-        pattern that is no regular expression.
+        """Return the index of the group of parameter `name`, or None if no group matches. Raise
+        ConfigurationError for an invalid regular expression.
         """
         return next(
             (index for index, each in enumerate(self.groups) if matches(each.match, name, GROUPS)),
@@ -180,64 +191,66 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A decision about the nodes whose name matches: obeyed, or refused with the reason. What is
-    None is left open.
+    """A planning decision for the nodes whose names match. A plan that violates the decision is
+    rejected. Fields that are None decide nothing.
     """
 
     match: str
     """A glob over names of nodes, or a regular expression after `re:`."""
     stage: Index | None = None
-    """The stage the nodes are in."""
+    """Stage of the nodes."""
     devices: tuple[Index, ...] | None = None
-    """The devices the nodes run on; () for all."""
+    """Devices of the nodes' stage; () for all devices."""
     split: tuple[tuple[str, Size], ...] | None = None
-    """Degrees by axis of the iteration space, outer to inner over the stage's devices, such as `{b:
-    2, n: 4}`; devices that the degrees leave over compute the same. `{}` splits nothing.
+    """Split degree per axis of the iteration space, such as `{b: 2, n: 4}`, from the outermost to
+    the innermost over the stage's devices. If the product is smaller than the number of devices,
+    the remaining factor is replication. `{}` replicates the nodes.
     """
     pipeline: Index = 0
-    """Which of several pipelines this is for. Each holds the whole model in stages of its own,
-    numbered from 0, and they take micro-batches in turn.
+    """Index of the pipeline that the constraint is for. If there are several pipelines, each has
+    all nodes of the model in separate stages, and the pipelines take micro-batches in turn.
     """
     nodes: tuple[str, ...] | None = None
-    """Where given, it is for the nodes of these names and no others, and `match` says where it
-    comes from.
+    """Names of the nodes that the constraint is for. If set, `match` only describes the origin of
+    the constraint in errors.
     """
     micro_batch_size: Size | None = None
-    """Samples of a micro-batch of the nodes' stage, a divisor of those of the step's micro-batches.
-    Strategy `manual` follows it.
+    """Micro-batch size of the nodes' stage, a divisor of the micro-batch size of the step. Strategy
+    `manual` supports it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LossDivision:
-    """How the losses of the micro-batches of a step make the loss of the step."""
+    """Formula for the loss of a step from the losses of its micro-batches."""
 
     weight: Annotated[Annotated[float, Above(0)] | None, OmitDefault()] = None
     """Factor of the loss of each micro-batch in the loss of the step; None for 1 / the number of
     micro-batches.
     """
     exact: Annotated[bool, OmitDefault()] = True
-    """False if the loss of the step is not that of its whole batch: statistics, or losses, are per
-    micro-batch.
+    """False if the loss of the step differs from the loss of the full batch, because statistics or
+    losses are computed per micro-batch.
     """
     divisible: Annotated[bool, OmitDefault()] = True
-    """False if the loss of a batch does not follow from those of its parts. A validation then takes
-    whole batches only.
+    """False if the loss of a batch cannot be computed from the losses of its parts. Validation then
+    uses full batches only.
     """
     divided: Annotated[str, OmitDefault()] = ""
-    """The model's loss if micro-batches give totals that the loss of the step is computed from: a
-    dividend as the loss of the program, and as counted labels a divisor, if there is one. "" if the
-    program has the loss of the model.
+    """Name of the model's loss if the program computes a dividend instead of it and, if the loss
+    has a divisor, that divisor as counted labels. "" if the program computes the model's loss.
     """
     added: Annotated[float, OmitDefault()] = 0.0
-    """Number that is added to the divisor of a step."""
+    """Number added to the divisor of a step."""
     minimum: Annotated[float | None, OmitDefault()] = None
-    """Least divisor of a step."""
+    """Minimum divisor of a step; None for no minimum."""
     root: Annotated[bool, OmitDefault()] = False
-    """True if the loss of a step is the square root of what follows from its micro-batches."""
+    """True if the loss of a step is the square root of the weighted sum of the micro-batches."""
 
     def divisor(self, total: float) -> float:
-        """Return the divisor of a step whose micro-batches have divisors of this weighted sum."""
+        """Return the divisor of a step, given the weighted sum of the divisors of its
+        micro-batches.
+        """
         return max(total + self.added, -math.inf if self.minimum is None else self.minimum)
 
     def loss(self, total: float) -> float:
@@ -248,11 +261,13 @@ class LossDivision:
 
 
 AVERAGED = LossDivision()
-"""The loss of the step is the average of those of its micro-batches."""
+"""The loss of the step is the average of the losses of its micro-batches."""
 
 
 def wanted_outputs(graph: Graph, mode: Mode, loss: str | None) -> tuple[str, ...]:
-    """The values that a step computes: the loss where it trains, else the graph's outputs."""
+    """Return the names of the values that a step computes: in training the loss, and the number of
+    counted labels if the graph has it; otherwise the outputs of the graph.
+    """
     if mode is not Mode.TRAIN or not loss:
         return graph.outputs
     return (loss, COUNTED_LABELS) if graph.has(COUNTED_LABELS) else (loss,)
@@ -260,14 +275,14 @@ def wanted_outputs(graph: Graph, mode: Mode, loss: str | None) -> tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A costed graph of one micro-batch on one cluster, and the limits that an answer must keep.
-    `graph` is one evaluation: `batch_size / micro_batches` samples, of which stages may take fewer
-    at once. `work` has one entry a node. `memory_limit` is in bytes a device (the device's own
-    memory where the user gives none).
-    """
+    """A planning problem: the graph of one micro-batch with its costs, a cluster, and limits."""
 
     graph: Graph
+    """The forward pass of one micro-batch: `batch_size / micro_batches` samples. A stage may have
+    smaller micro-batches.
+    """
     work: tuple[Work, ...]
+    """Cost of each node."""
     cluster: Cluster
     batch_size: int
     micro_batches: int
@@ -278,31 +293,34 @@ class Problem:
     training: Training = field(default=Training())
     precision: str = "fp32"
     compiled: bool = False
-    """True if stages are compiled, so that neighbouring elementwise operators are one kernel."""
+    """True if stages are compiled, which fuses neighbouring elementwise operators into one
+    kernel.
+    """
     recompute: str = "none"
-    """`none`, `full` (every stage runs its forward again for backward) or `auto` (where memory asks
-    for it).
+    """`none`, `full` (every stage recomputes its forward in backward) or `auto` (stages recompute
+    if memory requires it).
     """
     memory_limit: int | None = None
+    """Bytes that tensors may use per device; None for the memory of the device."""
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
     solver: str = "auto"
     """The solver of integer programs: `auto`, or the name of a solver that PuLP runs."""
     seed: int = 0
     micro_batch_sizes: tuple[int, ...] = ()
-    """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's
-    samples, ascending. () where the size is given; stages then have the graph's.
+    """Micro-batch sizes that a strategy may choose for a stage: divisors of the micro-batch size of
+    the graph, ascending. () if all stages have the micro-batch size of the graph.
     """
     costs: Costs | None = None
     loss_division: LossDivision = AVERAGED
     known_s: float = math.inf
-    """Seconds of a step that is known already: a strategy may raise InfeasibleError where it has
-    nothing shorter.
+    """Step time, in seconds, of a known plan. A strategy may raise InfeasibleError if it finds no
+    shorter step.
     """
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one evaluation of the graph: the largest micro-batch that a stage may have."""
+        """Samples of one micro-batch of the graph: the maximum micro-batch size of a stage."""
         return self.batch_size // self.micro_batches
 
     @property
@@ -310,14 +328,14 @@ class Problem:
         return self.mode is Mode.TRAIN
 
     def states_of(self, is_matrix: bool) -> int:
-        """fp32 numbers kept for each number of a parameter that is a matrix, or is none, beside it
-        and its gradient.
+        """Return the number of fp32 state values, including the weight average, per element of a
+        matrix or of another parameter.
         """
         return self.optimizer.states_of(is_matrix) + (self.training.ema_decay is not None)
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of the model in a step: each node's forward and, in training, backward without
+        """FLOPs of a step: the forward of all nodes and, in training, their backward without
         recomputation.
         """
         per_micro_batch = sum(each.forward_flops for each in self.work)
@@ -329,24 +347,22 @@ class Problem:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s that all devices of the cluster together reach at most, in the number format of
-        products.
-        """
+        """Sum of the peak FLOP/s of all devices in the problem's precision."""
         return sum(device.peak(self.precision) for device in self.cluster.devices)
 
     @property
     def recomputes_all(self) -> bool:
-        """True if every stage runs its forward again for its backward."""
+        """True if every stage recomputes its forward in backward."""
         return self.train and self.recompute == "full"
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The values that a step computes: the loss where it trains, else the graph's outputs."""
+        """Names of the values that a step computes; see `wanted_outputs`."""
         return wanted_outputs(self.graph, self.mode, self.loss)
 
     def memory_of(self, device: int) -> int:
-        """Bytes that tensors may take on a device. On a GPU the context and NCCL's buffers need
-        room beside them.
+        """Return the bytes that tensors may use on a device: the memory limit or, without a limit,
+        the device memory minus the CUDA context and NCCL buffers.
         """
         if self.memory_limit is not None:
             return self.memory_limit

@@ -1,11 +1,10 @@
-"""How far two right results of a step may be apart: the roundings that follow one another, and the
-bound they give.
+"""Bound of the difference between two correct results of a step, from the number of sequential
+roundings.
 
-A result that comes of n roundings in sequence, each of relative size at most u and of random sign,
-is wrong by at most λ √n u with a probability that depends on λ and n alone, not by n u (Higham and
-Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM Journal on Scientific
-Computing 41(5), 2019, theorem 2.4). For norms of whole tensors λ = 1 holds in their experiments,
-and here.
+After n sequential roundings with relative errors of at most u and random signs, the relative error
+is at most λ √n u, with a probability that depends on λ and n only (Higham and Mary, "A New Approach
+to Probabilistic Rounding Error Analysis", SIAM Journal on Scientific Computing 41(5), 2019, theorem
+2.4). This module uses λ = 1, which holds for norms of tensors in the experiments of that paper.
 """
 
 from __future__ import annotations
@@ -17,37 +16,38 @@ from typing import Annotated, Literal
 from autopipe.ir.codec import Index, OmitDefault
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of rounding one number."""
+"""Maximum relative error of rounding one number, by element type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The most roundings that follow one another in a step, forwards and, in training, back.
+    """Maximum number of sequential roundings in a step: forward and, in training, backward.
 
-    `accumulated` are those of sums and of operators' results in single precision (double, where all
-    is). Where `dtype`, the coarsest type of a number, has 16 bits, results are rounded to it
-    `narrowed` times, and `messages` between stages. What TF32 would round is not among them:
-    whatever is verified is computed in IEEE precision.
+    TF32 rounding is not counted, because `verify` computes in IEEE precision.
     """
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+    """Element type with the largest rounding error."""
     accumulated: Index = 1
+    """Roundings of sums and of operator results to fp32, or to fp64 if `dtype` is float64."""
     narrowed: Annotated[Index, OmitDefault()] = 0
+    """Roundings of operator results to a 16-bit `dtype`."""
     messages: Annotated[Index, OmitDefault()] = 0
+    """Roundings to a 16-bit `dtype` for P2P messages between stages."""
 
     @property
     def accumulator(self) -> str:
-        """The type that sums are added up in."""
+        """Element type in which sums are accumulated."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def step(self) -> float:
-        """The distance of neighbouring numbers, relative to them: one unit in the last place."""
+        """Relative distance between neighbouring numbers of `dtype`: one unit in the last place."""
         return 2 * UNIT_ROUNDOFF[self.dtype]
 
     @property
     def bound(self) -> float:
-        """The largest relative difference, by norm, of two right results of a well-conditioned
+        """Maximum relative difference, in norm, of two correct results of a well-conditioned
         step.
         """
         sums = UNIT_ROUNDOFF[self.accumulator] * math.sqrt(self.accumulated)

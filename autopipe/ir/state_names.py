@@ -23,18 +23,20 @@ PREFIX: Final = "autopipe.state/"
 MOST_NAMES: Final = 1 << 20
 """Maximum entries of a `state_dict`."""
 MOST_TIED: Final = 1024
-"""Maximum names of one tensor: each is written, so that a small file could ask for a huge one."""
+"""Maximum names of one tensor. Each name is written as a tensor, so a small file could otherwise
+expand to a huge one.
+"""
 LARGEST_COUNT: Final = 1 << 20
 """Maximum increment of a counter per forward pass."""
 
 
 def is_for_state_only(name: str) -> bool:
-    """Return True if an initializer is there for the module's `state_dict` only."""
+    """True if no node reads the initializer, which exists only for the module's `state_dict`."""
     return name.startswith(PREFIX)
 
 
 def module_name(name: str) -> str:
-    """Return the module's name of an initializer."""
+    """Return the name of an initializer without `PREFIX`: its name in the module."""
     return name.removeprefix(PREFIX)
 
 
@@ -52,7 +54,7 @@ class StateNames:
     """
 
     def text(self) -> str:
-        """Return the record as it stands in the metadata."""
+        """Return the record as JSON text for the metadata."""
         return json.dumps({"names": dict(self.names), "counts": dict(self.counts)})
 
     @classmethod

@@ -1,5 +1,5 @@
-"""How a run trains, besides its optimizer: its data, learning rates by step, clipping and the like,
-validation.
+"""Settings of a training run besides the optimizer: data, learning rate schedule, gradient
+clipping, weight averaging and validation.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Fits, Ind
 
 
 def is_data_function(path: str) -> bool:
-    """True for `module:function`, as against the path of a file or a folder."""
+    """True if `path` has the form `module:function`; False for the path of a file or folder."""
     return re.fullmatch(r"[^\W\d][\w.]*:\w+", path) is not None
 
 
 def with_path(data: str | None, change: Callable[[str], str]) -> str | None:
-    """Return `data` with the path that it is changed by `change`; None and `module:function`
-    stay.
-    """
+    """Return `change(data)` if `data` is a path; return None and `module:function` unchanged."""
     return data if data is None or is_data_function(data) else change(data)
 
 
@@ -30,74 +28,79 @@ DataPath = Annotated[
     str,
     FilePath(
         is_data_function,
-        "Python code, which no plan and no configuration may name",
+        "Python code, which plans and configurations must not name",
         _ON_COMMAND_LINE,
     ),
     Fits(
-        lambda path: not is_data_function(path), "a path (`launch --data` alone names Python code)"
+        lambda path: not is_data_function(path), "a path (only `launch --data` accepts Python code)"
     ),
 ]
-"""A file or a folder with samples. Plans and configurations are not trusted, so that they name no
-code.
+"""Path of a file or folder with samples. Python code is rejected, because plans and configurations
+are untrusted.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """Where samples come from and in which order."""
+    """Source and order of samples."""
 
     path: DataPath | None = None
-    """File or folder with the data of `launch`. Default: random data. `launch --data` alone names
+    """File or folder with the data of `launch`. Default: random data. Only `launch --data` accepts
     Python code.
     """
     shuffle: bool = False
-    """Take samples in an order that the seed and the epoch decide; else as they are stored."""
+    """`true` reads samples in a random order that depends on seed and epoch; `false` in file
+    order.
+    """
     epochs: Count | None = None
-    """Passes through the data, after which training ends, where `launch` has no `--steps`."""
+    """Number of passes through the data after which training ends, unless `launch` has
+    `--steps`.
+    """
     last_batch: Literal["drop", "pad"] = "drop"
-    """Samples at an epoch's end that fill no batch are left out, or trained on with a batch filled
-    up by samples that count nothing; that takes a cross-entropy that ignores a label.
+    """Handling of an incomplete batch at the end of an epoch. `drop` skips its samples. `pad` adds
+    filler samples with ignored labels, which requires a cross-entropy with an ignored label.
     """
     sequence_length: Count | None = None
-    """Tokens of a sample of a token file, which is the graph's; another is refused."""
+    """Tokens per sample of a token file. It must equal the sequence length of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class LRScheduler:
-    """The learning rate by step, as a factor of `optimizer.lr`: it warms up, may stay, and
-    decays.
-    """
+    """Learning rate per step, as a factor of `optimizer.lr`: warm-up, constant part, decay."""
 
     warmup_steps: Annotated[Index, OmitDefault()] = 0
-    """Steps in which the rate rises in a straight line, from 0 at the first."""
+    """Number of steps in which the rate increases linearly, from 0 in the first step."""
     decay_type: Annotated[Literal["constant", "linear", "cosine", "sqrt"], OmitDefault()] = (
         "constant"
     )
-    """How the rate decays after the warm-up: `linear` and `cosine` are transformers'
-    `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup`, `sqrt` is 1 -
-    √progress.
+    """Decay of the rate after the warm-up. `linear` and `cosine` equal
+    `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup` of transformers. `sqrt`
+    is 1 - √progress.
     """
     decay_ratio: Annotated[Annotated[float, Above(0), AtMost(1)] | None, OmitDefault()] = None
-    """Part of all steps, the last ones, in which the rate decays (WSD), as torchtitan counts: a
-    warm-up's first step has 1 / `warmup_steps`. All steps after the warm-up where not given.
+    """Fraction of all steps, at the end, in which the rate decays (WSD). If it is set, steps count
+    as in torchtitan: the first warm-up step has the factor 1 / `warmup_steps`. Default: all steps
+    after the warm-up.
     """
     min_lr_factor: Annotated[float, AtLeast(0), AtMost(1), OmitDefault()] = 0.0
-    """Where the decay ends, as a factor of `optimizer.lr`."""
+    """Rate at the end of the decay, as a factor of `optimizer.lr`."""
     total_steps: Annotated[Annotated[int, AtLeast(1)] | None, OmitDefault()] = None
-    """Steps after which the decay has ended; those of the launch where not given."""
+    """Step at which the decay ends. Default: the number of steps of the launch."""
 
     @property
     def needs_steps(self) -> bool:
-        """True if the rate depends on how many steps there are in all."""
+        """True if the rate depends on the number of steps of the launch."""
         return self.decay_type != "constant" and self.total_steps is None
 
     def factor(self, step: int, steps: int) -> float:
-        """Of a step, counted from 0, of a launch of `steps` in all."""
+        """Return the factor of `optimizer.lr` in step `step` (from 0) of a launch of `steps`
+        steps.
+        """
         total = self.total_steps or steps
         warmup = (
             min(self.warmup_steps, total) if self.decay_ratio is not None else self.warmup_steps
         )
-        # What transformers counts from 0, torchtitan counts from 1, and its rate is never 0.
+        # transformers counts steps from 0; torchtitan counts from 1, so its warm-up rate is not 0.
         counted = step if self.decay_ratio is None else step + 1
         if step < warmup:
             return counted / warmup
@@ -118,30 +121,31 @@ class LRScheduler:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Clipping, accumulation and averaging: the rest of an update, besides its optimizer."""
+    """Gradient clipping, gradient accumulation and weight averaging."""
 
     max_norm: Annotated[Annotated[float, Above(0)] | None, OmitDefault()] = None
-    """Norm of all gradients together above which they are scaled down to it, as torch's
-    `clip_grad_norm_` does.
+    """Maximum norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`. Default: no
+    clipping.
     """
     gradient_accumulation_steps: Annotated[int, AtLeast(1), OmitDefault()] = 1
-    """Batches whose gradients an update averages: a step takes as many times `batch_size` samples.
+    """Number of batches whose gradients one update averages. A step has this number times
+    `batch_size` samples.
     """
     ema_decay: Annotated[Annotated[float, AtLeast(0), AtMost(1)] | None, OmitDefault()] = None
-    """Decay of an exponential moving average of the weights, which checkpoints hold beside them;
-    none where not given.
+    """Decay of an exponential moving average of the weights, which checkpoints contain too.
+    Default: no average.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Validation of a training run: the model's loss over data that it is not trained on."""
+    """Validation of a training run: the loss on data that is not used for training."""
 
     data: Annotated[DataPath | None, OmitDefault()] = None
-    """File or folder with the data to validate on: all of it, each sample once."""
+    """File or folder with the validation data. A validation reads each sample once."""
     interval: Annotated[Count | None, OmitDefault()] = None
-    """Steps from one validation to the next; there is one after the last step anyhow."""
+    """Steps between validations. There is also one after the last step."""
     patience: Annotated[Count | None, OmitDefault()] = None
-    """The run ends after as many validations in a row without a lower loss; `null` for all its
-    steps.
+    """Number of consecutive validations without a lower loss after which the run ends; `null` to
+    run all steps.
     """

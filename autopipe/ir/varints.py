@@ -1,4 +1,4 @@
-"""Numbers that a file stores one by one, as varints of protobuf."""
+"""Decoding of packed protobuf varints."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import numpy as np
 import numpy.typing as npt
 
 _MORE = 0x80
-"""Bit of a byte that says that the number goes on."""
+"""Bit of a byte that is set if more bytes of the varint follow."""
 
 
 def varint_bits(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the low 16 bits of each varint of a packed field: of float16 and bfloat16 all that
-    they have (https://onnx.ai/onnx/api/classes.html, `TensorProto.int32_data`).
+    """Return the low 16 bits of each varint of a packed field.
+
+    These are all bits of float16 and bfloat16 values in `TensorProto.int32_data`
+    (https://onnx.ai/onnx/api/classes.html).
     """
     if not payload.size:
         return np.empty(0, np.uint16)
     ends = np.flatnonzero(payload < _MORE)
     starts = np.concatenate(([0], ends[:-1] + 1))
     places = np.arange(int(ends[-1]) + 1) - np.repeat(starts, ends - starts + 1)
-    # Seven bits a byte, the lowest first; later bytes have none of the low 16 bits.
+    # A byte has seven bits, the lowest first; the low 16 bits are in the first three bytes.
     parts = (payload[: places.size] & 0x7F).astype(np.uint32) << np.minimum(7 * places, 31).astype(
         np.uint32
     )

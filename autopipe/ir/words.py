@@ -1,4 +1,4 @@
-"""Words of messages: nouns and verbs that agree with a number, and numbers with their units."""
+"""Text of messages: plurals, lists, printable names, and numbers with units."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plural(count: float, noun: str, many: str = "") -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first `most` of several texts, and how many more there are."""
+    """Return the first `most` texts, separated by commas, and the number of further texts."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{', '.join(texts[:most])}{more}"
 
@@ -52,12 +52,14 @@ def printable(text: str) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return a number of bytes with about three digits: `3.10 GiB`."""
+    """Return a number of bytes with about three digits and its unit: `3.10 GiB`."""
     return in_units(size, _BYTES) or f"{size:.0f} B"
 
 
 def in_units(value: float, units: Sequence[tuple[str, float]]) -> str | None:
-    """Return the value in the largest unit that it reaches, None if it reaches none."""
+    """Return the value in the largest unit of `units` that is not larger than the value, or None if
+    all units are larger. `units` lists (name, size), the largest first.
+    """
     for unit, scale in units:
         if abs(value) >= scale:
             figure = value / scale

@@ -65,7 +65,7 @@ def test_taking_devices_changes_no_link_between_them(sizes: list[int], data: st.
 
 def test_bad_requests_are_refused() -> None:
     two = cluster([4, 2], [100.0, 10.0])
-    with pytest.raises(InfeasibleError, match="has 8 devices, 1 fewer than the 9 asked for"):
+    with pytest.raises(InfeasibleError, match="has 8 devices, 1 fewer than the requested 9"):
         two.take(9)
     with pytest.raises(ConfigurationError, match="cannot plan for 0 devices"):
         two.take(0)
