@@ -54,8 +54,8 @@ def test_names_of_a_text() -> None:
                 },
                 {"3": "its ranks communicate within it"},
             ],
-            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data "
-            "inside of it; "
+            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks "
+            "communicate within it; "
             "the update eager: its optimizer takes the learning rate from the host",
         ),
         (
