@@ -229,7 +229,7 @@ class Rewriter:
         return self.constant(number_array(value, dtype), dtype)
 
     def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
-        """Return a value in another shape of as many elements; itself if it has that shape."""
+        """Return a value with another shape; the value itself if it has that shape already."""
         if shape == self.shape(name) and result is None:
             return name
         return self.add("Reshape", [name, self.integers(*shape)], shape, result=result)
@@ -428,7 +428,7 @@ class GraphEdit:
         self.values.update((value.name, value) for value in results)
 
     def build(self, nodes: Iterable[Node]) -> Graph:
-        """Return the graph with these nodes in place of its own, and with all new constants."""
+        """Return the graph with `nodes` in place of the former nodes, and with the new constants."""
         nodes = tuple(nodes)
         return dataclasses.replace(
             self.graph,

@@ -43,7 +43,7 @@ class Sequences(dict[str, tuple[str, ...]]):
     def __init__(self, opset: int) -> None:
         super().__init__()
         self.absent: set[str] = set()
-        """Names of Optionals that hold nothing."""
+        """Names of empty Optionals."""
         self._stacks: set[str] = set()
         """Sequences of the slices of one tensor, `NAME/stack`, that are only concatenated again. They
         are not sliced at all.
@@ -181,7 +181,7 @@ class Sequences(dict[str, tuple[str, ...]]):
         if node.op_type == "OptionalHasElement":
             return [truth(node, result, is_held)]
         if not is_held and node.op_type == "OptionalGetElement":
-            raise ModelError("its operand is an Optional that holds nothing", where=where)
+            raise ModelError("its operand is an empty Optional", where=where)
         if source and source not in self:
             return [made_node(node, "Identity", [source], [result])]
         if source:

@@ -80,7 +80,7 @@ REFUSED = {
         node("SequenceAt", "s q", "y"),
     ],
     "an operand is a sequence, expected a tensor": [THIRDS, node("Relu", "s", "y")],
-    "its operand is an Optional that holds nothing": [
+    "its operand is an empty Optional": [
         onnx.helper.make_node(
             "Optional", [], ["o"], type=onnx.helper.make_tensor_type_proto(FLOAT, [3, 7])
         ),

@@ -191,60 +191,6 @@ def packed_multi_head_attention(rewriter: FileRewriter) -> None:
     )
 
 
-def linear_attention(rewriter: FileRewriter) -> None:
-    """Replace LinearAttention by ONNX's operator of that name."""
-    _require_defaults(rewriter, state_window=0)
-    value = rewriter.shape(rewriter.required(2))
-    groups = rewriter.node.integer("kv_num_heads")
-    key_features = rewriter.shape(rewriter.required(1))[2] // groups
-    value_features = value[2] // groups
-    output = (*value[:2], rewriter.node.integer("q_num_heads") * value_features)
-    _as_onnx_operator(rewriter, output, (value[0], groups, key_features, value_features))
-
-
-def causal_convolution(rewriter: FileRewriter) -> None:
-    """Replace CausalConvWithState by ONNX's operator of that name."""
-    _require_defaults(rewriter, state_window=0, channels_last=0, dilation=1, ndim=1)
-    shape = rewriter.shape(rewriter.required(0))
-    weight = rewriter.shape(rewriter.required(1))
-    _as_onnx_operator(rewriter, shape, (*shape[:2], weight[2] - 1))
-
-
-def dequantize(rewriter: FileRewriter) -> None:
-    """Replace DequantizeLinear by ONNX's operator of that name, which may lack the element types in
-    the file's opset.
-    """
-    dtype = rewriter.type_of(rewriter.required(1)).dtype
-    _as_onnx_operator(rewriter, rewriter.shape(rewriter.required(0)), dtype=dtype)
-
-
-def quantize(rewriter: FileRewriter) -> None:
-    """Replace QuantizeLinear by ONNX's operator of that name, which may lack the element types in
-    the file's opset.
-    """
-    zero_point = rewriter.operand(2)
-    dtype = rewriter.type_of(zero_point).dtype if zero_point else DType.UINT8
-    _as_onnx_operator(rewriter, rewriter.shape(rewriter.required(0)), dtype=dtype)
-
-
-def _as_onnx_operator(
-    rewriter: FileRewriter, *shapes: tuple[int, ...], dtype: DType | None = None
-) -> None:
-    """Write ONNX's operator of the node's name, with the node's operands and attributes."""
-    node = rewriter.node
-    rewriter.add(node.op, node.inputs, *shapes, dtype=dtype, **rewriter.attributes())
-    for index, name in enumerate(rewriter.nodes[-1].outputs):
-        rewriter.give(index, name)
-
-
-def _require_defaults(rewriter: FileRewriter, **defaults: int) -> None:
-    for name, default in defaults.items():
-        actual = rewriter.node.integer(name, default)
-        rewriter.require(
-            actual == default, f"{name}={actual} is not supported, only {name}={default}"
-        )
-
-
 def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
     """Return [B, tokens, heads · F] as [B, heads, tokens, F]."""
     batch, tokens, hidden = rewriter.shape(name)

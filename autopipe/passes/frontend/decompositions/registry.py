@@ -10,6 +10,7 @@ from autopipe.ir.graph import Node
 from autopipe.passes.frontend.decompositions import (
     attention,
     classical,
+    counterparts,
     fused,
     nchwc,
     weight_only,
@@ -38,15 +39,15 @@ class Decomposition(NamedTuple):
 
 _TYPED = {
     "Attention": attention.attention,
-    "CausalConvWithState": attention.causal_convolution,
+    "CausalConvWithState": counterparts.causal_convolution,
     "DecoderMaskedMultiHeadAttention": attention.decoder_masked_attention,
-    "DequantizeLinear": attention.dequantize,
+    "DequantizeLinear": counterparts.dequantize,
     "GroupQueryAttention": attention.group_query_attention,
-    "LinearAttention": attention.linear_attention,
+    "LinearAttention": counterparts.linear_attention,
     "MultiHeadAttention": attention.multi_head_attention,
     "PackedAttention": attention.packed_attention,
     "PackedMultiHeadAttention": attention.packed_multi_head_attention,
-    "QuantizeLinear": attention.quantize,
+    "QuantizeLinear": counterparts.quantize,
 }
 _WEIGHT_ONLY = {
     "GatherBlockQuantized": weight_only.gather_block_quantized,

@@ -38,7 +38,7 @@ class Layer:
     is_transposed: bool
     """True if matrices are stored as [inputs, outputs]; operator Experts reads [outputs, inputs]."""
     index: str
-    """The value that holds the expert's number, or one number per token."""
+    """The value with the number of the expert for all rows, or with one number per row."""
     bias: str = ""
 
 
