@@ -151,8 +151,9 @@ def _first_pipelines(
 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:
-    """Return the minimum time, in seconds, between the last task of a step and its end: the minimum
-    over all devices that have a stage of the gradient sums and the update.
+    """Return the minimum time, in seconds, between the last task of a step and its end.
+
+    It is the minimum, over all devices with a stage, of the device's gradient sums plus its update.
     """
     ends: dict[int, float] = defaultdict(float)
     for devices, costs in zip(stages.stage_devices, prediction.stages, strict=True):
@@ -164,9 +165,11 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
     """Return (optimal, gap) of a schedule, measured against a proven lower bound.
 
-    The value is the period if a search proved a bound of the period; otherwise it is the step time
-    `step_s`, with the lower bound `bound_s`. `optimal` is True if the value is proven to be the
-    minimum for the placement. `gap` is the fraction of the value above the bound, 0 if optimal.
+    If a search proved a lower bound of the schedule's period, the period is compared with that
+    bound. Otherwise the step of `step_s` seconds is compared with the lower bound `bound_s`.
+
+    - optimal: True if the compared value is proven to be the minimum for the placement.
+    - gap: fraction of the compared value by which it exceeds the bound; 0 if optimal.
     """
     proof = schedule.proof
     if proof is not None and schedule.period is not None:

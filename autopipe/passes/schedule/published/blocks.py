@@ -246,8 +246,8 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
 
 
 def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield all forwards before all other blocks. Forwards are the blocks that add memory, and all
-    blocks that they depend on.
+    """Yield all forwards before all other blocks. Forwards are the blocks that add memory, and the
+    blocks that one of these depends on. If no block adds memory, all blocks count as forwards.
     """
     forward = {index for index, block in enumerate(graph.blocks) if block.memory > 0}
     for index in reversed(graph.order):

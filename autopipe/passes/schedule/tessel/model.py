@@ -62,7 +62,7 @@ class SearchOptions:
 
 @dataclass(slots=True)
 class Budget:
-    """Remaining budget of a search."""
+    """Remaining budget of a search: seconds of the clock, and deterministic work of the solver."""
 
     options: SearchOptions
     start: float = field(default_factory=time.perf_counter)
@@ -304,7 +304,8 @@ def require_memory(graph: BlockGraph, micro_batches: int) -> None:
     add to the memory in use, so the order of one micro-batch decides. The error names a device that
     exceeds its limit even if other devices have no limits, if there is one. Otherwise it names a
     device that exceeds its limit while the others keep theirs. The function returns without an
-    error if a search takes too long.
+    error if a search takes too long, or if one of several micro-batches may free memory that
+    another one allocated.
     """
 
     def rejection(device: int, limit: int, needed: float, condition: str) -> InfeasibleError:

@@ -313,8 +313,8 @@ def minimize_memory(
 
 
 _ROUNDED_PERIOD = 96
-"""Number of time steps of the period's lower bound after rounding. A small number makes small
-models, a large number small errors.
+"""Number of time steps into which the lower bound of the period is divided for rounding. Fewer
+steps make smaller models, more steps make smaller errors.
 """
 
 

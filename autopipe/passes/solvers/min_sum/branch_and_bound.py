@@ -168,7 +168,9 @@ class Dual:
             )
 
     def _visit(self, node: int, visited: list[int], unvisited: list[int], forward: bool) -> Array:
-        """Perform the three steps of a sweep for one node. Return r of step 2."""
+        """Perform the three steps of a sweep (see `Dual`) for one node. Return the rest r of step
+        2.
+        """
         collected = self._messages[forward]
         distributed = self._messages[not forward]
         for edge in visited:
@@ -210,7 +212,7 @@ class Dual:
                     messages[edge] = messages[edge][kept[end]]
 
     def _extract_minimum(self, node: int) -> Array:
-        """Perform step 2 of a sweep for one node, and return r."""
+        """Perform step 2 of a sweep (see `Dual`) for one node. Return the rest r."""
         total = self._costs[node].copy()
         for edge in self._out[node]:
             total += self._messages[0][edge]
@@ -318,10 +320,11 @@ class Subproblem:
         return part
 
     def split(self) -> list[Subproblem]:
-        """Return up to two parts that together contain all choices of this part: the configurations
-        of one node with the lower bounds, and those with the higher bounds. The node has many
-        configurations and many neighbours that are not fixed. Return no part if all nodes are
-        fixed; a sweep has then found the only choice.
+        """Split the part in two at one node: its configurations with the lower bounds, and those
+        with the higher bounds. Return the parts that are feasible.
+
+        The node has many configurations and many neighbours that are not fixed. If all nodes are
+        fixed, return no part; a sweep has then found the only choice.
         """
         open_nodes = {node for node, keep in enumerate(self.kept) if len(keep) > 1}
         if not open_nodes:
@@ -417,8 +420,8 @@ class Objective(Incumbent):
 MIN_PROGRESS = 0.1
 """Sweeps continue as long as a forward and a backward sweep close this fraction of the gap."""
 STALLED_WORK_FACTOR = 50
-"""If sweeps make no progress, elimination may take this multiple of their work before the part is
-split.
+"""If sweeps make no progress, elimination may do this multiple of the sweeps' work before the part
+is split.
 """
 ALWAYS_ALLOWED_WORK = 1e5
 """Work that is always allowed for an elimination, in sums."""
