@@ -1,6 +1,6 @@
 """The application: one module per command, for the command line and for Python.
 
-A function of this package takes settings and paths, returns values and raises children of
-`AutopipeError`. It prints nothing: progress, notes and warnings go to an `Events`. `interface` has
-the functions and the class that `import autopipe` offers.
+Functions of this package take settings and paths, return values and raise subclasses of
+`AutopipeError`. They print nothing: they report progress, notes and warnings to an `Events` object.
+`interface` contains the functions and the class of `import autopipe`.
 """

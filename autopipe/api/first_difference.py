@@ -1,5 +1,5 @@
-"""The first value of a forward in which the ranks of a program differ from one device: its node,
-stage and rank.
+"""Search of the first value of the forward pass that differs between the ranks and one device, or
+between one device and ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 
 _BEYOND = 16
-"""Times the bound of well-conditioned steps: single values may be worse than what is made of them.
+"""Factor of the bound for well-conditioned steps beyond which a value counts as different. A single
+value may differ more than the loss that is computed from it.
 """
 Arrays = Mapping[str, np.ndarray]
 
 
 class _Written(NamedTuple):
-    """A value that one of a stage's nodes writes: its name in the graph, its variable, and how the
-    group holds it.
+    """A value that a node of a stage writes: its name in the graph, its variable in the program, and
+    its layout over the devices of the stage.
     """
 
     node: int
@@ -43,9 +44,12 @@ class _Written(NamedTuple):
 
 
 def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
-    """A sentence on the first value, in the order of the graph, that differs by far more than
-    roundings; "" where there is none, or the program's plan is not in the folder above it. The
-    folders hold the values of the first micro-batch, as `run_recorded` leaves them.
+    """Return a sentence about the first value, in the order of the graph, that differs by far more
+    than rounding errors; "" if there is none, or if the parent folder of the program does not hold
+    its plan.
+
+    `ranks` and `one` are folders with the values that the ranks and one device recorded in the
+    first micro-batch.
     """
     planned = open_plan(manifest.folder.parent, manifest.model)
     if planned.digest != manifest.plan:
@@ -69,7 +73,8 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
         blocks = {rank: _read(ranks, stage.stage, rank) for rank in stage.devices}
         for each in _written(stage, own):
             if each.value in expected:
-                # The stage's first micro-batch is the first samples of the program's.
+                # The first micro-batch of the stage holds the first samples of the largest
+                # micro-batch of the program.
                 whole = expected[each.value][tuple(map(slice, own.type_of(each.value).shape))]
                 found += [
                     (each.node, stage.stage, rank, each.value, relative)
@@ -96,8 +101,10 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
 def first_beside_reference(
     manifest: Manifest, one: Path, reference: Callable[[Collection[str]], Mapping[str, np.ndarray]]
 ) -> str:
-    """A sentence on the first value, in the order of the file, in which the forward of one device
-    differs from a `reference` of values by name.
+    """Return a sentence about the first value, in the order of the ONNX file, that differs between
+    one device and the reference; "" if there is none, or if the plan is not available.
+
+    `one` is a folder with the recorded values of one device. `reference` returns values by name.
     """
     planned = open_plan(manifest.folder.parent, manifest.model)
     if planned.digest != manifest.plan:
@@ -117,7 +124,7 @@ def first_beside_reference(
 
 
 def _values_of_one(problem: Problem, loss: str | None, folder: Path) -> Arrays:
-    """Values that one device recorded, by their names in the graph."""
+    """Return the values that one device recorded, by their names in the graph."""
     graph = problem.graph if loss is not None else without_dropout(problem.graph)
     alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
     recorded = _read(folder, 0, 0)
@@ -135,7 +142,7 @@ def _read(folder: Path, stage: int, rank: int) -> Arrays:
 
 
 def _written(stage: StageCode, graph: Graph) -> Iterator[_Written]:
-    """Whole values, and shares of them that are no partial sums."""
+    """Yield the values that nodes of a stage write, without partial sums."""
     codes = emit_forward(stage).codes
     spaces = spaces_of(graph)
     for operation in stage.operations:

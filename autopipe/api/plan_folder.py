@@ -1,8 +1,8 @@
-"""The plan folder: its five files are written and opened again; its placement is YAML that a person
-can edit.
+"""The plan folder: writing and reading of its five files, among them the placement as YAML that a
+person can edit.
 
-`plan.json` holds the digests of all five (`ir/output_files.py`). No other file of the folder is
-ever touched.
+`plan.json` contains the SHA-256 digests of all five files (`ir/output_files.py`). Other files of the
+folder are never changed.
 """
 
 from __future__ import annotations
@@ -58,16 +58,15 @@ _HEAD = """\
 
 
 def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> str:
-    """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of
-    `graph`.
+    """Return a YAML text that, loaded as a configuration, gives exactly this placement of `graph`.
 
-    If `layers` has the layer of each node, the entries of a layer stand under a comment with its
-    name.
+    `layers` has the name of the layer of each node, or is empty. With layers, a comment with the
+    name of the layer precedes the entries of each layer.
     """
     strategy = written(graph, placement, layers)
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
     stages = [_stage(form, placement.pipelines) for form in forms]
-    # The name comes last, so that a file without it is known to be cut short.
+    # The name is the last key, so that a file without it is recognised as truncated.
     document = {"strategy": {"placement": stages, "name": Explicit.name}}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)
     return _HEAD + (_with_layers(text, NodeNames(graph), strategy, layers) if layers else text)
@@ -100,7 +99,7 @@ def _with_layers(text: str, names: NodeNames, strategy: Explicit, layers: Sequen
 
 
 def _stage(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
-    """A stage with `nodes` where a person looks for them: behind what is said of all of them."""
+    """Return a stage as YAML values, with the facts about all nodes before `nodes`."""
     pipeline = {"pipeline": form["pipeline"]} if pipelines > 1 else {}
     splits = [
         {"split": _Pairs(each["split"]), "nodes": _nodes(each["nodes"])} for each in form["splits"]
@@ -156,8 +155,8 @@ _LAST_LINES: Final = {
 """By file, what matches the key that `plan` writes last, wherever a person puts it."""
 _RESTORE: Final = "restore the file, or plan again"
 _SCRATCH = ".autopipe-plan-"
-"""Beginning of the name of the folder in a plan folder where new files lie before they take the old
-ones' places.
+"""Beginning of the name of the folder, inside a plan folder, to which new files are written before
+they replace the old files.
 """
 
 
@@ -182,7 +181,7 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
         hint = "name the file with --model FILE, put it back, or plan again"
         raise ConfigurationError(f"the model of the plan is not at {plan.model}", hint, str(folder))
     if not Path(configuration.costs).is_file():
-        # What they predicted is in the plan, which can be run without them.
+        # The plan contains the predictions, so it can be run without the measured costs.
         configuration = replace(configuration, costs="roofline")
     return reopen(request_of(configuration, file), plan, stored)
 
@@ -226,8 +225,8 @@ def graph_of_plan(folder: Path, plan: Plan) -> Graph:
 
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
-    """The plan in `folder` and the step that its predictions make. Raises as `open_plan`, but reads
-    no model.
+    """Return (plan, timeline): the plan in `folder`, and a step simulated from its predictions.
+    Raises ConfigurationError as `open_plan`. Neither the graph nor the ONNX file is read.
     """
     plan = _read_whole(folder)
     return plan, simulate(
@@ -251,8 +250,8 @@ def check_plan_folder(folder: Path) -> None:
 
 
 def check_editable(folder: Path) -> tuple[Path, Path]:
-    """The configuration and the placement in `folder`; raise ConfigurationError unless it holds a
-    plan with both.
+    """Return the paths of `config.yaml` and `placement.yaml` in a plan folder. Raises
+    ConfigurationError if the folder holds no plan, or if one of the files is missing or truncated.
     """
     check_plan_folder(folder)
     paths = folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE

@@ -33,9 +33,9 @@ class PlannedFolder:
     folder: Path
     result: PlanResult
     request: Request
-    """The request that was planned; None in its fields where the search decided."""
+    """The request that was planned. Its fields are None for decisions of the search."""
     before: Plan | None
-    """The plan from whose folder this one was planned again; None without such a folder."""
+    """The plan in the folder `base` before this plan was made, None without `base`."""
     edited_copy: Path | None
     """The file to which an edited `config.yaml` was moved, None if none was replaced."""
     missing_annotations: tuple[tuple[str, str], ...]
@@ -61,13 +61,14 @@ def plan(
 ) -> PlannedFolder:
     """Plan the ONNX file `model` and write the plan folder, `MODEL.plan` unless `folder` is given.
 
-    With `base`, the folder of a plan, its placement is kept: it is scheduled and simulated under
-    `configuration`. `model` and `folder` are then those of that plan if they are None.
+    `base` is a plan folder whose placement is scheduled and simulated under `configuration`, without
+    a search for another placement. Its model and its folder replace `model` and `folder` if these
+    are None.
 
-    `annotate` is a file to which the model is written with the plan as ONNX multi-device
-    annotations. `force` replaces files that were edited. `cached` takes a result of an earlier
-    search for an equal request. `observe` is called with the request, and yields the observer of
-    the passes. Raises ConfigurationError, ModelError or InfeasibleError.
+    `annotate` is a path to which the model is written with the plan as ONNX multi-device
+    annotations. `force` replaces files that were edited. With `cached`, the result of an earlier
+    search for an equal request is used. `observe` is called with the request and yields the
+    observer of the passes. Raises ConfigurationError, ModelError or InfeasibleError.
     """
     before = None
     if base is not None:

@@ -1,5 +1,5 @@
-"""The program folder that a command reads, by itself or in a plan folder, and the ONNX file of its
-weights.
+"""Program folders: the program of a plan, its manifest, the check of its ONNX file, and the flags of
+its ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from autopipe.ir.plan import PLAN_FILE, plan_digest, read_plan
 
 
 def program_in(folder: Path) -> Path:
-    """Return the program folder in the plan folder `folder`, or `folder` itself if it is no plan
-    folder with a program.
+    """Return the program folder in `folder` if `folder` is a plan folder with a program, otherwise
+    `folder`.
 
     Raises ConfigurationError if the plan cannot be read, or if the program is of an earlier plan.
     """
@@ -31,18 +31,18 @@ def program_in(folder: Path) -> Path:
 
 
 def other_plan(program: Path, folder: Path) -> ConfigurationError:
-    """Return the error that `program` is not the program of the plan in `folder`."""
+    """Return the error for a folder `program` that holds the program of another plan than `folder`."""
     hint = f"autopipe codegen {shlex.quote(str(folder))} writes it again"
     return ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
 
 
 def open_program(folder: Path, model: Path | None, with_values: bool = True) -> Manifest:
-    """Return the manifest of the program in `folder`, with the file `model` in place of the planned
-    one if it is given.
+    """Return the manifest of the program in `folder`. `model` is the ONNX file if it is not where it
+    was planned.
 
-    Raises ConfigurationError if there is no program, or if the model is missing or is not the one
-    that was planned. The planned file is checked only if parameters are read from it, so not for a
-    run without values.
+    Raises ConfigurationError if there is no program, or if the ONNX file is missing or is not the
+    file that was planned. Without `model`, the file is checked only if the program reads
+    parameters from it and `with_values` is True.
     """
     manifest = read_manifest(folder.absolute(), model)
     is_read = with_values and any(
@@ -54,8 +54,8 @@ def open_program(folder: Path, model: Path | None, with_values: bool = True) -> 
 
 
 def check_model(manifest: Manifest) -> None:
-    """Raise ConfigurationError unless the manifest's model file is the one that was planned; its
-    weights may differ.
+    """Raise ConfigurationError if the ONNX file of the manifest is missing or differs from the file
+    that was planned in anything but its weights.
     """
     from autopipe.passes.frontend.load import file_digest
 
@@ -76,7 +76,7 @@ def check_model(manifest: Manifest) -> None:
 
 
 _DIGITS = 12
-"""Digits of a digest that a message shows."""
+"""Number of hexadecimal digits of a digest in a message."""
 
 
 def flag_words(**flags: object) -> list[str]:

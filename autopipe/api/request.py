@@ -1,5 +1,5 @@
-"""From a configuration to a request to the pipeline, with the strategy and the scheduler that it
-names; and back.
+"""Conversion of a configuration into a request to the pipeline, and of a plan into its effective
+configuration.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from autopipe.passes.pipeline import PlanResult, Request
 
 AUTO = "auto"
-"""Name that leaves the strategy, or the schedule, to the search over all of them."""
+"""Name of the strategy, or of the schedule, with which autopipe searches all of them."""
 
 _SEARCHED = "tessel"
-"""The scheduler of a strategy that is named where the schedule is left open."""
+"""The scheduler if the configuration names a strategy and no schedule."""
 
 
 def chosen_strategy(configuration: Configuration) -> Strategy | None:
-    """The strategy, None where it is left open. Raises ConfigurationError for an unknown name or an
-    option it does not have.
+    """Return the strategy of the configuration, None for `auto`. Raises ConfigurationError for an
+    unknown name and for an option that the strategy does not have.
     """
     choice = configuration.strategy
     if choice.name == AUTO:
@@ -54,9 +54,10 @@ def _takes_stages(schema: type[Any]) -> bool:
 
 
 def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
-    """The scheduler; None where it is left open, and so is the strategy: one that is named meets
-    the searched schedule. Raises ConfigurationError for an unknown name or an option it does not
-    have.
+    """Return the scheduler of the configuration, None if strategy and schedule are both `auto`.
+
+    A named strategy with schedule `auto` has the scheduler `tessel`. Raises ConfigurationError for
+    an unknown name and for an option that the scheduler does not have.
     """
     choice = configuration.schedule
     if choice.name == AUTO:
@@ -70,8 +71,10 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
 
 
 def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
-    """Choice of a strategy or a scheduler: its name with all of its options. Stages of a given
-    placement are not part of it: they stand in a file of their own.
+    """Return the name and all options of a strategy or a scheduler, as a configuration states them.
+
+    The stages of strategy `explicit` are not among its options, because `placement.yaml` contains
+    them.
     """
     from autopipe.passes.placement.explicit import Explicit
 
@@ -98,8 +101,8 @@ def _check_no_options(choice: Choice, path: str) -> None:
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:
-    """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what
-    cannot be asked for.
+    """Return the request for a plan of the ONNX file `model`. Raises ConfigurationError or
+    InfeasibleError for settings that contradict one another or cannot be satisfied.
     """
     from autopipe.passes.cost.measured import measured_cluster
     from autopipe.passes.pipeline import Request
@@ -155,17 +158,19 @@ def request_of(configuration: Configuration, model: Path) -> Request:
 
 
 _IGNORED = -100
-"""The label that counts for nothing to torch and Hugging Face."""
+"""The label that torch and Hugging Face ignore in a cross-entropy."""
 
 
 def wanted_scores(configuration: Configuration) -> Scores | None:
-    """Return whether losses keep or recompute their scores; None if the plan decides."""
+    """Return "keep" or "recompute" for the logits of losses, None if the plan decides."""
     loss = configuration.loss
     return loss.scores if isinstance(loss, Loss) and loss.scores != "auto" else None
 
 
 def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
-    """The output to minimise, or the loss to add; None where the model's own is."""
+    """Return the name of the output that is the loss, or the cross-entropy to add to the model; None
+    for the loss that the model already has.
+    """
     from autopipe.passes.frontend import CrossEntropy
 
     loss = configuration.loss
@@ -178,8 +183,8 @@ def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
 
 
 def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Loss | None:
-    """Return the loss with the output that the model has and the form of scores that the plan
-    has.
+    """Return the loss of the effective configuration: the output of the model, and the decision of
+    the plan to keep or recompute logits.
     """
     loss = configuration.loss or planned.model.loss or None
     scores = planned.plan.summary.scores
@@ -191,10 +196,10 @@ def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Lo
 
 
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
-    """Return the configuration with every option that was open as the plan settles it.
+    """Return the configuration with the decision of the plan for each option that was open.
 
-    The number of micro-batches stays open if it was and stages have micro-batches of their own
-    sizes: a number would give all stages one size.
+    The number of micro-batches stays open if it was open and stages have different micro-batch
+    sizes, because a number would give all stages one size.
     """
     from autopipe.passes.open_options import with_settled_options
 

@@ -6,8 +6,8 @@ from autopipe.ir.plan import Summary
 
 
 def degrees_text(summary: Summary) -> str:
-    """Return the degrees, the rate per device and the MFU; "" for a plan of an earlier version of
-    autopipe.
+    """Return the parallel degrees, the throughput of a device and the MFU; "" for a plan of a version
+    of autopipe that did not record degrees.
     """
     if summary.degrees is None:
         return ""
@@ -15,8 +15,8 @@ def degrees_text(summary: Summary) -> str:
 
 
 def rate_text(summary: Summary) -> str:
-    """Return what a device processes per second and the MFU, such as `758 tokens/s per device, MFU
-    35.1%`.
+    """Return the throughput of a device and the MFU (model FLOPs utilisation), such as `758 tokens/s
+    per device, MFU 35.1%`.
     """
     rate, unit = summary.rate_per_device
     mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
@@ -24,7 +24,5 @@ def rate_text(summary: Summary) -> str:
 
 
 def number_text(number: float) -> str:
-    """Return a number with three significant digits, or as an integer if it has more before the
-    point.
-    """
+    """Return a number with three significant digits, or as an integer if it is 100 or larger."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

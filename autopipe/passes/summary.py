@@ -1,4 +1,6 @@
-"""The plan that a simulated step makes: its decisions, and the figures that users compare."""
+"""Assembly of a `Plan` from a placement, a schedule and a simulated step, with the metrics that users
+compare.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ def finished_plan(
     scores: LossScores | None,
     settled: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the plan of a model by the strategy and the scheduler of these `names`.
+    """Return the plan of a model. `names` are the names of the strategy and of the scheduler.
 
-    `settled` are the options of the strategy that were left open and that the plan's degrees
-    settle.
+    `settled` are the options of the strategy that the user left open and that follow from the
+    parallel degrees of the plan.
     """
     cluster = problem.cluster
     graph = problem.graph
@@ -88,7 +90,9 @@ def finished_plan(
 def _communication_bytes(
     problem: Problem, placement: Placement
 ) -> tuple[tuple[str, int], ...] | None:
-    """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
+    """Return the bytes that the communication of a step moves, by kind; None if code generation does
+    not support the placement.
+    """
     loss = problem.loss if problem.train else None
     count = problem.micro_batches
     how = (problem.optimizer.shard, problem.precision)
