@@ -1,7 +1,7 @@
-"""The order of the passes, from a request to its plan: read, cost, place, schedule, simulate.
+"""The passes from a request to its plan, in order: read, cost, place, predict, schedule, simulate.
 
-`make_plan` runs them; each is a function below it, in that order, timed and named in failures by a
-`Runner`.
+`make_plan` runs all passes. The functions below it run one pass each. A `Runner` measures the time
+of each pass and adds the name of the pass to errors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that a plan is made from. The pipeline chooses where a field is None."""
+    """The model, the cluster and the settings of a plan. The pipeline decides a field that is None."""
 
     model: Path
     cluster: Cluster
@@ -86,19 +86,17 @@ class Request:
     trainable: tuple[str, ...] = ()
     mode: Mode | None = None
     training_graph: bool | None = None
-    """True if Dropout drops and BatchNormalization takes the batch's statistics where the file says
-    so; as the mode where None.
+    """True if Dropout and BatchNormalization act as in training, if the file says so; False if they
+    act as in evaluation; None for the behaviour of the mode.
     """
     loss: str | CrossEntropy | None = None
-    """The output to minimise, or a loss to add; the model's own where None."""
+    """Name of the output to minimise, or a cross-entropy to add; None for the loss of the model."""
     normalize: str = "auto"
-    """How the losses of micro-batches make the loss of the step: the value of the key
-    `loss.normalize`.
+    """Value of the key `loss.normalize`: how the loss of a step follows from the losses of its
+    micro-batches.
     """
     scores: Scores | None = None
-    """Form of the losses, which keep their scores for backward or recompute them; None if the plan
-    decides.
-    """
+    """Whether losses keep their logits for backward or recompute them; None if the plan decides."""
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -106,11 +104,9 @@ class Request:
     lr_scheduler: LRScheduler = field(default=LRScheduler())
     training: Training = field(default=Training())
     shard_open: bool = True
-    """True if the search for the best plan may share out the optimizer's state where `optimizer`
-    does not.
-    """
+    """True if a search may shard the optimizer state although `optimizer` does not."""
     eps_open: bool = False
-    """True if `optimizer.eps` is not given, and larger where weights in float16 are trained."""
+    """True if `optimizer.eps` is not given. It is then increased if float16 weights are trained."""
     precision: str = "fp32"
     compiled: bool = False
     recompute: str | None = None
@@ -120,60 +116,62 @@ class Request:
     solver: str = "auto"
     seed: int = 0
     costs: Costs | None = None
-    """Measured costs of the cluster's devices; the data sheet alone counts where None."""
+    """Measured costs of the devices of the cluster; None to use only their data sheets."""
     data: DataSettings = field(default=DataSettings())
     evaluation: Evaluation = field(default=Evaluation())
 
 
 class Observer:
-    """Hears what a runner does; this one ignores it."""
+    """Callbacks of a `Runner`. The base class does nothing; override the callbacks that you need."""
 
     def started(self, name: str) -> None:
-        """A pass begins."""
+        """Called before the pass `name` runs."""
 
     def finished(self, name: str, value: object, seconds: float) -> None:
-        """A pass gave `value`, which has been checked."""
+        """Called after the pass `name` returned `value` and `value` was verified."""
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        """There is a plan with a shorter step than any before; no placement so far can have one
-        below `bound_s`.
+        """Called if a search found a plan with a shorter step than before. No placement that was
+        tried has a step shorter than `bound_s` seconds.
         """
 
     def failed(self, error: InternalError) -> None:
-        """A candidate, one of several, ended with an internal error, and is left out unless this
-        raises.
+        """Called if one of several candidates raised an internal error. The search skips the
+        candidate, unless this method raises an exception.
         """
 
 
 class Runner:
-    """Runs the passes of requests for one model on one cluster, and keeps what these have in
-    common.
+    """Runs the passes of requests for one model on one cluster, and caches results that several
+    requests use.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
         self.models: dict[int | None, Model] = {}
-        """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
+        """Models by number of samples of a forward pass. Under None: the model on the number of
+        samples that the file fixes, or on one sample if the file fixes none.
+        """
         self.totals: dict[tuple[int | None, Scores], Model] = {}
-        """Models of which micro-batches give totals, by their samples and by how their losses have
-        their scores.
+        """Models whose micro-batches return dividend and divisor of the loss, by number of samples
+        and by form of the losses.
         """
         self.work: dict[tuple[int | None, Scores, str], tuple[Work, ...]] = {}
-        """Costs of the nodes of each model, by how its losses have their scores, and by the loss
-        that is divided.
+        """Costs of the nodes by number of samples, form of the losses, and name of the loss that is
+        divided ("" if none is).
         """
         self.loss_forms: dict[str, LossForm | None] = {}
-        """How the loss, by name, depends on the losses of parts of a batch."""
+        """By name of the loss: how the loss of a batch follows from the losses of its parts."""
         self.mixed_output: Mixing | None = None
         """Why micro-batches may change an output of inference; None if it was not looked for."""
         self.costed: dict[Hashable, tuple[Model, Problem]] = {}
-        """Models on micro-batches and the problems that they pose, by all in which problems differ:
-        equal requests pose one and the same, about which answers are remembered.
+        """Models and problems by every field that affects them. Equal requests share one problem
+        object, so that caches with the problem as key return their entries.
         """
-        self.failures = 0  # Candidates that ended with a mistake of ours.
-        self.seconds: dict[
-            str, float
-        ] = {}  # Wall-clock seconds by pass, in the order in which they first ran.
+        self.failures = 0
+        """Number of candidates that raised an internal error."""
+        self.seconds: dict[str, float] = {}
+        """Wall-clock seconds by pass, in the order in which the passes first ran."""
 
     def run(
         self,
@@ -182,8 +180,8 @@ class Runner:
         requires: Callable[[], None] | None = None,
         verify: Callable[[Result], None] | None = None,
     ) -> Result:
-        """`compute()` between its requirements and the check of its result. A failure is told with
-        the name of the pass and of those before it.
+        """Call `requires`, `compute` and `verify`, and return the result of `compute`. Errors name
+        the pass, and the passes before it.
         """
         self.observer.started(name)
         begin = time.perf_counter()
@@ -219,7 +217,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement with the problem it answers and what its stages are expected to take."""
+    """A placement with its problem and the predicted times of its stages and messages."""
 
     model: Model
     problem: Problem
@@ -230,7 +228,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A schedule of a placement and the step that it makes, within the memory of all devices."""
+    """A schedule of a placement and the simulated step, which fits the memory of all devices."""
 
     schedule: Schedule
     timeline: Timeline
@@ -238,8 +236,8 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan with the problem it answers, the step it is expected to take and the request that
-    gives it again, which names the strategy and the scheduler.
+    """A plan with its problem, its simulated step, and the request that gives an equal plan. The
+    request names the strategy and the scheduler.
     """
 
     plan: Plan
@@ -250,17 +248,15 @@ class PlanResult:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan: equal for equal decisions on equal graphs, however long the search
-        took.
-        """
+        """SHA-256 of the decisions and the graph of the plan. Search times do not affect it."""
         return plan_digest(self.plan)
 
 
 def make_plan(
     request: Request, observer: Observer | None = None, advise: bool = False
 ) -> PlanResult:
-    """Read the model, cost it, place it, schedule it and simulate a step, as the request names
-    strategy and scheduler.
+    """Return the plan of a request that names strategy and scheduler: read the model, compute costs,
+    place, schedule and simulate a step.
 
     If the request leaves open whether losses keep their scores, the plan keeps them first. It is
     made again with scores that are recomputed if memory may be short or recomputing is faster for
@@ -279,7 +275,7 @@ def make_plan(
 
 
 def _made(request: Request, runner: Runner) -> PlanResult:
-    """Return the plan of a request whose batch is known, with either form of the losses."""
+    """Return the plan of a request whose batch is known, with the faster form of the losses."""
     if request.scores is not None or read(request, runner).other is None:
         return assemble_plan(request, *_planned(request, runner), runner)
     keeping = replace(request, scores="keep")
@@ -305,14 +301,14 @@ def _made(request: Request, runner: Runner) -> PlanResult:
 
 
 _OPTIONS_S = 20.0
-"""Seconds for which options are tried after memory refused a plan; a search that has begun may take
-as long again.
+"""Seconds for which options are tried after a plan did not fit into memory. The last search may take
+as many seconds again.
 """
 
 
 def memory_options(request: Request, runner: Runner) -> Iterator[str]:
-    """Yield hints for a request that memory refused: which of recomputation and a sharded optimizer
-    state suffice.
+    """Yield hints for a request whose plan did not fit into memory: recomputation or a sharded
+    optimizer state, if they suffice.
 
     Each is planned with the same strategy and scheduler, both together only if neither suffices,
     and named with the peak memory of the fullest device.
@@ -416,8 +412,8 @@ def _sample_seconds(planned: tuple[Placed, Scheduled]) -> float:
 def with_other_scores(
     result: PlanResult, step_s: float | None = None, refused: str | None = None
 ) -> PlanResult:
-    """Return the result, told the step of the plan with the other form of the losses, or why there
-    is none.
+    """Return the result with the step time of the plan with the other form of the losses, or the
+    reason why there is no such plan.
     """
     scores = result.plan.summary.scores
     if scores is None:
@@ -429,19 +425,19 @@ def with_other_scores(
 
 
 def scores_of(placed: Placed) -> LossScores | None:
-    """Return what both forms of the losses take; None if the model's losses have one form."""
+    """Return the costs of both forms of the losses; None if the losses have one form."""
     other = placed.model.other
     return None if other is None else compare_scores(placed.problem, other, placed.model.scores)
 
 
 def pass_names(request: Request) -> tuple[str, ...]:
-    """The passes of `make_plan`, in the order in which they run."""
+    """Return the names of the passes of `make_plan`, in the order in which they run."""
     strategy, scheduler = strategy_and_scheduler(request)
     return ("read", "cost", strategy.name, "predict", scheduler.name, "simulate")
 
 
 def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
-    """The strategy and the scheduler of a request that names both."""
+    """Return the strategy and the scheduler of a request that names both."""
     if request.strategy is None or request.scheduler is None:
         raise ValueError("the request leaves open by which strategy or scheduler")
     return request.strategy, request.scheduler
@@ -453,8 +449,8 @@ def read_for(
     source: Source | None = None,
     opened: bool = False,
 ) -> Model:
-    """Return the model on micro-batches of that many samples; on what its file fixes, else one, if
-    that is None.
+    """Return the model on `micro_batch_size` samples; if that is None, on the number of samples that
+    the file fixes, or on one sample.
 
     `source` is the parsed file if it is available. `opened` is as in `read_model`. Raises
     ModelError as `read_model`, and if a tensor would be trained in place of the parameters that an
@@ -482,9 +478,9 @@ def read_for(
 def read(
     request: Request, runner: Runner, size: int | None = None, source: Source | None = None
 ) -> Model:
-    """Return the model as `read_for` does, with losses that have their scores as requested.
+    """Return the model as `read_for`, with the form of the losses that is requested.
 
-    A run reads it once per size of micro-batches, for both forms of its losses.
+    A runner reads the model once per number of samples, for both forms of the losses.
     """
     if size not in runner.models:
         runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
@@ -493,17 +489,19 @@ def read(
 
 
 _FOLLOWED = 3
-"""Samples of the graph in which samples are followed if the model was read on one sample."""
+"""Minimum number of samples of the graph in which the batch axis is followed if the model was read
+on one sample.
+"""
 _COUNTING = frozenset({"Shape", "Size"})
 """ONNX operators whose results may hold the number of samples."""
 
 
 def with_whole_batch(request: Request, runner: Runner) -> Request:
-    """Return the request with micro-batches of a whole batch if inference computes an output from
-    several samples.
+    """Return the request with one micro-batch per batch if inference computes an output from several
+    samples, otherwise the request.
 
-    The whole batch is the one that the model's file fixes, otherwise the step's. Raises
-    ConfigurationError if the request asks for smaller micro-batches.
+    The batch is the batch that the file fixes, otherwise the batch of the step. Raises
+    ConfigurationError if the request has smaller micro-batches.
     """
     model = read(request, runner)
     if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
@@ -535,8 +533,8 @@ def with_whole_batch(request: Request, runner: Runner) -> Request:
 
 
 def _several_samples(request: Request, runner: Runner, model: Model, times: int = 1) -> Graph:
-    """Return the model's graph on several samples, or on `times` as many; the graph on one sample,
-    in which none can be followed, if the model cannot be read on more.
+    """Return the graph of the model on several samples, or on `times` as many. If the model cannot be
+    read on several samples, return its graph on one sample, in which no batch axis can be followed.
     """
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     if size not in runner.models:
@@ -548,8 +546,8 @@ def _several_samples(request: Request, runner: Runner, model: Model, times: int 
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
-    """The model on micro-batches of a division of the batch, and the problem that it poses with its
-    operators costed. It is read and costed once a run for each size of micro-batches.
+    """Return (model, problem) for a division of the batch into micro-batches. A runner reads the
+    model and computes the costs once per micro-batch size.
     """
     model = read(request, runner)
     size = None
@@ -614,8 +612,8 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
 
 
 def _require_loss(first: Model, model: Model) -> None:
-    """Raise ModelError if the loss of a model that was read on fewer samples is no number on those
-    of `model`.
+    """Raise ModelError if the loss of `model` is not a scalar, although it is one in `first`, the
+    same model on fewer samples.
     """
     if first.mode is not Mode.TRAIN or model.loss == first.loss:
         return
@@ -700,8 +698,8 @@ def _read_opened(request: Request, runner: Runner, first: Model, size: int) -> M
 def _in_totals(
     request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
 ) -> Model:
-    """Return the model of which micro-batches give totals, if the loss of the step is divided by
-    one.
+    """Return the model whose micro-batches return dividend and divisor of the loss if `division` says
+    so, otherwise the model.
     """
     if not division.divided:
         return model
@@ -753,8 +751,11 @@ _EPS_OF_HALVES = 1e-4
 
 
 def _optimizer(request: Request, graph: Graph) -> Optimizer:
-    """The optimizer asked for. Adam's averages of squares have the type of the weights: in float16
-    they are 0 below 6e-8, and what is left of a denominator must not be 0 too.
+    """Return the requested optimizer, with a larger `eps` for Adam with float16 weights if `eps` is
+    open.
+
+    Adam's averages of squared gradients have the type of the weights. In float16, averages below
+    6e-8 are 0, so `eps` alone must keep the denominator away from 0.
     """
     halves = any(each.trainable and each.value.dtype is DType.FLOAT16 for each in graph.parameters)
     if not (request.eps_open and halves and request.optimizer.name in ("adamw", "adam", "muon")):
@@ -763,8 +764,11 @@ def _optimizer(request: Request, graph: Graph) -> Optimizer:
 
 
 def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
-    """Divisions of the batch, best first; `model` is as `read` gives it. One sample may be what the
-    file fixes or what an open batch was bound to: first it is taken for open.
+    """Yield divisions of the batch into micro-batches, the best first. `model` is the result of
+    `read`.
+
+    If the model has one sample, the batch may be open or fixed to one sample. Divisions of an open
+    batch come first.
     """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     seen: set[Batching] = set()
@@ -782,13 +786,11 @@ def divisions(request: Request, division: Division, model: Model) -> Iterator[Ba
 def problems_of(
     request: Request, strategy: Strategy, runner: Runner
 ) -> Iterator[tuple[Model, Problem]]:
-    """The problems that the model and the strategy take, with the best division of the batch first.
-    Raises the reason against the best division where there is none.
+    """Yield (model, problem) for each division of the batch that the model and the strategy support,
+    the best division first. If none is supported, raise the reason against the best division.
     """
     model = read(request, runner)
-    reasons: dict[
-        str, AutopipeError
-    ] = {}  # The first against a division, of the model and of the strategy.
+    reasons: dict[str, AutopipeError] = {}  # The first error of the model, and of the strategy.
     found = False
     declined = None
     try:
@@ -796,8 +798,8 @@ def problems_of(
             by = "strategy"
             try:
                 if declined is not None:
-                    # What it asks of the division alone is known before the model is read on so
-                    # many samples.
+                    # Requirements on the number of micro-batches are checked before the model is
+                    # read on other samples.
                     strategy.requires(replace(declined, micro_batches=batching.micro_batches))
                 by = "model"
                 declined = None
@@ -812,8 +814,8 @@ def problems_of(
             else:
                 yield model, problem
     except ConfigurationError as error:
-        # That there is no division says more than why the model refused one, but less than that its
-        # loss did.
+        # A batch without a division is a better reason than an error of the model, unless the loss
+        # is the reason (InfeasibleError).
         if not isinstance(reasons.get("model"), InfeasibleError):
             reasons["model"] = error
     if not found:
@@ -823,11 +825,12 @@ def problems_of(
 def run_strategy(
     request: Request, strategy: Strategy, runner: Runner
 ) -> tuple[Model, Problem, Placement]:
-    """The placement, of the first division that has one: smaller micro-batches help where memory is
-    short. They do so for a strategy that wants as few as there can be, and therefore begins with
-    the largest. One that chooses the size of micro-batches gets the model on those it chose, the
-    largest where stages differ; where the frontend leaves other operators in a model of so few
-    samples, the strategy is asked again, for those. Raises as `make_plan`.
+    """Return (model, problem, placement) for the first division of the batch that has a placement.
+
+    A strategy with `Division.FEW` starts with the largest micro-batches. If memory does not
+    suffice, it tries smaller ones. A strategy that chooses micro-batch sizes gets the model on the
+    chosen size (the largest size if stages differ). If the frontend simplifies that model to other
+    operators, the strategy runs again. Raises as `make_plan`.
     """
 
     def answer(problem: Problem) -> Placement:
@@ -864,8 +867,8 @@ def run_strategy(
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
-    """A placement that is known, for a division of the batch, and what it is expected to take.
-    Raises as `make_plan` does, InfeasibleError where the placement does not fit the graph.
+    """Return a given placement with its problem and predicted times, for a division of the batch.
+    Raises as `make_plan`, and InfeasibleError if the placement does not fit the graph.
     """
     model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
@@ -880,9 +883,10 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 def predict_placement(
     model: Model, problem: Problem, placement: Placement, runner: Runner
 ) -> Placed:
-    """Stage and message times of a placement that fits the problem's graph, its stages gathering
-    what that pays for. Raises ConfigurationError or InfeasibleError where a stage cannot run on
-    micro-batches of its size.
+    """Return a placement of the problem's graph with predicted times of stages and messages.
+
+    Stages gather received tensors if that is faster. Raises ConfigurationError or InfeasibleError
+    if a stage cannot run on micro-batches of its size.
     """
     check_portions(problem.graph, placement, problem.loss if problem.train else None)
     check_whole_matrices(problem, placement)
@@ -894,9 +898,11 @@ def predict_placement(
 def schedule_placed(
     placed: Placed, scheduler: Scheduler, runner: Runner
 ) -> tuple[Placed, Scheduled]:
-    """The schedule and the step that it makes, with the placement: where memory is short stages
-    that recompute hold no copies of parameters. Raises InfeasibleError where the scheduler cannot
-    take it or memory does not hold it.
+    """Return (placed, scheduled): the placement with its schedule and simulated step.
+
+    If memory does not suffice, stages that recompute keep no copies of parameters. Raises
+    InfeasibleError if the scheduler does not support the placement or memory still does not
+    suffice.
     """
     try:
         return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
@@ -910,8 +916,8 @@ def schedule_placed(
 
 
 def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
-    """The schedule that a scheduler makes. Raises InfeasibleError where it cannot take the
-    placement.
+    """Return the schedule of a scheduler. Raises InfeasibleError if the scheduler does not support
+    the placement.
     """
     return runner.run(
         scheduler.name,
@@ -924,8 +930,8 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
 def time_schedule(
     placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
 ) -> Scheduled:
-    """A schedule that can run, simulated; one of the orders of a `known` one makes the same step.
-    Raises InfeasibleError where memory does not hold what it keeps.
+    """Return a schedule with its simulated step. If one of the `known` schedules has equal orders of
+    tasks, its step is used. Raises InfeasibleError if memory does not suffice.
     """
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
     if same is not None:
@@ -940,11 +946,13 @@ def time_schedule(
 def assemble_plan(
     request: Request, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> PlanResult:
-    """The plan of a request that names the strategy and the scheduler which these are of."""
+    """Return the plan of a request that names the strategy and the scheduler, from its placement and
+    its schedule.
+    """
     from autopipe.passes.degrees import open_degrees
-    from autopipe.passes.summary import (
-        finished_plan,
-    )  # All of lowering, for the plan that is chosen.
+
+    # Imports all of lowering, which candidates of a search do not need.
+    from autopipe.passes.summary import finished_plan
 
     strategy, scheduler = strategy_and_scheduler(request)
     problem = placed.problem
