@@ -1,9 +1,9 @@
-"""A finished plan: what was decided, for which graph, what it is expected to take, and what else
-was tried; and its files: `plan.json`, all of it but its schedule, and `schedule.json` beside it:
-who runs what and when.
+"""A finished plan (decisions, graph digest, predictions, alternatives) and its files: `plan.json`, and
+`schedule.json` with the order and the start times of tasks.
 
-The schedule's blocks are phases of stages, its units micro-batches. A stage that runs several
-micro-batches of its own for one of the largest has a block for each of these.
+The blocks of the schedule are phases of stages, and its units are micro-batches of the step. A stage
+with smaller micro-batches runs several for each micro-batch of the step, and has a block for each of
+them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """All that is decided before a placement and a schedule follow: naming it gives the same plan
-    again. `options` are the strategy's that are not its defaults, as a configuration spells them;
-    `schedule` is None where none was looked at, `micro_batches` where they are left to the
-    strategy; `shard` as `Optimizer.shard`.
+    """The settings from which a candidate of the search follows: equal settings give an equal plan.
+
+    `options` are the options of the strategy that differ from their defaults, as in a
+    configuration. `schedule` is None if no schedule was searched. `micro_batches` is None if the
+    strategy chooses their number. `shard` is the value of `Optimizer.shard`.
     """
 
     strategy: str
@@ -70,15 +71,17 @@ class Choice:
     recompute: str = "none"
     shard: bool = False
     scores: Annotated[Scores | None, OmitDefault()] = None
-    """As `LossScores.choice`; None if the model's losses have one form."""
+    """The form of the losses as in `LossScores.choice`; None if the losses have one form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A choice and what came of it: figures of its placement and its simulated step, None where
-    there is none. `lower_bound_s` is what no schedule of its placement is shorter than, `refused`
-    why there is no step, and `same_as` the strategy that came to the same placement before: the
-    step is that one's.
+    """A candidate of the search: its settings, and metrics of its placement and its simulated step,
+    which are None if the candidate has no placement or no step.
+
+    `lower_bound_s` is a lower bound of the step for any schedule of the placement. `refused` is the
+    reason why there is no step. `same_as` is the strategy that gave an equal placement before, from
+    which the step is taken.
     """
 
     choice: Choice
@@ -93,8 +96,8 @@ class Alternative:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Seconds of the step, infinite where there is none; of those without, then those of the
-        bound.
+        """Sort key: seconds of the step (infinite without a step), then seconds of the lower bound
+        if there is no step.
         """
         if self.step_time_s is not None:
             return self.step_time_s, 0.0
@@ -102,8 +105,10 @@ class Alternative:
 
 
 def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    """Of each strategy the alternative with the shortest step, the first of equals; the best
-    strategy first. Of several that came to the same placement it is the one that did so first.
+    """Return the alternative with the shortest step of each strategy, the best strategy first.
+
+    Ties: the first alternative wins. Strategies with an equal placement are sorted so that the
+    strategy that found it first precedes the others.
     """
     found: dict[str, Alternative] = {}
     for each in alternatives:
@@ -115,40 +120,40 @@ def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds of a step that add up to all of it, on average over the devices.
+    """Parts of a step in seconds, averaged over the devices. They add up to the step.
 
-    The ideal is linear speed-up at the roofline: what one device would take for the batch, whatever
-    its memory and without launches, divided by the number of devices. Devices of different kinds
-    share the work in proportion to how fast each would do it alone, and count in averages by that
-    share.
+    The ideal is linear speed-up at the roofline: the time of one device for the batch, with
+    unlimited memory and without launch overhead, divided by the number of devices. Devices of
+    different types share the work in proportion to their speed, and have this weight in averages.
     """
 
     ideal_s: Amount
     bubble_s: float = 0.0
-    """The busiest device waits for others, though messages took no time."""
+    """Waiting time of the busiest device if messages took no time."""
     imbalance_s: float = 0.0
-    """Devices have less to do than the busiest."""
+    """Time in which devices have less work than the busiest device."""
     exposed_p2p_s: Annotated[float, FormerKey("messages_s")] = 0.0
     """P2P communication between stages that no computation hides."""
     collectives_s: float = 0.0
-    """Exchanges inside stages, where operators are split."""
+    """Collectives inside stages with split operators."""
     gradients_s: float = 0.0
-    """Gradients summed over devices at the step's end, parameters gathered again where the
-    optimizer's state is shared.
+    """All-reduce of gradients at the end of the step, and all-gather of parameters if the optimizer
+    state is sharded.
     """
     recomputation_s: float = 0.0
-    """Forwards that are run again for backwards."""
+    """Forward passes that run again for backward."""
     redundant_compute_s: Annotated[float, FormerKey("repetition_s")] = 0.0
     """Operators that several devices compute for the same samples because the operators are not
     sharded over all of these devices.
     """
     update_s: float = 0.0
-    """The optimizer's update, above a device's share of it: its launch, and that devices update the
-    same parameters.
+    """The update beyond the fraction of a device in linear speed-up: its launch, and updates of equal
+    parameters by several devices.
     """
     launch_overhead_s: Annotated[float, FormerKey("launches_s")] = 0.0
-    """Launches, starts of tasks, posts of messages, and what else work takes longer in small
-    pieces. Less than nothing where devices of different kinds each do what they do best.
+    """Overhead of launches, of starts of tasks and of posted messages, and the lower efficiency of
+    small tensors. Negative if devices of different types each run the operators at which they are
+    fastest.
     """
     host_s: Annotated[float, OmitDefault()] = 0.0
     """The device waits because the host starts operators more slowly than the device computes them.
@@ -185,29 +190,29 @@ class CostCoverage:
 
 @dataclass(frozen=True, slots=True)
 class LossScores:
-    """Form of the losses, which keep their scores (logits) for backward or recompute them, and what
-    either takes.
+    """Form of the losses, which keep their scores (logits) for backward or recompute them, and the
+    costs of both forms.
 
-    Times and bytes are of one micro-batch that a single device computes: the product, the loss and
-    the nodes between.
+    Times and bytes are for one micro-batch on a single device: the matmul that computes the logits,
+    the loss, and the nodes between them.
     """
 
     choice: Scores
     keep_s: Amount
-    """Seconds of forward and backward with scores that are kept."""
+    """Seconds of forward and backward if the logits are kept."""
     recompute_s: Amount
-    """Seconds of forward and backward with scores that are recomputed."""
+    """Seconds of forward and backward if the logits are recomputed."""
     saved_bytes: Index
-    """Bytes that backward needs of the scores if they are kept."""
+    """Bytes of logits that are saved for backward if they are kept."""
     other_step_s: Annotated[Amount | None, OmitDefault()] = None
-    """Step of the plan with the other form; None if there is none, or none was made."""
+    """Seconds of a step with the other form; None if no such plan was made."""
     other_refused: Annotated[str | None, OmitDefault()] = None
-    """Why there is no plan with the other form."""
+    """Reason why there is no plan with the other form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a plan that users compare; the keys of `summary` in `plan.json`."""
+    """The metrics of a plan that users compare; the keys of `summary` in `plan.json`."""
 
     strategy: str
     schedule: str
@@ -225,14 +230,14 @@ class Summary:
     lower_bound_s: Amount
     """No schedule of this placement can take less."""
     optimal: bool
-    """True if the schedule is proven the best for the placement: in its period, where a search
-    found a steady state (but for the rounding it states), in its step otherwise.
+    """True if the schedule is proven optimal for the placement, up to the rounding that the proof
+    states: its period if it has a steady state, otherwise its step.
     """
     gap: float | None
-    """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
+    """Fraction of the period, or of the step, above the proven lower bound; 0 if it is optimal."""
     communication_bytes: tuple[tuple[str, Index], ...] | None
-    """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where
-    the placement cannot be executed.
+    """Bytes that the communication of a step moves over all devices, by kind (`ir/program.py`); None
+    if code generation does not support the placement.
     """
     splits: SplitProof | None = None
     costs: Annotated[CostCoverage | None, OmitDefault()] = None
@@ -246,7 +251,7 @@ class Summary:
     """
     degrees: Annotated[PlanDegrees | None, OmitDefault()] = None
     tokens_per_sample: Annotated[Count | None, OmitDefault()] = None
-    """None if a sample is no sequence of tokens."""
+    """Tokens of a sample; None if samples are not sequences of tokens."""
     mfu: Annotated[Amount | None, OmitDefault()] = None
     """Model FLOPs utilisation: FLOPs of forward and backward without recomputation, over the step's
     seconds times the peak FLOP/s of all devices in the number format of products.
@@ -265,10 +270,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement and a schedule for one graph. `graph_digest` says for which, `model` is its ONNX
-    file's path. `device_names` are kinds of devices, in a cluster of groups, and `alternatives` the
-    candidates of the search and their results, () where the strategy was named. The schedule has a
-    file of its own.
+    """A placement and a schedule for the graph with `graph_digest`, whose ONNX file is `model`.
+
+    `device_names` are the device types by device if the cluster has groups of devices, otherwise
+    (). `alternatives` are the candidates of the search, () if the strategy was named. The schedule
+    is stored in `schedule.json`.
     """
 
     written: ClassVar = (
@@ -291,7 +297,7 @@ class Plan:
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:
-        """The stages whose micro-batches take the host longer than the device, in ascending
+        """The stages for whose micro-batches the host takes longer than the device, in ascending
         order.
         """
         return tuple(
@@ -300,7 +306,7 @@ class Plan:
 
     @property
     def has_own_sizes(self) -> bool:
-        """True if stages have micro-batches of their own, other than the step's."""
+        """True if a stage has smaller micro-batches than the step."""
         return any(
             stage.micro_batch_size != self.summary.micro_batch_size
             for stage in self.placement.stages
@@ -312,7 +318,7 @@ PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
 _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
-"""Columns of messages behind the others, where stages have micro-batches of different sizes."""
+"""Further columns of messages, if stages have micro-batches of different sizes."""
 
 
 def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
@@ -329,8 +335,8 @@ def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None =
 
 
 def plan_form(plan: Plan) -> dict[str, Any]:
-    """The plan, without its schedule, as lists, dicts and scalars; columns of messages have
-    names.
+    """Return the plan without its schedule as lists, dicts and scalars. A list names the columns of
+    messages.
     """
     form = encode(plan)
     stages, messages = form["predictions"].values()
@@ -344,9 +350,9 @@ def plan_form(plan: Plan) -> dict[str, Any]:
 
 @remembered(2)
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of what was decided and for which graph.
+    """Return the SHA-256 of the graph digest, the placement, the predictions and the schedule.
 
-    Search times, the strategy's notes and options and the file's path do not count.
+    Search times, notes and options of the strategy, and the path of the ONNX file do not affect it.
     """
     form = plan_form(
         dataclasses.replace(
@@ -413,7 +419,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:
-    """Refuse predictions of other stages than the placement's, and messages between others."""
+    """Raise ConfigurationError if predictions or messages do not fit the stages of the placement."""
     if len(prediction.stages) != len(placement.stages):
         record.at("stages").refuse(
             f"one entry for each of {len(placement.stages)} "
@@ -437,14 +443,16 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
 
 _BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
 Kind = tuple[int, Phase, int]
-"""A stage, what it does, and in which of its turns."""
+"""A stage, a phase, and the number of the stage's micro-batch within a micro-batch of the step."""
 _HALVES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
-    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in
-    bytes. A block's memory is what it adds: a forward what it keeps, a backward, or its halves
-    together, as much less.
+    """Return the schedule of a plan as lists, dicts and scalars, with times in seconds and memory in
+    bytes.
+
+    The memory of a block is the change of occupied memory: positive for a forward, which saves
+    tensors for backward; negative for a backward, or for both of its halves together.
     """
     schedule = plan.schedule
     stages = plan.prediction.stages
@@ -513,7 +521,9 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
 
 
 def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
-    """The schedule in `path`, which can run. Raises ConfigurationError with file and key."""
+    """Return the schedule in the file `path`. Raises ConfigurationError, with the file and the key,
+    if the schedule cannot run.
+    """
     record = read_record(path, SCHEDULE_FORMAT)
     kinds = [_kind_of(block, stages) for block in record.at("blocks").items()]
     orders = tuple(_orders_of(record.at("tasks"), kinds, stages))
@@ -543,8 +553,8 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
 def _orders_of(
     tasks: JsonRecord, kinds: list[Kind], stages: StageGraph
 ) -> Iterator[tuple[Task, ...]]:
-    """The order of each device: one and the same where lists are equal, as they are within groups
-    of devices.
+    """Yield the order of tasks of each device. Devices with equal lists, as in a device group, share
+    one tuple.
     """
 
     def task_of(record: JsonRecord) -> Task:

@@ -1,4 +1,4 @@
-"""From an ONNX file to a model: the steps of reading, in their order."""
+"""Reading of an ONNX file into a `Model`: the steps in their order."""
 
 from __future__ import annotations
 
