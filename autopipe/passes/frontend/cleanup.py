@@ -1,4 +1,4 @@
-"""Passes that simplify a graph and keep what it computes. Each takes linear time.
+"""Passes that simplify a graph without changing its results. Each takes linear time.
 
 `cleaned` removes Identity nodes that rename outputs, repeated computations, unread values, and
 gathers that only broadcast. Other passes turn a graph that was exported in training mode into one
@@ -128,8 +128,8 @@ def _is_difference(graph: Graph, name: str) -> bool:
 
 
 def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
-    """Return the shape in which the data of a gather expand to its result; None if the gather does
-    more than reshape and expand.
+    """Return the shape from which the data of a gather expand to its result; None if the gather
+    cannot be replaced by a Reshape and an Expand.
 
     Gathers from parameters are embeddings and are kept.
     """
@@ -250,8 +250,8 @@ def _take(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
 
 
 def cleaned(graph: Graph) -> Graph:
-    """Return a graph that computes the same with fewer nodes. Parameters that an output depends on
-    are kept unchanged.
+    """Return an equivalent graph with fewer nodes. Parameters that an output depends on are
+    unchanged.
     """
     plain = with_indices_from_start(with_plain_gathers(with_named_outputs(graph)))
     return with_late_weights(without_unread(without_repeats(merged_constants(plain))))

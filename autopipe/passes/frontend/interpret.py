@@ -1,8 +1,7 @@
-"""From a parsed file to a graph in one sweep: every value typed, what is known computed, what is
-nothing removed.
+"""The sweep from a parsed file to a graph. One pass over the nodes in topological order infers the
+type of each value, computes values that are known, and omits nodes that change nothing.
 
-With static inputs one pass in topological order tells every shape, since all that tells shapes is
-known by then.
+All input shapes are static, so the shape of a value is known as soon as its operands are.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 FOLD_LIMIT = 4096
-"""Elements up to which a known result is stored; larger ones (masks) are computed where they are
-needed.
+"""Maximum number of elements of a known result that becomes a constant. Larger results, such as
+masks, are computed by nodes.
 """
 STEP_OPERANDS = {
     "Reshape": "shape",
@@ -81,16 +80,18 @@ STEP_OPERANDS = {
     "Mul": "factor",
     "Pow": "exponent",
 }
-"""Suffix of the name of the other operand of a folded step, behind that of its result."""
+"""By operator of a folded step, the suffix of the name of its constant operand, NAME/SUFFIX for the
+result NAME.
+"""
 _MODE_STATED = 7
-"""Before this opset an attribute says of a Dropout that it is not for training; since, that it is
-has to be said.
+"""Before this opset, Dropout drops elements unless attribute `is_test` is set; since, only if its
+training mode is set.
 """
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """The state of the sweep: what is known of every value so far."""
+    """The state of the sweep: what is known about values so far, and the nodes of the graph."""
 
     source: Source
     inputs: Inputs
@@ -99,33 +100,37 @@ class _Sweep:
     sequences: Sequences
     dynamic_shapes: DynamicShapes
     stated: dict[str, list[onnx.ValueInfoProto]]
-    """Types that the file states of values, by name; of several, the last that is static counts."""
+    """Types that the file declares, by value. Of several, the last one with a static shape counts."""
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    """Values that depend on no input and no parameter, whose numbers are not known: too many, or
-    not evaluated.
+    """Values that depend on no input and no parameter, but whose data are not known: they are too
+    large, or their operators are not evaluated.
     """
     parameters: dict[str, Parameter] = field(default_factory=dict)
     packed: dict[str, Value] = field(default_factory=dict)
-    """Types of the elements of parameters that are packed in bytes and have not been read yet."""
+    """Unpacked types of parameters of less than one byte per element, until the first node reads
+    them.
+    """
     aliases: dict[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
-    """How often a name that several nodes have was tried with a number."""
+    """By node name, the last number that was appended to make the name unique."""
     statistics: dict[str, str] = field(default_factory=dict)
-    """Running statistics by the result of a BatchNormalization that is their next value."""
+    """By result of a BatchNormalization that is the next value of a running statistic, the running
+    statistic.
+    """
     results: dict[str, None] = field(default_factory=dict)
     repeated: Budget = field(default_factory=lambda: Budget(MOST_NODES))
-    """Rest of the nodes that bodies of control flow may become."""
+    """The number of nodes that unrolled bodies of control flow may still add."""
 
     def type_of(self, name: str) -> Value | None:
-        """The type of a value as computed so far, else as the file states it."""
+        """Return the inferred type of a value, otherwise the declared one; None without either."""
         return self.types.get(self.aliases.get(name, name)) or self.declared(name)
 
     def declared(self, name: str) -> Value | None:
-        """The type that the file states, where it is static."""
+        """Return the type that the file declares for a value; None if it has no static shape."""
         for info in reversed(self.stated.get(name, [])):
             tensor = info.type.tensor_type
             if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
@@ -160,11 +165,11 @@ class _Sweep:
         return any(value.name == name for value in self.inputs.values)
 
     def deciding(self, name: str) -> tuple[str, ...]:
-        """The inputs of one number each that tell a value."""
+        """Return the inputs of one element from which a value is computed (see `deciding_inputs`)."""
         return deciding_inputs(name, self.nodes, self.inputs)
 
     def known_so_far(self) -> dict[str, Any]:
-        """Copies of the tables, by the names of their fields."""
+        """Return copies of the tables, by field name, to restore them after a failed attempt."""
         tables = (
             "types",
             "arrays",
@@ -194,8 +199,8 @@ class _Sweep:
         self.parameters[value.name] = replace(held, value=value)
 
     def unpack(self, name: str) -> None:
-        """Add the node that takes a packed parameter apart, which from now on is read in its
-        place.
+        """Add the node that unpacks a packed parameter. Later nodes read its result instead of the
+        parameter.
         """
         value = self.packed.pop(name)
         result = f"{name}/unpacked"
@@ -212,15 +217,15 @@ def interpret(
     fixed: Mapping[str, np.ndarray],
     bounds: Mapping[str, int],
 ) -> tuple[Graph, dict[str, str]]:
-    """The graph of `source` with inputs of these shapes, and with those of `fixed` as constants.
-    `bounds` has the most numbers that there may be in results of Range.
+    """Return (graph, aliases) of a file. `aliases` maps names of the file to the values that they
+    are other names of.
 
-    What is read but never written is an absent weight.
+    The graph has the inputs `inputs`; the inputs in `fixed` become constants. `bounds` has the
+    maximum length of results of Range. A value that is read but never written is a weight without
+    data.
 
-    With it come the values of the file that are but other names of values, by name.
-
-    Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for
-    tensors, types and attributes that are not supported.
+    Raises ModelError, naming the node, if shapes do not fit or depend on data in an unsupported
+    way, and for tensors, types and attributes that are not supported.
     """
     import onnx.helper
 
@@ -270,8 +275,8 @@ def interpret(
 def _ranges_early(
     nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]
 ) -> list[onnx.NodeProto]:
-    """The nodes, each Range whose limit data tell right behind what it reads: shapes that the file
-    makes of its limit come after it.
+    """Return the nodes with each Range in `bounds` moved right behind the nodes that write its
+    operands, so that it precedes all nodes that compute shapes from its limit.
     """
     made = {name: place for place, node in enumerate(nodes) for name in node.output}
 
@@ -284,8 +289,8 @@ def _ranges_early(
 
 
 def _folded(sweep: _Sweep, folded: Folded) -> None:
-    """A tensor that is computed from a parameter, or from another tensor that stands here
-    already.
+    """Add the nodes that compute a folded tensor from a parameter, or from another tensor that has
+    been read already.
     """
     name = folded.value.name
     dtype = folded.value.dtype
@@ -309,8 +314,8 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
 
 
 def _step(sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType) -> str:
-    """Add the node of one step, which also reads the constant that the step holds; return its
-    result.
+    """Add the node of one step, and the constant that the step holds as an operand. Return the name
+    of the result.
     """
     if not step.other and step.operator in STEP_OPERANDS:
         held = f"{result}/{STEP_OPERANDS[step.operator]}"
@@ -383,8 +388,8 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
 def _with_inputs_to_give(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
 ) -> str:
-    """Return the hint of an error inside a control flow operator, with the inputs whose numbers say
-    what it runs.
+    """Return the hint of an error inside a control flow operator, extended by the inputs that decide
+    what the operator executes.
     """
     if node.op_type not in ASKED or "model.inputs" in hint:
         return hint
@@ -399,12 +404,12 @@ def _with_inputs_to_give(
 def _with_own_statistics(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the operands of a BatchNormalization in training with the running statistics
-    themselves in place of their next values after an earlier call.
+    """Return the operands of a BatchNormalization in training mode, with the running statistics in
+    place of results of an earlier BatchNormalization.
 
     A module that calls a BatchNormalization twice is exported with the results of the first call as
-    the statistics of the second. The normalised result does not depend on them, and the ranks move
-    a statistic by all calls in order.
+    the statistics of the second. The normalised result does not depend on them, and the ranks
+    update a statistic by all calls in order.
     """
     readers = sweep.weights.roles.uses.readers
     for result in node.output[1:3]:
@@ -423,7 +428,7 @@ def _with_own_statistics(
 
 
 def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads) -> onnx.NodeProto:
-    """Return the node with operands through which no gradient flows, if it has some."""
+    """Return the node with detached copies of the operands that `detached` lists for it."""
     operands = list(node.input)
     for slot, name in enumerate(node.input):
         if not node.output or (node.output[0], slot) not in detached.operands:
@@ -442,15 +447,15 @@ def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads)
 
 
 def _detach(sweep: _Sweep, operand: str, result: str) -> None:
-    """Add the node that hands on a value and no gradient of it."""
+    """Add a StopGradient node: `result` equals `operand` and passes no gradient."""
     sweep.types[result] = replace(sweep.types[operand], name=result)
     title = _unique(sweep, f"{result}/stop")
     sweep.nodes.append(Node(title, STOP_GRADIENT, (operand,), (result,), domain="autopipe"))
 
 
 def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
-    """Read a lookup that gives `row` of its table no gradient. `autopipe export` writes these
-    operators itself.
+    """Read an embedding with a padding row: row `row` of the table gets no gradient. The nodes are
+    those that `autopipe export` writes.
     """
     result = node.output[0]
     rows, stopped, padding, is_padding, per_row, axis = (
@@ -471,8 +476,8 @@ def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
 def _in_other_words(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> Iterable[onnx.NodeProto] | None:
-    """The nodes that stand for one, each to be visited before the next is asked for; None where it
-    stays.
+    """Return the nodes that replace a node of control flow, sequences or dynamic shapes; None if it
+    is none. The caller must visit each node before it requests the next one.
     """
     if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
         return replace_control_flow(node, operands, sweep.access())
@@ -642,8 +647,8 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
 def _as_stated(
     sweep: _Sweep, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
 ) -> tuple[Value | None, ...]:
-    """Of RMSNormalization the first operand's type where the file states it, as torch does; ONNX
-    says the scale's.
+    """Return the result types, with one exception: RMSNormalization gets the element type of its
+    first operand, as in torch, if the file declares it. ONNX infers the type of the scale.
     """
     if node.op_type != "RMSNormalization" or node.domain or first is None or types[0] is None:
         return types
@@ -652,7 +657,7 @@ def _as_stated(
 
 
 def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
-    """CastLike as the Cast that it is when types are static."""
+    """Return the Cast to `dtype` that a CastLike is."""
     import onnx.helper
 
     cast = onnx.helper.make_node(
@@ -665,7 +670,9 @@ def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
 
 
 def _settled(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
-    """The result of And and Or where one operand tells it."""
+    """Return the value of all elements of an And or Or that one known operand determines; None if
+    none does.
+    """
     deciding = {"And": False, "Or": True}.get(operator)
     told = deciding is not None and any(
         array is not None and (array == deciding).all() for array in known
@@ -676,7 +683,9 @@ def _settled(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
 def _changes_nothing(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
 ) -> bool:
-    """True if a node that moves elements leaves them where they are, now that shapes are known."""
+    """True if a node that moves or repeats elements returns its operand unchanged for the inferred
+    shapes.
+    """
     if (
         node.domain not in ("", "ai.onnx")
         or len(types) != 1
@@ -704,8 +713,8 @@ def _changes_nothing(
 def _without_empty(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the operands, of a Concat those that add something to the result, such as a cache that
-    is not empty.
+    """Return the operands of a node; for Concat only those that are not empty, as a cache may be
+    (the first one if all are empty).
     """
     if node.op_type != "Concat" or node.domain not in ("", "ai.onnx"):
         return operands
@@ -773,7 +782,7 @@ def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> No
 
 
 def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node is a `detach` of floating-point values that are not known while reading."""
+    """True if a node is a `detach` of a floating-point value that is no constant."""
     if node.op_type != "Identity" or len(operands) != 1 or operands[0] in sweep.arrays:
         return False
     return (
@@ -784,8 +793,8 @@ def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
 
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node hands on its operand: Identity, Dropout outside training or of none, a Cast to
-    the same type.
+    """True if a node returns its operand: Identity, a Dropout that drops no elements, or a Cast to
+    the operand's type.
     """
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
@@ -807,10 +816,10 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
 
 
 def _unique(sweep: _Sweep, base: str) -> str:
-    """A node's name, told apart by a number where it is taken."""
+    """Return a node name, with a number appended if the name is in use."""
     name = base
     while name in sweep.names:
-        sweep.numbers[base] += 1  # Never tried again: names that were taken stay so.
+        sweep.numbers[base] += 1  # Names stay in use, so no number is tried twice.
         name = f"{base}_{sweep.numbers[base]}"
     sweep.names.add(name)
     return name
@@ -825,7 +834,9 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
     outputs = dict(_outputs(sweep))
     for name, source in outputs.items():
-        if name != source:  # The output keeps its name; cleaning renames its source where it can.
+        if (
+            name != source
+        ):  # The output keeps its name. `cleaned` later removes the Identity if possible.
             title = name
             while title in sweep.names:
                 title += "_"
@@ -847,7 +858,7 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
 
 
 def _outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
-    """Each output's name, and that of the value that it is; one for each tensor of a sequence."""
+    """Yield (name, value) of each output. An output that is a sequence yields its tensors."""
     for info in sweep.source.graph.output:
         held = [(info.name, info.name)]
         if info.name in sweep.sequences:

@@ -101,7 +101,7 @@ def require_known(
 
 
 def _unused(node: onnx.NodeProto) -> tuple[int, ...]:
-    """Return the indices of operands that a node has but does not read in its mode."""
+    """Return the indices of operands that a node ignores in its mode."""
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
     coordinates = next(
         (each.s for each in node.attribute if each.name == "coordinate_transformation_mode"), b""

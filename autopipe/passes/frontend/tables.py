@@ -1,8 +1,8 @@
-"""Recognition of tables that depend on positions only, such as masks and sinusoidal embeddings: they
-are no parameters.
+"""Recognition of tables that depend on positions only, such as masks and sinusoidal embeddings. They
+are not parameters.
 
-The data of a tensor decide. A trained tensor does not look like a table. Tensors of equal elements
-are not recognised, because new parameters may be all ones or zeros.
+The data of a tensor decide. Tensors of equal elements are never tables, because new parameters may
+be all ones or zeros.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def are_waves(table: np.ndarray) -> bool:
         return False
     size = np.abs(table).max(axis=0)
     steps = np.abs(np.diff(table, axis=0)).max(axis=0)
-    # Columns of a low frequency are nearly constant, which proves nothing.
+    # Columns of a low frequency are nearly constant, as other tensors may be.
     is_changing = steps > 0.05 * size
     close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
     return bool(close.all()) and bool(is_changing.any())
@@ -96,8 +96,8 @@ def _by_position(numbers: np.ndarray) -> np.ndarray | None:
 
 
 def _begins_as_angles(table: np.ndarray) -> bool:
-    """True if the data may be sines or cosines from position 0 on: the first row has only ones or only
-    zeros, and no magnitude exceeds 1.
+    """True if the data may be sines or cosines from position 0 on: the first row contains only ones
+    or only zeros, and all magnitudes are at most 1.
     """
     first = table[0]
     begins = bool((first == 1).all()) or bool((first == 0).all())
