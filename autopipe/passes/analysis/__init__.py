@@ -1,5 +1,5 @@
-"""Facts about a graph and its stages that several passes need: gradients, resharding, chains,
-micro-batches.
+"""Analyses of a graph and its stages that several passes use: gradients and saved tensors, resharding,
+chains of blocks, micro-batches, losses of a batch.
 
-Imports ir and passes/frontend, and no other pass.
+This package imports `ir` and `passes/frontend`, but no other pass.
 """

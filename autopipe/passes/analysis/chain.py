@@ -1,7 +1,7 @@
-"""A graph as a line of blocks, cut only where few bytes cross; and sums over all ranges of its
-blocks at once.
+"""A graph as a chain of blocks in topological order, and sums over all contiguous ranges of blocks.
 
-Such sums are matrices indexed by (first block, block after the last).
+Boundaries between blocks are at positions where few bytes cross. A sum over all ranges is a matrix
+indexed by (first block, block after the last).
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from autopipe.ir.placement import recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Nodes in a topological order and the places where it may be cut. `order[p]` is the node at
-    place p; `cuts` are places, ascending, from 0 to the number of nodes: block b holds the nodes at
-    places `cuts[b]` to `cuts[b + 1] - 1`. `block_of[node]` is its block.
+    """Nodes in a topological order, divided into blocks.
+
+    order: the node at each position.
+    cuts: ascending positions from 0 to the number of nodes; block b has the nodes at positions
+    `cuts[b]` to `cuts[b + 1] - 1`.
+    block_of: the block of each node.
     """
 
     order: tuple[int, ...]
@@ -30,39 +33,42 @@ class Chain:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks."""
         return len(self.cuts) - 1
 
     @staticmethod
     def of(order: Sequence[int], cuts: Iterable[int]) -> Chain:
-        """The chain of an order that is cut at some places, both ends among them, in any order."""
+        """Return the chain with block boundaries at the positions `cuts`, which include 0 and the
+        number of nodes, in any order.
+        """
         edges = sorted(set(cuts))
         block_of = np.empty(len(order), dtype=np.int64)
         block_of[list(order)] = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
         return Chain(tuple(order), tuple(edges), block_of)
 
     def nodes(self, first: int, stop: int) -> tuple[int, ...]:
-        """The nodes of blocks `first` to `stop - 1`, ascending."""
+        """Return the nodes of blocks `first` to `stop - 1` in ascending order."""
         return tuple(sorted(self.order[self.cuts[first] : self.cuts[stop]]))
 
-    def by_block(self, figures: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums of figures given by node, by block."""
+    def by_block(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the sum of `values`, one per node, for each block."""
         sums = np.zeros(self.blocks)
-        np.add.at(sums, self.block_of, figures)
+        np.add.at(sums, self.block_of, values)
         return sums
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sets of nodes in a topological order of the blocks, and what each needs."""
+    """Disjoint sets of nodes in a topological order, with their dependencies."""
 
     nodes: tuple[tuple[int, ...], ...]
-    """The nodes of each block, ascending."""
+    """The nodes of each block in ascending order."""
     needs: tuple[int, ...]
-    """For each block the blocks that it reads from, bit b for block b."""
+    """For each block, a bit set of the blocks that it reads from."""
 
     @staticmethod
     def of(graph: Graph, nodes: Sequence[Iterable[int]]) -> Blocks:
-        """Blocks of these nodes, of which none reads from a following one."""
+        """Return the blocks of `nodes`. No block may read from a later block."""
         needs = [0] * len(nodes)
         block_of = {node: block for block, each in enumerate(nodes) for node in each}
         for _, block, readers in values_between(graph, block_of):
@@ -72,7 +78,7 @@ class Blocks:
 
 
 def input_free_nodes(graph: Graph) -> set[int]:
-    """Nodes that depend on no input of the model."""
+    """Return the nodes that depend on no input of the model."""
     inputs = {value.name for value in graph.inputs}
     found: set[int] = set()
     for index, (node, sources) in enumerate(zip(graph.nodes, graph.sources(), strict=True)):
@@ -83,9 +89,11 @@ def input_free_nodes(graph: Graph) -> set[int]:
 
 @remembered(GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
-    """The graph's own order, with nodes that depend on no input moved down to just before their
-    first reader. Such nodes (a transposed weight, a table of positions) would otherwise cross every
-    cut above their reader.
+    """Return the nodes in the order of the graph, except that nodes that depend on no input come
+    directly before their first reader.
+
+    The values of such nodes (a transposed weight, a position table) would otherwise cross each
+    block boundary before the reader.
     """
     floating = input_free_nodes(graph)
     order: dict[int, None] = {}
@@ -112,8 +120,10 @@ def linear_order(graph: Graph) -> tuple[int, ...]:
 def make_chain(
     graph: Graph, seconds: NDArray[np.float64], limit: int, groups: tuple[tuple[int, ...], ...] = ()
 ) -> Chain:
-    """The graph as at most about `limit` blocks. `seconds` weighs each node; `groups` are cut off
-    from the others.
+    """Return the graph as a chain of about `limit` blocks at most.
+
+    `seconds` has the time of each node. The boundaries of each group of `groups` are block
+    boundaries.
     """
     order = linear_order(graph)
     place = {node: index for index, node in enumerate(order)}
@@ -127,9 +137,10 @@ def make_chain(
 def values_between(
     graph: Graph, block_of: Mapping[int, int]
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """(value, block that computes it, other blocks that read it, ascending) of all values that
-    leave their block. Nodes that are in no block do not count, nor do `recomputed_nodes`: each
-    block computes those for itself, and they read nothing else.
+    """Yield (value, block that computes it, other blocks that read it in ascending order) of each value
+    that leaves its block.
+
+    Nodes in no block are ignored. So are `recomputed_nodes`, which each block computes itself.
     """
     recomputed = recomputed_nodes(graph)
     for name, reading in graph.consumers().items():
@@ -143,31 +154,34 @@ def values_between(
                 yield name, block, readers
 
 
-def crossing_bytes(graph: Graph, place: Mapping[int, int]) -> NDArray[np.float64]:
-    """For each place p of a line of all nodes the bytes of the values produced before it and read
-    at it or after.
+def crossing_bytes(graph: Graph, position: Mapping[int, int]) -> NDArray[np.float64]:
+    """Return, for each position p of a chain of all nodes, the bytes of the values that are produced
+    before p and read at p or later.
     """
-    change = np.zeros(len(place) + 1)
-    for name, start, readers in values_between(graph, place):
+    change = np.zeros(len(position) + 1)
+    for name, start, readers in values_between(graph, position):
         change[[start + 1, readers[-1] + 1]] += np.array([1.0, -1.0]) * graph.type_of(name).bytes
-    crossing: NDArray[np.float64] = np.cumsum(change)[: len(place)]
+    crossing: NDArray[np.float64] = np.cumsum(change)[: len(position)]
     return crossing
 
 
 def choose_cuts(
     crossing: NDArray[np.float64], seconds: NDArray[np.float64], limit: int
 ) -> list[int]:
-    """Places to cut: half of them spread evenly over the work, the others wherever the fewest bytes
-    cross.
+    """Return up to `limit` positions of block boundaries, in ascending order.
+
+    Half of the boundaries are distributed evenly over the work; the others are at the positions with
+    the fewest crossing bytes. Without more than `limit` nodes, each node is a block.
     """
     count = len(seconds)
     if count <= limit:
         return list(range(1, count))
     done = np.cumsum(seconds) - seconds
-    # Places with no work between them differ in bytes alone: keep the one with the fewest.
-    share = np.floor(done / max(float(done[-1]), 1e-30) * 16 * limit)
-    places = np.lexsort((np.arange(count), crossing, share))
-    places = places[np.concatenate(([True], np.diff(share[places]) > 0))]
+    # Positions with nearly no work between them differ in crossing bytes only. Keep the position
+    # with the fewest.
+    interval = np.floor(done / max(float(done[-1]), 1e-30) * 16 * limit)
+    places = np.lexsort((np.arange(count), crossing, interval))
+    places = places[np.concatenate(([True], np.diff(interval[places]) > 0))]
     places = places[places > 0]
     if not len(places) or limit < 1:
         return []
@@ -187,13 +201,13 @@ Matrix = NDArray[np.float64]
 
 
 def range_sums(blocks: NDArray[np.float64]) -> Matrix:
-    """`[i, j]` = the sum of blocks i to j - 1."""
+    """Return the matrix that has at [i, j] the sum of blocks i to j - 1."""
     prefix = np.concatenate(([0.0], np.cumsum(blocks)))
     return prefix[None, :] - prefix[:, None]
 
 
 def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
-    """`[i, j]` = the largest of blocks i to j - 1; 0 for empty ranges."""
+    """Return the matrix that has at [i, j] the maximum of blocks i to j - 1, 0 for empty ranges."""
     count = len(blocks)
     found = np.zeros((count + 1, count + 1))
     for first in range(count):
@@ -202,17 +216,21 @@ def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
 
 
 def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum over items of their weight, once, where any of an item's blocks is in i to
-    j - 1. An item is (its blocks ascending, weight). Each block counts where no earlier one of the
-    item is in the range.
+    """Return the matrix that has at [i, j] the sum of the weights of the items with at least one block
+    in i to j - 1.
+
+    An item is a pair (blocks in ascending order, weight). An item counts at the first of its blocks
+    that is in the range.
     """
     return incoming_sums(count, ((-1, blocks, weight) for blocks, weight in items))
 
 
 def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum of the values that blocks before i produce and blocks i to j - 1 read,
-    once each. A value is (producing block, reading blocks ascending, weight). Readers count where
-    the one before is out of range.
+    """Return the matrix that has at [i, j] the sum of the weights of the values that a block before i
+    produces and a block of i to j - 1 reads.
+
+    A value is a triple (producing block, reading blocks in ascending order, weight). A value counts
+    at the first of its readers that is in the range.
     """
     weights = np.zeros((count + 1, count))
     for before, readers, weight in values:
@@ -226,8 +244,8 @@ def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) ->
 
 
 def outgoing_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum of the values that blocks i to j - 1 produce and block j or a further one
-    reads, once each.
+    """Return the matrix that has at [i, j] the sum of the weights of the values that a block of i to
+    j - 1 produces and block j or a later block reads. `values` are as in `incoming_sums`.
     """
     weights = np.zeros((count, count + 1))
     for producer, readers, weight in values:

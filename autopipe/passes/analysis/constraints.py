@@ -1,5 +1,5 @@
-"""A user's constraints, resolved: which nodes each means, whether any two contradict, and the
-splits they ask for.
+"""Resolve the user's constraints: find the nodes of each constraint, check that constraints do not
+contradict each other, and derive the required splits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import SampleAxes
 
 BATCH_AXIS = "b"
-"""In a constraint's split: the axis that counts samples, whatever its name in an operator's
-iteration space.
+"""Name of the batch axis in the split of a constraint, independent of its name in the iteration space
+of an operator.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConstraint:
-    """A constraint with its nodes, ascending, and its devices spelled out (None where it leaves
-    them open).
+    """A constraint with its nodes in ascending order and its devices. `devices` is None if the
+    constraint does not restrict devices.
     """
 
     constraint: Constraint
@@ -43,10 +43,13 @@ class ResolvedConstraint:
 def resolved_constraints(
     problem: Problem, pipelines: int = 1, own_sizes: bool = False
 ) -> tuple[ResolvedConstraint, ...]:
-    """The problem's constraints in order, for a strategy that makes `pipelines` pipelines.
-    `own_sizes`: its stages may have micro-batches of different sizes. Raises ConfigurationError for
-    one that matches no node, with the nearest name, for devices or pipelines that do not exist, for
-    micro-batches that there cannot be, and for two that contradict each other on one node.
+    """Return the problem's constraints in order, for a strategy that creates `pipelines` pipelines.
+
+    `own_sizes` is True if the strategy permits stages with different micro-batch sizes.
+
+    Raises ConfigurationError for a constraint that matches no node (with the nearest name), for
+    devices or pipelines that do not exist, for an impossible micro-batch size, and for two
+    constraints that contradict each other on a node.
     """
     resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
@@ -58,32 +61,32 @@ def resolved_constraints(
         if not 0 <= each.constraint.pipeline < pipelines:
             raise ConfigurationError(
                 (
-                    f"{each} is for pipeline {each.constraint.pipeline}, but this strategy makes "
-                    f"{pipelines}"
+                    f"{each} is for pipeline {each.constraint.pipeline}, but this strategy has "
+                    f"{pipelines} {plural(pipelines, 'pipeline')}"
                 ),
-                hint="strategy manual makes as many as constraints ask for",
+                hint="use strategy manual, which creates the pipelines that constraints name",
             )
     for each in resolved:
         size = each.constraint.micro_batch_size
         if size not in (None, largest) and not own_sizes:
             raise ConfigurationError(
-                f"{each} asks for micro-batches of {size} {plural(size, 'sample')}, "
-                "but with this strategy all stages have those of "
+                f"{each} requires micro-batches of {size} {plural(size, 'sample')}, "
+                "but all stages of this strategy have micro-batches of "
                 f"{largest} {plural(largest, 'sample')}",
-                hint="strategy manual makes stages with micro-batches of their own",
+                hint="use strategy manual, which permits a micro-batch size per stage",
             )
         if size is not None and largest % size:
             raise ConfigurationError(
-                f"{each} asks for micro-batches of {size} {plural(size, 'sample')}, "
-                f"which do not divide the step's of {largest}",
-                hint="set micro_batch_size to a multiple of all that constraints ask for",
+                f"{each} requires micro-batches of {size} {plural(size, 'sample')}, "
+                f"which do not divide the step's micro-batches of {largest}",
+                hint="set micro_batch_size to a multiple of all sizes that constraints require",
             )
     return resolved
 
 
 def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
-    """The sizes that micro-batches may have: all that are open, or those that constraints ask
-    for.
+    """Return the possible micro-batch sizes: the sizes that constraints require, or all sizes that the
+    problem permits if constraints require none of them.
     """
     required = {each.constraint.micro_batch_size for each in resolved} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
@@ -104,7 +107,7 @@ def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> No
                 other = by_node.setdefault(node, each)
                 if facet(other) != facet(each):
                     raise ConfigurationError(
-                        f"{other} and {each} ask for different {what}",
+                        f"{other} and {each} require different {what}",
                         hint="let each node match only one of them",
                         where=repr(problem.graph.nodes[node].name),
                     )
@@ -131,15 +134,16 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
         )
     if constraint.stage is not None and constraint.stage < 0:
         raise ConfigurationError(
-            f"stage {constraint.stage} asked for {constraint.match!r} is below 0"
+            f"the stage of {constraint.match!r} is {constraint.stage}, expected at least 0",
+            where="constraints",
         )
     if devices is None:
         return ResolvedConstraint(constraint, nodes, None)
     unknown = [device for device in devices if not 0 <= device < size]
     if unknown:
         raise ConfigurationError(
-            f"there is no device {unknown[0]}, asked for {constraint.match!r}",
-            hint=f"devices are 0 to {size - 1}",
+            f"the cluster has no device {unknown[0]}, which {constraint.match!r} requires",
+            hint=f"use devices 0 to {size - 1}",
         )
     return ResolvedConstraint(
         constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size))
@@ -147,15 +151,16 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
 
 
 def _matching(graph: Graph, match: str) -> tuple[int, ...]:
-    """Nodes whose name, with or without the slash that exporters put first, matches a glob or a
-    `re:` in full.
+    """Return the nodes whose full name matches a glob, or a regular expression after `re:`.
+
+    The leading slash of names that torch exports is optional.
     """
     pattern = match.removeprefix("re:") if match.startswith("re:") else fnmatch.translate(match)
     try:
         expression = re.compile(pattern)
     except re.error as error:
         raise ConfigurationError(
-            f"{match!r} is no regular expression: {error}", where="constraints"
+            f"{match!r} is not a valid regular expression: {error}", where="constraints"
         ) from error
     return tuple(
         index
@@ -167,10 +172,13 @@ def _matching(graph: Graph, match: str) -> tuple[int, ...]:
 def required_splits(
     resolved: Sequence[ResolvedConstraint], samples: SampleAxes
 ) -> dict[int, tuple[Split, ...]]:
-    """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on
-    purpose. Of a constraint's axes a node is split along those that it has. Raises
-    ConfigurationError, naming the constraint and the node, for axes that none of its nodes has,
-    that cannot be split, or that the degrees do not divide.
+    """Return the splits, from outer to inner, of each node for which `resolved` requires splits.
+
+    A node is split along the axes of the constraint that it has; () means that the constraint
+    requires an unsplit node.
+
+    Raises ConfigurationError, with the constraint and the node, for an axis that none of the
+    constraint's nodes has, that cannot be split, or whose size the degree does not divide.
     """
     found: dict[int, tuple[Split, ...]] = {}
     for constraint in resolved:
@@ -197,8 +205,8 @@ def required_splits(
 
 
 def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS) -> str | None:
-    """An axis as the node calls it, `counting` being that of samples; None where it has no such
-    axis.
+    """Return the node's name of an axis, or None if the node does not have it. The name `counting`
+    stands for the batch axis.
     """
     name = samples.axes[node] if axis == counting else axis
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None
@@ -207,9 +215,10 @@ def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AX
 def checked_splits(
     who: str, samples: SampleAxes, node: int, splits: Sequence[tuple[str, int]]
 ) -> tuple[Split, ...]:
-    """A node's splits along axes that it has, outer to inner; those into one part are none. Raises
-    ConfigurationError, naming `who` asks for them and the node, for an axis that stands twice, that
-    cannot be split, or that the degrees do not divide.
+    """Return the splits of a node from pairs (axis, degree), from outer to inner, without degree 1.
+
+    `who` names the origin of the splits in messages. Raises ConfigurationError for a repeated axis,
+    for an axis that cannot be split, and for a degree that does not divide the size of its axis.
     """
     space = samples.uses[node].space
     where = repr(samples.graph.nodes[node].name)
@@ -217,7 +226,9 @@ def checked_splits(
         axis = space.axis(name)
         if any(name == other for other, _ in splits[:position]):
             raise ConfigurationError(
-                f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where
+                f"{who} splits axis {name!r} twice",
+                f"split it once; {BATCH_AXIS!r} is the name of the batch axis",
+                where,
             )
         if degree < 1 or (degree > 1 and axis.kind is AxisKind.UNSPLITTABLE):
             raise ConfigurationError(
@@ -229,7 +240,7 @@ def checked_splits(
         if axis.size % degree:
             raise ConfigurationError(
                 f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
-                f"which do not divide its extent {axis.size}",
+                f"which do not divide its size {axis.size}",
                 hint=even_degree_hint(axis.size, degree),
                 where=where,
             )
@@ -237,8 +248,8 @@ def checked_splits(
     if not are_even_splits(space, found):
         raise ConfigurationError(
             (
-                f"{who} splits {', '.join(map(str, found))}, which leaves a device several blocks "
-                "of a tensor"
+                f"{who} splits {', '.join(map(str, found))}, which gives a device several "
+                "separate parts of a tensor"
             ),
             hint=f"its iteration space is {space}",
             where=where,

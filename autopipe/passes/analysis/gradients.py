@@ -1,5 +1,5 @@
-"""Which values gradients flow through, what backward keeps of each node, and what a split backward
-leaves to its second half: the gradients of parameters that cost a product of their own.
+"""Analyses of backward: the values that have a gradient, the tensors that each node saves for backward,
+and the weight gradients that a split backward computes in its second task.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from autopipe.passes.analysis.operators import (
 
 @remembered(GRAPHS)
 def differentiable_values(graph: Graph) -> frozenset[str]:
-    """Values whose gradient a trainable parameter needs: floating, computed from one through
-    differentiable nodes.
+    """Return the values with a gradient: trainable parameters, and floating-point values that
+    differentiable nodes compute from them.
     """
     found = {parameter.value.name for parameter in graph.parameters if parameter.trainable}
     for node in graph.nodes:
@@ -51,8 +51,10 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
 
 @remembered(GRAPHS)
 def trained_body(graph: Graph, node: Node) -> Graph:
-    """A loop's body whose parameters are what gradients flow through in `graph`, and the states
-    that a run computes of it.
+    """Return the body of a loop in which each input with a gradient is a trainable parameter.
+
+    These inputs are the operands of `node` that have a gradient in `graph`, and the loop-carried
+    states that an iteration computes from them.
     """
     body = body_of(node)
     gradient = differentiable_values(graph)
@@ -74,16 +76,18 @@ def trained_body(graph: Graph, node: Node) -> Graph:
         flowing |= more
 
 
-_NARROW = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
+_AUTOCAST_TYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
 
 
 @remembered(GRAPHS)
 def message_types(graph: Graph, precision: str) -> dict[str, DType]:
-    """The type in which each value, and its gradient, goes from stage to stage: under autocast 16
-    bits of what has single precision and a gradient. A single number keeps its own: nothing would
-    be saved. So do masks and counts, which 16 bits may not hold.
+    """Return the element type of each value, and of its gradient, in messages between stages.
+
+    Under autocast, fp32 values with a gradient are sent in 16 bits. Scalars are not, because they
+    save no bandwidth. Values without a gradient, such as masks and counts, are not, because 16 bits
+    may not represent them.
     """
-    narrow = _NARROW.get(precision)
+    narrow = _AUTOCAST_TYPES.get(precision)
     differentiable = differentiable_values(graph)
     return {
         value.name: narrow
@@ -98,29 +102,31 @@ def message_types(graph: Graph, precision: str) -> dict[str, DType]:
 
 @remembered(GRAPHS)
 def sent_bytes(graph: Graph, precision: str) -> dict[str, int]:
-    """Bytes of each value, all of it, in messages."""
+    """Return the bytes of each full value in messages between stages."""
     types = message_types(graph, precision)
     return {name: graph.type_of(name).elements * dtype.itemsize for name, dtype in types.items()}
 
 
 def most_widened(precision: str) -> int:
-    """By how much a value that a stage computes with is larger than its message, at most."""
+    """Return the maximum ratio of the bytes of a received value to the bytes of its message."""
     return 2 if narrows(precision) else 1
 
 
 @remembered(GRAPHS)
 def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """For each node the positions of the operands whose gradients the second half of a split
-    backward computes. They are parameters, or views of such, whose gradient costs a product or a
-    lookup of its own (`Operator.weights`). A vector is none: its gradient is a sum, cheaper
-    computed than waited for.
+    """Return, for each node, the indices of the operands whose gradients the weight-gradient task of a
+    split backward computes.
+
+    These operands are trainable parameters of at least two dimensions, or views of them, whose
+    gradient needs a matmul or a scatter of its own (`Operator.weights`). The gradient of a vector is
+    a sum, which is cheaper to compute immediately than to postpone.
     """
 
     differentiable = differentiable_values(graph)
 
     def is_weight(name: str) -> bool:
         if name not in differentiable:
-            return False  # A view of a parameter behind StopGradient.
+            return False  # The name is a view of a parameter after StopGradient.
         found = graph.parameter(viewed(graph, name))
         return bool(
             found
@@ -142,13 +148,15 @@ def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def viewed(graph: Graph, name: str) -> str:
-    """The value that a value is, at the end, a view of."""
+    """Return the value that `name` is a view of, through any number of views; `name` itself if it is no
+    view.
+    """
     return views(graph).get(name, name)
 
 
 @remembered(GRAPHS)
 def views(graph: Graph) -> dict[str, str]:
-    """For each value that is a view the one that it is, at the end, a view of."""
+    """Return, for each view, the value that it shows, through any number of views."""
     found: dict[str, str] = {}
     for node in graph.nodes:
         row = operator_of(node)
@@ -158,15 +166,19 @@ def views(graph: Graph) -> dict[str, str]:
     return found
 
 
-_BESIDE = {"mask": 1, "places": 8}
-"""Bytes an element of the first result of what is no value of the graph."""
+_SAVED_ELEMENT_BYTES = {"mask": 1, "places": 8}
+"""Bytes per element of the first result of saved tensors that are not values of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor kept from forward to backward. Two nodes that keep the same tensor give it the same
-    `key`. `bytes` is its whole size; `dimensions` say, in the axes of the node that keeps it, which
-    splits cut it, and `windows` which dimensions, of what extent, it is read through windows along.
+    """A tensor saved from forward to backward.
+
+    key: equal for two nodes that save one tensor.
+    bytes: size of the full tensor.
+    dimensions: for each dimension, the axes of the saving node that index it.
+    windows: pairs (window, size of the dimension) of the dimensions that the node reads through
+    sliding windows.
     """
 
     key: tuple[str, int]
@@ -175,7 +187,7 @@ class SavedTensor:
     windows: tuple[tuple[Windowed, int], ...] = ()
 
     def local_bytes(self, degrees: dict[str, int]) -> int:
-        """Bytes on one device of a group that splits the node's axes by `degrees`."""
+        """Return the bytes on one device of a group that splits the node's axes by `degrees`."""
         if not degrees:
             return self.bytes
         size = self.bytes // math.prod(
@@ -190,8 +202,10 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTensor:
-    """A tensor that an attention writes besides its result: its scores, or the keys and values of
-    every query head. Backward reads them where they are `kept`, else it writes them again.
+    """A tensor that an attention writes in addition to its result.
+
+    scores: True for attention scores, False for keys and values repeated for each query head.
+    kept: True if backward reads the saved tensor, False if backward computes it again.
     """
 
     tensor: SavedTensor
@@ -203,9 +217,13 @@ class AttentionTensor:
 def attention_tensors(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> dict[int, AttentionTensor]:
-    """A tensor that devices of `capability`, or CPUs, write for an attention, by node: with the
-    math kernel its probabilities, in single precision at least, with the fused one for fp32 and
-    masks the keys and values of every query head; the scores of one that is computed step by step.
+    """Return the additional tensor of each attention that has one, by node, on GPUs of compute capability
+    `capability`.
+
+    Attention in torch's math kernel writes its probabilities, in fp32 or a wider type. The fused
+    kernel that repeats heads writes keys and values for each query head. An attention that is
+    computed operator by operator writes its scores. With `capability` None (CPUs), only the last
+    kind has an entry.
     """
     found: dict[int, AttentionTensor] = {}
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
@@ -236,8 +254,9 @@ def attention_tensors(
 
 
 def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionForm:
-    """The traits of an attention of whole sequences. Windows, and a causal one behind a cache,
-    reach torch as masks.
+    """Return the properties that select the kernel of an attention over full sequences.
+
+    Sliding windows, and a causal attention with a cache, are passed to torch as masks.
     """
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     masked = any(node.inputs[3:4]) or any(node.inputs[6:7]) or max(windows) >= 0
@@ -251,9 +270,10 @@ def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Bytes on one device of what a node makes and lets go while it computes, forwards or back, for
-    its samples; and of the gradient of its weight, which is whole before it is added to those of
-    earlier micro-batches.
+    """Bytes of the temporary tensors of a node on one device.
+
+    samples: temporary tensors of forward or backward, which are proportional to the samples.
+    weight: the gradient of the weight before it is added to the accumulated gradient.
     """
 
     samples: int = 0
@@ -263,10 +283,11 @@ class Scratch:
 def scratch_of(
     graph: Graph, precision: str, index: int, use: OpInstance, degrees: Mapping[str, int]
 ) -> Scratch:
-    """Return the scratch memory of a cross-entropy, none for other operators.
+    """Return the temporary memory of a cross-entropy; 0 for other operators.
 
-    One that recomputes its scores needs a block of them. One that keeps them needs a copy in single
-    precision under autocast, of the scores forwards, of their gradient back.
+    A cross-entropy that recomputes its logits needs a block of logits. A cross-entropy that saves
+    its logits needs an fp32 copy under autocast: of the logits in forward, of their gradient in
+    backward.
     """
     node = graph.nodes[index]
     if use.row.name == "SoftmaxCrossEntropyLoss":
@@ -279,10 +300,10 @@ def scratch_of(
         return Scratch()
     dtype = graph.type_of(node.inputs[0]).dtype
     weight = graph.type_of(node.inputs[WEIGHT])
-    narrow = dtype in _NARROW.values() or (narrows(precision) and dtype is DType.FLOAT32)
+    narrow = dtype in _AUTOCAST_TYPES.values() or (narrows(precision) and dtype is DType.FLOAT32)
     gradient = 0
     if weight.name in differentiable_values(graph):
-        # That of a copy in 16 bits, and as it is added.
+        # The gradient of the 16-bit copy, and its conversion to the type of the parameter.
         width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
         gradient = weight.elements * width // degrees.get("c", 1)
     return Scratch(scratch_bytes(use.space, degrees, single(dtype), narrow), gradient)
@@ -299,14 +320,17 @@ def kept_values(
     capability: Capability | None = None,
     made: tuple[str, ...] = (),
 ) -> tuple[tuple[SavedTensor, ...], ...]:
-    """For each node what backward needs of it, at `precision` on GPUs of `capability`, or on CPUs.
+    """Return the tensors that each node saves for backward, at `precision` on GPUs of compute capability
+    `capability`, or on CPUs if it is None.
 
-    Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies
-    that autocast makes of a product's operands do: one of a trained parameter for all products of a
-    forward, one of anything else for each that reads it (PyTorch documentation, "Automatic Mixed
-    Precision package", `cache_enabled`). A view keeps nothing; keeping a view keeps what it is a
-    view of. Nodes through which no gradient flows keep nothing. Of a graph that is a loop's body,
-    `made` are the values that are there only because the loop has made them.
+    - Parameters, constants and graph inputs exist in any case and do not count.
+    - The 16-bit copies that autocast creates of the operands of a matmul count: one copy of a
+      trained parameter for all matmuls of a forward, and one copy per reader of other values
+      (PyTorch documentation, "Automatic Mixed Precision package", `cache_enabled`).
+    - A view saves no tensor. Saving a view saves the value that it shows.
+    - A node without a gradient saves no tensor.
+
+    `made` is for the graph of a loop body: the graph inputs that the loop creates, which count.
     """
     gradient = differentiable_values(graph)
     widths = element_bytes(graph, precision)
@@ -318,8 +342,9 @@ def kept_values(
     def tensor(
         name: str, dimensions: Dimensions, windows: Iterable[Windowed] = (), cast: str = ""
     ) -> Kept:
-        """A value, if it is kept; `cast` names the copy that its reader makes of it, if it makes
-        one.
+        """Return the saved tensor of a value, None if it exists in any case.
+
+        `cast` is the key of the 16-bit copy that the reader creates, "" if it creates none.
         """
         through = tuple((window, graph.type_of(name).shape[window.dimension]) for window in windows)
         root = viewed(graph, name)
@@ -339,15 +364,15 @@ def kept_values(
     def tensors(node: Node, use: OpInstance) -> Iterator[Kept]:
         result = node.outputs[0]
         read = node.inputs
-        # A factor is needed for the gradients of the other factors only.
+        # Backward needs a factor only for the gradients of the other factors.
         multiplies = (
             use.row.kind in ("matmul", "convolution") and use.row.name != LINEAR_CROSS_ENTROPY
         )
         multiplies = multiplies or use.row.name == "Mul"
         casts = narrows(precision) and use.row.kind in PRODUCT_KINDS
         for what in use.row.keeps:
-            if what in _BESIDE:
-                width = _BESIDE[what]
+            if what in _SAVED_ELEMENT_BYTES:
+                width = _SAVED_ELEMENT_BYTES[what]
                 elements = graph.type_of(result).elements
                 yield SavedTensor(
                     (f"{result}\0{what}", width), elements * width, use.space.results[0] or ()
@@ -359,7 +384,7 @@ def kept_values(
                     (f"{result}\0rows", width), elements * width, use.space.operands[1] or ()
                 )
             elif what == "probabilities":
-                # Logarithms in the scores' own type: autocast runs losses in single precision.
+                # Log-probabilities have the type of the logits; autocast computes losses in fp32.
                 scores = graph.type_of(read[0])
                 key = f"{result}\0probabilities", scores.dtype.itemsize
                 yield SavedTensor(key, scores.bytes, use.space.operands[0] or ())
@@ -391,7 +416,7 @@ def kept_values(
         inside = (
             ()
             if node.body is None
-            else _kept_of_runs(graph, node, use, tensor, (precision, capability))
+            else _saved_by_iterations(graph, node, use, tensor, (precision, capability))
         )
         for each in (
             *tensors(node, use),
@@ -405,15 +430,15 @@ def kept_values(
     return tuple(map(kept, itertools.count(), graph.nodes, uses_of(graph)))
 
 
-def _kept_of_runs(
+def _saved_by_iterations(
     graph: Graph,
     node: Node,
     use: OpInstance,
     tensor: Callable[[str, Dimensions], Kept],
     target: tuple[str, Capability | None],
 ) -> Iterator[Kept]:
-    """The tensors of a run of a loop as often as it runs, but for those that all runs read, which
-    are there once.
+    """Yield the tensors that a loop saves: the saved tensors of its body times the number of iterations,
+    except tensors that all iterations read, which exist once.
     """
     body = trained_body(graph, node)
     states = node.integer("states")

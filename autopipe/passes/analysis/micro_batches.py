@@ -1,5 +1,5 @@
-"""Stages with micro-batches of their own sizes: their graphs, the blocks of values that neighbours
-share, and whether a stage may take fewer samples without changing what is computed.
+"""Stages with different micro-batch sizes: the graph of each stage, the parts of values that stages
+exchange, and the check that smaller micro-batches do not change the results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The block of a value that micro-batches of a sender's slice and a receiver's slice share:
-    `sent` and `received` in coordinates of either's whole value.
+    """The part of a value that a micro-batch of the sender and a micro-batch of the receiver have in
+    common.
+
+    source_slice, target_slice: the micro-batches of the sender and receiver to which it applies.
+    sent: the part in coordinates of the sender's value.
+    received: the part in coordinates of the receiver's value.
     """
 
     source_slice: MicroBatchSlice
@@ -41,9 +45,11 @@ def shared_blocks(
     source: tuple[int, tuple[int, ...]],
     target: tuple[int, tuple[int, ...]],
 ) -> tuple[Shared, ...]:
-    """All that is sent of a value; `source` and `target` are the stages' samples a micro-batch, and
-    the value's shape. A value that depends on no sample is sent whole, to each of the receiver's
-    micro-batches once. Raises InfeasibleError where `check_shareable` does.
+    """Return the parts of a value that a stage sends to another stage.
+
+    `source` and `target` are pairs (samples per micro-batch, shape of the value) of the two stages.
+    A value without samples is sent in full, once to each micro-batch of the receiver. Raises
+    InfeasibleError as `check_shareable` does.
     """
     (source_size, _) = source
     (target_size, _) = target
@@ -71,8 +77,10 @@ def shared_blocks(
 def _boxes(
     place: Samples, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[TensorSlice]:
-    """The blocks of samples [start, stop), in micro-batch `index` of `size` samples, of a value of
-    that shape. There are several where something else is counted outside of samples.
+    """Yield the slices of a value that contain the samples [start, stop) of the batch, in the
+    micro-batch `index` of `size` samples.
+
+    There are several slices if the batch axis is merged into a dimension behind another axis.
     """
     for outer in range(place.outer):
         first = (outer - index) * size
@@ -87,9 +95,13 @@ def _boxes(
 def block_transfers(
     hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
 ) -> Iterator[tuple[int, int, TensorSlice, TensorSlice]]:
-    """(sender, receiver, block of the sender's local value, of the receiver's) of all that one
-    group sends another. Copies are taken from their holders in turn, so that no one sender serves
-    all receivers, and from the receiver itself where it is one.
+    """Yield (sender, receiver, slice of the sender's local tensor, slice of the receiver's local tensor)
+    of each message from one group of devices to another.
+
+    hold, need: layouts of the value in the groups `senders` and `receivers`.
+
+    If several senders hold a shard, receivers take it from them in turn, so that no sender serves
+    all receivers. A receiver that holds the shard itself takes it from itself.
     """
     held = [
         (box, [senders[place] for place in places])
@@ -116,9 +128,11 @@ def block_transfers(
 
 
 def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, target: int) -> None:
-    """Raise InfeasibleError for a value between micro-batches of `source` and `target` samples that
-    depends on samples but does not keep them apart along one dimension: a mean of some is no mean
-    of others.
+    """Raise InfeasibleError for a value that cannot pass between micro-batches of `source` and of
+    `target` samples.
+
+    Such a value depends on samples but has no single batch dimension. For example, the mean over the
+    samples of one micro-batch does not give the mean over a micro-batch of another size.
     """
     places = batch.values.get(name, ())
     if source == target or len(places) == 1:
@@ -127,8 +141,7 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
     if places or any(batch.values.get(each) for node in nodes for each in graph.nodes[node].inputs):
         raise InfeasibleError(
             f"{name!r} goes from micro-batches of {source} {plural(source, 'sample')} "
-            f"to ones of {target}, but its samples cannot be told "
-            "apart",
+            f"to micro-batches of {target}, but has no single batch dimension",
             hint=(
                 "give the stages that compute and read it equal micro-batches, or make them one "
                 "stage"
@@ -137,15 +150,17 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
 
 
 def micro_batch_size(graph: Graph, placement: Placement) -> int:
-    """Samples of one evaluation of the graph; the stages' own where no input carries samples."""
+    """Return the samples of one micro-batch of the graph; the maximum over stages if no input has a batch
+    axis.
+    """
     for name, axis in graph.batch_axes:
         return graph.type_of(name).shape[axis]
     return max(stage.micro_batch_size for stage in placement.stages)
 
 
 def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
-    """Micro-batches of its own that each stage makes of one of the graph's. Raises CodegenError
-    where it cannot.
+    """Return, for each stage, the number of its micro-batches per micro-batch of the graph. Raises
+    CodegenError if a size does not divide the graph's.
     """
     try:
         ratios = micro_batch_ratios(placement, micro_batch_size(graph, placement))
@@ -155,16 +170,20 @@ def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
 
 
 def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
-    """For each stage the graph of one of its own micro-batches; nodes, values and parameters keep
-    names and places. Raises ModelError where the graph's batch cannot shrink.
+    """Return, for each stage, the graph for the stage's micro-batch size.
+
+    Nodes, values and parameters keep their names and indices. Raises ModelError if the batch of the
+    graph cannot be reduced.
     """
     largest = micro_batch_size(graph, placement)
     sizes = (stage.micro_batch_size for stage in placement.stages)
     return tuple(graph if size == largest else rebatched(graph, size) for size in sizes)
 
 
-_APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.UNSPLITTABLE)
-"""Samples that are kept apart, and equal shares whose means average to the mean of all."""
+_INDEPENDENT_KINDS = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.UNSPLITTABLE)
+"""Kinds of batch axes for which equal micro-batches give the results of the full batch: independent
+samples, and means, which average to the mean of all samples.
+"""
 
 
 def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
@@ -182,13 +201,12 @@ def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
 
 
 def check_portions(graph: Graph, placement: Placement, loss: str | None = None) -> None:
-    """Raise InfeasibleError if stages have micro-batches of their own sizes that change the
-    results.
+    """Raise InfeasibleError if the micro-batch sizes of stages change the results.
 
-    Batch statistics and sums over samples depend on how many samples are together, a mean of equal
-    shares does not. Functions of sums and means do not average either, unless `loss` is a mean over
-    samples all the same. A value that passes between stages of different micro-batches must keep
-    its samples apart.
+    Batch statistics and sums over samples depend on the number of samples; a mean over equal
+    micro-batches does not. Functions of sums and means depend on it too, unless `loss` is a mean
+    over samples. A value that passes between stages with different sizes needs a single batch
+    dimension.
     """
     ratios = stage_micro_batches(graph, placement)
     if set(ratios) == {1}:
@@ -196,7 +214,11 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
     batch = batch_axes_of(graph)
     mixing = {node.name for node in mixing_nodes(graph)}
     pairs = zip(graph.nodes, batch.nodes, strict=True)
-    mixing |= {node.name for node, axes in pairs if any(each.kind not in _APART for each in axes)}
+    mixing |= {
+        node.name
+        for node, axes in pairs
+        if any(each.kind not in _INDEPENDENT_KINDS for each in axes)
+    }
     if loss is not None and loss_form(graph, loss, None, None).kind is not LossKind.MEAN:
         mixing |= {node.name for node in nodes_behind_samples(graph)}
     for index, (stage, times) in enumerate(zip(placement.stages, ratios, strict=True)):
@@ -205,11 +227,11 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
         )
         if times > 1 and mixed is not None:
             raise InfeasibleError(
-                f"stage {index} would compute something else on micro-batches of "
+                f"stage {index} would compute different results on micro-batches of "
                 f"{stage.micro_batch_size} {plural(stage.micro_batch_size, 'sample')} "
-                f"than on the step's of {stage.micro_batch_size * times}: {mixed.op} "
+                f"than on the step's micro-batches of {stage.micro_batch_size * times}: {mixed.op} "
                 f"{mixed.name!r} mixes samples",
-                hint="give this stage the largest micro-batches of all, or all stages equal ones",
+                hint="give this stage the largest micro-batches, or all stages equal micro-batches",
             )
     sizes = [stage.micro_batch_size for stage in placement.stages]
     for name, source, target in crossing_values(graph, placement):

@@ -1,10 +1,9 @@
-"""Each node with its operator's row and iteration space, the axis that counts its samples, and the
-width of each value.
+"""Per node: the operator definition, iteration space and batch axis. Per value: the bytes per element.
 
-With `bf16` and `fp16` parameters stay in fp32; autocast narrows what products, convolutions and
-recurrent operators read and write, a bias added in the same call included; normalizations,
-reductions and losses compute in fp32, the rest in the widest type of its operands (PyTorch
-documentation, "Automatic Mixed Precision package").
+With precision `bf16` or `fp16`, parameters stay in fp32. Autocast converts the operands and results
+of matmuls, convolutions and recurrent operators to 16 bits, including a bias that is added in the
+same call. Normalizations, reductions and losses compute in fp32, other operators in the widest type
+of their operands (PyTorch documentation, "Automatic Mixed Precision package").
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class OpInstance:
-    """One use of an operator. `flops` are those of one forward evaluation of the whole node."""
+    """An operator applied to operands of given types. `flops` are the FLOPs of one forward of the unsplit
+    node.
+    """
 
     row: Operator
     space: Space
@@ -38,9 +39,10 @@ class OpInstance:
 
 @remembered(GRAPHS)
 def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
-    """The use that each node makes of its operator, in the order of the nodes. Nodes that agree in
-    operator, attributes, tensor types and constants share one `OpInstance`: equal layers are worked
-    out once a layer's kind. Raises ModelError for an operator without a row.
+    """Return the `OpInstance` of each node.
+
+    Nodes with equal operator, attributes, tensor types and constants share one object, so that equal
+    layers are analysed once. Raises ModelError for an operator without a definition.
     """
     known: dict[Hashable, OpInstance] = {}
     found = []
@@ -60,8 +62,9 @@ def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SampleAxes:
-    """A graph with its uses and its batch axes: what every data-parallel stage is cut by. `axes[i]`
-    is the axis by which node i is split, None where it carries no samples.
+    """The batch axes of a graph, along which data parallelism splits nodes.
+
+    `axes[i]` is the batch axis of node i, None if the node has no samples.
     """
 
     graph: Graph
@@ -70,20 +73,21 @@ class SampleAxes:
     axes: tuple[str | None, ...]
 
     def carries(self, value: str) -> bool:
-        """True if replicas share out this value; the others hold it whole."""
+        """True if the value has a batch axis, so that replicas divide it."""
         return value in self.batch.values
 
     def divides(self, node: int, degree: int) -> bool:
-        """True if `degree` replicas can share a node's samples in equal blocks."""
+        """True if `degree` replicas can divide the samples of a node equally, or the node has none."""
         axis = self.axes[node]
         return axis is None or degree == 1 or is_even_split(self.uses[node].space, axis, degree)
 
     def splits(
         self, nodes: Iterable[int], degree: int
     ) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-        """Splits that share the samples of `nodes` among `degree` devices; nodes without samples
-        are not split. Raises InfeasibleError, naming the node, where an axis cannot be cut into
-        equal blocks.
+        """Return the splits that divide the samples of `nodes` among `degree` devices.
+
+        Nodes without samples are not split. Raises InfeasibleError, with the node, if an axis cannot
+        be divided equally.
         """
         if degree == 1:
             return ()
@@ -93,8 +97,8 @@ class SampleAxes:
                 continue
             if not self.divides(index, degree):
                 raise InfeasibleError(
-                    f"{degree} {plural(degree, 'device')} cannot share the {self.batch.batch} "
-                    f"{plural(self.batch.batch, 'sample')} of a micro-batch equally here",
+                    f"{degree} {plural(degree, 'device')} cannot divide the {self.batch.batch} "
+                    f"{plural(self.batch.batch, 'sample')} of a micro-batch equally",
                     hint=(
                         "choose a micro-batch size that the number of devices divides, or fewer "
                         "devices"
@@ -107,13 +111,14 @@ class SampleAxes:
 
 @remembered(GRAPHS)
 def sample_axes(graph: Graph) -> SampleAxes:
+    """Return the batch axes of a graph."""
     batch = batch_axes_of(graph)
     return SampleAxes(graph, uses_of(graph), batch, tuple(map(batch.axis, range(len(graph.nodes)))))
 
 
 @remembered(GRAPHS)
 def bias_additions(graph: Graph) -> dict[int, int]:
-    """Additions of a bias to a product that nothing else reads, by product."""
+    """Return, for each matmul whose only reader adds a bias to its result, the node of the addition."""
     reads = Counter(name for node in graph.nodes for name in node.inputs)
     reads.update(graph.outputs)
     found: dict[int, int] = {}
@@ -133,25 +138,27 @@ def bias_additions(graph: Graph) -> dict[int, int]:
 
 
 PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
-"""Kinds of operators that autocast runs in the narrow type."""
+"""Classes of operators that autocast runs in 16 bits."""
 
 _FULL_KINDS = frozenset({"normalization", "reduction"})
 
 
 def narrows(precision: str) -> bool:
-    """True if products run in 16 bits."""
+    """True if matmuls run in 16 bits at this precision."""
     return precision in ("bf16", "fp16")
 
 
 _COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), LINEAR_CROSS_ENTROPY: (WEIGHT,)}
-"""Operands of products, by operator, that may be parameters in 16 bits."""
+"""By operator, the operands that may be 16-bit copies of parameters."""
 
 
 @remembered(GRAPHS)
 def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
-    """The fp32 parameters of which ranks hold a copy in 16 bits, made once a step, which stands for
-    them wherever they are read: those that nothing reads but products. Of others autocast makes a
-    copy in every forward.
+    """Return the fp32 parameters of which ranks keep a 16-bit copy, which is updated once per step and
+    replaces the parameter for all readers.
+
+    These are the parameters of at least two dimensions that only matmuls and convolutions read, and
+    that are not outputs. Autocast copies other parameters in each forward.
     """
     if not narrows(precision):
         return frozenset()
@@ -165,7 +172,7 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     read = set()
     for node in graph.nodes:
         for place, name in enumerate(node.inputs):
-            # Stacked matrices are multiplied by einsum, which computes more than products.
+            # Code generation multiplies stacked matrices by einsum, for which it keeps no copies.
             stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
             if stacked or place not in _COPIED_PLACES.get(qualified_name(node), ()):
                 found.discard(name)
@@ -176,11 +183,11 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
 def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_received: bool) -> int:
     """Return the bytes per element of a value in a collective inside a stage.
 
-    `is_received` is true if the stage does not compute the value. A value that the stage computes
-    is sent in the type in which its operator leaves it, under autocast often 16 bits. A value that
-    comes from another stage is converted to its declared type on arrival, and so is sent in that
-    type; a parameter of which the stage keeps a 16-bit copy is sent as the copy. Gradients are sent
-    in the type of their value.
+    `is_received` is True if the stage does not compute the value. A value that the stage computes
+    is sent in the type of its operator's result, which is often 16 bits under autocast. A value
+    from another stage is converted to its declared type on arrival, and is sent in that type. A
+    parameter of which the stage keeps a 16-bit copy is sent as the copy. Gradients are sent in the
+    type of their value.
     """
     if is_received and graph.parameter(name) is None:
         return graph.type_of(name).dtype.itemsize
@@ -189,7 +196,7 @@ def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_recei
 
 @remembered(GRAPHS)
 def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
-    """Return the bytes per element of every value, by name, when the graph runs at `precision`."""
+    """Return the bytes per element of each value if the graph runs at `precision`."""
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]
     widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}
     if not narrows(precision):
@@ -203,7 +210,7 @@ def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
         width = 2
         if use.row.kind not in PRODUCT_KINDS and index not in with_product:
             read = [name for name in node.inputs if name in floating]
-            # Scalars take part without widening the result (PyTorch's type promotion).
+            # A scalar operand does not widen the result (PyTorch's type promotion).
             wide = [widths[name] for name in read if graph.type_of(name).shape] or [
                 widths[name] for name in read
             ]

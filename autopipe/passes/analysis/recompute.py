@@ -1,9 +1,21 @@
-"""Where a stage that recomputes is cut into segments, each of which runs its forward again by
-itself.
+"""Divide a stage that recomputes into segments. The backward of a segment first runs the forward of
+this segment again.
 
-A stage keeps what passes between segments, and one segment's activations at a time: for n equal
-operators about the square root of n times what one keeps (Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", 2016, section 4.1).
+A stage saves only the values that pass between its segments, for each micro-batch in flight, and
+recomputes the activations of one segment at a time. Objective: choose the boundaries that minimise
+
+    held * (bytes that cross boundaries) + (maximum over segments of the bytes saved in a segment)
+
+with `held` micro-batches in flight. For n equal operators and held = 1 this gives about sqrt(n)
+segments (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1).
+
+Method: for each of 16 decreasing limits L on the bytes of a segment, a dynamic program finds the
+boundaries with the fewest crossing bytes:
+
+    cost[e] = min over b < e with S(b, e) <= L of cost[b] + crossing[e]
+
+where S(b, e) are the bytes that nodes b to e - 1 save and cost[0] = 0. A monotone queue makes this
+O(n) per limit. The best result over all limits is taken.
 """
 
 from __future__ import annotations
@@ -21,28 +33,29 @@ from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.program import Collective, Compute, Segment, StageCode
 from autopipe.passes.analysis.gradients import differentiable_values, viewed
 
-_FINER = 2**0.5
-"""Limits of a segment's bytes that are tried: each is smaller by this factor than the one before.
-"""
+_LIMIT_RATIO = 2**0.5
+"""Ratio between successive limits on the bytes of a segment."""
 _LIMITS = 16
-_APART = 2**10
-"""How many times as much as it has bytes it costs to cut a product from its bias."""
+"""Number of limits that are tried."""
+_BIAS_PENALTY = 2**10
+"""Factor on the crossing bytes of a boundary between a matmul and the addition of its bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A stage's nodes in order, cut, and the values that pass from one segment to a later one."""
+    """The nodes of each segment of a stage, and the values that pass from a segment to a later one."""
 
     nodes: tuple[tuple[int, ...], ...]
     passing: frozenset[str]
-    """Value that a view shows, in place of the view."""
+    """Names of values; a view is represented by the value that it shows."""
 
 
 @remembered(GRAPHS)
 def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
-    """A function to the segments of a stage, from its nodes in the order in which they run, and the
-    number of micro-batches that are taken to be held at a time (`Placement.length`): what passes
-    between segments is there for each of them, what one segment keeps is there once.
+    """Return a function from (nodes of a stage in execution order, number of micro-batches in flight) to
+    the segments of the stage.
+
+    Callers pass `Placement.length` as the number of micro-batches in flight.
     """
 
     @functools.cache
@@ -63,16 +76,20 @@ def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
 
 
 def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
-    """Places to cut a row of nodes that keep `kept` bytes each, ascending; `crossing` is by the
-    node behind a cut. The sum of the bytes that cross, times `held`, and those that the largest
-    segment keeps is the least there is for the limits of a segment that are tried.
+    """Return the segment boundaries of a sequence of nodes, in ascending order.
+
+    kept: bytes that each node saves.
+    crossing: bytes that cross a boundary before each node.
+    held: number of micro-batches in flight.
+
+    The boundaries minimise the objective of the module's docstring over the limits that are tried.
     """
     total = sum(kept)
     sums = (0, *accumulate(kept))
     best: tuple[int, ...] = ()
     least = limit = float(total)
     for _ in range(_LIMITS):
-        limit /= _FINER
+        limit /= _LIMIT_RATIO
         cuts = _cheapest_cuts(sums, crossing, limit)
         largest = max(sums[end] - sums[begin] for begin, end in pairwise((0, *cuts, len(kept))))
         cost = held * sum(crossing[cut] for cut in cuts) + largest
@@ -83,14 +100,14 @@ def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[
 
 
 def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -> tuple[int, ...]:
-    """The cuts that least crosses, of those that leave no segment of several nodes with more than
-    `limit` bytes.
+    """Return the boundaries with the fewest crossing bytes such that each segment of several nodes
+    saves at most `limit` bytes. `sums` are the prefix sums of the saved bytes.
     """
     count = len(sums) - 1
     cost = [0.0] * (count + 1)
     before = [0] * (count + 1)
     window: deque[int] = deque()
-    """Where the last segment may begin, from left to right no cheaper."""
+    """Possible starts of the last segment, in ascending order and with increasing cost."""
     for end in range(1, count + 1):
         while window and cost[window[-1]] > cost[end - 1]:
             window.pop()
@@ -107,9 +124,11 @@ def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -
 
 
 def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Positions of the node that writes a value and of the last that reads it, or a view of it.
-    Views are left out, but for those of parameters: what passes has a gradient of its own, as large
-    as a table.
+    """Return, for each value, the positions of the node that writes it and of the last node that reads
+    it or a view of it.
+
+    Views have no entry, except views of parameters: such a view that crosses a boundary has a
+    gradient of its own, as large as the parameter.
     """
 
     def root_of(name: str) -> str:
@@ -128,8 +147,9 @@ def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
 
 
 def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]) -> list[int]:
-    """Bytes that pass a cut before each node; masks and tables, which most segments read, do not
-    say where to cut.
+    """Return the bytes that cross a boundary before each node.
+
+    Values of `recomputed_nodes`, such as masks, do not count: most segments read them.
     """
     shared = recomputed_nodes(graph)
     consumers = graph.consumers()
@@ -138,18 +158,18 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
         if nodes[first] not in shared:
             written = graph.producer(name)
             readers = [graph.nodes[reader].op for reader in consumers.get(name, ())]
-            # A product that nothing but an addition reads: torch computes both in one.
-            is_apart = (
+            # Torch computes a matmul and an addition that is its only reader in one call.
+            has_bias = (
                 readers == ["Add"] and written is not None and graph.nodes[written].op == "MatMul"
             )
-            size = graph.type_of(name).bytes * (_APART if is_apart else 1)
+            size = graph.type_of(name).bytes * (_BIAS_PENALTY if has_bias else 1)
             steps[first + 1] += size
             steps[last + 1] -= size
     return list(accumulate(steps[:-1]))
 
 
 def _kept(graph: Graph, index: int) -> int:
-    """About what backward keeps of a node: what it writes, where gradients flow through it."""
+    """Return an estimate of the bytes that a node saves: its differentiable results."""
     node = graph.nodes[index]
     flowing = differentiable_values(graph)
     row = operator_of(node)
@@ -159,9 +179,10 @@ def _kept(graph: Graph, index: int) -> int:
 
 
 def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
-    """The stage's values, by their local names, that a gradient comes back to: autograd runs no
-    other backward. They depend on something that wants a gradient, and something that the stage
-    gives depends on them.
+    """Return the local names of the stage's values that receive a gradient.
+
+    Such a value depends on an input or parameter that needs a gradient, and an output of the stage
+    depends on the value. Autograd runs the backward of these values only.
     """
     read = (*code.inputs, *(value for _, value in code.parameters))
     wanting = {value.name for value in read if value.name in differentiable}
@@ -192,9 +213,11 @@ def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
 def with_segments(
     graph: Graph, code: StageCode, differentiable: frozenset[str], held: int
 ) -> StageCode:
-    """A stage of a program that trains, in segments if it recomputes, with `held` micro-batches in
-    flight. `graph` is that of its own micro-batches, and gradients flow through the values that are
-    `differentiable`.
+    """Return a training stage with its segments, if it recomputes.
+
+    graph: the graph for the micro-batch size of the stage.
+    differentiable: values that have a gradient.
+    held: number of micro-batches in flight.
     """
     if not code.recompute:
         return code
@@ -211,8 +234,8 @@ def with_segments(
 
 
 def running_again(code: StageCode) -> frozenset[int]:
-    """The segments that run again for their backward: gradients come back to something that they
-    give.
+    """Return the indices of the segments whose forward runs again: the segments with an output that
+    receives a gradient.
     """
     found: set[int] = set()
     wanted = {value.name for value in code.outputs}

@@ -1,4 +1,6 @@
-"""The roundings that follow one another on the paths of a graph, forwards and back."""
+"""The number of successive roundings on the paths of a graph in forward and backward, which bounds the
+numerical error of a step.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,25 @@ _INTERPOLATIONS = {
     "GridSample": "linear",
     "RoiAlign": "avg",
 }
-"""Operators that weigh neighbours by places in single precision, and their `mode` where none is
-stated.
+"""Operators that interpolate at coordinates computed in fp32, and the default of their `mode`.
 
-A place up to n is off by as much as n numbers near 1 together, and its neighbours' weights with it:
-it counts as n² roundings in sequence, once for itself and once for the scale.
+The error of a coordinate up to n is as large as the error of n numbers near 1, and so is the error
+of the interpolation weights. Each dimension of size n counts as n² successive roundings, once for
+the coordinate and once for the scale.
 """
 _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundaries: int) -> Rounding:
-    """The roundings of a step of `graph` at `precision`. `added` are the parts that a gradient is
-    added up of, over micro-batches and ranks; `boundaries` the messages between stages that follow
-    one another and are rounded, each way.
+    """Return the number of successive roundings of a step of `graph` at `precision`.
 
-    A product adds its terms one after another in single precision, whatever it multiplies; another
-    sum is a tree, or short runs and a tree above them, in torch as in CUDA (pairwise summation:
-    Higham, "The accuracy of floating point summation", SIAM Journal on Scientific Computing 14(4),
-    1993). The gradient of an operand adds up over the axes that the operand lacks.
+    added: number of summands of a gradient, over micro-batches and ranks.
+    boundaries: number of successive messages between stages in each direction.
+
+    A matmul is assumed to add its terms one after the other in fp32. Other sums use pairwise
+    summation in torch and CUDA (Higham, "The accuracy of floating point summation", SIAM Journal on
+    Scientific Computing 14(4), 1993). The gradient of an operand is a sum over the axes that the
+    operand lacks.
     """
     dtype = _coarsest(graph, precision)
     flowing = differentiable_values(graph) if train else frozenset[str]()
@@ -48,8 +51,8 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
 
 
 def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple[int, int]:
-    """The most roundings that follow one another, of sums and of results in 16 bits; gradients are
-    of `flowing`.
+    """Return (sums, narrow): the maximum number of successive roundings of sums, and of results in 16
+    bits, over all paths. `flowing` are the values with a gradient.
     """
     widths = element_bytes(graph, precision)
     sums: dict[str, int] = {}
@@ -83,7 +86,7 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
 
 
 def _coarsest(graph: Graph, precision: str) -> Type:
-    """The coarsest type that numbers of the graph are rounded to."""
+    """Return the least precise type to which values of the graph are rounded."""
     held = (*graph.values, *graph.inputs, *(each.value for each in graph.parameters))
     types = {value.dtype for value in held if value.dtype.is_floating}
     own: Type = next(
@@ -98,7 +101,9 @@ def _floating(graph: Graph, node: Node) -> Iterator[Value]:
 
 
 def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
-    """Roundings in sequence of each element of a tensor, a result or the gradient of an operand."""
+    """Return the successive roundings of an element of `tensor`, which is a result of the node or an
+    operand whose gradient the node computes.
+    """
     elements = max(tensor.elements, 1)
     if node.op in _INTERPOLATIONS and node.text("mode", _INTERPOLATIONS[node.op]) != "nearest":
         return 1 + 2 * sum(extent**2 for extent in _inexact_extents(node, graph))
@@ -112,8 +117,9 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
 
 
 def _inexact_extents(node: Node, graph: Graph) -> Iterator[int]:
-    """The extents along which an interpolation's places are rounded: all but those resized by a
-    power of two, which leaves halves and quarters.
+    """Yield the sizes of the dimensions along which an interpolation's coordinates are rounded.
+
+    A dimension that is resized by a power of two has exact coordinates and is omitted.
     """
     before, after = (graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0]))
     places = node.text("coordinate_transformation_mode", "half_pixel")

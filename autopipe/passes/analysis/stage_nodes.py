@@ -1,4 +1,4 @@
-"""Nodes that each stage really computes, and values that it must give."""
+"""The nodes that each stage computes, and the values that other stages need from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class StageNodes:
-    """A stage's nodes in topological order, each with its splits, and the values others need of
-    it.
+    """The nodes of a stage in topological order with their splits, and the values that other stages or
+    the program's outputs need from the stage.
     """
 
     nodes: tuple[tuple[int, tuple[Split, ...]], ...]
@@ -24,9 +24,10 @@ class StageNodes:
 def assign_nodes(
     graph: Graph, placement: Placement, wanted: tuple[str, ...]
 ) -> tuple[StageNodes, ...]:
-    """Nodes of each stage so that each pipeline computes `wanted`. Nodes that nothing wanted
-    depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage that
-    needs its values.
+    """Return the nodes of each stage such that each pipeline computes the values `wanted`.
+
+    A node that no wanted value depends on is omitted. A node of `recomputed_nodes` is in each stage
+    that needs its values.
     """
     recomputed = recomputed_nodes(graph)
     every = graph.sources()
@@ -36,7 +37,8 @@ def assign_nodes(
     for pipeline, stage_of in enumerate(homes):
         for name in wanted:
             producer = graph.producer(name)
-            if producer is None:  # An input, parameter or constant: any stage can give it.
+            if producer is None:
+                # Any stage can return an input, parameter or constant. The first one does.
                 outputs[[stage.pipeline for stage in placement.stages].index(pipeline)][name] = None
                 continue
             outputs[stage_of[producer]][name] = None
@@ -52,7 +54,8 @@ def assign_nodes(
                     computed[own].add(producer)
                 elif stage_of[producer] != own:
                     outputs[stage_of[producer]][name] = None
-    for nodes in computed:  # Recomputed nodes bring all that they start from.
+    for nodes in computed:
+        # A recomputed node needs all nodes that it depends on in its stage.
         waiting = [node for node in nodes if node in recomputed]
         while waiting:
             sources = {producer for _, producer in every[waiting.pop()]} - nodes
@@ -70,7 +73,7 @@ def assign_nodes(
 
 @remembered(GRAPHS)
 def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
-    """The nodes that values which are wanted depend on, ascending."""
+    """Return the nodes that the values `wanted` depend on, in ascending order."""
     live = {producer for name in wanted if (producer := graph.producer(name)) is not None}
     every = graph.sources()
     for index in reversed(range(len(graph.nodes))):
@@ -82,9 +85,11 @@ def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
 def _splits(
     graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage
 ) -> tuple[Split, ...]:
-    """The splits of a node on a stage's group: its own where it lives there, else the same axis
-    over this group. Where micro-batches differ, so do the extents that count samples: the group
-    must divide its own.
+    """Return the splits of a node in `stage`.
+
+    In its own stage, a node has the splits of the placement. A recomputed node in another stage is
+    split along an equal axis over that stage's group if this is possible, and is unsplit otherwise.
+    If the micro-batch sizes of the two stages differ, the group must divide the stage's size.
     """
     home = placement.stages[stage_of[node]]
     if home is stage:

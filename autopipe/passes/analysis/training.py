@@ -1,5 +1,6 @@
-"""Parameters as optimizers see them: which are matrices, what a request says of them that does not
-hold, and models that can be trained on batches filled up with samples that count nothing."""
+"""Checks of a request to train: which parameters are matrices (for Muon), whether parameter groups
+match parameters, and whether a last batch can be padded with samples that have ignored labels.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 @remembered(GRAPHS)
 def matrices(graph: Graph) -> frozenset[str]:
-    """Trained parameters of two dimensions; not tables, whose rows are looked up."""
+    """Return the trainable parameters with two dimensions, except embedding tables."""
     tables = {node.inputs[0] for node in graph.nodes if node.op == "Gather"}
     trained = (each.value for each in graph.parameters if each.trainable)
     return frozenset(
@@ -25,14 +26,14 @@ def matrices(graph: Graph) -> frozenset[str]:
 
 
 def check_groups(optimizer: Optimizer, graph: Graph) -> None:
-    """Raise ConfigurationError for a group of parameters that has none."""
+    """Raise ConfigurationError for a parameter group that matches no trainable parameter."""
     names = [each.value.name for each in graph.parameters if each.trainable]
     for each in optimizer.groups:
         alone = Optimizer(groups=(each,))
         if all(alone.group_of(name) is None for name in names):
-            hint = "autopipe inspect -v lists their names"
+            hint = "list the names by autopipe inspect -v"
             raise ConfigurationError(
-                f"{GROUPS}: no trained parameter is called {each.match!r}", hint
+                f"{GROUPS}: no trainable parameter matches {each.match!r}", hint
             )
 
 
@@ -40,9 +41,11 @@ _SAME = frozenset(["Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"])
 
 
 def check_padding(graph: Graph, loss: str) -> None:
-    """Raise ConfigurationError unless samples whose labels are ignored change neither the loss nor
-    a gradient: the loss is the mean of a cross-entropy that ignores labels, which an input holds,
-    and nothing else mixes samples.
+    """Raise ConfigurationError unless samples with ignored labels change neither the loss nor a
+    gradient.
+
+    This holds if the loss is the mean of a cross-entropy with an `ignore_index`, its labels are an
+    input, and no other node mixes samples.
     """
     node = _producer(graph, loss)
     while node is not None and node.op in _SAME:
@@ -50,18 +53,18 @@ def check_padding(graph: Graph, loss: str) -> None:
     why = ""
     by_label = graph.has(COUNTED_LABELS)
     if node is None or node.op not in LOSSES:
-        made = "an input" if node is None else f"{node.op} {node.name!r}"
-        why = f"the loss comes from {made}, which does not ignore labels"
+        origin = "an input" if node is None else f"{node.op} {node.name!r}"
+        why = f"the loss is computed by {origin}, which does not ignore labels"
     elif not node.has("ignore_index"):
         why = f"the loss, {node.op} {node.name!r}, has no ignore_index"
     elif (reduction(signature_of(graph, node)) != "mean" and not by_label) or signature_of(
         graph, node
     ).present(2):
-        why = f"the loss, {node.op} {node.name!r}, is no plain mean over labels"
+        why = f"the loss, {node.op} {node.name!r}, is not an unweighted mean over labels"
     elif not any(
         each.ignored is not None and each.batch_axis is not None for each in input_ranges(graph)
     ):
-        why = f"the labels of {node.op} {node.name!r} are no input"
+        why = f"the labels of {node.op} {node.name!r} are not an input"
     elif mixing := [
         each
         for each in mixing_nodes(graph)
@@ -69,10 +72,8 @@ def check_padding(graph: Graph, loss: str) -> None:
     ]:
         why = f"{mixing[0].op} {mixing[0].name!r} mixes the samples of a batch"
     if why:
-        message = f"samples that fill a batch up would count: {why}"
-        raise ConfigurationError(
-            message, "leave samples that fill no batch out", "data.last_batch: pad"
-        )
+        message = f"samples that pad the last batch would change the loss: {why}"
+        raise ConfigurationError(message, "set data.last_batch to drop", "data.last_batch: pad")
 
 
 def _producer(graph: Graph, name: str) -> Node | None:

@@ -122,11 +122,11 @@ def test_a_strategy_follows_annotations_and_constraints_together(tmp_path: Path)
     [
         (
             Constraint("matmul_h", stage=1),
-            "'matmul_h'.* and the model's annotation of stage 0 ask for different stages",
+            "'matmul_h'.* and the model's annotation of stage 0 require different stages",
         ),
-        (Constraint("matmul_h", devices=(1, 0)), "ask for different devices"),
-        (Constraint("matmul_h", split=(("k", 2),)), "ask for different splits"),
-        (Constraint("matmul_h", split=()), "ask for different splits"),
+        (Constraint("matmul_h", devices=(1, 0)), "require different devices"),
+        (Constraint("matmul_h", split=(("k", 2),)), "require different splits"),
+        (Constraint("matmul_h", split=()), "require different splits"),
     ],
 )
 def test_constraints_that_contradict_annotations_are_refused(

@@ -47,7 +47,7 @@ def test_stages_with_micro_batches_of_their_own() -> None:
     [
         (
             (Constraint("*", micro_batch_size=3),),
-            "micro-batches of 3 samples, which do not divide the step's of 8",
+            "micro-batches of 3 samples, which do not divide the step's micro-batches of 8",
         ),
         (
             (
@@ -112,7 +112,7 @@ def test_several_axes_are_split_in_the_order_given() -> None:
     assert splits[0] == (Split("m", 2), Split("n", 2)), "two devices are left over"
     assert splits[1] == (Split("x0", 2),), "it has no axis n"
     with pytest.raises(
-        ConfigurationError, match=r"'relu7': the constraint on '\*' and a ask for different splits"
+        ConfigurationError, match=r"'relu7': the constraint on '\*' and a require different splits"
     ):
         place(wish, other, devices=8)
 
@@ -167,18 +167,18 @@ def test_pipelines_hold_the_whole_model_each() -> None:
             (Constraint("matmul9", stage=0),),
             r"no node's name matches 'matmul9' \(the nearest name is 'matmul",
         ),
-        ((Constraint("re:(", stage=0),), "no regular expression"),
+        ((Constraint("re:(", stage=0),), "is not a valid regular expression"),
         (
             (Constraint("matmul0", stage=0), Constraint("mat*", stage=1)),
-            "'matmul0' and the constraint on 'mat\\*' ask",
+            "'matmul0' and the constraint on 'mat\\*' require",
         ),
         (
             (Constraint("matmul4", stage=0), Constraint("matmul2", stage=1)),
             "'matmul4' puts .* where .*'matmul2' puts",
         ),
         ((Constraint("matmul4", stage=2),), "leave stage 1 of 3 without nodes"),
-        ((Constraint("matmul4", stage=-1),), "below 0"),
-        ((Constraint("matmul4", stage=1, devices=(5,)),), "there is no device 5"),
+        ((Constraint("matmul4", stage=-1),), "expected at least 0"),
+        ((Constraint("matmul4", stage=1, devices=(5,)),), "the cluster has no device 5"),
         ((Constraint("matmul4", stage=1, devices=(1,)),), "gives devices to stage 0"),
         (
             (Constraint("matmul0", devices=(0,)), Constraint("relu1", devices=(1,))),
@@ -187,7 +187,7 @@ def test_pipelines_hold_the_whole_model_each() -> None:
         ((Constraint("*", devices=(), split=(("q", 2),)),), "none of its nodes has"),
         (
             (Constraint("*", devices=(), split=(("b", 3),)),),
-            r"'matmul0': .* 'm' into 3 parts, which do not divide its extent 8 \(pad it to 9",
+            r"'matmul0': .* 'm' into 3 parts, which do not divide its size 8 \(pad it to 9",
         ),
         (
             (Constraint("*", devices=(), split=(("b", 4),)),),
@@ -198,17 +198,20 @@ def test_pipelines_hold_the_whole_model_each() -> None:
             r"4 parts \(m:2, n:2\), but its stage 0 has 2",
         ),
         ((Constraint("*", devices=(), split=(("b", 2), ("m", 2))),), "splits axis 'm' twice"),
-        ((Constraint("*", devices=(0, 1, 2)),), "there is no device 2, asked for '\\*'"),
+        (
+            (Constraint("*", devices=(0, 1, 2)),),
+            "the cluster has no device 2, which '\\*' requires",
+        ),
         (
             (Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=(("k", 2),))),
             (
-                "'matmul0': the constraint on 'matmul0' and the constraint on 'mat\\*' ask for "
+                "'matmul0': the constraint on 'matmul0' and the constraint on 'mat\\*' require "
                 "different splits"
             ),
         ),
         (
             (Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=())),
-            "ask for different splits",
+            "require different splits",
         ),
         (
             (Constraint("matmul2", stage=1), Constraint("matmul4", stage=2)),
