@@ -1,6 +1,7 @@
-"""Reading ONNX: an untrusted file becomes a typed, cleaned graph whose weights stay where they are.
+"""Reading of ONNX models: an untrusted file becomes a graph of typed values with static shapes. The
+weights stay in the file.
 
-`read` has the steps in their order; may import ir alone.
+`read` has the steps in order. May import only ir.
 """
 
 from autopipe.passes.frontend.load import Source

@@ -1,11 +1,10 @@
-"""Where torch stops gradients, as the metadata of its exporter say: `aten.detach` and what is left
-of it.
+"""Recovery of stopped gradients (`detach`) from the metadata of torch's exporter.
 
-Without optimization the file has an Identity for each `detach`, which `signature.is_detach`
-recognises. Optimization removes it; the traced calls that read the result still name it, as
-`%detach`. Files without metadata have no trace of a `detach`, except in a straight-through
-estimator `x + (q - x)`: it computes `q`, so that only a stopped gradient explains why it was
-written so.
+A file that was not optimized has an Identity for each `detach`, which `signature.is_detach`
+recognises. Optimization removes the Identity, but the metadata of calls that read its result still
+name it, as `%detach`. Files without metadata have no trace of a `detach`, except in a
+straight-through estimator `x + (q - x)`. Its value is `q`, so it makes sense only if the gradient
+of `q - x` is stopped.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class DetachedReads:
     """Operands through which no gradient flows."""
 
     operands: frozenset[tuple[str, int]] = frozenset()
-    """First result of the node that reads it, and position of the operand."""
+    """Pairs of the reading node's first result and the index of the operand."""
     unknown: tuple[str, ...] = ()
-    """Titles of nodes of which a call names a detached operand, but not which one it is."""
+    """Titles of nodes with a detached operand whose index the metadata do not determine."""
 
 
 def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> DetachedReads:
-    """Return the operands that are detached although no node of the file says so."""
+    """Return the operands that the metadata call detached and that no node of the file detaches."""
     written = {name for node in nodes for name in node.output if name}
     constants = {name for node in nodes if node.op_type == "Constant" for name in node.output}
     calls: dict[str, list[onnx.NodeProto]] = {}
@@ -94,8 +93,8 @@ def straight_through(
 
 
 def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:
-    """Return True if a tensor that no node writes is a setting of an operator, rather than what its
-    call is given.
+    """True if a tensor that no node writes is a constant of the exporter and no argument of the
+    call.
     """
     given = {signature.arguments.get(each) for each in traced_call(node)[1]}
     is_internal = name.startswith("val_") and not signature.is_trained(name)

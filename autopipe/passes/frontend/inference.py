@@ -1,9 +1,9 @@
-"""Types of what a node writes, and its numbers where all it reads is known: ONNX's own inference
-and evaluator.
+"""Inference of the result types of a node, and evaluation of nodes whose operands are known, by ONNX's
+shape inference and reference evaluator.
 
-Rules here add the types that ONNX does not tell; formulas compute masks, positions and angles,
-since loading ONNX's evaluator takes longer than reading most models. What would take too much
-computing stays a node.
+`RULES` has the types of operators that ONNX does not infer. `FORMULAS` computes masks, positions
+and angles with numpy, because loading ONNX's evaluator takes longer than reading most models. A
+node that would take too many operations to evaluate stays in the graph.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
         1,
     ),
 }
-"""By operator without attributes: what computes it, the kinds of its operands' types (numpy's own),
-and from which operand on types are one.
+"""By operator without attributes: (function, numpy type kinds of each operand, index of the first of
+the operands that must have one common type).
 """
 
 
 def told_by_formula(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None]
 ) -> tuple[np.ndarray, ...] | None:
-    """The numbers of the result; None where there is no formula for such a node, or none for such
-    numbers.
+    """Return the results by `FORMULAS`; None if there is no formula for the node or for the types of
+    its operands.
     """
     if node.op_type not in FORMULAS or node.domain not in ("", "ai.onnx") or node.attribute:
         return None
@@ -79,10 +79,11 @@ def told_by_formula(
 
 
 MOST_OPERATIONS = 1 << 31
-"""Operations for all constants of a graph together: ten masks of 8,192 by 8,192, or a few seconds.
+"""Maximum number of operations for all constants of a graph: about ten masks of 8,192 by 8,192, or a
+few seconds.
 """
 LOOP = 256
-"""Operations that one round of a loop in Python counts as."""
+"""Number of operations as which one iteration of a Python loop counts."""
 _WHOLE_ARRAYS = """
     Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
     Cast CastLike Ceil Clip Compress Concat ConstantOfShape Cos Cosh CumSum DepthToSpace DequantizeLinear Div Equal Exp
@@ -93,23 +94,23 @@ _WHOLE_ARRAYS = """
     Unsqueeze Where Xor
 """
 _LINEAR = frozenset(_WHOLE_ARRAYS.split())
-"""Operators that numpy computes with a few operations for each element that they read or write."""
+"""Operators that numpy computes with a few operations per element of their operands and results."""
 _LOOPED = frozenset(
     {"Erf", "GatherElements", "GatherND", "Gelu", "ReverseSequence", "ScatterElements", "ScatterND"}
 )
-"""Operators that ONNX's evaluator computes in a loop over elements."""
+"""Operators that ONNX's evaluator computes in a Python loop over elements."""
 _GROWING = frozenset({"ConstantOfShape", "Expand", "EyeLike", "OneHot", "Range", "Tile"})
-"""Operators of which a few numbers tell how much they write."""
+"""Operators whose result size depends on the data of an operand."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Rest of the operations or bytes that computing the constants of a graph may take."""
+    """The number of operations or bytes that evaluating constants of a graph may still take."""
 
     left: int
 
     def takes(self, amount: int) -> bool:
-        """Take `amount` from what is left, if there is as much."""
+        """Subtract `amount` and return True; return False if less is left."""
         if amount > self.left:
             return False
         self.left -= amount
@@ -119,8 +120,8 @@ class Budget:
 def operations_of(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None], results: Sequence[Value | None]
 ) -> int:
-    """At most what it takes to compute a node: near for operators that tell shapes or make masks,
-    far for others.
+    """Return an upper bound of the operations that a node takes. It is tight for operators that
+    compute shapes and masks, and loose for others.
     """
     read = sum(array.size for array in operands if array is not None)
     written = 0
@@ -140,14 +141,14 @@ def operations_of(
         return written + math.prod(array.size for array in operands if array is not None)
     if node.op_type == "Pad" and second is not None and (second >= 0).all():
         return read + written
-    # No more than each number of the attributes (windows, paddings) times what is read times what
-    # is written.
+    # Upper bound: the product of all integers in attributes (windows, paddings) and of the numbers
+    # of elements that are read and written.
     sizes: list[int] = [abs(number) for each in node.attribute for number in (*each.ints, each.i)]
     return (1 + read) * (1 + written) * math.prod(1 + size for size in sizes) * LOOP
 
 
 def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
-    """At most the elements of what an operator writes, by the numbers that it reads."""
+    """Return an upper bound of the elements that an operator of `_GROWING` writes."""
     arrays = [array for array in operands if array is not None and array.dtype.kind in "iuf"]
     numbers: list[float] = [
         number
@@ -168,11 +169,11 @@ def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
 Operands = tuple[Value | None, ...]
 Results = tuple[Value, ...]
 Flags = Mapping[str, int]
-"""The whole-number attributes of a node that are not zero."""
+"""The integer attributes of a node that are not zero."""
 Rule = Callable[[Operands, Flags], Results]
-"""From the operands' types and those attributes to the results' types.
+"""A function from the types of operands and the integer attributes to the types of results.
 
-Raises ValueError where shapes do not fit or operands are missing.
+Raises ValueError if shapes do not fit or operands are missing.
 """
 
 
@@ -183,14 +184,14 @@ def _like_first(operands: Operands, flags: Flags) -> Results:
 
 
 def _like_scale(operands: Operands, flags: Flags) -> Results:
-    """The first operand's shape in the type of the second."""
+    """Return the shape of the first operand with the element type of the second, if there is one."""
     first, scale = (*operands, None)[:2]
     assert first is not None
     return (first if scale is None else replace(first, dtype=scale.dtype),)
 
 
 def _skip_normalization(operands: Operands, flags: Flags) -> Results:
-    """The result, mean and 1 / deviation, and the sum that was normalised."""
+    """Return the types of the result, the mean, 1 / deviation, and the sum that is normalised."""
     first = operands[0]
     assert first is not None
     statistics = Value("", DType.FLOAT32, (*first.shape[:-1], 1))
@@ -266,16 +267,16 @@ RULES: dict[tuple[str, str], Rule] = {
 
 
 class MisfitError(ModelError):
-    """Operands of a node whose shapes do not fit one another, or the node's attributes."""
+    """The shapes of the operands of a node do not fit each other, or its attributes."""
 
 
 def told_by_rule(
     node: onnx.NodeProto, operands: Operands, where: str
 ) -> tuple[Value | None, ...] | None:
-    """Types of what a node writes, nameless, None where a result is absent; None where there is no
-    rule for it.
+    """Return the types of a node's results by `RULES`; None if there is no rule. A type has no
+    name, and is None for an absent result.
 
-    Raises ModelError where the operands' shapes do not fit.
+    Raises MisfitError if the shapes of the operands do not fit.
     """
     rule = RULES.get((node.domain, node.op_type))
     if rule is None or not operands or operands[0] is None:
@@ -295,37 +296,37 @@ TYPED_BY = {
     "LayerNormalization": (0, 17),
     "RMSNormalization": (1, 23),
 }
-"""The operand that tells the type of a normalisation's result, where exporters write a scale of
-another type than the operand's, and the opset of its schema: ONNX Runtime writes it in models of
-older ones.
+"""By normalisation: (index of the operand whose element type the result has, opset of the schema to
+use). Exporters write scales of another type than the input's, and ONNX Runtime writes these
+operators in models of older opsets, too.
 """
 _CEILING_SINCE = 22
-"""The opset since which a pooling with `ceil_mode` has no window that begins in the pads at the
-end, by its schema. ONNX Runtime and torch leave this window out in models of older ones, too.
+"""The opset since which the schema of a pooling with `ceil_mode` has no window that begins in the
+padding at the end. ONNX Runtime and torch omit this window in models of older opsets, too.
 """
 _SEVERAL_TYPES = {"BatchNormalization": 14}
-"""The opset since which ONNX itself lets such an operand be of another type."""
+"""The opset since which ONNX allows the scale to have another type."""
 Operand = tuple[Value | None, np.ndarray | None]
-"""Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not
-known.
-"""
+"""Type and data of an operand. (None, None) if it is absent; the data are None if not known."""
 KNOWN_LIMIT = 4096
-"""Elements up to which an operand's numbers are shown to shape inference: those that tell shapes
-are few.
+"""Maximum number of elements of operands whose data shape inference receives. Operands that
+determine shapes are small.
 """
 _OVER_ROWS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
 _ONE_AXIS = 13
-"""Operators that take all axes from `axis` on together below this opset, and one axis since."""
+"""Before this opset, the operators `_OVER_ROWS` work over all axes from `axis` on; since, over one
+axis.
+"""
 _HASHED = 4
-"""Elements that are looked up in the time of one operation."""
+"""Number of elements that are hashed in the time of one operation."""
 RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
-"""Operators whose result is drawn anew each time: nothing is known of it, and two equal nodes give
-different ones.
+"""Operators that draw random numbers. They are not evaluated, and two equal nodes have different
+results.
 """
 
 
 class Inference:
-    """Shape inference and evaluation under the operator sets of one file."""
+    """Type inference and evaluation of nodes under the opsets of one file. Results are cached."""
 
     def __init__(self, opsets: tuple[tuple[str, int], ...]) -> None:
         self.opsets = opsets
@@ -336,10 +337,10 @@ class Inference:
     def types(
         self, node: onnx.NodeProto, operands: tuple[Operand, ...]
     ) -> tuple[Value | None, ...]:
-        """Types of the results, None for those that are absent or cannot be told.
+        """Return the types of the results; None for a result that is absent or cannot be inferred.
 
-        The node's operands are named by position in what is inferred, so names in `operands` do not
-        matter. Raises ModelError where the operands' shapes do not fit the operator.
+        Names of values do not affect the cache. Raises ModelError if the shapes of the operands do
+        not fit the operator.
         """
         parts = []
         for value, array in operands:
@@ -358,8 +359,8 @@ class Inference:
         operands: tuple[np.ndarray | None, ...],
         types: Sequence[Value | None],
     ) -> tuple[np.ndarray, ...] | None:
-        """The numbers of results of these `types`; None where the evaluator cannot tell them, or
-        takes too long.
+        """Return the data of the results, which have these `types`; None if the evaluator fails or
+        would take too many operations.
         """
         if not self.operations.takes(
             sum(each.size for each in operands if each is not None) // _HASHED
@@ -446,8 +447,8 @@ class Inference:
     def _in_single(
         self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str
     ) -> tuple[Value | None, ...]:
-        """Types of what a node of bfloat16 writes, as if it had single precision: exporters write
-        it below the opset that allows it.
+        """Return the result types of a node on bfloat16, inferred as for float32. Exporters write
+        bfloat16 in opsets in which the operator does not allow it.
         """
         wide = (
             (replace(value, dtype=DType.FLOAT32), None)
@@ -477,7 +478,9 @@ class Inference:
         return self._run_as_is(node, operands)
 
     def _run_over_rows(self, node: onnx.NodeProto, x: np.ndarray) -> tuple[np.ndarray, ...] | None:
-        """Of all axes from `axis` on together, which the evaluator does not do."""
+        """Evaluate an operator of `_OVER_ROWS` over all axes from `axis` on, which the evaluator
+        does not support.
+        """
         axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
         row = type(node)(op_type=node.op_type, input=node.input, output=node.output)
         row.attribute.add(name="axis", i=1, type=2)
@@ -492,8 +495,8 @@ class Inference:
         with np.errstate(all="ignore"):
             results = told_by_formula(node, operands)
             if results is None:
-                # ONNX's own evaluator loads every operator there is. Of a node alone it ignores the
-                # opset.
+                # ONNX's evaluator imports all operators. It ignores the opset of a single node, so
+                # the node is wrapped in a graph.
                 import onnx
                 from onnx.reference import ReferenceEvaluator
 
@@ -515,20 +518,20 @@ class Inference:
 
 
 def _rounds_up(node: onnx.NodeProto) -> bool:
-    """True if a pooling has a last window for the elements that are left."""
+    """True if a node is a pooling with ceil_mode=1."""
     is_pool = node.op_type in ("AveragePool", "LpPool", "MaxPool") and not node.domain
     return is_pool and any(each.name == "ceil_mode" and each.i for each in node.attribute)
 
 
 def content_of(array: np.ndarray) -> bytes:
-    """The bytes of an array, or what tells them from others."""
+    """Return the bytes of an array, or their SHA-256 if they are more than `KNOWN_LIMIT`."""
     content = array.tobytes()
     return content if len(content) <= KNOWN_LIMIT else hashlib.sha256(content).digest()
 
 
 def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
-    """Signature of a node, but for the names of its values: which of them are equal, and which are
-    absent.
+    """Return a key of a node that is independent of the names of its values: the operator, the
+    attributes, and which operands are equal or absent.
     """
     places: dict[str, int] = {}
     operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)
@@ -541,8 +544,8 @@ def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
 def _as_defined(
     node: onnx.NodeProto, operands: tuple[Operand, ...], typed: tuple[int, int] | None
 ) -> tuple[Operand, ...]:
-    """Operands as a schema has them, where exporters write others: types of scales (`typed` by an
-    operand), scalars with an axis.
+    """Return the operands in the form that the schema requires, where exporters write other forms:
+    scales of another type than operand `typed[0]`, and scalars of Range with one dimension.
     """
     if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
         return tuple(
@@ -559,8 +562,8 @@ def _as_defined(
 
 
 def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
-    """The node with values named by position (one name for one value) and nothing else that tells
-    it from its like.
+    """Return the node with values named by position (equal values have equal names), and without
+    the node's name and metadata.
     """
     import onnx.helper
 
@@ -595,17 +598,16 @@ def _static(found: onnx.TypeProto, where: str) -> Value | None:
 
 
 LARGEST = 1 << 26
-"""Elements beyond which nothing is computed here."""
+"""Maximum number of elements of a value that `ConstantFolder` computes."""
 MOST_BYTES = 1 << 30
-"""Bytes that are held of one graph; what is asked for after them is not known."""
+"""Maximum number of bytes of all values that a `ConstantFolder` computes for one graph."""
 
 
 class ConstantFolder:
-    """Numbers of a graph's values that depend on no input and no parameter, computed when asked
-    for.
+    """The data of values of a graph that depend on no input and no parameter, computed on request.
 
-    Large ones, such as a causal mask, are not stored in the graph; whoever wants to recognise one
-    asks here.
+    Large values of this kind, such as a causal mask, are not stored in the graph. Passes use this
+    class to recognise them.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -627,8 +629,8 @@ class ConstantFolder:
         self.known.discard("")
 
     def array(self, name: str) -> np.ndarray | None:
-        """The numbers of a value; None where they are not known, too many, or beyond the
-        evaluator.
+        """Return the data of a value; None if they depend on inputs or parameters, are too large,
+        or cannot be evaluated.
         """
         if name not in self.known:
             return None
@@ -664,6 +666,7 @@ class ConstantFolder:
 
 
 def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
+    """Return a node of a graph as ONNX's NodeProto."""
     import onnx.helper
 
     attributes = dict(node.attributes)

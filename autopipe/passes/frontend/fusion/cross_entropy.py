@@ -158,7 +158,9 @@ def _moved(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
 
 
 def _logits(view: View, node: Node) -> str:
-    """Return the logits of a loss node whose further results are not read; "" for other nodes."""
+    """Return the logits of a cross-entropy node; "" if the node is none, or if its other results are
+    read.
+    """
     if node.domain or any(view.readers[name] for name in node.outputs[1:] if name):
         return ""
     if node.op == "SoftmaxCrossEntropyLoss":
