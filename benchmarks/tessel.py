@@ -34,17 +34,17 @@ from autopipe.passes.pipeline import Request, Runner, problems_of
 from autopipe.passes.placement.tessel_shapes import (
     CostedModel,
     ModelPart,
-    SharedLookup,
+    SharedTableNodes,
     TesselShapes,
+    chain_of_nodes,
     costed_model,
-    hoisted,
+    divide_devices,
     large_tables,
-    line_of,
-    line_of_parts,
-    shared_out,
+    parts_of_chain,
+    shared_table_nodes,
     stage_of,
     stage_of_several,
-    wide_nodes,
+    with_lookups_first,
 )
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.predict import predict
@@ -381,8 +381,8 @@ def equal_groups(problem: Problem) -> Iterator[Placement]:
     tables = large_tables(model, at_least_one=True)
     for degree in _powers_of_2(model.devices):
         with suppress(InfeasibleError):
-            line = _line(model, wide_nodes(model, tables, degree))
-            runs = line_of(model, line, line.order).even([None] * (model.devices // degree))
+            line = _line(model, shared_table_nodes(model, tables, degree))
+            runs = chain_of_nodes(model, line, line.order).even([None] * (model.devices // degree))
             groups = (
                 tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs))
             )
@@ -399,17 +399,22 @@ def place_tables_separately(problem: Problem, degree: int, parts_with_tables: in
     """
     model = costed_model(problem)
     tables = large_tables(model, at_least_one=True)
-    wide = wide_nodes(model, tables, degree)
+    wide = shared_table_nodes(model, tables, degree)
     line = _line(model, wide)
     parts = _with_layers_moved(
-        model, line, hoisted(model, line_of_parts(model, line, wide), wide), parts_with_tables
+        model,
+        line,
+        with_lookups_first(model, parts_of_chain(model, line, wide), wide),
+        parts_with_tables,
     )
     layers = [part for part in parts if not part.shared]
     if len(layers) > model.devices - degree:
         raise InfeasibleError(
             f"{len(layers)} chains of layers need more than {model.devices - degree} devices"
         )
-    groups = iter(shared_out([model.weighs(part.nodes) for part in layers], model.devices - degree))
+    groups = iter(
+        divide_devices([model.seconds_of(part.nodes) for part in layers], model.devices - degree)
+    )
     stages: list[Stage] = []
     for part in parts:
         if part.shared:
@@ -418,7 +423,7 @@ def place_tables_separately(problem: Problem, degree: int, parts_with_tables: in
             )
             continue
         devices = [degree + device for device in next(groups)]
-        runs = line_of(model, line, part.nodes).even([None] * len(devices))
+        runs = chain_of_nodes(model, line, part.nodes).even([None] * len(devices))
         stages += [
             stage_of(problem, run, (device,)) for run, device in zip(runs, devices, strict=True)
         ]
@@ -429,7 +434,7 @@ def _powers_of_2(most: int) -> Iterator[int]:
     yield from (2**power for power in range(most.bit_length()))
 
 
-def _line(model: CostedModel, wide: tuple[SharedLookup, ...]) -> Chain:
+def _line(model: CostedModel, wide: tuple[SharedTableNodes, ...]) -> Chain:
     return make_chain(
         model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide)
     )
@@ -445,7 +450,7 @@ def _with_layers_moved(
     position = next(index for index, part in enumerate(found) if not part.shared)
     if not parts_with_tables or not position:
         return found
-    runs = line_of(model, line, found[position].nodes).even([None] * _LAYER_PARTS)
+    runs = chain_of_nodes(model, line, found[position].nodes).even([None] * _LAYER_PARTS)
     moved = tuple(node for run in runs[:parts_with_tables] for node in run)
     rest = tuple(node for run in runs[parts_with_tables:] for node in run)
     found[position - 1 : position + 1] = [

@@ -1,5 +1,5 @@
-"""The grid of pipeline, data and tensor parallelism: the factorisation and the micro-batches with
-the shortest step.
+"""Strategy `grid`: pipeline, data and tensor parallelism. Searches the factorisation of the devices
+and the micro-batch size with the shortest step.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """`pipeline` groups of devices in a line, each of `data` replicas of `tensor` devices that
-    share every layer.
+    """A factorisation: `pipeline` groups of devices in a chain, each with `data` replicas of
+    `tensor` devices that split each layer.
 
-    A replica's devices are neighbours. The replicas of a group are neighbours, too, so that the
-    line goes along the slowest links; or, where `apart`, the groups of one replica are, so that
-    only sums of gradients do.
+    The devices of a replica are neighbours. If `apart` is false, the replicas of a group are
+    neighbours too, so that pipeline communication uses the slowest links. If `apart` is true, the
+    groups of one replica are neighbours, so that only gradient all-reduces use the slowest links.
     """
 
     pipeline: int
@@ -80,15 +80,18 @@ class Degrees:
         return f"pipeline {self.pipeline}, data {self.data}, tensor {self.tensor}"
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each group: replica by replica."""
-        between, step = (
+        """Return the devices of each group, replica by replica."""
+        group_stride, replica_stride = (
             (self.tensor, self.pipeline * self.tensor) if self.apart else (self.width, self.tensor)
         )
         inside = [
-            replica * step + device for replica in range(self.data) for device in range(self.tensor)
+            replica * replica_stride + device
+            for replica in range(self.data)
+            for device in range(self.tensor)
         ]
         return tuple(
-            tuple(place * between + device for device in inside) for place in range(self.pipeline)
+            tuple(group * group_stride + device for device in inside)
+            for group in range(self.pipeline)
         )
 
 
@@ -98,18 +101,23 @@ def factorisations(
     data: int | None = None,
     tensor: int | None = None,
 ) -> Iterator[Degrees]:
-    """Every factorisation with the degrees that are given, replicas neighbours.
+    """Yield all factorisations of the devices with the given degrees; the replicas of a group are
+    neighbours.
 
-    Where `tensor` is open it is at most the devices of a node: what layers exchange, all
-    micro-batches long, is more than other links carry (Narayanan et al., "Efficient Large-Scale
+    If `tensor` is None, it is at most the number of devices of a node: links between nodes are too
+    slow for the communication of tensor parallelism (Narayanan et al., "Efficient Large-Scale
     Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 3).
     """
     size = cluster.size
-    for shared in [tensor] if tensor else range(1, min(size, cluster.devices_per_node) + 1):
-        rest = 0 if size % shared else size // shared
-        for count in [pipeline] if pipeline else range(1, rest + 1):
-            if rest and rest % count == 0 and data in (None, rest // count):
-                yield Degrees(count, rest // count, shared)
+    for tensor_degree in [tensor] if tensor else range(1, min(size, cluster.devices_per_node) + 1):
+        remaining = 0 if size % tensor_degree else size // tensor_degree
+        for pipeline_degree in [pipeline] if pipeline else range(1, remaining + 1):
+            if (
+                remaining
+                and remaining % pipeline_degree == 0
+                and data in (None, remaining // pipeline_degree)
+            ):
+                yield Degrees(pipeline_degree, remaining // pipeline_degree, tensor_degree)
 
 
 def place(
@@ -119,30 +127,33 @@ def place(
     style: StageStyle,
     opposite: bool = False,
 ) -> Placement:
-    """The stages of a factorisation on the problem's micro-batches, recomputing where all are to.
+    """Return the stages of a factorisation on the problem's micro-batches; all of them recompute if
+    the problem requires it.
 
-    With `opposite`, a second pipeline has the same stages on the groups in reverse order. Raises
-    InfeasibleError where replicas cannot share the samples, or the operators are too few.
+    With `opposite`, a second pipeline has the same stages on the groups in reverse order. Raise
+    InfeasibleError if the replicas cannot split the samples evenly, or if there are fewer operators
+    than stages.
     """
     check_samples(problem, degrees.data, "grid")
     groups = devices_of_chain(degrees.groups(), stages_per_rank, style)
-    settled = (
+    fixed_stages = (
         constrained_stages(resolved_constraints(problem), groups, "grid")
         if problem.constraints
         else {}
     )
-    shared = graph_group_splits(problem.graph, degrees.data, degrees.tensor)
-    if not shared and degrees.tensor > 1:
+    tensor_splits = graph_group_splits(problem.graph, degrees.data, degrees.tensor)
+    if not tensor_splits and degrees.tensor > 1:
         raise InfeasibleError(
-            f"{degrees.tensor} {plural(degrees.tensor, 'device')} can share no layer",
+            f"no layer can be split over {degrees.tensor} {plural(degrees.tensor, 'device')}",
+            hint="set another tensor degree",
             where="strategy.tensor",
         )
     samples = sample_axes(problem.graph)
     stages = []
     for nodes, group in zip(
-        partition_chain(problem, groups, settled, degrees.data), groups, strict=True
+        partition_chain(problem, groups, fixed_stages, degrees.data), groups, strict=True
     ):
-        own = {node: shared[node] for node in nodes if node in shared}
+        own = {node: tensor_splits[node] for node in nodes if node in tensor_splits}
         splits = with_samples_split(samples, nodes, degrees.data, own)
         stages.append(Stage(nodes, group, problem.micro_batch_size, splits, problem.recomputes_all))
     if opposite:
@@ -152,36 +163,40 @@ def place(
 
 
 _TASKS = 2**14
-"""The most stages times micro-batches that are tried first: one sample at a time may mean tens of
-thousands of micro-batches, whose step takes long to tell.
+"""Maximum number of stages times micro-batches that is tried first. Micro-batches of one sample can
+mean steps that take long to simulate.
 """
 
 _CLOSE = 1.1
-"""By how much longer than the best, as a factor, a step may be predicted to be and is looked into
-nevertheless.
+"""A factorisation is searched further if its predicted step is at most this factor of the best
+step.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GridTrial:
-    """A placement that memory holds, and its step."""
+    """A placement that fits into memory, and the seconds of its step."""
 
     degrees: Degrees
     size: int
     placement: Placement
     step_s: float
     memory: tuple[tuple[int, int, int], ...]
-    """Of each device, but equal ones once: bytes whatever the micro-batches, bytes that grow with
-    them, the limit.
+    """Distinct (fixed bytes, bytes that grow with the micro-batch size, limit in bytes) of the
+    devices.
     """
 
     def fits(self, size: int) -> bool:
-        """True if memory should hold the same with micro-batches of `size` samples."""
-        return all(fixed + grows * size / self.size <= limit for fixed, grows, limit in self.memory)
+        """True if the placement is predicted to fit into memory with micro-batches of `size`
+        samples.
+        """
+        return all(
+            fixed + variable * size / self.size <= limit for fixed, variable, limit in self.memory
+        )
 
 
 class GridSearch:
-    """One search: the best trial so far, and why others were refused. Each group has
+    """One search: the best trial so far, and the errors of infeasible candidates. Each group has
     `stages_per_rank` stages per pipeline.
     """
 
@@ -204,13 +219,18 @@ class GridSearch:
         self._tried: dict[tuple[Degrees, int], GridTrial | None] = {}
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
-        """The best of all factorisations on micro-batches of any of `sizes` samples, which ascend.
+        """Return the best placement over the factorisations `every` and the micro-batch `sizes`,
+        which are ascending.
 
-        First each with small micro-batches, but for those that memory cannot hold, and those whose
-        estimate, which leaves out what layers exchange, is no shorter than the best step; then
-        other sizes, where they promise most first; then the best with its replicas apart. Raises
-        OutOfMemoryError, with the degrees that need least, if memory refused a candidate and none
-        is left, otherwise the last reason.
+        1. Each factorisation, in order of its estimated step, is tried with small micro-batches. It
+           is skipped if the model's state exceeds memory, or if the estimate, which ignores
+           tensor-parallel communication, is not below the best step.
+        2. Other sizes are searched for factorisations with a predicted step of at most `_CLOSE`
+           times the best.
+        3. The best factorisation is tried with its replicas apart (`Degrees.apart`).
+
+        If there is no placement, raise OutOfMemoryError with the degrees that exceed memory least
+        if memory is the reason, and otherwise the last error.
         """
         found = []
         for degrees in every:
@@ -224,35 +244,38 @@ class GridSearch:
             trial = self._try(degrees, size)
             return math.inf if trial is None else trial.step_s
 
-        begun = []
+        started = []
         for least_s, degrees, estimates in sorted(found, key=itemgetter(0)):
-            if least_s >= self._best_s() or not self._has_room(degrees):
+            if least_s >= self._best_s() or not self._state_fits(degrees):
                 continue
-            own = list(estimates)
+            degree_sizes = list(estimates)
             most = max(1, _TASKS // (degrees.pipeline * self.stages_per_rank))
-            few = next((size for size in own if self.problem.batch_size <= most * size), own[-1])
-            # Memory may hold the smallest where it refuses larger ones.
-            first = self._try(degrees, few) or self._try(degrees, own[0])
+            large_enough = next(
+                (size for size in degree_sizes if self.problem.batch_size <= most * size),
+                degree_sizes[-1],
+            )
+            # The smallest micro-batches may fit into memory if larger ones do not.
+            first = self._try(degrees, large_enough) or self._try(degrees, degree_sizes[0])
             if first is not None:
-                # Of the sizes that memory should hold the best, whose step is as much longer than
-                # the first as estimates say.
-                start = min(filter(first.fits, own), key=estimates.__getitem__, default=first.size)
-                longer = (
-                    estimates[start] / estimates[first.size] if estimates[first.size] else 1.0
-                )  # Nothing to do.
-                begun.append((first.step_s * longer, degrees, own, start))
-        for promised_s, degrees, own, start in sorted(begun, key=itemgetter(0)):
+                # Start with the size of the best estimate among the sizes that should fit. Its step
+                # is predicted from the ratio of the estimates.
+                start = min(
+                    filter(first.fits, degree_sizes), key=estimates.__getitem__, default=first.size
+                )
+                ratio = estimates[start] / estimates[first.size] if estimates[first.size] else 1.0
+                started.append((first.step_s * ratio, degrees, degree_sizes, start))
+        for promised_s, degrees, degree_sizes, start in sorted(started, key=itemgetter(0)):
             if promised_s <= _CLOSE * self._best_s():
-                climb(own, own.index(start), partial(seconds, degrees))
+                climb(degree_sizes, degree_sizes.index(start), partial(seconds, degrees))
         best = self.best
         if best is None and self.refused:
             raise self._refusal(every, sizes)
         if best is None:
-            least = min((degrees.data for degrees in every), default=1)
+            smallest = min((degrees.data for degrees in every), default=1)
             raise InfeasibleError(
                 f"grid cannot split a micro-batch of {sizes[-1]} {plural(sizes[-1], 'sample')} "
-                f"evenly over {least} {plural(least, 'replica')}",
-                hint="choose a micro-batch size that is a multiple of the replicas, or other degrees",
+                f"evenly over {smallest} {plural(smallest, 'replica')}",
+                hint="set a micro-batch size that is a multiple of the replicas, or other degrees",
             )
         if (
             best.degrees.pipeline > 1
@@ -264,11 +287,13 @@ class GridSearch:
         return self.best.placement
 
     def _estimate_s(self, degrees: Degrees, size: int) -> float:
-        """About what a step takes where stages are even: filled, drained, gradients summed.
+        """Return the estimated seconds of a step with even stages: warm-up, cool-down and gradient
+        all-reduce included.
 
-        Of p groups in a line each waits for those before it: they take (m + p - 1) / p times what
-        the whole model takes of one of m micro-batches; with v stages a group the p - 1 are v times
-        shorter.
+        With p groups, m micro-batches, v stages per group and t = seconds of the full model for one
+        micro-batch on one group:
+
+            estimate = (m + (p - 1) / v) / p · t  +  gradient all-reduce
         """
         problem = self.problem
         work = self._seconds.of(
@@ -281,8 +306,10 @@ class GridSearch:
         replicas = degrees.groups()[0][:: degrees.tensor]
         return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
 
-    def _has_room(self, degrees: Degrees) -> bool:
-        """True if parameters and their state, in equal parts, fit the largest memory."""
+    def _state_fits(self, degrees: Degrees) -> bool:
+        """True if parameters and optimizer state, divided evenly, fit into the largest memory.
+        Otherwise store an error.
+        """
         problem = self.problem
         least = self._state_bytes(degrees)
         device = max(range(problem.cluster.size), key=problem.memory_of)
@@ -294,8 +321,8 @@ class GridSearch:
         return False
 
     def _state_bytes(self, degrees: Degrees) -> int:
-        """Bytes of parameters and their state on a device if all hold equally much: the fullest
-        holds no less.
+        """Return the bytes of parameters and optimizer state per device if they are divided evenly,
+        a lower bound for the fullest device.
         """
         copies = degrees.data if self.problem.optimizer.shard else 1
         parts = degrees.pipeline * degrees.tensor // (2 if self.opposite else 1)
@@ -304,19 +331,22 @@ class GridSearch:
         ) // parts
 
     def _refusal(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
-        """Return why there is no placement: if it is memory, the degrees that exceed it least.
+        """Return why there is no placement; if memory is the reason, the error of the degrees that
+        exceed memory least.
 
-        Peaks are those of 1F1B on the smallest micro-batches, with all stages recomputed if
-        recomputation is open.
+        Peaks are those of schedule 1F1B with the smallest micro-batches, with recomputation in all
+        stages if it is permitted.
         """
         if not any(isinstance(error, OutOfMemoryError) for error in self.refused):
             return self.refused[-1]
-        most = max(map(self.problem.memory_of, range(self.problem.cluster.size)))
+        largest_memory = max(map(self.problem.memory_of, range(self.problem.cluster.size)))
         best: tuple[float, OutOfMemoryError] | None = None
         tried = sorted(every, key=self._state_bytes)
         for degrees in tried:
             size = next((size for size in sizes if size % degrees.data == 0), None)
-            if size is None or (best is not None and self._state_bytes(degrees) - most >= best[0]):
+            if size is None or (
+                best is not None and self._state_bytes(degrees) - largest_memory >= best[0]
+            ):
                 continue
             try:
                 excess, error = self._excess(self.sized(size), degrees, tried)
@@ -329,13 +359,13 @@ class GridSearch:
     def _excess(
         self, problem: Problem, degrees: Degrees, every: Sequence[Degrees]
     ) -> tuple[float, OutOfMemoryError]:
-        """Return (excess, error): most bytes by which 1F1B exceeds a device's memory, and the error
-        that says so.
+        """Return (bytes by which 1F1B exceeds the memory of the fullest device, the corresponding
+        error).
         """
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
         placement = place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
-        # Peaks are reached when all stages are filled.
+        # Memory peaks occur once all stages are busy, so a few micro-batches are enough.
         count = min(problem.micro_batches, 4 * len(placement.stages))
         problem = replace(problem, micro_batches=count, batch_size=count * problem.micro_batch_size)
         peaks = quick_step(problem, placement, stage_costs(problem, placement)).peak_memory
@@ -349,14 +379,14 @@ class GridSearch:
                 for name in ("pipeline", "data", "tensor")
             }
             texts = (f"{name} {'/'.join(map(str, found))}" for name, found in options.items())
-            detail += f", the least of {len(every)} combinations of {', '.join(texts)}"
+            detail += f", the minimum of {len(every)} combinations of {', '.join(texts)}"
         need = peaks[worst]
         return over[worst], out_of_memory(
             problem, stages, len(placement.stages), worst, need, detail=detail
         )
 
     def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
-        """The placement on micro-batches of that size, tried once; None where there is none."""
+        """Return the cached trial with micro-batches of this size; None if it is infeasible."""
         key = degrees, size
         if key not in self._tried:
             self._tried[key] = None
@@ -391,21 +421,24 @@ class GridSearch:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Multiplies pipeline, data and tensor parallelism, as experts run large models: the product is
-    all devices.
+    """Multiply pipeline, data and tensor parallelism, as experts run large models; the product of
+    the degrees is the number of devices.
 
-    The operators, in a line, are cut into even stages. Inside a stage, replicas share the samples,
-    and the devices of a replica share heads, columns and vocabulary (Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021). Degrees that are
-    open, and the size of micro-batches, are those with the shortest simulated step under 1F1B.
+    The operators, in topological order, are partitioned into even stages. Inside a stage, the
+    replicas split the samples, and the devices of a replica split attention heads, columns and
+    vocabulary (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM", 2021). Degrees and a micro-batch size that are not given are chosen for the
+    shortest simulated step under schedule 1F1B.
     """
 
     pipeline: int | None = None
-    """Groups of devices in a line, each with a part of the layers."""
+    """Number of groups of devices in the pipeline."""
     data: int | None = None
-    """Replicas in each group, which share samples."""
+    """Number of replicas in each group, which split the samples."""
     tensor: int | None = None
-    """Devices that share each layer; those of one node at most where it is open."""
+    """Number of devices that split each layer. Default: searched, at most the devices
+    of one node.
+    """
     stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
     """Number of stages of each group of devices; interleaved and V-shaped schedules need at least
     2.
@@ -415,8 +448,9 @@ class Grid:
     schedules. `v`: 0 1 2 2 1 0, for V-shaped schedules.
     """
     opposite: bool = False
-    """True if a second pipeline, with copies of the parameters, passes the groups in the opposite
-    direction, and micro-batches take both in turn, as schedules `chimera` and `dualpipe` want it.
+    """Add a second pipeline, with copies of the parameters, through the groups in the opposite
+    direction. Micro-batches alternate between both. Schedules `chimera` and `dualpipe` require
+    this.
     """
 
     name: ClassVar[str] = "grid"
@@ -425,14 +459,14 @@ class Grid:
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range or at odds, InfeasibleError for an
+        """Raise ConfigurationError for invalid or incompatible options, and InfeasibleError for an
         empty model.
         """
         for option in ("pipeline", "data", "tensor", "stages_per_rank"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigurationError(
-                    f"{option} is {value}", hint="it must be at least 1", where="strategy"
+                    f"{option} is {value}", hint=f"set {option} to at least 1", where="strategy"
                 )
         if self.style == "v" and self.stages_per_rank < 2:
             raise ConfigurationError(
@@ -457,13 +491,15 @@ class Grid:
                     f"{named} is {product}, which does not {wanted} the {devices} "
                     f"{plural(devices, 'device')}"
                 ),
-                hint="leave one of pipeline, data and tensor open",
+                hint="remove one of pipeline, data and tensor, which is then searched",
                 where="strategy",
             )
         check_operators(problem)
 
     def _check_opposite(self, problem: Problem) -> None:
-        """Raise ConfigurationError for what contradicts two pipelines in opposite directions."""
+        """Raise ConfigurationError for options or constraints that are incompatible with
+        `opposite`.
+        """
         if self.stages_per_rank > 1:
             raise ConfigurationError(
                 f"opposite needs stages_per_rank 1, not {self.stages_per_rank}",
@@ -472,21 +508,21 @@ class Grid:
             )
         if self.pipeline is not None and self.pipeline % 2:
             message = (
-                "two pipelines in opposite directions need an even number of groups, and pipeline "
-                f"is {self.pipeline}"
+                "two pipelines in opposite directions require an even number of groups, but "
+                f"pipeline is {self.pipeline}"
             )
             raise ConfigurationError(message, where="strategy.pipeline")
         if problem.constraints:
-            hint = "strategy manual follows constraints for each of several pipelines"
+            hint = "use strategy manual, which supports constraints for several pipelines"
             raise ConfigurationError(
-                "with opposite, grid follows no constraints", hint, "strategy.opposite"
+                "grid does not support constraints together with opposite",
+                hint,
+                "strategy.opposite",
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the shortest step.
-
-        Raises InfeasibleError where memory holds none, ConfigurationError for constraints that it
-        does not fulfil.
+        """Return the placement with the shortest step. Raise InfeasibleError if none fits into
+        memory, and ConfigurationError for violated constraints.
         """
         return best_order(problem, self._placed)
 
@@ -497,7 +533,7 @@ class Grid:
             degrees = tuple(each for each in degrees if each.pipeline % 2 == 0)
             if not degrees:
                 raise InfeasibleError(
-                    "two pipelines in opposite directions need an even number of groups"
+                    "two pipelines in opposite directions require an even number of groups"
                 )
         if len(equal_device_runs(problem.cluster)) > 1:
             degrees = tuple(
@@ -507,10 +543,10 @@ class Grid:
             )
             if not degrees:
                 raise InfeasibleError(
-                    "grid's groups are equal, and with these degrees one would have devices of "
-                    "different kinds: "
+                    "grid forms equal groups, and with these degrees a group would contain devices "
+                    "of different types: "
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
-                    hint="set cluster.allow_mixed_stages to true, or take other degrees",
+                    hint="set cluster.allow_mixed_stages to true, or set other degrees",
                 )
         placement = GridSearch(problem, self.stages_per_rank, self.style, self.opposite).run(
             degrees, required_sizes(problem, resolved)

@@ -1,10 +1,10 @@
-"""PipeDream: the chain of stages whose slowest one is fastest, by dynamic programming, under a
-user's constraints.
+"""Strategy `pipedream`: the chain of stages whose slowest stage is fastest, by dynamic programming,
+under constraints.
 
-After Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019,
-section 3.1, with memory as in their "Memory-efficient pipeline-parallel DNN training", ICML 2021:
-under 1F1B the stage that is k-th from the end keeps k micro-batches. The search runs from the end
-of the chain, so that k is known.
+Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section
+3.1. Memory follows "Memory-efficient pipeline-parallel DNN training", ICML 2021: under 1F1B, the
+k-th stage from the end stores the saved tensors of k micro-batches. The search starts at the end of
+the chain, so that k is known.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from autopipe.passes.schedule.device_order import best_micro_batch_size, best_or
 
 @dataclass(frozen=True, slots=True)
 class ChainStage:
-    """One stage of an answer: blocks `first` to `stop - 1` on `degree` devices from `device` on, at
-    a price.
+    """A stage of a solution: blocks `first` … `stop - 1` on `degree` devices from number `device`
+    on, with its cost.
     """
 
     first: int
     stop: int
     device: int
     degree: int
-    price: float
+    cost: float
 
 
-Price = Callable[[int, int, int], Matrix]
-"""(place from the end counting from 1, first device, degree) → the price of every range of blocks
-there.
+StageCost = Callable[[int, int, int], Matrix]
+"""Function of (position from the end, counted from 1; first device; degree) that returns the cost
+of each range of blocks there.
 """
 
 Choices = dict[int, tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]]
-"""By number of last devices, for each first block: the price of all stages behind it, where the
-first of these stops, and its degree.
+"""By number of last devices, for each first block: the cost of the remaining stages, the end of the
+first of them, and its degree.
 """
 
 
@@ -69,29 +69,34 @@ def search(
     devices: int,
     stages: int,
     degrees: tuple[int, ...],
-    price: Price,
+    stage_cost: StageCost,
     join: np.ufunc = np.maximum,
 ) -> Iterator[list[ChainStage]]:
-    """For every number of stages up to `stages` the best chain over all devices, if there is any:
-    with the least largest price, or with `join=np.add` the least sum of prices. Where the k last
-    stages begin with block i and have the last d devices, A(0, blocks, 0) = 0 and
+    """Yield the best chain over all devices for each number of stages up to `stages` that has one.
 
-        A(k, i, d) = min over stops j and degrees n of max(price(k, d, n)[i, j], A(k - 1, j, d - n))
+    The largest stage cost is minimised, or the sum of costs with `join=np.add`. Let A(k, i, d) be
+    the cost of the last k stages if they start with block i and use the last d devices, with A(0,
+    blocks, 0) = 0:
+
+        A(k, i, d) = min over ends j and degrees n of
+            max(stage_cost(k, d, n)[i, j], A(k - 1, j, d - n))
+
+    Time O(stages · devices · degrees · blocks²).
     """
     zeros = np.zeros(blocks + 1, dtype=np.int64)
-    nothing = np.full(blocks + 1, np.inf), zeros, zeros
-    choices: list[Choices] = [{0: (np.append(nothing[0][1:], 0.0), zeros, zeros)}]
-    for place in range(1, min(stages, blocks, devices) + 1):
+    none = np.full(blocks + 1, np.inf), zeros, zeros
+    choices: list[Choices] = [{0: (np.append(none[0][1:], 0.0), zeros, zeros)}]
+    for from_end in range(1, min(stages, blocks, devices) + 1):
         reached: Choices = {}
-        for rest, (behind, _, _) in choices[-1].items():
+        for remaining, (rest_cost, _, _) in choices[-1].items():
             for degree in degrees:
-                used = rest + degree
+                used = remaining + degree
                 if used > devices:
                     continue
-                costs = join(price(place, devices - used, degree), behind[None, :])
+                costs = join(stage_cost(from_end, devices - used, degree), rest_cost[None, :])
                 stop = costs.argmin(axis=1)
                 cost = np.take_along_axis(costs, stop[:, None], axis=1)[:, 0]
-                known, stops, picked = reached.get(used, nothing)
+                known, stops, picked = reached.get(used, none)
                 better = cost < known
                 reached[used] = (
                     np.where(better, cost, known),
@@ -102,21 +107,21 @@ def search(
             {used: found for used, found in reached.items() if np.isfinite(found[0]).any()}
         )
         if devices in reached and np.isfinite(reached[devices][0][0]):
-            yield _trace(choices, devices, price)
+            yield _trace(choices, devices, stage_cost)
 
 
-def _trace(choices: list[Choices], devices: int, price: Price) -> list[ChainStage]:
+def _trace(choices: list[Choices], devices: int, cost: StageCost) -> list[ChainStage]:
     pieces = []
     first = 0
     used = devices
-    for place in range(len(choices) - 1, 0, -1):
-        _, stops, degrees = choices[place][used]
+    for from_end in range(len(choices) - 1, 0, -1):
+        _, stops, degrees = choices[from_end][used]
         stop = int(stops[first])
         degree = int(degrees[first])
         device = devices - used
         pieces.append(
             ChainStage(
-                first, stop, device, degree, float(price(place, device, degree)[first, stop])
+                first, stop, device, degree, float(cost(from_end, device, degree)[first, stop])
             )
         )
         first = stop
@@ -126,7 +131,9 @@ def _trace(choices: list[Choices], devices: int, price: Price) -> list[ChainStag
 
 @dataclass(frozen=True, slots=True)
 class ChainConstraint:
-    """The blocks `first` to `last` go, together, to the stage that has what is not None here."""
+    """The blocks `first` … `last` must be together in a stage with this number, devices and degree;
+    None means any.
+    """
 
     first: int
     last: int
@@ -135,27 +142,29 @@ class ChainConstraint:
     degree: int | None = None
 
     def penalty(self, size: int, index: int, device: int, degree: int) -> Matrix:
-        """Infinite for ranges that break the rule as stage `index` on these devices, else 0."""
+        """Return a table [first, stop]: infinite for ranges that violate the constraint as stage
+        `index` on these devices, otherwise 0.
+        """
         first, stop = np.ogrid[:size, :size]
         allowed = (first > self.last) | (stop <= self.first)
-        own = (index, range(device, device + degree), degree)
+        actual = (index, range(device, device + degree), degree)
         if all(
-            wanted in (None, has)
-            for wanted, has in zip((self.stage, self.devices, self.degree), own, strict=True)
+            wanted in (None, value)
+            for wanted, value in zip((self.stage, self.devices, self.degree), actual, strict=True)
         ):
-            holds = (first <= self.first) & (stop > self.last)
-            allowed = holds if self.stage is not None else np.ones_like(holds)
+            contains = (first <= self.first) & (stop > self.last)
+            allowed = contains if self.stage is not None else np.ones_like(contains)
         return np.where(allowed, 0.0, np.inf)
 
 
-_MANUAL = "strategy manual follows any constraint"
+_MANUAL = "use strategy manual, which follows all constraints"
 
 
 def _rules(
     resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes
 ) -> tuple[ChainConstraint, ...]:
-    """The constraints as the search sees them. Raises ConfigurationError for those that no chain
-    can fulfil.
+    """Return the constraints in terms of blocks. Raise ConfigurationError for constraints that no
+    chain satisfies.
     """
     stages: dict[int, ChainConstraint] = {}
     found: list[ChainConstraint] = []
@@ -173,7 +182,7 @@ def _rules(
             devices = range(min(each.devices), max(each.devices) + 1)
             if len(devices) != len(each.devices):
                 reason = (
-                    "asks for devices that are no neighbours, and pipedream's stages are on "
+                    "requires devices that are not neighbours, but pipedream's stages are on "
                     "neighbouring devices"
                 )
                 raise ConfigurationError(f"{each} {reason}", _MANUAL)
@@ -183,7 +192,7 @@ def _rules(
         for axis, _ in split or ():
             if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
                 raise ConfigurationError(
-                    f"{each} splits axis {axis!r}, and pipedream splits by samples alone", _MANUAL
+                    f"{each} splits axis {axis!r}, but pipedream splits samples only", _MANUAL
                 )
         degrees = [1] if split == () else [degree for _, degree in split or ()]
         own = sorted({int(chain.block_of[node]) for node in nodes})
@@ -193,9 +202,9 @@ def _rules(
     return (*stages.values(), *found)
 
 
-class ChainPrices:
-    """Prices by place from the end, first device and degree; surroundings that are alike share
-    their figures.
+class ChainCosts:
+    """Costs of stages by position from the end, first device and degree. Equal environments share
+    their tables.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -207,9 +216,9 @@ class ChainPrices:
         self._parts = cache(tables.memory)
         self._times, self._fits = cache(self._stage_seconds), cache(self._within)
 
-    def seconds(self, place: int, device: int, degree: int) -> Matrix:
-        """Seconds of a micro-batch, plain or with recomputation; infinite where memory does not
-        hold.
+    def seconds(self, from_end: int, device: int, degree: int) -> Matrix:
+        """Return the seconds per micro-batch, with recomputation only if it is needed to fit into
+        memory; infinite if it does not fit.
         """
         cluster = self.problem.cluster
         group = range(device, device + degree)
@@ -218,19 +227,19 @@ class ChainPrices:
         kinds = frozenset(cluster.kinds_among(group))
         reduce = exchange_of_gradients(self.problem, group)
         plain, again = self._times(degree, kinds, before, after, reduce)
-        fits, fits_again = self._fits(degree, self._in_flight(place), self._limit(group))
+        fits, fits_again = self._fits(degree, self._in_flight(from_end), self._limit(group))
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
 
-    def excess(self, place: int, device: int, degree: int) -> Matrix:
-        """Bytes over the memory limit (below zero where there is room) of the way that needs
-        least.
+    def excess(self, from_end: int, device: int, degree: int) -> Matrix:
+        """Return the bytes over the memory limit with or without recomputation, whichever needs
+        less; negative if it fits.
         """
-        plain, again = self._memory(degree, self._in_flight(place))
+        plain, again = self._memory(degree, self._in_flight(from_end))
         return np.minimum(plain, again) - self._limit(range(device, device + degree)) + self._empty
 
     def placement(self, pieces: list[ChainStage]) -> Placement:
-        """The stages of an answer; where memory does not hold one as it is, it runs its forward
-        again.
+        """Return the placement of a solution. A stage that does not fit into memory otherwise
+        recomputes its forward.
         """
         stages = []
         for index, piece in enumerate(pieces):
@@ -246,8 +255,8 @@ class ChainPrices:
             )
         return Placement(tuple(stages))
 
-    def _in_flight(self, place: int) -> int:
-        return min(place, self.problem.micro_batches)
+    def _in_flight(self, from_end: int) -> int:
+        return min(from_end, self.problem.micro_batches)
 
     def _limit(self, group: range) -> int:
         return min(map(self.problem.memory_of, group))
@@ -260,7 +269,7 @@ class ChainPrices:
         after: Link | None,
         reduce: Cost,
     ) -> tuple[Matrix, Matrix]:
-        """Seconds of a stage without and with recomputation, on the slowest of its devices."""
+        """Return the seconds of stages (without, with recomputation) on the slowest device type."""
         plain = []
         again = []
         for device in kinds:
@@ -278,7 +287,9 @@ class ChainPrices:
         return np.maximum.reduce(plain), np.maximum.reduce(again)
 
     def _memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
-        """Bytes without and with recomputation; infinite for what the options exclude."""
+        """Return the bytes of stages (without, with recomputation); infinite for the variant that
+        the problem excludes.
+        """
         excluded = {"none": True, "full": False}.get(
             self.problem.recompute if self.problem.train else "none"
         )
@@ -300,56 +311,58 @@ class ChainPrices:
         return plain <= limit, again <= limit
 
 
-_MOST_BLOCKS = 224  # Cuts that the search considers: its time grows with their square.
+_MAXIMUM_BLOCKS = 224
+"""Maximum number of blocks of a chain; the search takes time in their square."""
 _EVEN_ENOUGH = 1.001
-"""How much longer a step may be, as a factor, for stages that are more even: costs are not known
-better than that.
+"""Factor by which the step may become longer for more even stages; costs are not known more
+precisely.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PipeDream:
-    """Cuts the operators, in one line, into stages that take equally long, each on one or several
+    """Partition a chain of operators into stages that take equally long, each on one or several
     devices.
     """
 
     max_stages: int | None = None
-    """The most stages; as many as there are devices where nothing is given."""
+    """Maximum number of stages. Default: the number of devices."""
     replicate: bool = True
-    """True if several devices may share a stage's samples."""
+    """Allow several devices to split the samples of a stage."""
     sweep: bool = False
-    """True if it tries all sizes of micro-batches, where they are left open, for the one with the
-    shortest step.
-    """
+    """Try all micro-batch sizes, if none is given, and choose the one with the shortest step."""
 
     objective: Literal["step", "slowest_stage"] = "step"
-    """Objective: the time of a whole step, filling and draining included, or, as published, of the
-    slowest stage.
+    """`step`: minimise the time of a step, warm-up and cool-down included. `slowest_stage`:
+    minimise the slowest stage, as published.
     """
 
     name: ClassVar[str] = "pipedream"
 
     def division(self, graph: Graph) -> Division:
-        """It may make several stages; with `sweep` it chooses one size of micro-batches for all of
-        them.
+        """Return OWN with `sweep`, which chooses the micro-batch size itself, and
+        otherwise MANY.
         """
         return Division.OWN if self.sweep else Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError where there is nothing to place, ConfigurationError for options out
-        of range.
+        """Raise InfeasibleError for an empty model, and ConfigurationError for options out of
+        range.
         """
         if self.max_stages is not None and self.max_stages < 1:
             raise ConfigurationError(
-                f"max_stages is {self.max_stages}", hint="it must be at least 1", where="strategy"
+                f"max_stages is {self.max_stages}",
+                hint="set max_stages to at least 1",
+                where="strategy",
             )
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The chain with the least estimated time of a step, or of its slowest stage. It uses all
-        devices, or as many as it can where the operators or the samples are too few to share.
-        Raises InfeasibleError where memory or the constraints allow no chain, ConfigurationError
-        for constraints that it cannot follow.
+        """Return the chain with the minimum objective.
+
+        It uses all devices, or the largest possible number if there are too few operators or
+        samples. Raise InfeasibleError if memory or constraints permit no chain, and
+        ConfigurationError for constraints that cannot be satisfied.
         """
         found = best_order(
             problem,
@@ -362,9 +375,9 @@ class PipeDream:
         )
 
     def _answer(self, problem: Problem) -> tuple[Placement, float]:
-        """The chain for the problem's micro-batches."""
+        """Return (placement, seconds of a step) at the problem's micro-batch size."""
         resolved = resolved_constraints(problem)
-        # Cuts must be able to part these nodes from the others: all of one stage together, else of
+        # Block boundaries must separate these nodes from all others: the nodes of one stage, or of
         # one constraint.
         by_stage: dict[int, tuple[int, ...]] = {}
         for each in resolved:
@@ -378,79 +391,83 @@ class PipeDream:
         )
         forward, backward = mean_seconds(problem)
         tables = make_tables(
-            problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups)
+            problem, make_chain(problem.graph, forward + backward, _MAXIMUM_BLOCKS, groups)
         )
         rules = _rules(resolved, tables.chain, tables.samples)
-        # Constraints speak of the devices there are; without any, fewer will do.
+        # Constraints refer to the given devices; without any, fewer devices may be used.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
-            prices = ChainPrices(
+            costs = ChainCosts(
                 replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices)))
             )
-            pieces = self._best(prices, rules)
+            pieces = self._best(costs, rules)
             if pieces:
-                return prices.placement(pieces), _step_seconds(problem, pieces)
-            nearest = min(self._answers(prices, prices.excess, rules), key=_highest, default=[])
+                return costs.placement(pieces), _step_seconds(problem, pieces)
+            nearest = min(self._answers(costs, costs.excess, rules), key=_highest, default=[])
             if nearest:
-                worst = max(nearest, key=lambda piece: piece.price)
-                need = prices.problem.memory_of(worst.device) + worst.price
+                worst = max(nearest, key=lambda piece: piece.cost)
+                need = costs.problem.memory_of(worst.device) + worst.cost
                 stages = [nearest.index(worst)]
                 raise out_of_memory(
-                    prices.problem, stages, len(nearest), worst.device, need, least=True
+                    costs.problem, stages, len(nearest), worst.device, need, least=True
                 )
         raise InfeasibleError(
             (
                 f"no chain of stages over {problem.cluster.size} "
-                f"{plural(problem.cluster.size, 'device')} obeys "
+                f"{plural(problem.cluster.size, 'device')} satisfies "
             )
             + " and ".join(map(str, resolved)),
             _MANUAL,
         )
 
-    def _best(self, prices: ChainPrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
-        """The best chain over all numbers of stages, the fewest of equals. Of three stages or more
-        it is one with as many, none slower than its slowest, the others even: with the least sum of
-        squares.
+    def _best(self, costs: ChainCosts, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
+        """Return the best chain over all numbers of stages; ties: the fewest stages win.
+
+        A chain of at least three stages is replaced by the most even chain of equally many stages,
+        none slower than its slowest: the one with the minimum sum of squared seconds, if its step
+        is at most `_EVEN_ENOUGH` times as long.
         """
-        step = partial(_step_seconds, prices.problem)
+        step = partial(_step_seconds, costs.problem)
         aim = step if self.objective == "step" else _highest
-        best = min(self._answers(prices, prices.seconds, rules), key=aim, default=[])
+        best = min(self._answers(costs, costs.seconds, rules), key=aim, default=[])
         if len(best) < 3:
             return best
         slowest = _highest(best) * (1 + 1e-9)
 
-        def squared(place: int, device: int, degree: int) -> Matrix:
-            seconds = prices.seconds(place, device, degree)
+        def squared(from_end: int, device: int, degree: int) -> Matrix:
+            seconds = costs.seconds(from_end, device, degree)
             return np.where(seconds <= slowest, seconds**2, np.inf)
 
-        evened = next(self._chains(prices, squared, rules, len(best), len(best), np.add), [])
-        evened = [replace(piece, price=piece.price**0.5) for piece in evened]
+        evened = next(self._chains(costs, squared, rules, len(best), len(best), np.add), [])
+        evened = [replace(piece, cost=piece.cost**0.5) for piece in evened]
         return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
 
     def _answers(
-        self, prices: ChainPrices, price: Price, rules: tuple[ChainConstraint, ...]
+        self, costs: ChainCosts, cost: StageCost, rules: tuple[ChainConstraint, ...]
     ) -> Iterator[list[ChainStage]]:
-        """The best chain for each number of stages that has one."""
-        devices = prices.problem.cluster.size
-        most = min(self.max_stages or devices, devices)
-        apart = any(rule.stage is not None for rule in rules)
-        for stages in range(1, most + 1) if apart else (most,):
-            yield from self._chains(prices, price, rules, stages, stages if apart else 1)
+        """Yield the best chain for each number of stages that has one."""
+        devices = costs.problem.cluster.size
+        maximum = min(self.max_stages or devices, devices)
+        has_stage_rules = any(rule.stage is not None for rule in rules)
+        for stages in range(1, maximum + 1) if has_stage_rules else (maximum,):
+            yield from self._chains(costs, cost, rules, stages, stages if has_stage_rules else 1)
 
     def _chains(
         self,
-        prices: ChainPrices,
-        price: Price,
+        costs: ChainCosts,
+        cost: StageCost,
         rules: tuple[ChainConstraint, ...],
         most: int,
         least: int = 1,
         join: np.ufunc = np.maximum,
     ) -> Iterator[list[ChainStage]]:
-        """Chains of `least` to `most` stages; a rule about a stage alone holds for those of `most`.
-        No stage straddles kinds of devices without being asked to.
+        """Yield the best chains of `least` to `most` stages.
+
+        Constraints on stage numbers hold for chains of `most` stages. No stage has devices of
+        several types unless the problem permits it.
         """
-        problem = prices.problem
-        blocks = prices.tables.chain.blocks
+        problem = costs.problem
+        blocks = costs.tables.chain.blocks
         shared = self.replicate and bool(problem.graph.batch_axes)
         size = problem.micro_batch_size
         every = range(1, problem.cluster.size + 1)
@@ -458,11 +475,13 @@ class PipeDream:
             degree for degree in every if degree == 1 or (shared and size % degree == 0)
         )
 
-        def ruled(place: int, device: int, degree: int) -> Matrix:
+        def ruled(from_end: int, device: int, degree: int) -> Matrix:
             if not may_share(problem, range(device, device + degree)):
                 return np.full((blocks + 1, blocks + 1), np.inf)
-            penalties = (rule.penalty(blocks + 1, most - place, device, degree) for rule in rules)
-            return sum(penalties, price(place, device, degree))
+            penalties = (
+                rule.penalty(blocks + 1, most - from_end, device, degree) for rule in rules
+            )
+            return sum(penalties, cost(from_end, device, degree))
 
         for pieces in search(blocks, problem.cluster.size, most, degrees, ruled, join):
             if len(pieces) >= least:
@@ -470,8 +489,8 @@ class PipeDream:
 
 
 def _highest(pieces: list[ChainStage]) -> float:
-    return max(piece.price for piece in pieces)
+    return max(piece.cost for piece in pieces)
 
 
 def _step_seconds(problem: Problem, pieces: list[ChainStage]) -> float:
-    return chain_step_seconds([piece.price for piece in pieces], problem.micro_batches)
+    return chain_step_seconds([piece.cost for piece in pieces], problem.micro_batches)

@@ -1,10 +1,10 @@
-"""Tessel's shapes as a strategy: what of the model goes over all devices, what on one each, and in
-which order.
+"""Strategy `tessel_shapes`: placements with the shapes of Tessel.
 
 Lin et al., "Tessel: boosting distributed execution of large DNN models via flexible schedule
-search", HPCA 2024, sections II and VI. An outline says which devices share what, and which go over
-a chain's stages one by one; its chains are then cut so that their stages take equally long, and
-anew where a device's memory does not hold them.
+search", HPCA 2024, sections II and VI. An outline describes which parts of the model all devices
+share, and which parts are chains of stages on one device each. The chains are then partitioned so
+that their stages take equally long, and again with tighter limits if a device's memory is
+insufficient.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ from autopipe.passes.sharding.regions import (
     weights_of,
 )
 
-_MOST_BLOCKS = 768
-"""Places to cut that are considered: time grows with their square."""
+_MAXIMUM_BLOCKS = 768
+"""Maximum number of blocks of a chain; the partition takes time in their square."""
 _ATTEMPTS = 8
-"""Cuts of a shape's chains that are tried where memory is short."""
+"""Maximum number of partitions of a shape's chains that are tried to fit into memory."""
 
 _Floats = NDArray[np.float64]
 Nodes = tuple[int, ...]
@@ -76,10 +76,10 @@ Stages = tuple[Nodes, ...]
 
 @dataclass(frozen=True, slots=True)
 class CostedModel(ReplicatedGraph):
-    """The network of a problem.
+    """A problem's graph with the seconds of its nodes.
 
-    `seconds` are those of forward and backward of each whole node, on average over kinds of
-    devices, `on_kind` those on each kind.
+    `seconds` are those of forward and backward of each unsplit node, averaged over device types.
+    `on_kind` has the seconds on each device type.
     """
 
     cluster: Cluster
@@ -93,20 +93,24 @@ class CostedModel(ReplicatedGraph):
 
     @property
     def share(self) -> float:
-        """Half a device's equal share of all: what has less is small."""
+        """Return half of one device's fraction of the whole model. A part with a smaller fraction
+        counts as small.
+        """
         return 0.5 / self.devices
 
     @property
     def least_s(self) -> float:
+        """Return the seconds below which a part of the model counts as small."""
         return self.share * float(self.seconds.sum())
 
-    def weighs(self, nodes: Iterable[int]) -> float:
+    def seconds_of(self, nodes: Iterable[int]) -> float:
+        """Return the seconds of `nodes`."""
         return float(self.seconds[list(nodes)].sum())
 
 
 def costed_model(problem: Problem) -> CostedModel:
-    """The model of a problem: one for all shapes, and for problems that differ in what costs
-    nothing.
+    """Return the model of a problem; problems that differ only in fields without influence on costs
+    share it.
     """
     return _costed(problem.graph, problem.work, problem.cluster, problem.precision, problem.train)
 
@@ -135,44 +139,49 @@ def _costed(
 
 
 @remembered(GRAPHS)
-def line_around(model: CostedModel, together: Stages = ()) -> Chain:
-    """The nodes as a line of blocks, each of the sets of `together` in one block."""
-    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, together)
+def chain_of_model(model: CostedModel, together: Stages = ()) -> Chain:
+    """Return the nodes as a chain of blocks. The nodes of each set in `together` are in
+    one block.
+    """
+    return make_chain(model.graph, model.seconds, _MAXIMUM_BLOCKS, together)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CutLine:
-    """A run of nodes in blocks, between which it may be cut, and what tells where."""
+class PartitionableChain:
+    """A chain of blocks of nodes that can be partitioned between blocks, with the costs of all
+    ranges.
+    """
 
     blocks: Stages
     lengths: dict[Device | None, tuple[_Floats, _Floats]]
-    """On each kind of devices, and (None) on average over them: the seconds of each block; and at
-    [a, b] those of blocks a to b - 1, with messages at either end.
+    """For each device type, and for None (their average): the seconds of each block, and a table
+    [a, b] with the seconds of blocks a … b-1 plus communication at both ends.
     """
     sizes: _Floats
     """Bytes of the parameters that each block is the first to read."""
 
-    def even(self, kinds: Sequence[Device | None], room: Sequence[float] = ()) -> Stages:
-        """A run of blocks for each of some kinds of devices; the slowest is fastest.
+    def even(self, kinds: Sequence[Device | None], capacity: Sequence[float] = ()) -> Stages:
+        """Return a contiguous range of blocks for each of `kinds` (device types); the slowest range
+        is as fast as possible.
 
-        Where `room` is given, none has more bytes of parameters than there is room for. Raises
-        InfeasibleError where the blocks are too few or the room is.
+        If `capacity` is given, no range has more bytes of parameters than its capacity. Raise
+        InfeasibleError if there are too few blocks or the capacities are too small.
         """
         count = len(kinds)
         if len(self.blocks) < count:
             raise InfeasibleError(
                 f"{len(self.blocks)} {plural(len(self.blocks), 'operator')} "
-                f"cannot be cut into {count} {plural(count, 'stage')}",
-                hint="take fewer devices, or lower strategy.stages_per_rank",
+                f"cannot be partitioned into {count} {plural(count, 'stage')}",
+                hint="use fewer devices, or decrease strategy.stages_per_rank",
             )
         known = even_stops(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
         lengths = [self.lengths[kind][1] for kind in kinds]
-        if min(room, default=math.inf) < math.inf:
-            lengths = within_memory(lengths, range_sums(self.sizes), room)
+        if min(capacity, default=math.inf) < math.inf:
+            lengths = within_memory(lengths, range_sums(self.sizes), capacity)
         stops = best_stops(lengths, known)
         if not stops:
             raise InfeasibleError(
-                f"{count} {plural(count, 'stage has', 'stages have')} no room for their parameters",
+                f"the parameters do not fit into the memory of {count} {plural(count, 'stage')}",
                 hint="use more devices",
             )
         between = itertools.pairwise([0, *stops])
@@ -182,8 +191,8 @@ class CutLine:
 
 
 @remembered(GRAPHS)
-def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> CutLine:
-    """Nodes of `nodes` in each block of a chain."""
+def chain_of_nodes(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> PartitionableChain:
+    """Return the chain of `nodes`, with a block for the nodes in each block of `chain`."""
     groups: dict[int, list[int]] = {}
     for node in nodes:
         groups.setdefault(int(chain.block_of[node]), []).append(node)
@@ -202,11 +211,11 @@ def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> CutLine:
         ]
         if readers:
             sizes[min(readers)] += parameter.value.bytes
-    return CutLine(blocks, lengths, sizes)
+    return PartitionableChain(blocks, lengths, sizes)
 
 
 def stage_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
-    """A stage whose nodes no device shares."""
+    """Return a stage without splits."""
     return Stage(
         tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=problem.recomputes_all
     )
@@ -219,8 +228,8 @@ def stage_of_several(
     devices: tuple[int, ...],
     tables: frozenset[str],
 ) -> Stage:
-    """A stage whose devices share `tables` and the products for which that saves more than
-    gathering costs.
+    """Return a stage whose devices split `tables`, and the matmuls for which a split saves more
+    time than the gather of the result costs.
     """
     stage = stage_of(problem, nodes, devices)
     degree = len(devices)
@@ -239,21 +248,22 @@ def stage_of_several(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageRow:
-    """A line on a row of devices: a stage on each, in their order."""
+    """A chain on a row of devices: one stage per entry of `devices`, in order."""
 
-    line: CutLine
+    line: PartitionableChain
     devices: tuple[int, ...]
     pipeline: int = 0
 
 
 Outline = tuple[Stage | StageRow, ...]
+"""The parts of a placement: finished stages, and chains that are not partitioned yet."""
 
 
-def with_chains_cut(problem: Problem, outline: Outline, room: Sequence[float]) -> Placement:
-    """The stages, those of rows even, with no more bytes of parameters than there is `room` for on
-    each device.
+def with_even_chains(problem: Problem, outline: Outline, capacity: Sequence[float]) -> Placement:
+    """Return the placement of an outline with evenly partitioned chains.
 
-    Raises InfeasibleError where a line has too few operators or no room.
+    `capacity` is the maximum number of bytes of parameters on each device. Raise InfeasibleError if
+    a chain has too few operators or the capacities are too small.
     """
     stages: list[Stage] = []
     for part in outline:
@@ -261,7 +271,7 @@ def with_chains_cut(problem: Problem, outline: Outline, room: Sequence[float]) -
             stages.append(part)
             continue
         kinds = [problem.cluster.devices[device] for device in part.devices]
-        runs = part.line.even(kinds, [room[device] for device in part.devices])
+        runs = part.line.even(kinds, [capacity[device] for device in part.devices])
         own = (
             stage_of(problem, run, (device,))
             for run, device in zip(runs, part.devices, strict=True)
@@ -271,35 +281,37 @@ def with_chains_cut(problem: Problem, outline: Outline, room: Sequence[float]) -
 
 
 def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
-    """The stages of an outline, with chains cut anew as long as memory does not hold them.
+    """Return the placement of an outline; its chains are partitioned again while memory is
+    insufficient.
 
-    Of those found, the one that exceeds memory least under any schedule, then under 1F1B. Raises
-    InfeasibleError where a chain has too few operators.
+    Of all partitions tried, the one with the smallest excess of memory is returned: first the
+    excess under any schedule, then under 1F1B. Raise InfeasibleError if a chain has too few
+    operators.
     """
-    room = (math.inf,) * problem.cluster.size
-    placement = with_chains_cut(problem, outline, room)
+    capacity = (math.inf,) * problem.cluster.size
+    placement = with_even_chains(problem, outline, capacity)
     found = []
     for _ in range(_ATTEMPTS):
-        excess, lighter = _weighed(problem, placement, room)
+        excess, lighter = _excess_and_capacity(problem, placement, capacity)
         found.append((excess, placement))
-        if lighter == room:
+        if lighter == capacity:
             break
         try:
-            room = lighter
-            placement = with_chains_cut(problem, outline, lighter)
+            capacity = lighter
+            placement = with_even_chains(problem, outline, lighter)
         except InfeasibleError:
             break
     return min(found, key=lambda each: each[0])[1]
 
 
-def _weighed(
-    problem: Problem, placement: Placement, room: tuple[float, ...]
+def _excess_and_capacity(
+    problem: Problem, placement: Placement, capacity: tuple[float, ...]
 ) -> tuple[tuple[int, int], tuple[float, ...]]:
-    """Bytes by which the fullest device is over its memory, under any schedule and under 1F1B; and
-    less room for parameters on devices that are too full.
+    """Return ((excess under any schedule, excess under 1F1B), reduced capacities).
 
-    Of what such a device's own stages hold, their parameters give up the part by which memory is
-    exceeded. Stages recompute where they may: memory is scarce.
+    The excess is that of the fullest device in bytes, at least 0. On a device that exceeds memory,
+    the capacity for parameters is reduced by the fraction by which the device's own stages exceed
+    it. Stages recompute if it is permitted, because memory is scarce.
     """
     if problem.train and problem.recompute == "auto":
         placement = Placement(tuple(replace(stage, recompute=True) for stage in placement.stages))
@@ -310,9 +322,9 @@ def _weighed(
     )
     most = max(0, *least), max(0, *usual)
     if not any(most):
-        return most, room
+        return most, capacity
     counts = in_flight(problem, placement)
-    found = list(room)
+    found = list(capacity)
     for device, over in enumerate(least if most[0] else usual):
         own = [index for index, stage in enumerate(placement.stages) if stage.devices == (device,)]
         held = sum(costs[index].memory_bytes(counts[index]) for index in own)
@@ -323,9 +335,9 @@ def _weighed(
 
 
 @dataclass(frozen=True, slots=True)
-class SharedLookup:
-    """A lookup in a large table, or a head over many classes, with all nodes that stay cut with
-    it.
+class SharedTableNodes:
+    """A gather from a large embedding table, or a head over many classes, with all nodes that stay
+    sharded with it.
     """
 
     table: str
@@ -334,11 +346,11 @@ class SharedLookup:
 
 @remembered(GRAPHS)
 def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
-    """Tables that lookups read and weights of heads, those with more than half a device's share of
+    """Return the embedding tables and head weights that are larger than half a device's fraction of
     all parameters.
 
-    With `at_least_one` and none so large, the largest that a lookup reads and all others half as
-    large or more.
+    With `at_least_one`, if no table is that large, return the largest embedding table and all
+    tables at least half as large.
     """
     graph = model.graph
     looked_up, classes = (frozenset[str]().union(*each) for each in _tables_read(model))
@@ -349,10 +361,12 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     return frozenset(name for name, size in sizes.items() if size >= least)
 
 
-def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple[SharedLookup, ...]:
-    """The lookups and heads that read one of `tables`, in order.
+def shared_table_nodes(
+    model: CostedModel, tables: frozenset[str], degree: int
+) -> tuple[SharedTableNodes, ...]:
+    """Return the gathers and heads that read one of `tables`, in order.
 
-    Raises InfeasibleError, naming the table, where `degree` devices cannot share one equally.
+    Raise InfeasibleError with the table's name if `degree` devices cannot split it evenly.
     """
     everything = frozenset(range(len(model.graph.nodes)))
     found = []
@@ -364,16 +378,16 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
         if axis is None:
             space = model.uses[node].space
             column = seed_axis(model, node, 1, frozenset([read[0]]))
-            extent = space.axis(column).size if column else 0
+            size = space.axis(column).size if column else 0
             raise InfeasibleError(
-                f"{degree} {plural(degree, 'device')} cannot share the {extent} "
-                f"{plural(extent, 'row')} of {read[0]!r} equally",
-                hint=even_degree_hint(extent, degree),
+                f"{degree} {plural(degree, 'device')} cannot evenly split the {size} "
+                f"{plural(size, 'row')} of {read[0]!r}",
+                hint=even_degree_hint(size, degree),
                 where=repr(model.graph.nodes[node].name),
             )
         region = grow_region(model, node, axis, degree, everything, {})
         cut = frozenset({node}) if region.open else frozenset(region.axes)
-        found.append(SharedLookup(read[0], cut | model.feeders(node)))
+        found.append(SharedTableNodes(read[0], cut | model.feeders(node)))
     return tuple(found)
 
 
@@ -381,8 +395,8 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
 def _tables_read(
     model: CostedModel,
 ) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
-    """For each node the table that it looks rows up in, and the weights that it multiplies with as
-    a head.
+    """Return, for each node, (tables that it gathers rows from), (weights that it multiplies as a
+    head).
     """
     looked_up = []
     heads = []
@@ -397,8 +411,8 @@ def _tables_read(
 
 
 def _is_head(model: CostedModel, node: int) -> bool:
-    """True for a product whose columns are classes: they end in a softmax or a loss, or leave the
-    model.
+    """True for a matmul whose columns are classes: they end in a softmax or a loss, or are an
+    output of the model.
     """
     axis = (
         None
@@ -413,20 +427,19 @@ def _is_head(model: CostedModel, node: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """Nodes that stand together; `shared` where they are split over all devices."""
+    """Nodes that belong together; `shared` is true if they are split over all devices."""
 
     nodes: tuple[int, ...]
     shared: bool
 
 
-def line_of_parts(
-    model: CostedModel, chain: Chain, wide: Sequence[SharedLookup]
+def parts_of_chain(
+    model: CostedModel, chain: Chain, wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
-    """The line's parts in order: lookups and heads with all that stands between their nodes, and
-    chains between them.
+    """Return the parts of the chain in order: shared parts (gathers and heads with all nodes
+    between them), and chains between them.
 
-    A chain with less than half a device's share of the work at either end joins the shared part
-    beside it.
+    A chain of little work (`CostedModel.least_s`) joins an adjacent shared part.
     """
     place = {node: index for index, node in enumerate(chain.order)}
     shared: set[int] = set()
@@ -436,11 +449,11 @@ def line_of_parts(
     return _joined(model, (ModelPart((node,), index in shared) for node, index in place.items()))
 
 
-def hoisted(
-    model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedLookup]
+def with_lookups_first(
+    model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
-    """The same with all lookups that read inputs alone in the first part, so that one chain is left
-    behind them.
+    """Return the parts with all gathers that depend on inputs only in the first part, so that one
+    chain remains.
     """
     nodes = model.graph.nodes
     again = recomputed_nodes(model.graph)
@@ -463,9 +476,10 @@ def hoisted(
 
 
 def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
-    """The parts that have nodes, shared ones that follow each other as one, and chains that do.
+    """Return the non-empty parts, with consecutive parts of the same kind merged.
 
-    Chains of little work join their neighbour: at the end what comes before, else the next.
+    A chain of little work joins an adjacent part: the previous one at the end of the model,
+    otherwise the next one.
     """
     runs = itertools.groupby((part for part in parts if part.nodes), key=attrgetter("shared"))
     whole = [
@@ -475,7 +489,7 @@ def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, 
     found: list[ModelPart] = []
     carried: Nodes = ()
     for part in whole:
-        small = not part.shared and model.weighs(part.nodes) < model.least_s
+        small = not part.shared and model.seconds_of(part.nodes) < model.least_s
         if small and part is not whole[-1]:
             carried += part.nodes
             continue
@@ -490,19 +504,20 @@ def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, 
 
 
 def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
-    """Branches, and last everything from where they meet on; all nodes are in one of them.
+    """Return the nodes of each branch, and last the nodes from the join on; None if there is no
+    join.
 
-    They meet at the first node, in `order`, that reads several with half a device's share of the
-    work or more. Each has at least half as much work as the largest too: a decoder's first layer is
-    no branch beside the encoder. None where there is none. Values made of parameters alone, masks
-    and positions connect nothing.
+    The join is the first node, in `order`, that reads several large branches. A branch is large if
+    it has at least half of a device's fraction of the work, and at least half of the work of the
+    largest branch. (So a decoder's first layer is not a branch next to the encoder.) Values
+    computed from parameters only, masks and positions connect nothing.
     """
     graph = model.graph
     apart = recomputed_nodes(graph) | {
         node for node in range(len(graph.nodes)) if model.is_weight(node)
     }
     component: dict[int, list[int]] = {}
-    work: dict[int, float] = {}  # Of each component, by the object that it is.
+    work: dict[int, float] = {}  # Seconds of each component, by the id of its list.
     for node in sorted(set(range(len(graph.nodes))) - apart):
         producers = [graph.producer(name) for name in graph.nodes[node].inputs if name]
         met = {
@@ -528,8 +543,8 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
 def _branches(
     model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]
 ) -> Stages:
-    """The branches in order of their first nodes, each with the weights it reads first; all others
-    are the rest.
+    """Return the branches in order of their first nodes, each with the weights it reads first, and
+    then all other nodes.
     """
     home = {node: index for index, nodes in enumerate(branches) for node in nodes}
     rest = len(branches)
@@ -544,9 +559,9 @@ def _branches(
     )
 
 
-def shared_out(weights: Sequence[float], devices: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbouring devices for each part, one at least: each further one to the part with most work
-    a device.
+def divide_devices(weights: Sequence[float], devices: int) -> tuple[tuple[int, ...], ...]:
+    """Return neighbouring devices for each part, at least one each. Each further device goes to the
+    part with the most work per device.
     """
     counts = [1] * len(weights)
     for _ in range(devices - len(weights)):
@@ -562,14 +577,15 @@ _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 
 @dataclass(frozen=True, slots=True)
 class TesselShapes:
-    """Places a model in the form of a V, X, M, NN or K."""
+    """Place a model in the shape of a V, X, M, NN or K."""
 
     shape: str = "auto"
-    """`v`: a chain of stages; `x`: two, in opposite directions over the devices, with parameters
-    twice; `m`: lookups in large tables and heads split over all devices, the chain between them on
-    one each; `nn`: the same where a second lookup parts the chain, as between encoder and decoder;
-    `k`: branches on devices of their own, and what follows where they meet split over all. `auto`:
-    nn, m or k where the model has what they need, else v.
+    """`v`: a chain of stages. `x`: two chains in opposite directions over the devices, with two
+    copies of the parameters. `m`: large embedding tables and heads split over all devices, and the
+    chain between them on one device per stage. `nn`: like `m` with a second embedding that divides
+    the chain, as between encoder and decoder. `k`: branches on separate devices, and the nodes
+    after their join split over all devices. `auto`: nn, m or k if the model has the required parts,
+    otherwise v.
     """
     stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
     """Number of stages of a chain that each device has."""
@@ -584,35 +600,34 @@ class TesselShapes:
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range or constraints, InfeasibleError for an
-        empty model.
+        """Raise ConfigurationError for options out of range or constraints, and InfeasibleError for
+        an empty model.
         """
         if self.shape.lower() not in _SHAPES:
             raise ConfigurationError(
                 f"there is no shape {self.shape!r}",
-                hint=f"there are: {', '.join(_SHAPES)}",
+                hint=f"set shape to one of {', '.join(_SHAPES)}",
                 where="strategy",
             )
         if self.stages_per_rank < 1:
             raise ConfigurationError(
                 f"stages_per_rank is {self.stages_per_rank}",
-                hint="it must be at least 1",
+                hint="set stages_per_rank to at least 1",
                 where="strategy",
             )
         if problem.constraints:
             raise ConfigurationError(
-                "tessel_shapes follows no constraints",
-                hint="strategy manual follows any",
+                "tessel_shapes does not support constraints",
+                hint="use strategy manual, which follows all constraints",
                 where="constraints",
             )
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises InfeasibleError where the model does not have the shape or memory
-        does not hold it.
+        """Return the placement.
 
-        So it does for a part that is to be shared by devices of different kinds, which shapes m, nn
-        and k have.
+        Raise InfeasibleError if the model does not have the shape, if memory is insufficient, or if
+        devices of different types would share a part of shapes m, nn and k.
         """
         return best_order(problem, self._fitted)
 
@@ -623,15 +638,15 @@ class TesselShapes:
         if shape == "auto":
             shape = "v"
             for each in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
-                # The first shape that the model has and the devices can take.
+                # Use the first shape that the model has and that is feasible on the devices.
                 with suppress(InfeasibleError):
                     found = self._outline(problem, model, each, only_large=True)
-                    with_chains_cut(problem, found, (math.inf,) * model.devices)
+                    with_even_chains(problem, found, (math.inf,) * model.devices)
                     outline = found
                     shape = each
                     break
-        cut = with_chains_that_fit(problem, outline or self._outline(problem, model, shape))
-        placement = fitted(problem, cut)
+        placed = with_chains_that_fit(problem, outline or self._outline(problem, model, shape))
+        placement = fitted(problem, placed)
         return (
             replace(placement, options=(("shape", shape),))
             if self.shape.lower() == "auto"
@@ -647,9 +662,9 @@ class TesselShapes:
             return tuple(self._around_tables(problem, model, shape, only_large))
         if shape == "x" and model.devices < 2:
             raise InfeasibleError(
-                "shape x runs in two directions over devices, and there is one", hint="take shape v"
+                "shape x requires at least 2 devices, but there is 1", hint="set shape: v"
             )
-        line = line_around(model)
+        line = chain_of_model(model)
         devices = tuple(range(model.devices))
         down = self._chain(model, line, line.order, devices)
         return (
@@ -661,39 +676,41 @@ class TesselShapes:
     def _around_tables(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool
     ) -> Iterator[Stage | StageRow]:
-        """M and NN: shared parts over all devices, chains between them."""
+        """Yield the outline of shapes M and NN: shared parts over all devices, and chains between
+        them.
+        """
         tables = large_tables(model, at_least_one=not only_large)
-        wide = wide_nodes(model, tables, model.devices)
+        wide = shared_table_nodes(model, tables, model.devices)
         if not wide:
             raise InfeasibleError(
                 (
-                    f"shape {shape} shares lookups in large tables among all devices, and the "
-                    "model "
+                    f"shape {shape} splits large embedding tables over all devices, but the model "
                     "has none"
                 ),
-                hint="take shape v",
+                hint="set shape: v",
             )
-        line = line_around(model, tuple(tuple(each.nodes) for each in wide))
-        parts = line_of_parts(model, line, wide)
+        line = chain_of_model(model, tuple(tuple(each.nodes) for each in wide))
+        parts = parts_of_chain(model, line, wide)
         if shape == "m":
-            parts = hoisted(model, parts, wide)
+            parts = with_lookups_first(model, parts, wide)
         chains = [part for part in parts if not part.shared]
         wanted = {"m": 1, "nn": 2}[shape]
         if len(chains) != wanted:
             names = ", ".join(sorted({repr(each.table) for each in wide}))
             raise InfeasibleError(
-                f"shape {shape} has {wanted} chain{'s' * (wanted > 1)} between large tables, "
-                f"and the lookups in {names}"
-                f" leave {len(chains)}",
-                hint="take shape " + {1: "m", 2: "nn"}.get(len(chains), "v"),
+                f"shape {shape} requires {wanted} {plural(wanted, 'chain')} between large tables, "
+                f"but the model with tables {names} has {len(chains)}",
+                hint="set shape: " + {1: "m", 2: "nn"}.get(len(chains), "v"),
             )
         if wanted > model.devices:
             raise InfeasibleError(
-                f"shape {shape} needs {wanted} {plural(wanted, 'device')} at least, and there "
+                f"shape {shape} requires at least {wanted} {plural(wanted, 'device')}, but there "
                 f"are {model.devices}"
             )
         everyone = tuple(range(model.devices))
-        groups = iter(shared_out([model.weighs(part.nodes) for part in chains], model.devices))
+        groups = iter(
+            divide_devices([model.seconds_of(part.nodes) for part in chains], model.devices)
+        )
         for part in parts:
             if part.shared:
                 yield stage_of_several(problem, model, part.nodes, everyone, tables)
@@ -703,10 +720,12 @@ class TesselShapes:
     def _around_join(
         self, problem: Problem, model: CostedModel, only_shared: bool
     ) -> Iterator[Stage | StageRow]:
-        """K: branches on devices of their own, then the rest over all (with `only_shared`, if they
-        can share it).
+        """Yield the outline of shape K: branches on separate devices, then the remaining nodes over
+        all devices.
+
+        With `only_shared`, raise InfeasibleError if most of the remaining work cannot be split.
         """
-        line = line_around(model)
+        line = chain_of_model(model)
         found = find_join(model, line.order)
         if found is None or len(found) - 1 > model.devices:
             count = (
@@ -715,20 +734,20 @@ class TesselShapes:
                 else f"{len(found) - 1} for {model.devices} {plural(model.devices, 'device')}"
             )
             raise InfeasibleError(
-                f"shape k puts branches on devices of their own, and the model has {count}",
-                hint="take shape v",
+                f"shape k requires branches, one or more devices each, but the model has {count}",
+                hint="set shape: v",
             )
         *branches, rest = found
         tables = large_tables(model, at_least_one=False)
         last = stage_of_several(problem, model, rest, tuple(range(model.devices)), tables)
-        work = model.weighs(rest)
-        shared = model.weighs(node for node, _ in last.splits)
+        work = model.seconds_of(rest)
+        shared = model.seconds_of(node for node, _ in last.splits)
         if only_shared and shared < work / 2 and work >= model.least_s:
             raise InfeasibleError(
-                f"{model.devices} {plural(model.devices, 'device')} cannot share what follows "
-                "where branches meet"
+                f"{model.devices} {plural(model.devices, 'device')} cannot split the nodes after "
+                "the join of the branches"
             )
-        groups = shared_out([model.weighs(branch) for branch in branches], model.devices)
+        groups = divide_devices([model.seconds_of(branch) for branch in branches], model.devices)
         for branch, devices in zip(branches, groups, strict=True):
             yield self._chain(model, line, branch, devices)
         yield last
@@ -737,5 +756,6 @@ class TesselShapes:
         self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]
     ) -> StageRow:
         return StageRow(
-            line_of(model, line, nodes), devices_of_chain(devices, self.stages_per_rank, self.style)
+            chain_of_nodes(model, line, nodes),
+            devices_of_chain(devices, self.stages_per_rank, self.style),
         )

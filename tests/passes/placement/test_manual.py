@@ -191,11 +191,11 @@ def test_pipelines_hold_the_whole_model_each() -> None:
         ),
         (
             (Constraint("*", devices=(), split=(("b", 4),)),),
-            r"4 parts \(m:4\), but its stage 0 has 2 devices",
+            r"4 parts of this node \(m:4\), but its stage 0 has 2 devices",
         ),
         (
             (Constraint("*", devices=(), split=(("b", 2), ("n", 2))),),
-            r"4 parts \(m:2, n:2\), but its stage 0 has 2",
+            r"4 parts of this node \(m:2, n:2\), but its stage 0 has 2",
         ),
         ((Constraint("*", devices=(), split=(("b", 2), ("m", 2))),), "splits axis 'm' twice"),
         (

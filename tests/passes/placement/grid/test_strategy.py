@@ -108,7 +108,7 @@ def test_one_degree_given_leaves_the_others_open() -> None:
         ({"stages_per_rank": 0}, "stages_per_rank is 0"),
         ({"style": "v"}, "style v needs stages_per_rank of at least 2, not 1"),
         ({"opposite": True, "stages_per_rank": 2}, "opposite needs stages_per_rank 1, not 2"),
-        ({"opposite": True, "pipeline": 1}, "need an even number of groups, and pipeline is 1"),
+        ({"opposite": True, "pipeline": 1}, "require an even number of groups, but pipeline is 1"),
     ],
 )
 def test_contradictions_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -208,7 +208,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
         for degrees in peaks
         if peaks[degrees] == need
     )
-    assert (f"the least of {len(every)} combinations of pipeline" in message) is (len(every) > 1)
+    assert (f"the minimum of {len(every)} combinations of pipeline" in message) is (len(every) > 1)
     assert Grid(**options).run(replace(given, memory_limit=need)).stages
 
 
@@ -254,9 +254,9 @@ def test_two_pipelines_take_opposite_directions_with_copies_of_the_parameters() 
 def test_two_directions_need_an_even_number_of_groups() -> None:
     given = open_problem()
     assert len(Grid(tensor=4, opposite=True).run(given).stages) == 4
-    with pytest.raises(InfeasibleError, match="need an even number of groups"):
+    with pytest.raises(InfeasibleError, match="require an even number of groups"):
         Grid(tensor=8, opposite=True).run(given)
-    with pytest.raises(ConfigurationError, match="grid follows no constraints"):
+    with pytest.raises(ConfigurationError, match="grid does not support constraints"):
         Grid(opposite=True).requires(replace(given, constraints=(Constraint("*", stage=0),)))
 
 

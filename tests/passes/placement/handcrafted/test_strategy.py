@@ -50,7 +50,7 @@ def test_samples_that_groups_cannot_share_are_refused() -> None:
     given = problem(perceptron([16, 32, 16], batch=3), cluster(8, per_node=4))
     with pytest.raises(
         InfeasibleError,
-        match="expert cannot split a micro-batch of 3 samples evenly over 2 replicas",
+        match="handcrafted cannot split a micro-batch of 3 samples evenly over 2 replicas",
     ):
         placed(given)
     assert feed_forward(given, tensor=8)[0] == (Split("n", 8),)

@@ -58,7 +58,7 @@ def test_every_number_of_stages_gets_its_best_chain(
             assert stages not in answers
             continue
         pieces = answers[stages]
-        assert max(piece.price for piece in pieces) == best
+        assert max(piece.cost for piece in pieces) == best
         assert [piece.first for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
         assert pieces[-1].stop == blocks
         assert sum(piece.degree for piece in pieces) == devices

@@ -223,7 +223,7 @@ def test_constraints_are_obeyed() -> None:
     ("constraint", "reason"),
     [
         (Constraint("matmul0", devices=(0, 2)), "neighbours"),
-        (Constraint("matmul0", split=(("n", 2),)), "splits by samples alone"),
+        (Constraint("matmul0", split=(("n", 2),)), "splits samples only"),
     ],
 )
 def test_constraints_that_no_chain_fulfils_are_refused(constraint: Constraint, reason: str) -> None:
@@ -234,7 +234,7 @@ def test_constraints_that_no_chain_fulfils_are_refused(constraint: Constraint, r
 def test_constraints_that_contradict_the_order_are_refused() -> None:
     with pytest.raises(
         InfeasibleError,
-        match=r"no chain of stages over 4 devices obeys the constraint on 'matmul0'",
+        match=r"no chain of stages over 4 devices satisfies the constraint on 'matmul0'",
     ):
         ask(Constraint("matmul0", stage=1), Constraint("matmul2", stage=0))
 

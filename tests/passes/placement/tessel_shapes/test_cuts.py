@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.passes.analysis.chain import range_sums
 from autopipe.passes.partition.chain_cut import best_stops, even_stops, run_lengths, within_memory
-from autopipe.passes.placement.tessel_shapes import shared_out
+from autopipe.passes.placement.tessel_shapes import divide_devices
 
 SECONDS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
@@ -50,7 +50,7 @@ def test_the_slowest_run_is_fastest(seconds: list[int], data: st.DataObject) -> 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 6))
 def test_devices_go_where_most_work_is(weights: list[int], more: int) -> None:
     devices = len(weights) + more
-    groups = shared_out(weights, devices)
+    groups = divide_devices(weights, devices)
     assert [device for group in groups for device in group] == list(range(devices))
     every = (
         counts

@@ -18,13 +18,13 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.tessel_shapes import (
+    chain_of_nodes,
     costed_model,
     large_tables,
-    line_of,
-    line_of_parts,
+    parts_of_chain,
+    shared_table_nodes,
     stage_of,
     stage_of_several,
-    wide_nodes,
 )
 
 
@@ -44,10 +44,10 @@ def device_seconds(folder: Path, layers: int) -> list[float]:
     problem = Problem(read.graph, work, links, 128, 128, read.mode, read.loss, precision="fp16")
     model = costed_model(problem)
     tables = large_tables(model, at_least_one=False)
-    wide = wide_nodes(model, tables, 2)
+    wide = shared_table_nodes(model, tables, 2)
     line = make_chain(model.graph, model.seconds, 224, tuple(tuple(each.nodes) for each in wide))
-    first, chain, last = line_of_parts(model, line, wide)
-    second, third = line_of(model, line, chain.nodes).even([None] * 2)
+    first, chain, last = parts_of_chain(model, line, wide)
+    second, third = chain_of_nodes(model, line, chain.nodes).even([None] * 2)
     stages = (
         stage_of_several(problem, model, first.nodes, (0, 1), tables),
         replace(stage_of(problem, second, (2,)), recompute=True),

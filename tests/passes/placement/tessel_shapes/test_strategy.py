@@ -199,28 +199,33 @@ def test_small_tables_and_no_branches_make_a_v() -> None:
             "gpt",
             (("vocabulary", "1021"),),
             {"shape": "m"},
-            "4 devices cannot share the 1021 rows of 'token_embedding",
+            "4 devices cannot evenly split the 1021 rows of 'token_embedding",
         ),
         ("gpt", (("vocabulary", "1021"),), {"shape": "m"}, "pad it to 1024 in the model"),
         (
             "gpt",
             GPT,
             {"shape": "nn"},
-            "2 chains between large tables, and the lookups in 'token_embedding.weight' leave 1",
+            "2 chains between large tables, but the model with tables 'token_embedding.weight' has 1",
         ),
         (
             "gpt",
             GPT,
             {"shape": "k"},
-            "shape k puts branches on devices of their own, and the model has none",
+            "shape k requires branches, one or more devices each, but the model has none",
         ),
         (
             "candle-uno",
             (),
             {"shape": "m"},
-            "shares lookups in large tables among all devices, and the model has none",
+            "splits large embedding tables over all devices, but the model has none",
         ),
-        ("gpt", GPT, {"shape": "v", "stages_per_rank": 100}, "cannot be cut into 400 stages"),
+        (
+            "gpt",
+            GPT,
+            {"shape": "v", "stages_per_rank": 100},
+            "cannot be partitioned into 400 stages",
+        ),
     ],
 )
 def test_models_without_the_shape(
@@ -251,7 +256,7 @@ def test_one_device_is_a_v_of_one_stage() -> None:
 
 def test_constraints_are_refused() -> None:
     problem = replace(model_problem("gpt", GPT), constraints=(Constraint("*", stage=0),))
-    with pytest.raises(ConfigurationError, match="tessel_shapes follows no constraints"):
+    with pytest.raises(ConfigurationError, match="tessel_shapes does not support constraints"):
         TesselShapes().requires(problem)
 
 
