@@ -61,7 +61,7 @@ HUGE = 10**30
 REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]]] = {
     "dimension without extent": (sequences(), 2, (), ("dimension 'seq'", "input 'x'", "--dim seq=SIZE")),
     "unknown dimension": (sequences(), 2, ("--dim", "seq=4", "--dim", "sec=4"), ("--dim sec", "'seq'")),
-    "dimension of a static model": (perceptron(4), 2, ("--dim", "batch=3"), ("--dim batch", "it has none")),
+    "dimension of a static model": (perceptron(4), 2, ("--dim", "batch=3"), ("--dim batch", "all its dimensions are static")),
     "batch of the file": (
         perceptron(4), 2, ("--micro-batch-size", "3"), ("micro-batches of 3", "the 4 that the model's file fixes")
     ),
@@ -89,7 +89,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     "labels of another shape": (
         perceptron(), 2, ("--set", "loss={cross_entropy: {logits: y, labels: x}}"), ("labels 'x'", "float32[1, 8]")
     ),
-    "unknown batch axis": (perceptron(), 2, ("--set", "model.batch_axes={z: 0}"), ("'z', which is no input", "'x'")),
+    "unknown batch axis": (perceptron(), 2, ("--set", "model.batch_axes={z: 0}"), ("'z', which is not an input", "'x'")),
     "batch axis out of range": (perceptron(), 2, ("--set", "model.batch_axes={x: 2}"), ("'x' has 2", "no axis 2")),
     "constraint on no node": (
         perceptron(), 2, ("--set", "constraints=[{match: matmul_aa, stage: 0}]"), ("'matmul_aa'", "'matmul_a'")

@@ -183,7 +183,7 @@ def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator
     for order in itertools.permutations(wide):
         if list(order) == wide:
             continue
-        # Axes of size 1 keep their position.
+        # Axes of size 1 stay at their position.
         axes = iter(order)
         perm = tuple(next(axes) if extent > 1 else axis for axis, extent in enumerate(shape))
         moved = tuple(shape[axis] for axis in perm)

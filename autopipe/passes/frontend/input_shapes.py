@@ -113,7 +113,7 @@ def _symbols_named(
             if batch_axis is not None and batch_axis < len(shape):
                 named.append(shape[batch_axis])
     elif name in SEQUENCES:
-        # The mask of a decoder with a cache covers the cache, too.
+        # The mask of a decoder covers the cache and the tokens.
         has_cache = any(map(is_cache_input, shapes))
         for each, shape in shapes.items():
             if len(shape) == 2 and not (has_cache and each == MASK):
@@ -123,7 +123,9 @@ def _symbols_named(
         listed = ", ".join(map(repr, sorted(names)))
         raise ConfigurationError(
             f"--dim {name}: the model has no such dimension",
-            hint=f"its symbolic dimensions are {listed}" if names else "it has none",
+            hint=f"its symbolic dimensions are {listed}"
+            if names
+            else "all its dimensions are static",
         )
     return sorted(found)
 
@@ -215,7 +217,9 @@ def filled_inputs(
     for name, number in fixed.items():
         if name not in inputs:
             hint = f"the inputs are {', '.join(map(repr, inputs))}"
-            raise ConfigurationError(f"model.inputs names {name!r}, which is no input", hint=hint)
+            raise ConfigurationError(
+                f"model.inputs names {name!r}, which is not an input", hint=hint
+            )
         shape = tuple(each if isinstance(each, int) else 1 for each in dimensions_of(inputs[name]))
         dtype = dtype_of(inputs[name].type.tensor_type.elem_type, f"input {name!r}")
         if math.prod(shape) > _MAX_FIXED_ELEMENTS or dtype is DType.BFLOAT16:
@@ -264,7 +268,7 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
             if isinstance(each, str) and _size(each, symbols) is None:
                 titles.setdefault(each, f"{each!r} (axis {axis} of input {name!r})")
     unknown = {each: symbols_of(each) - symbols.keys() for each in titles}
-    # An expression whose symbols are listed themselves follows from them.
+    # An expression follows from its symbols if all of them are listed.
     listed = [
         title
         for each, title in titles.items()
@@ -340,7 +344,7 @@ def _batch_axes(
     unknown = sorted(set(declared_axes) - shapes.keys())
     if unknown:
         raise ConfigurationError(
-            f"model.batch_axes names {unknown[0]!r}, which is no input",
+            f"model.batch_axes names {unknown[0]!r}, which is not an input",
             hint=f"the inputs are {', '.join(map(repr, shapes))}",
         )
     axes: dict[str, int] = {}

@@ -243,7 +243,7 @@ def test_a_condition_that_is_given_selects_a_branch(chosen: bool, tmp_path: Path
     assert [each.value.name for each in read.graph.parameters] == ["w" if chosen else "v"]
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), run(path, feeds | {"c": np.full(1, chosen)}))
-    with pytest.raises(ConfigurationError, match="'d', which is no input"):
+    with pytest.raises(ConfigurationError, match="'d', which is not an input"):
         read_model(path, fixed_inputs={"d": True})
 
 

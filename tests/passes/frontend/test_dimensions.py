@@ -237,7 +237,7 @@ def test_the_batch_axis_may_be_another_or_none(tmp_path: Path) -> None:
     assert read.graph.batch_axes == (("a", 1),) and read.graph.type_of("y").shape == (5, 2, 4)
     with pytest.raises(ConfigurationError, match="no axis 3"):
         read_model(path, batch_axes={"a": 3})
-    with pytest.raises(ConfigurationError, match="names 'c', which is no input"):
+    with pytest.raises(ConfigurationError, match="names 'c', which is not an input"):
         read_model(path, batch_axes={"c": 0})
 
 
