@@ -1,6 +1,4 @@
-"""Clusters: the schema of their description, presets by name, and the cluster that is planned
-for.
-"""
+"""Cluster descriptions: their schema, the presets, and construction of a `Cluster`."""
 
 from __future__ import annotations
 
@@ -26,32 +24,32 @@ DeviceCount = Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
 
 @dataclass(frozen=True, slots=True)
 class PeakRates:
-    """Peak rates by precision, one multiply-add counted as two operations."""
+    """Peak rates per precision. A multiply-add counts as two operations."""
 
     fp32: Peak
     """Peak of 32-bit floating point."""
     tf32: Peak | None = None
-    """Peak of matrix units on 32-bit values rounded to 19 bits."""
+    """Peak of tensor cores on fp32 values rounded to TF32."""
     fp16: Peak | None = None
-    """Peak of 16-bit floating point, matrix units included; fp32's rate where it is not given."""
+    """Peak of fp16, including tensor cores. Default: the fp32 rate."""
     bf16: Peak | None = None
-    """Peak of bfloat16, matrix units included; fp32's rate where it is not given."""
+    """Peak of bfloat16, including tensor cores. Default: the fp32 rate."""
     fp64: Peak | None = None
     """Peak of 64-bit floating point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Fractions of the peak (of the memory bandwidth for operators bound by it) that classes of
-    operators reach.
+    """Fraction of the peak rate, or of the memory bandwidth for memory-bound operators, that each
+    class of operators reaches.
     """
 
     matmul: Fraction
-    """Matrix products."""
+    """Matmuls."""
     convolution: Fraction
     """Convolutions."""
     elementwise: Fraction
-    """Operators on each element by itself."""
+    """Elementwise operators."""
     normalization: Fraction
     """Softmax, batch and layer normalization."""
     reduction: Fraction
@@ -65,49 +63,47 @@ class Efficiencies:
 @dataclass(frozen=True, slots=True)
 class DeviceDescription:
     name: str
-    """The product's name."""
+    """Product name."""
     memory: Annotated[int, BYTES, AtLeast(1)]
-    """Memory a program may use."""
+    """Memory of the device."""
     peak: PeakRates
     """Peak rates by precision."""
     bandwidth: Bandwidth
     """Bandwidth between the device and its own memory."""
     launch_latency: Latency
-    """Time from one kernel's end to the next one's start, when each is launched by itself."""
+    """Time between the end of a kernel and the start of the next one."""
     efficiency: Efficiencies
-    """Fractions of peak and bandwidth that classes of operators reach."""
+    """Fractions of peak rate and bandwidth per class of operators."""
     context: Annotated[int, BYTES, AtLeast(0)] = 0
-    """Memory that the CUDA context takes; where given, NCCL's buffers have room too."""
+    """Memory of the CUDA context. If it is set, memory for NCCL buffers is reserved too."""
     host_launch: Latency = 0.0
-    """Time in which the host starts one operator of an eager program. A stage takes the longer of
-    its device's time and its host's. 0: the host never limits.
+    """Host time to launch one operator of an eager program. The time of a stage is the maximum of
+    its device time and its host time. 0: the host never limits.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LevelDescription:
     name: str
-    """Kind of group, such as `node` or `cluster`."""
+    """Name of the level, such as `node` or `cluster`."""
     latency: Latency
-    """Time before the first byte arrives."""
+    """Time until the first byte arrives."""
     bandwidth: Bandwidth
-    """Bandwidth from one device to another, in one direction."""
+    """Bandwidth between two devices in one direction."""
     size: DeviceCount | None = None
-    """Members of the level below in one group; at the outermost level, `null` for as many as are
-    needed.
+    """Number of members of the level below in one group. `null`, at the outermost level only, for
+    the number that is required.
     """
 
 
 def level_of(description: LevelDescription, size: int) -> Level:
-    """The level with `size` members in one group."""
+    """Return the level with `size` members per group."""
     return Level(description.name, size, Link(description.latency, description.bandwidth))
 
 
 def device_of(description: DeviceDescription | str) -> Device:
-    """The device as it is planned for."""
-    assert not isinstance(description, str), (
-        "names of presets are looked up where a description is read"
-    )
+    """Return the device of a description whose preset names are resolved."""
+    assert not isinstance(description, str), "`with_presets` replaces names of presets"
     return Device(
         name=description.name,
         memory_bytes=description.memory,
@@ -124,36 +120,36 @@ def device_of(description: DeviceDescription | str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """Devices of one kind beside others in a mixed cluster."""
+    """A device pool of a mixed cluster: devices of one type."""
 
     name: str
-    """A name for reports."""
+    """Name for reports."""
     device: DeviceDescription | str
-    """The kind of device, or the name of a preset whose device it is."""
+    """The device type, or the name of a preset with this device type."""
     count: DeviceCount
     """Number of devices."""
     levels: tuple[LevelDescription, ...] = ()
-    """The group's own links, from the innermost (devices in a node) outwards; the preset's where
-    none are given and `device` names one.
+    """Levels of the group, from the innermost (devices in a node) to the outermost. Default: the
+    levels of the preset that `device` names.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterDescription:
-    """Devices of one kind in a hierarchy of nodes, or groups of devices of different kinds."""
+    """Devices of one type in a hierarchy of levels, or groups of devices of different types."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("device", "groups"),)
     name: str
-    """A name for reports."""
+    """Name for reports."""
     levels: tuple[LevelDescription, ...]
-    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups`
-    the one level that joins them.
+    """Levels from the innermost (devices in a node) to the outermost (nodes in the cluster). With
+    `groups`, the one level that connects the groups.
     """
     device: DeviceDescription | None = None
-    """The kind of device, where there is but one."""
+    """The device type of a cluster without groups."""
     groups: tuple[GroupDescription, ...] = ()
-    """The groups of a mixed cluster, in the order in which devices are counted: `gpus` takes the
-    first ones.
+    """The groups of a mixed cluster, in the order of device indices. `gpus` selects the first
+    devices.
     """
 
 
@@ -163,12 +159,12 @@ def build_cluster(
     nodes: int | None = None,
     devices_per_node: int | None = None,
 ) -> Cluster:
-    """A cluster of `count` devices (all there are where it is None), in a mixed one the first.
+    """Return a cluster with the first `count` devices of a description; None for all devices.
 
     `nodes` and `devices_per_node` replace the sizes of the two innermost levels. An outermost level
-    without a size grows to hold `count`. Raises ConfigurationError for levels without a size
-    elsewhere, a level that is missing, or what a mixed cluster cannot have, InfeasibleError where
-    fewer than `count` devices are described.
+    without a size grows to hold `count` devices. Raise ConfigurationError if another level has no
+    size, if a level is missing, or if a mixed cluster gets `nodes` or `devices_per_node`. Raise
+    InfeasibleError if the description has fewer than `count` devices.
     """
     who = f"cluster {description.name}"
     if not description.levels:
@@ -255,7 +251,7 @@ def _mixed(description: ClusterDescription) -> Cluster:
 
 
 def _group(who: str, group: GroupDescription) -> Group:
-    """The group with the levels that its devices need."""
+    """Return the group with the levels that its devices require."""
     if not group.levels:
         hint = "describe at least the links in a node, or name a preset as its device"
         raise ConfigurationError(f"group {group.name} of {who} has no levels", hint)
@@ -293,8 +289,8 @@ def _sizes(
     nodes: int | None,
     devices_per_node: int | None,
 ) -> list[int]:
-    """Members of a group at each level; an outermost one that is open has as many as `count`
-    devices need.
+    """Return the size of each level. An outermost level without a size gets the size that `count`
+    devices require.
     """
     sizes = [level.size for level in description.levels]
     if devices_per_node is not None:
@@ -324,13 +320,13 @@ _HERE = Path(__file__).parent
 
 
 def cluster_names() -> tuple[str, ...]:
-    """The presets of clusters, in alphabetical order."""
+    """Return the names of the cluster presets in alphabetical order."""
     return tuple(sorted(path.stem for path in (_HERE / "clusters").glob("*.yaml")))
 
 
 def cluster_preset(name: str, where: str = "") -> ClusterDescription:
-    """The preset `name`; raises ConfigurationError, at `where`, with the nearest names where there
-    is none.
+    """Return the preset `name`. Raise ConfigurationError, with `where` and similar names, if there
+    is no such preset.
     """
     if name not in cluster_names():
         family = [each for each in cluster_names() if each.startswith(f"{name}-")]
@@ -356,14 +352,14 @@ def _preset_file(name: str) -> Path:
 
 
 def read_cluster(path: str | Path) -> ClusterDescription:
-    """A cluster's description from a YAML file; raises ConfigurationError with `file:line`."""
+    """Return the cluster description in a YAML file. Raise ConfigurationError with `file:line`."""
     return with_presets(convert(read_file(path), ClusterDescription), str(path))
 
 
 def with_presets(description: ClusterDescription, where: str) -> ClusterDescription:
-    """The description with the devices of presets in place of their names, and their links for
-    groups without any. Raises ConfigurationError, at `where`, for a name that no preset of one kind
-    of device has.
+    """Return the description with names of presets replaced by their devices, and with the levels
+    of the preset in groups without levels. Raise ConfigurationError, with `where`, for an unknown
+    preset or a preset with several device types.
     """
     groups = []
     for group in description.groups:

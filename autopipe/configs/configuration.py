@@ -1,8 +1,7 @@
-"""The configuration: its schema, from which YAML keys, flags, `--set` and the reference are all
-made, and its loading.
+"""The configuration: its schema and its loading.
 
-Defaults are laid under a YAML file, that under the command line; then the rules that concern
-several keys are checked.
+YAML keys, flags, `--set` and the reference page follow from the schema. A YAML file overrides the
+defaults, and the command line overrides the file. Then `check` tests rules about several keys.
 """
 
 from __future__ import annotations
@@ -62,95 +61,91 @@ from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A name and its options, not checked yet."""
+    """Name and options of a strategy or scheduler; the options are not checked yet."""
 
     selectors: ClassVar[tuple[str, ...]] = ("name",)
     name: str
-    """Its name."""
     options: Annotated[tuple[tuple[str, Entry], ...], ExtraKeys(Entry.plain)] = field(default=())
-    """The options of the one that is named, under their own names."""
+    """Options of the named strategy or scheduler, as pairs (key, value)."""
     place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
-    """Where the name was written."""
+    """File and line, or flag, of the name."""
 
 
 def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
-    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options
-    chosen. `path` is `strategy` or `schedule`. Raises ConfigurationError for an option that
-    `schema` does not have, or of the wrong type.
+    """Return an instance of `schema`, the class of strategy or scheduler `choice.name`, with the
+    options of `choice`. `path` is `strategy` or `schedule`. Raise ConfigurationError for an unknown
+    option or a wrong type.
     """
     return convert(Entry(dict(choice.options), Place(path)), schema, path)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model and what its file leaves open."""
+    """The model, and properties that its file does not define."""
 
     path: Annotated[str, FilePath()] | None = None
-    """The ONNX file, where the command line does not name it."""
+    """The ONNX file, unless it is given on the command line."""
     dims: tuple[tuple[str, Extent], ...] = ()
-    """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
+    """Sizes of symbolic dimensions by name, such as `{seq: 128}`."""
     batch_axes: tuple[tuple[str, Index | None], ...] = ()
-    """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input
-    is not listed.
-    """
+    """Batch axis per input; `null` for an input without a batch dimension. Default: axis 0."""
     inputs: Annotated[tuple[tuple[str, bool | int | float], ...], OmitDefault()] = ()
-    """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read
-    for that alone.
+    """Inputs with a constant value, such as `{use_cache_branch: true}`. The model is read for these
+    values only.
     """
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained: globs or, after `re:`, regular expressions that match the
-    whole name. `re:(?!head\\.).*` is every parameter whose name does not start with `head.`. One
-    pattern needs no list.
+    """Patterns of parameters that are not trained: globs or, after `re:`, regular expressions that
+    match the full name. `re:(?!head\\.).*` matches each parameter whose name does not start with
+    `head.`. One pattern needs no list.
     """
     trainable: tuple[str, ...] = ()
-    """Tensors that are trained whatever the file says, and though `frozen` matches them too:
-    patterns as there.
+    """Patterns, as in `frozen`, of tensors that are always trained, even if `frozen` matches
+    them.
     """
     training: Annotated[bool | None, OmitDefault()] = None
-    """`false` reads a graph that was exported for training as one for evaluation: nothing is
-    dropped, and BatchNormalization reads its running statistics. `null` does so in mode `infer`
-    alone.
+    """`false` reads a graph that was exported in training mode as in evaluation mode: without
+    dropout, and BatchNormalization uses its running statistics. `null` does this in mode `infer`
+    only.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """The outputs and inputs that a cross-entropy is made of."""
+    """Logits and labels of a cross-entropy."""
 
     logits: str
-    """The output with the scores, classes on its last axis."""
+    """Name of the output with the logits; the last axis is the class."""
     labels: str
-    """The input, added to the graph, with the class of each row."""
+    """Name of an input that is added to the graph: the class of each sample or token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss, and what it is divided by."""
+    """The loss and its normalization."""
 
     scalar: ClassVar[str] = "output"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("cross_entropy", "output"),)
     cross_entropy: Annotated[CrossEntropy | None, OmitDefault()] = None
-    """Mean cross-entropy of logits against labels, which is added to the graph."""
+    """Adds the mean cross-entropy of logits and labels to the graph."""
     output: Annotated[str | None, OmitDefault()] = None
     """Name of the scalar output to minimise."""
     normalize: Annotated[Literal["auto", "micro_batches", "sum", "tokens"], OmitDefault()] = "auto"
-    """`auto` computes the loss of the whole batch from the losses of its micro-batches: their
-    average for a mean over samples, their sum for a sum; other losses need a single micro-batch.
-    `micro_batches` averages them and `sum` adds them up, whatever the loss is. `tokens` divides the
-    sum over all labels of the step by the number of those that count, as Hugging Face does; of
-    `cross_entropy`, the label -100 counts for nothing.
+    """Computation of the loss of a step from the losses of its micro-batches. `auto` computes the
+    loss of the full batch: the average for a mean over samples, the sum for a sum; other losses
+    require a single micro-batch. `micro_batches` averages and `sum` adds any loss. `tokens` divides
+    the sum over all labels of the step by the number of labels that are not ignored, as Hugging
+    Face does; `cross_entropy` then ignores the label -100.
     """
     scores: Annotated[Literal["keep", "recompute", "auto"], OmitDefault()] = "auto"
-    """`keep` saves the scores of a cross-entropy (logits) for backward. `recompute` computes them
-    again there, a block of classes at a time: one more product, and less memory. `auto` keeps them
-    if that fits memory and gives the shorter step; with fewer than 16,384 classes it always keeps
-    them.
+    """`keep` saves the logits of a cross-entropy for backward. `recompute` recomputes the logits in
+    backward for one block of classes at a time: one more matmul, and less memory. `auto` saves them
+    if they fit memory and the step is shorter, and always with fewer than 16,384 classes.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(problem.Optimizer):
-    """How parameters are updated, as torch's optimizers of these names do it."""
+    """Settings of the optimizer."""
 
     written: ClassVar = (
         "name",
@@ -166,17 +161,17 @@ class Optimizer(problem.Optimizer):
     )
     name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "adamw"
     lr: Amount | None = None  # type: ignore[assignment]
-    """Learning rate; 0.001 where not given, 0.01 for `sgd`, 0.0001 for `lion`."""
+    """Learning rate. Default: 0.001; 0.01 for `sgd`; 0.0001 for `lion`."""
     momentum: Amount | None = None  # type: ignore[assignment]
-    """Momentum of `sgd` and `muon`; 0 and 0.95 where not given."""
+    """Momentum. Default: 0 for `sgd`, 0.95 for `muon`."""
     betas: tuple[Amount, Amount] | None = None  # type: ignore[assignment]
-    """Decay rates of averages, below 1; 0.9 and 0.999 where not given, 0.9 and 0.99 for `lion`."""
+    """Decay rates of moving averages, below 1. Default: 0.9, 0.999; for `lion` 0.9, 0.99."""
     eps: Annotated[float, Above(0)] | None = None  # type: ignore[assignment]
-    """Term added to the denominator of `adamw`, `adam`; 1e-08 where not given, 0.0001 for float16
+    """Term added to the denominator of `adamw` and `adam`. Default: 1e-08; 0.0001 for float16
     weights.
     """
     nesterov: Annotated[bool | None, OmitDefault()] = None  # type: ignore[assignment]
-    """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
+    """Nesterov momentum, for `sgd` and `muon`. Default: `true` for `muon`."""
     zero_stage: Annotated[Literal[0, 1] | None, FormerKey("shard", ((True, 1), (False, 0)))] = None
     """ZeRO stage. `1` shards the optimizer state and the update over the devices that hold the same
     parameters; `0` replicates both. `null` lets strategy `auto` choose; under any other strategy it
@@ -219,63 +214,61 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99)},
     "muon": {**_ADAM, "momentum": 0.95, "nesterov": True},
 }
-"""Of each optimizer what torch, and of Lion the paper, has where nothing is given."""
+"""Defaults of each optimizer: those of torch, and for Lion those of the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterChoice:
-    """The cluster to plan for: a preset, a file or a description, one of them."""
+    """The cluster: one of a preset, a file or an inline description."""
 
     selectors: ClassVar[tuple[str, ...]] = ("preset", "file", "inline")
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("preset", "file", "inline"),)
     preset: str | None = None
-    """One of the presets that `autopipe config clusters` lists; where no cluster is chosen, that of
-    the GPUs here, or `cpu-local`.
+    """A preset of `autopipe config clusters`. Default if no cluster is given: the preset of the
+    local GPUs, or `cpu-local`.
     """
     file: Annotated[str, FilePath()] | None = None
-    """A YAML file with the description of a cluster."""
+    """Path of a YAML file that describes a cluster."""
     inline: ClusterDescription | None = None
-    """The description itself."""
+    """Description of a cluster."""
     nodes: DeviceCount | None = None
-    """Number of nodes; as many as `gpus` needs where a preset leaves it open."""
+    """Number of nodes. Default: that of the cluster, or the number that `gpus` requires."""
     devices_per_node: DeviceCount | None = None
-    """Number of devices in each node, in place of the cluster's own."""
+    """Number of devices per node. Default: that of the cluster."""
     allow_mixed_stages: Annotated[bool, FormerKey("straddle")] = False
     """`true` allows stages whose devices are of different types. With `false` such a stage exists
     only if a constraint requires it.
     """
     internode_bandwidth_factor: Annotated[float, Above(0), OmitDefault()] = 1.0
-    """Factor of the bandwidth of all links between nodes, whatever the cluster's description says;
-    0.5 asks for a plan with half the network.
-    """
+    """Factor of the bandwidth of all links between nodes. 0.5 plans for half the bandwidth."""
 
     @property
     def is_open(self) -> bool:
-        """True if none is named: the devices of this machine are meant."""
+        """True if no cluster is given, so that the devices of this machine are used."""
         return self.preset is None and self.file is None and self.inline is None
 
     def settled(self) -> ClusterChoice:
-        """The same with the preset of this machine where none is named."""
+        """Return this choice with the preset of this machine if no cluster is given."""
         if not self.is_open:
             return self
         here = local_cluster()
         inside = cluster_preset(here.preset).levels[0].size
-        # More GPUs than a node of the preset has are all in this one.
+        # All local GPUs are in one node, even if a node of the preset has fewer.
         own = here.count if inside is not None and here.count > inside else None
         return replace(self, preset=here.preset, devices_per_node=self.devices_per_node or own)
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint(problem.Constraint):
-    """A decision about the nodes whose name matches: obeyed, or refused with the reason."""
+    """A planning decision for the nodes whose names match."""
 
     written: ClassVar = ("match", "stage", "devices", "split", "pipeline", "micro_batch_size")
 
     devices: Literal["all"] | tuple[Index, ...] | None = None  # type: ignore[assignment]
-    """The devices the nodes run on."""
+    """Devices of the nodes' stage, or `all`."""
 
     def for_problem(self) -> problem.Constraint:
-        """The same as the passes know it, where no devices stand for all of them."""
+        """Return the constraint for the passes, in which () stands for all devices."""
         settings = {name: getattr(self, name) for name in self.written}
         return problem.Constraint(
             **{**settings, "devices": () if self.devices == "all" else self.devices}
@@ -284,11 +277,11 @@ class Constraint(problem.Constraint):
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Everything a plan is made from besides the model's file."""
+    """All inputs of a plan except the model file."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("micro_batches", "micro_batch_size"),)
     model: Model = field(default=Model())
-    """The model and what its file leaves open."""
+    """The model, and properties that its file does not define."""
     mode: Literal["train", "infer"] | None = field(
         default=None, metadata={"flag": "--mode train|infer"}
     )
@@ -337,50 +330,47 @@ class Configuration:
     )
     """The cluster to plan for; the devices of this machine where none is named."""
     gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus N"})
-    """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not
-    given, of this machine all GPUs, or a device a core, at most 8.
+    """Number of devices. Default: all devices of the cluster, or one node if its number of nodes is
+    not fixed; without a cluster, all local GPUs or one device per CPU core, at most 8.
     """
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs roofline|FILE"}
     )
-    """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file
-    that `autopipe profile` wrote.
+    """Source of costs: `roofline` (FLOPs and bytes divided by the rates of the cluster), or a file
+    of `autopipe profile`.
     """
     strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy NAME"})
-    """The strategy that makes the placement, with its options; `auto` takes the one with the
-    shortest step.
-    """
+    """The placement strategy and its options. `auto` chooses the one with the shortest step."""
     schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule NAME"})
-    """The scheduler that orders the tasks, with its options; `auto` takes the one with the shortest
-    step under strategy `auto`, and is `tessel` under any other.
+    """The scheduler and its options. `auto` chooses the one with the shortest step under strategy
+    `auto`, and `tessel` under any other strategy.
     """
     constraints: tuple[Constraint, ...] = ()
-    """Decisions that are already made."""
+    """Planning decisions for nodes."""
     memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(
         default=None, metadata={"flag": "--memory-limit 14GiB"}
     )
-    """Memory of each device that may be used; all of it where it is not given."""
+    """Maximum memory per device. Default: the memory of the device."""
     time_limit: Annotated[float, SECONDS, Above(0)] | None = field(
         default=None, metadata={"flag": "--time-limit SECONDS"}
     )
-    """Time that each search may take."""
+    """Maximum time per search. Default: no limit."""
     solver: Annotated[
         Literal[
             "auto", "highs", "cbc", "scip", "gurobi", "cplex", "xpress", "mosek", "copt", "cuopt"
         ],
         OmitDefault(),
     ] = "auto"
-    """The solver of integer programs, which strategy `tepdist` uses: `auto` is HiGHS inside scipy,
-    any other name is run through PuLP if it is installed (`autopipe config solvers` lists the
-    solvers of this machine).
+    """The solver of integer programs, for strategy `tepdist`. `auto` is HiGHS in SciPy. PuLP runs
+    the other solvers; `autopipe config solvers` lists the installed ones.
     """
     seed: Index = 0
-    """Seed of searches, and of random weights, data and masks."""
+    """Seed of searches and of random weights, data and dropout masks."""
 
 
 def check(configuration: Configuration, document: Entry) -> None:
-    """Raise ConfigurationError, at the entry of `document` that is to blame, for the first rule
-    that is broken.
+    """Raise ConfigurationError, with file and line of the entry in `document`, for the first
+    violated rule.
     """
     batch = configuration.batch_size
     optimizer = configuration.optimizer
@@ -396,15 +386,13 @@ def check(configuration: Configuration, document: Entry) -> None:
             raise ConfigurationError(message, f"{near} does", _place(document, name))
     if configuration.compile and configuration.costs != "roofline":
         message = (
-            "compile: true prices stages by the roofline, and measured costs are of eager operators"
+            "compile: true requires roofline costs, because measured costs are of eager operators"
         )
-        raise ConfigurationError(
-            message, "leave out costs, or compile", _place(document, "compile")
-        )
+        raise ConfigurationError(message, "remove costs or compile", _place(document, "compile"))
     for key in ("interval", "patience"):
         if getattr(configuration.eval, key) is not None and configuration.eval.data is None:
-            message = f"eval.{key} is set, and there is no data to validate on"
-            raise ConfigurationError(message, "give eval.data", _place(document, "eval", key))
+            message = f"eval.{key} is set, but eval.data is not"
+            raise ConfigurationError(message, "set eval.data", _place(document, "eval", key))
     _check_optimizer(optimizer, document)
     for key in ("frozen", "trainable"):
         for index, pattern in enumerate(getattr(configuration.model, key)):
@@ -427,7 +415,7 @@ _LACKS = {
     "lion": ("momentum", "nesterov", "eps"),
     "muon": (),
 }
-"""Keys that an optimizer has no use for."""
+"""Keys that an optimizer does not have."""
 
 
 def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
@@ -445,7 +433,7 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
     if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum:
         message = "optimizer.nesterov without momentum"
         where = _place(document, "optimizer", "nesterov")
-        raise ConfigurationError(message, "give optimizer.momentum, such as 0.9", where)
+        raise ConfigurationError(message, "set optimizer.momentum, such as 0.9", where)
     if optimizer.name == "muon" and optimizer.zero_stage == 1:
         message = "optimizer muon updates unsharded matrices, and optimizer.zero_stage is 1"
         where = _place(document, "optimizer", "zero_stage")
@@ -484,7 +472,7 @@ def _check_pattern(pattern: str, path: str, where: str) -> None:
 
 
 def _place(document: Entry, *path: str | int) -> str:
-    """Where the entry at `path` was written, or the deepest one above it that was."""
+    """Return file and line of the entry at `path`, or of its deepest parent that was written."""
     for step in path:
         inside = document.value
         inner = None
@@ -499,25 +487,23 @@ def _place(document: Entry, *path: str | int) -> str:
 
 
 Setting = tuple[tuple[str, ...], Entry]
-"""A path of keys and what is set there."""
+"""A path of keys and the value to set."""
 
 
 OPTION_FLAGS = {
     "--stages": (
         ("strategy", "stages"),
         "N",
-        "Pipeline stages to make, where the strategy has an option stages (strategy.stages).",
+        "Number of pipeline stages, for strategies with this option (strategy.stages).",
     ),
-    "--optimizer": (("optimizer", "name"), "NAME", "How parameters are updated (optimizer.name)."),
+    "--optimizer": (("optimizer", "name"), "NAME", "Name of the optimizer (optimizer.name)."),
     "--lr": (("optimizer", "lr"), "RATE", "Learning rate (optimizer.lr)."),
 }
-"""Flags of keys inside others: the path of keys, the value's metavar, and what it does."""
+"""Flags of nested keys: path of keys, metavar of the value, and help text."""
 
 
 def flags() -> dict[str, tuple[str, str]]:
-    """The flags that set a key, in order of declaration: flag -> the key, and the value's
-    metavar.
-    """
+    """Return {flag: (key, metavar)} for flags of top-level keys, in order of declaration."""
     words = ((key.name, key.flag.split()) for key in keys(Configuration) if key.flag)
     return {flag: (name, metavar) for name, (flag, metavar) in words}
 
@@ -528,10 +514,11 @@ def settings(
     assignments: Sequence[str],
     batch_axes: Sequence[str] = (),
 ) -> list[Setting]:
-    """Settings of a command line, the later over the earlier. `words` are flags, of `OPTION_FLAGS`
-    too, with their words, `dims` the words of `--dim NAME=SIZE`, `batch_axes` those of
-    `--batch-axis INPUT=AXIS`, `assignments` those of `--set KEY=VALUE`. Raises ConfigurationError
-    for a word without `=` or a key without a name.
+    """Return the settings of a command line; later ones override earlier ones.
+
+    `words` maps flags, including those of `OPTION_FLAGS`, to their values. `dims`, `batch_axes` and
+    `assignments` are the values of `--dim NAME=SIZE`, `--batch-axis INPUT=AXIS` and `--set
+    KEY=VALUE`. Raise ConfigurationError for a value without `=` or an empty key.
     """
     found: list[Setting] = []
     for flag, word in words.items():
@@ -575,7 +562,7 @@ def _lay(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
         over = with_present_keys(over, schema, path)
     scalar = getattr(schema, "scalar", None)
     if scalar is not None and isinstance(base.value, str) and isinstance(over.value, dict):
-        base = Entry({scalar: base}, base.place)  # The scalar is short for a mapping with this key.
+        base = Entry({scalar: base}, base.place)  # The scalar abbreviates a mapping with this key.
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     chosen = {name for name in getattr(schema, "selectors", ()) if name in over.value}
@@ -605,8 +592,9 @@ def load_configuration(
     over: str | Path | None = None,
     batch_axes: Sequence[str] = (),
 ) -> Configuration:
-    """The defaults under a YAML file, under another one, `over`, under the command line, whose
-    parts are as in `settings`. Raises ConfigurationError with `file:line` or the flag.
+    """Return the configuration of the YAML files `file` and `over` and of a command line, whose
+    parts are those of `settings`. `over` overrides `file`; the command line overrides both. Raise
+    ConfigurationError with `file:line` or the flag.
     """
     documents = [read_file(each) for each in (file, over) if each is not None]
     return effective(
@@ -616,10 +604,12 @@ def load_configuration(
 
 
 def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:
-    """The defaults with `documents`, at least one, laid over them in order, and the settings over
-    all, checked. A mapping is merged key by key, with two exceptions that keep leftovers away:
-    another strategy, scheduler or cluster comes without the options of the one it replaces, and of
-    two keys that exclude each other the given one stays.
+    """Return the checked configuration of the defaults, `documents` (at least one) and settings,
+    each overriding the previous ones.
+
+    Mappings are merged key by key, with two exceptions. A different strategy, scheduler or cluster
+    does not inherit the options of the one it replaces. A key removes inherited keys that exclude
+    it.
     """
     over = Entry({}, documents[0].place)
     for path, entry in given:
@@ -635,15 +625,15 @@ def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Conf
 
 
 def dump_configuration(configuration: Configuration) -> str:
-    """The configuration as a YAML file that, loaded, gives the same configuration."""
+    """Return the configuration as YAML text that loads as an equal configuration."""
     form = encode(configuration)
     text: str = yaml.dump(form, Dumper=Dumper, sort_keys=False, width=120, allow_unicode=False)
     return text
 
 
 def resolve_cluster(configuration: Configuration) -> Cluster:
-    """The devices and links that a configuration plans for. Raises ConfigurationError for a cluster
-    that cannot be read, InfeasibleError where it has fewer than `gpus` devices.
+    """Return the cluster of a configuration. Raise ConfigurationError if it cannot be read,
+    InfeasibleError if it has fewer than `gpus` devices.
     """
     given = configuration.cluster
     choice = given.settled()

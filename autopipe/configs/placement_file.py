@@ -1,4 +1,4 @@
-"""The schema of a placement given by hand: the blocks of one unit, for schedule search without a
+"""The schema of a placement file: the blocks of one micro-batch, for schedule search without a
 model.
 """
 
@@ -19,26 +19,26 @@ from autopipe.ir.words import plural
 MOST_DEVICES = 4096
 MOST_BLOCKS = 20_000
 MOST = 10**12
-"""Largest time and memory: sums over all blocks of all units stay far below 2^63."""
+"""Maximum time and memory of a block. Sums over all blocks and micro-batches stay below 2^63."""
 Amount = Annotated[int, AtLeast(0), AtMost(MOST)]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDescription:
     name: str
-    """Its name, which no other block has."""
+    """Unique name of the block."""
     devices: tuple[Annotated[int, AtLeast(0)], ...]
-    """The device it runs on, or several that run it together."""
+    """Device of the block, or several devices that run it together."""
     time: Annotated[int, AtLeast(1), AtMost(MOST)]
-    """How long it takes, in units of your choice."""
+    """Duration in an arbitrary unit."""
     memory: Annotated[int, AtLeast(-MOST), AtMost(MOST)] = 0
-    """Change of the memory in use on each of its devices when it starts; below 0 where it frees."""
+    """Change of used memory on each device when the block starts; negative to free memory."""
     after: tuple[str, ...] = ()
-    """Names of the blocks of the same unit that must have ended before it starts."""
+    """Names of blocks of the same micro-batch that must end before this block starts."""
     delays: tuple[Amount, ...] = ()
-    """For each of `after` the time that what it sends is under way; none without it."""
+    """Delay after each block of `after`, such as the time of a message. Default: no delays."""
     place: Annotated[Place, Origin("name")] = field(default=Place("a placement"), compare=False)
-    """Where the name was written."""
+    """File and line of the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class PlacementDescription:
     devices: Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
     """Number of devices."""
     blocks: tuple[BlockDescription, ...]
-    """The blocks of one unit, in any order."""
+    """The blocks of one micro-batch, in any order."""
     memory: Amount | tuple[Amount, ...] | None = None
-    """Room on a device: one number for all, or a list with one for each; `null` for no limit."""
+    """Memory limit: one number for all devices or a list with one per device; `null` for none."""
     micro_batches_per_unit: Annotated[int, AtLeast(1), AtMost(2**20)] = 1
-    """Micro-batches that one unit stands for."""
+    """Number of micro-batches that run as one group, if one run of the blocks has several."""
 
 
 def read_placement(path: str | Path) -> BlockGraph:
-    """The blocks described in a YAML file. Raises ConfigurationError with `file:line`."""
+    """Return the blocks of a YAML file. Raise ConfigurationError with `file:line`."""
     document = read_file(path)
     description = convert(document, PlacementDescription)
     top = str(document.place)
@@ -74,11 +74,13 @@ def read_placement(path: str | Path) -> BlockGraph:
     graph = BlockGraph(devices, blocks, rooms, description.micro_batches_per_unit)
     try:
         graph.verify()
-    except ConfigurationError as error:  # a circle: all else has been checked with its line
+    except (
+        ConfigurationError
+    ) as error:  # A cycle: all other errors were reported above with their lines.
         waiting = min(set(range(len(graph.blocks))) - set(graph.order))
         place = description.blocks[waiting].place
         raise ConfigurationError(
-            error.message, "remove one of their `after`", str(place)
+            error.message, "remove one of these blocks from an `after` list", str(place)
         ) from error
     return graph
 
@@ -87,7 +89,7 @@ def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
     if not 0 < len(blocks) <= MOST_BLOCKS:
         raise ConfigurationError(
             f"there are {len(blocks)} {plural(len(blocks), 'block')}",
-            f"1 to {MOST_BLOCKS} are taken",
+            f"write 1 to {MOST_BLOCKS} blocks",
             top,
         )
     index: dict[str, int] = {}
@@ -95,7 +97,7 @@ def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
         if block.name in index:
             first = blocks[index[block.name]].place.line
             message = f"two blocks are called {quote(block.name)} (the first in line {first})"
-            raise ConfigurationError(message, "give each a name of its own", str(block.place))
+            raise ConfigurationError(message, "give each block a unique name", str(block.place))
         index[block.name] = position
     return index
 
@@ -114,7 +116,7 @@ def _block(described: BlockDescription, index: dict[str, int], devices: int) -> 
         raise ConfigurationError(message, f"devices are numbered 0 to {devices - 1}", place)
     for other in described.after:
         if other not in index:
-            message = f"{name} comes after {quote(other)}, which is no block"
+            message = f"{name} comes after {quote(other)}, which is not a block"
             raise ConfigurationError(message, nearest(other, index), place)
     if described.delays and len(described.delays) != len(described.after):
         message = (

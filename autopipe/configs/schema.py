@@ -1,8 +1,8 @@
-"""Frozen dataclasses as schemas of YAML: fields are keys, types their values, docstrings the
-reference.
+"""Frozen dataclasses as schemas of YAML files.
 
-The same holds for the options of strategies and schedulers, which are the fields of their
-dataclasses. Types and marks are those of `autopipe.ir.codec`, which reads and writes the values.
+Fields are keys, the type of a field is the type of its value, and the string under a field is its
+documentation. The options of strategies and schedulers are the fields of their classes. Types and
+marks are those of `autopipe.ir.codec`, which reads and writes the values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 @functools.cache
 def field_docs(schema: type[Dataclass]) -> dict[str, str]:
-    """The string literal under each field, of the class and of those it inherits from."""
+    """Return the string under each field of a dataclass, including inherited fields."""
     docs: dict[str, str] = {}
     for parent in reversed(schema.__mro__[:-1]):
         if dataclasses.is_dataclass(parent):
@@ -59,15 +59,15 @@ def field_docs(schema: type[Dataclass]) -> dict[str, str]:
 
 
 def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
-    """The mapping `entry` as an instance of `schema`; `path` names it in errors (`optimizer`, say).
-    Raises ConfigurationError with the place of the first entry that does not fit.
+    """Return the mapping `entry` as an instance of `schema`. `path`, such as `optimizer`, names the
+    mapping in errors. Raise ConfigurationError with file and line of the first invalid entry.
     """
     found: Shape = decode(YamlRecord(entry, key=path), schema)
     return found
 
 
 def unknown_key(name: str, known: Iterable[str], place: Place, path: str) -> ConfigurationError:
-    """The error for a key that nothing declares, with the nearest one that is declared."""
+    """Return the error for an unknown key, with the most similar known key as the hint."""
     within = f" in {path}" if path else ""
     return ConfigurationError(
         f"unknown key {quote(name)}{within}", hint=nearest(name, known), where=str(place)
@@ -108,7 +108,7 @@ def with_present_keys(entry: Entry, schema: type[Dataclass], path: str = "") -> 
 
 
 class YamlRecord(Record):
-    """An entry of a YAML file or of the command line."""
+    """A value of a YAML file or of the command line."""
 
     __slots__ = ("entry",)
 
@@ -118,8 +118,7 @@ class YamlRecord(Record):
 
     @property
     def text(self) -> str | None:
-        # On a command line nobody writes quotes: what YAML reads as something else may be text
-        # there.
+        # A command line has no YAML quotes, so a number or bool there may stand for text.
         if (
             self.entry.place.is_flag
             and isinstance(self.value, str | int | float | bool)
@@ -144,8 +143,7 @@ class YamlRecord(Record):
         )
 
     def refusal_by_all(self, union: Any, refusals: list[ConfigurationError]) -> ConfigurationError:
-        # On a command line a number may stand for text as well; what is wrong with it is wrong with
-        # the number.
+        # A number on a command line may also be read as text; report the error of the number.
         return refusals[-1 if isinstance(self.value, str) else 0]
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> object:
@@ -156,7 +154,7 @@ class YamlRecord(Record):
                 raise self.error(f"{self.path}: {quote(text)} is {path.words}", path.hint)
             if ("/" not in text and "." not in text) or "\0" in text:
                 raise self.error(
-                    f"{self.path}: {quote(text)} is no path", "a path holds a '.' or a '/'"
+                    f"{self.path}: {quote(text)} is not a path", "write a path with a '.' or a '/'"
                 )
             return os.path.normpath(os.path.join(self.entry.place.folder, text))
         if base is str:
@@ -196,13 +194,15 @@ class YamlRecord(Record):
         return self if entry is self.entry else YamlRecord(entry, self.parent, self.key)
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
-        """Refuse keys that exclude each other."""
+        """Raise ConfigurationError if keys that exclude each other are set."""
         defaults = {key.name: key.default for key in keys(schema)}
         for group in getattr(schema, "exclusive", ()):
             together = [name for name in group if name in values and values[name] != defaults[name]]
             if len(together) > 1:
                 names = " and ".join(self.child(self.entry, name).path for name in together)
-                raise self.at(together[-1]).error(f"{names} exclude each other", "keep one of them")
+                raise self.at(together[-1]).error(
+                    f"{names} exclude each other", "remove all but one"
+                )
 
     def refusal(self, expected: str) -> ConfigurationError:
         value = self.value

@@ -1,9 +1,9 @@
-"""YAML text turned into entries that know where they stand; quantities such as `14GiB`, `900GB/s`,
-`5us`.
+"""Reading of YAML text as entries with file and line, and of quantities such as `14GiB`, `900GB/s`
+and `5us`.
 
-The file is untrusted. Beyond `yaml.safe_load`, which takes them silently, these are refused:
-duplicate keys, keys that are not text, anchors, aliases and tags, several documents, numbers in
-base 8 or 60, not-a-number and infinity, deep nesting and large files.
+Files are untrusted. In addition to what `yaml.safe_load` rejects, this reader rejects duplicate
+keys, keys that are not text, anchors, aliases, tags, several documents, numbers in base 8 or 60,
+NaN and infinity, deep nesting and large files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_BYTES = 2**23
 DEEPEST = 32
 _DECIMAL_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")
-"""Numbers such as 1e-4 and 1.5e3, which YAML 1.1 reads as text, and 1.2 as what they are."""
+"""Numbers such as 1e-4 and 1.5e3, which YAML 1.1 reads as text and YAML 1.2 as numbers."""
 _BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
@@ -38,7 +38,7 @@ class Place:
     line: int | None = None
     """Line in the file, from 1; None for a flag."""
     folder: str = ""
-    """Folder that relative paths start from."""
+    """Folder to which relative paths are relative."""
 
     @property
     def is_flag(self) -> bool:
@@ -53,16 +53,16 @@ class Entry:
     """One value of a YAML file: a scalar, a list of entries or named entries."""
 
     value: str | int | float | bool | tuple[Entry, ...] | dict[str, Entry] | None
-    """The value; a mapping keeps the order of the file."""
+    """The value. A mapping has the key order of the file."""
     place: Place = field(compare=False)
-    """Where it stands."""
+    """File and line, or flag, of the value."""
     text: str = field(default="", compare=False)
-    """A scalar as it was written."""
+    """Source text of a scalar."""
     quoted: bool = field(default=False, compare=False)
     """True if a scalar was written in quotes or as a block."""
 
     def plain(self) -> object:
-        """The value without places, as lists, dicts and scalars."""
+        """Return the value as lists, dicts and scalars, without file and line."""
         if isinstance(self.value, tuple):
             return [entry.plain() for entry in self.value]
         if isinstance(self.value, dict):
@@ -71,8 +71,8 @@ class Entry:
 
 
 def read_file(path: str | Path) -> Entry:
-    """The one YAML document in a file; its outermost value is a mapping. Raises ConfigurationError
-    with `file:line` for a file that cannot be read, is not UTF-8 or is not plain YAML.
+    """Return the single YAML document of a file, a mapping. Raise ConfigurationError with
+    `file:line` for a file that cannot be read, is not UTF-8 or is not valid YAML of this reader.
     """
     name = str(path)
     try:
@@ -97,9 +97,7 @@ def read_file(path: str | Path) -> Entry:
 
 
 def read_text(text: str, source: str, folder: str = "") -> Entry:
-    """The one YAML document in `text`; `source` names it in errors. Its outermost value is a
-    mapping.
-    """
+    """Return the single YAML document in `text`, a mapping. `source` names the text in errors."""
     entry = _read(text, Place(source, 1, folder))
     if entry is None or (entry.value is None and not entry.text):
         raise ConfigurationError("the file is empty", hint="write at least one key", where=source)
@@ -111,17 +109,16 @@ def read_text(text: str, source: str, folder: str = "") -> Entry:
 
 
 def read_setting(text: str, flag: str) -> Entry:
-    """A value written as YAML on the command line; relative paths start from the working folder."""
+    """Return a command-line value that is YAML. Paths are relative to the working directory."""
     place = Place(flag, None, os.getcwd())
     if text.startswith("*"):
-        # A glob such as `*.bias`. YAML would read the name of an alias, which a configuration
-        # cannot have.
+        # A glob such as `*.bias`; YAML would read it as an alias.
         return Entry(text, place, text)
     return _read(text, place) or Entry(None, place)
 
 
 def read_word(text: str, flag: str) -> Entry:
-    """The value of a flag: a number where it is one, otherwise text as it stands."""
+    """Return the value of a flag: a finite number if it is one, otherwise text."""
     place = Place(flag, None, os.getcwd())
     for number in (int, float):
         try:
@@ -150,7 +147,7 @@ def _read(text: str, start: Place) -> Entry | None:
         line = text.count("\n", 0, error.position) + 1
         place = start if start.is_flag else Place(start.source, line)
         raise ConfigurationError(
-            "a control character stands in the text", where=str(place)
+            "the text contains a control character", where=str(place)
         ) from error
     finally:
         if loader is not None:
@@ -158,7 +155,7 @@ def _read(text: str, start: Place) -> Entry | None:
 
 
 class _Composer(yaml.SafeLoader):
-    """Composes nodes, refusing what a configuration has no use for before it can do harm."""
+    """A YAML composer that rejects anchors, aliases, tags and deep nesting."""
 
     def __init__(self, text: str, start: Place) -> None:
         super().__init__(text)
@@ -170,10 +167,10 @@ class _Composer(yaml.SafeLoader):
         place = str(_at(self.start, event.start_mark))
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             hint = "write the value out, and text that begins with * or & in quotes"
-            raise ConfigurationError("anchors and aliases are not taken", hint, place)
+            raise ConfigurationError("anchors and aliases are not supported", hint, place)
         if event.tag is not None:
             raise ConfigurationError(
-                f"the tag {quote(event.tag)} is not taken", "write the plain value", place
+                f"the tag {quote(event.tag)} is not supported", "write the plain value", place
             )
         if self.depth >= DEEPEST:
             raise ConfigurationError(f"nested deeper than {DEEPEST} levels", where=place)
@@ -183,7 +180,7 @@ class _Composer(yaml.SafeLoader):
         return node
 
     def entry(self, node: yaml.Node, key: Place | None = None) -> Entry:
-        """The node as an entry, which stands where its key does."""
+        """Return the node as an entry. `key`, if given, is the place of its key."""
         place = key or _at(self.start, node.start_mark)
         if isinstance(node, yaml.SequenceNode):
             return Entry(tuple(self.entry(item) for item in node.value), place)
@@ -206,14 +203,14 @@ class _Composer(yaml.SafeLoader):
                 line = entries[key].place.line
                 first = f" (first in line {line})" if line is not None else ""
                 raise ConfigurationError(
-                    f"the key {quote(key)} stands twice{first}", "keep one of them", str(place)
+                    f"the key {quote(key)} occurs twice{first}", "remove one of them", str(place)
                 )
             entries[key] = self.entry(value_node, place)
         return entries
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes text in quotes where `_Composer` would read a number."""
+    """A YAML dumper that quotes text that `_Composer` would read as a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -243,7 +240,7 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | N
             message = f"YAML reads {text} in base 60"
             hint = decimal
         case "float":
-            with suppress(ValueError):  # of `.nan` and `.inf`, as YAML writes them
+            with suppress(ValueError):  # for `.nan` and `.inf`, which `float` cannot read
                 if math.isfinite(value := float(text)):
                     return value
             message = f"{text} is not a finite number"
@@ -274,21 +271,21 @@ _WRITTEN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s
 
 @dataclass(frozen=True, slots=True)
 class Unit(Spelling):
-    """A unit with the prefixes that may stand before it."""
+    """A unit of a quantity, with SI or binary prefixes."""
 
     symbol: str
-    """Unit after the prefix, such as `B`."""
+    """Symbol of the unit, such as `B`."""
     noun: str
-    """Name of the quantity, with its article."""
+    """Name of the quantity with its article, such as `a size`."""
     example: str
-    """A quantity that shows how it is written."""
+    """An example of a quantity."""
     whole: bool = False
-    """True if a quantity is a whole number of units."""
+    """True if a quantity must be an integer number of units."""
     eighths: tuple[str, ...] = ()
-    """Symbols of an eighth of the unit: a bandwidth of `400Gb/s` is 50 GB/s."""
+    """Symbols of units that are 1/8 of this unit: `400Gb/s` is 50 GB/s."""
 
     def parse(self, text: str) -> float | None:
-        """The quantity in plain units; a bare number counts plain units."""
+        """Return the quantity in this unit, or None if `text` is not a quantity."""
         written = _WRITTEN.fullmatch(text)
         if written is None:
             return None
@@ -316,8 +313,8 @@ class Unit(Spelling):
         return f"{self.noun} such as {self.example}, or {words} of {self.symbol}"
 
     def format(self, value: float) -> str:
-        """The shortest exact way to write a whole quantity with a prefix; otherwise the plain
-        number.
+        """Return an integer quantity with the largest prefix that is exact; otherwise the number
+        without a unit.
         """
         if self.whole and value >= 1:
             for prefix, scale in sorted(_MULTIPLES.items(), key=lambda pair: -pair[1]):

@@ -1,9 +1,9 @@
-"""Strategies and schedulers: their interfaces, the built-in ones by name, and those that installed
-packages announce.
+"""Interfaces of strategies and schedulers, and their registry.
 
-Each is a frozen dataclass with a `name` whose other fields are its options. A package announces one
-through the entry point groups `autopipe.strategies` and `autopipe.schedulers`: the point's name is
-its name, its object the class.
+A strategy or scheduler is a frozen dataclass with a class attribute `name`; its fields are its
+options. Other packages register theirs by entry points in the groups `autopipe.strategies` and
+`autopipe.schedulers`: the name of the entry point is the name of the strategy or scheduler, its
+object is the class.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class Strategy(Protocol):
     name: ClassVar[str]
 
     def division(self, graph: Graph) -> Division:
-        """How it wants the samples of a step divided, where the user leaves it open."""
+        """Return how to divide the samples of a step into micro-batches if the user does not
+        say.
+        """
 
     def requires(self, problem: Problem) -> None:
-        """Raise AutopipeError, in one line, where the problem cannot be taken."""
+        """Raise AutopipeError, with a message of one line, if the problem is not supported."""
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises InfeasibleError naming the limit and by how much it is missed."""
+        """Return a placement. Raise InfeasibleError with the violated limit if there is none."""
 
 
 class Scheduler(Protocol):
@@ -44,13 +46,13 @@ class Scheduler(Protocol):
     name: ClassVar[str]
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise AutopipeError, in one line, where the placement cannot be taken."""
+        """Raise AutopipeError, with a message of one line, if the placement is not supported."""
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule."""
+        """Return a schedule of the placement."""
 
 
-# The built-in ones, each with the place of its class.
+# Module and class of each built-in strategy and scheduler.
 STRATEGIES = {
     "breadth_first": "autopipe.passes.placement.pase.strategy:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
@@ -92,12 +94,12 @@ SCHEDULERS = {
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Names of all strategies, sorted."""
+    """Return the names of all strategies in alphabetical order."""
     return tuple(sorted({*STRATEGIES, *_announced("autopipe.strategies")}))
 
 
 def scheduler_names() -> tuple[str, ...]:
-    """Names of all schedulers, sorted."""
+    """Return the names of all schedulers in alphabetical order."""
     return tuple(sorted({*SCHEDULERS, *_announced("autopipe.schedulers")}))
 
 
@@ -127,8 +129,8 @@ def scheduler_class(name: str, where: str = "") -> type[Any]:
 
 @functools.cache
 def _announced(group: str) -> dict[str, str]:
-    """The places that installed packages announce: to look through all of them takes
-    milliseconds.
+    """Return {name: "module:class"} of the entry points in `group`. The result is cached because
+    reading the entry points of all packages takes milliseconds.
     """
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 

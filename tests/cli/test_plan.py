@@ -400,7 +400,7 @@ def test_compiled_stages_take_less_and_their_costs_are_not_measured(gpt, capsys,
     assert steps["true"] < steps["false"]
     code, _, err = run(capsys, gpt, "--set", "compile=true", "--costs", "gpt.costs")
     assert code == 2
-    assert "compile: true prices stages by the roofline" in err
+    assert "compile: true requires roofline costs" in err
 
 
 def test_degrees_are_the_same_in_every_output(gpt, capsys, tmp_path):

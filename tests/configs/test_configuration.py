@@ -108,7 +108,7 @@ REFUSED = {
         "cluster: {preset: sumit}\n",
         "c.yaml:1: no cluster preset is named 'sumit' (did you mean 'summit'?)",
     ),
-    "costs' name": ("costs: rofline\n", "c.yaml:1: costs: 'rofline' is no path"),
+    "costs' name": ("costs: rofline\n", "c.yaml:1: costs: 'rofline' is not a path"),
     "momentum": (
         "optimizer: {name: adamw,\n momentum: 0.9}\n",
         "c.yaml:2: optimizer adamw has no momentum",

@@ -45,7 +45,7 @@ def test_a_file_gives_its_blocks(tmp_path):
 
 
 REFUSED = {
-    "another format": ("memory: 6", "memory: 6\nformat: x/2", "the key 'format' stands twice"),
+    "another format": ("memory: 6", "memory: 6\nformat: x/2", "the key 'format' occurs twice"),
     "an old format": (
         "placement/1",
         "placement/0",
@@ -76,7 +76,7 @@ REFUSED = {
     "an unknown block": (
         "after: [F]",
         "after: [G]",
-        ":6: block 'T' comes after 'G', which is no block",
+        ":6: block 'T' comes after 'G', which is not a block",
     ),
     "a negative delay": ("delays: [3]", "delays: [-3]", ":6: blocks[1].delays[0] is -3"),
     "a delay too many": (
