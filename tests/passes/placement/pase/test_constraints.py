@@ -63,7 +63,7 @@ def test_stages_and_their_devices() -> None:
         ((Constraint("relu1", stage=0, devices=(2, 3)),), 2, "requires stage 0 and the devices of stage 1", ""),
         ((Constraint("matmul0", stage=1), Constraint("relu3", stage=0)), 2, "permit no boundary after stage 0 of 2: 'matmul0' "
          "comes before 'relu3'", "constraints"),
-        ((Constraint("*", stage=0),), 2, "no place to end stage 0 of 2", "constraints"),
+        ((Constraint("*", stage=0),), 2, "permit no boundary after stage 0 of 2", "constraints"),
         ((Constraint("relu1", stage=0, pipeline=1),), 1, "is for pipeline 1, but this strategy has 1 pipeline", ""),
     ],
 )  # fmt: skip
