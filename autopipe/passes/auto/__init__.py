@@ -1,5 +1,6 @@
-"""The best plan over all strategies and schedules: candidates, their search, and answers kept
-between runs.
+"""Strategy `auto`: search all strategies and schedules for the plan with the shortest simulated step.
 
-May import everything that a plan is made with; only explain, export and cli stand above it.
+`candidates` lists the candidates, `search` tries them, `choose` controls the search, `workers` runs
+strategies in other processes, and `plan_cache` stores results between runs. This package may import
+all modules that create a plan. Only `explain`, `export`, `api` and `cli` import it.
 """

@@ -1,6 +1,6 @@
-"""Candidates of a search for the best plan: every strategy in the forms that schedules ask for, the
-cheap ones first; and which of them search too long for their promise, by the size of the problem
-alone.
+"""The candidates of strategy `auto`: each placement strategy with the options that schedules need, in
+ascending order of planning time; and the rules that skip candidates whose search would take too long
+for the size of the problem.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request in which the schedule alone is open, told by what it settles."""
+    """A placement strategy with the settings of a request that `auto` chooses. Only the schedule is
+    still open.
+    """
 
     strategy: Strategy
     micro_batches: int | None = None
-    """None where the request says how many, or the strategy does."""
+    """None if the request or the strategy determines the number."""
     recompute: str = "none"
     shard: bool = False
-    """True if the optimizer's state is shared out among replicas."""
+    """True if replicas shard the optimizer state."""
     scores: Scores | None = None
-    """Form of the losses, which keep their scores or recompute them; None for the form that the
-    request says.
-    """
+    """Whether losses save or recompute their logits; None for the variant of the request."""
 
     def settled(self, request: Request) -> Request:
+        """Return the request with the settings of this candidate."""
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
         if request.micro_batch_size is not None and request.batch_size is not None:
             count = request.batch_size // request.micro_batch_size
@@ -53,8 +54,8 @@ class Candidate:
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
-        """Command-line choice that reproduces this candidate. JSON's spelling of options is YAML's,
-        too.
+        """Return the choice whose command-line flags reproduce this candidate. Options are written as
+        JSON, which YAML also reads.
         """
         assert dataclasses.is_dataclass(self.strategy)
         settled = self.settled(request)
@@ -100,22 +101,23 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("breadth_first", {}),
     ("mcmc", {}),
 )
-"""Strategies and options in the order in which they are tried: about that of the time they take, so
-that there is a plan soon. Shape x is for Chimera; several stages per rank are for
-interleaved 1F1B and the zero-bubble V schedules.
+"""Strategies and options in the order in which they are tried: about ascending in planning time, so
+that a first plan is found soon. Shape x is for Chimera; several stages per rank are for interleaved
+1F1B and the zero-bubble V schedules.
 """
 
 _WITH_AND_WITHOUT = ("tepdist",)
-"""Strategies that weigh what recomputes against what does not: one search where memory asks for it,
-instead of two.
+"""Strategies that search with and without recomputation at the same time. If memory may be short, one
+search with recomputation replaces two searches.
 """
 _FOLLOWERS = ("explicit", "manual")
-"""Strategies that follow what somebody writes; of them, constraints make manual a candidate."""
+"""Strategies that follow the user's instructions. `manual` is a candidate if there are constraints."""
 
 
 def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
-    """The candidates for a request, those of other packages' strategies last. `short` says whether
-    there may be less memory than a step wants, and recomputation may help.
+    """Yield the candidates for a request; strategies of other packages come last.
+
+    `short` is True if memory may not suffice without recomputation.
     """
     for name, options in _forms(request):
         recompute = "auto" if short and name in _WITH_AND_WITHOUT else "none"
@@ -123,7 +125,7 @@ def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
 
 
 def strategies_of(request: Request) -> tuple[str, ...]:
-    """The names of the candidates' strategies, each once; our own need not be loaded for that."""
+    """Return the distinct names of the candidates' strategies, without importing built-in strategies."""
     names = dict.fromkeys(name for name, _ in _forms(request))
     return tuple(name if name in STRATEGIES else strategy_class(name).name for name in names)
 
@@ -138,21 +140,23 @@ def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _BRANCHED = ("m", "nn", "k")
-"""Shapes of tessel_shapes with stages on all devices beside stages on one, which no published form
-admits.
+"""Shapes of tessel_shapes that combine stages on all devices with stages on one device. No published
+schedule supports them.
 """
 
 
 def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
-    """Return False if the request names a schedule that cannot run what the built-in strategy
-    `name` gives with `options`. Strategy manual and the strategies of other packages may give any
-    form.
+    """Return False if the request names a schedule that does not support the placements of the
+    built-in strategy `name` with `options`.
+
+    The placements of strategy manual and of other packages' strategies are not known in advance, so
+    the result for them is True.
     """
     scheduler = request.scheduler
     if options.get("opposite") and (
         not isinstance(scheduler, Published) or request.mode is Mode.INFER
     ):
-        return False  # A search over all schedules has such placements by tessel_shapes.
+        return False  # Strategy tessel_shapes covers such placements for other schedulers.
     if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
         return True
     pattern: PlacementPattern | None = getattr(scheduler, "pattern", None)
@@ -171,7 +175,7 @@ def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
     return pattern.repeats or options.get("stages_per_rank", 1) == 1
 
 
-_MOST_SIZE = {
+_MAX_SIZE = {
     **dict.fromkeys(("breadth_first", "mcmc"), 2**14),
     **dict.fromkeys(
         (
@@ -186,36 +190,40 @@ _MOST_SIZE = {
         2**16,
     ),
 }
-"""By what is searched the most operators times devices; others take about as long for any number of
-devices. 32 devices with a thousand operators each are below all but the least: those are baselines
-of pase's.
+"""Maximum number of operators times devices for which a strategy is searched. The planning time of
+strategies that are not listed hardly depends on the number of devices.
 """
 
 QUICK = ("data_parallel", "handcrafted", "manual", "one_weird_trick")
-"""Strategies that search nothing: no other process needs to be asked."""
-LONG = ("tepdist", "piper")  # Strategies whose search takes longest: it is begun early.
+"""Strategies without a search, which run in this process."""
+LONG = ("tepdist", "piper")
+"""Strategies with the longest searches, which start early."""
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
-"""Strategies whose forms read the same from a model on micro-batches of one size."""
-_BESIDE_STRATEGY = ("micro_batches", "recompute", "shard", "scores")
-"""Fields of a candidate besides its strategy."""
-_MOST_TASKS = (
-    2**14
-)  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
-_MOST_SEARCHED = 2**11  # The most of them for which a schedule is searched.
+"""Strategies whose variants share cached intermediate results for one micro-batch size."""
+_OTHER_FIELDS = ("micro_batches", "recompute", "shard", "scores")
+"""Fields of a candidate other than its strategy."""
+_MAX_TASKS = 2**14
+"""Maximum number of stages times micro-batches for which a placement is simulated even if its lower
+bound exceeds the best step.
+"""
+_MAX_SEARCHED = 2**11
+"""Maximum number of stages times micro-batches for which a schedule is searched."""
 
 
 class LeftOutError(AutopipeError):
-    """A choice that the search for the best plan does not look into."""
+    """Reason why strategy `auto` skips a candidate."""
 
 
 def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
-    """Reason to leave out a strategy that would search too long for `operators` on `devices`."""
-    # The step of stages that a line passes again and again needs a list of all tasks.
+    """Return the reason to skip a strategy that would search too long for `operators` operators on
+    `devices` devices, or None.
+    """
+    # Estimating the step of an interleaved grid needs a list of all tasks, which takes long.
     is_interleaved = (
         isinstance(strategy, Grid) and strategy.stages_per_rank > 1 and strategy.pipeline is None
     )
     form = "grid, several stages per rank" if is_interleaved else strategy.name
-    if operators * devices <= _MOST_SIZE.get(form, math.inf):
+    if operators * devices <= _MAX_SIZE.get(form, math.inf):
         return None
     size = f"{operators} {plural(operators, 'operator')} on {devices} {plural(devices, 'device')}"
     return LeftOutError(
@@ -224,24 +232,24 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
 
 
 def in_common(candidate: Candidate) -> object:
-    """Equal for candidates that have most of their work in common, which a process does once."""
+    """Return a key that is equal for candidates that share most of their work, so that one process should
+    run them.
+    """
     if candidate.strategy.name in _MUCH_IN_COMMON:
-        return candidate.strategy.name, *(getattr(candidate, name) for name in _BESIDE_STRATEGY)
+        return candidate.strategy.name, *(getattr(candidate, name) for name in _OTHER_FIELDS)
     return candidate
 
 
 def is_searched(scheduler: Scheduler) -> bool:
-    """True if an order of tasks is searched, which takes longer than all named schedules
-    together.
-    """
+    """True if the scheduler searches an order of tasks, which takes longer than all published schedules."""
     return scheduler.name == "tessel"
 
 
 def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
-    """Reason to leave out a search of the order of too many tasks."""
+    """Return the reason to skip a scheduler that would search too long for the placement, or None."""
     stages = len(placed.placement.stages)
     count = placed.problem.micro_batches
-    if not is_searched(scheduler) or stages * count <= _MOST_SEARCHED:
+    if not is_searched(scheduler) or stages * count <= _MAX_SEARCHED:
         return None
     size = f"{stages} {plural(stages, 'stage')} and {count} {plural(count, 'micro-batch')}"
     return LeftOutError(
@@ -250,5 +258,7 @@ def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | N
 
 
 def is_large(placed: Placed) -> bool:
-    """True if a step has enough tasks that it is simulated only where it could be the shortest."""
-    return len(placed.placement.stages) * placed.problem.micro_batches > _MOST_TASKS
+    """True if a step has more than `_MAX_TASKS` tasks, so that it is simulated only if its lower bound is
+    below the best step.
+    """
+    return len(placed.placement.stages) * placed.problem.micro_batches > _MAX_TASKS

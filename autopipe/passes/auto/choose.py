@@ -1,8 +1,8 @@
-"""The plan that is chosen where a request leaves the strategy open.
+"""Strategy `auto`: choose the plan if the request does not name a strategy.
 
-A rule of thumb gives the first candidate, then come all strategies; other numbers of micro-batches,
-recomputation and shared state are tried for what these results promise most for, at last all
-schedules.
+The order of the search: first a candidate by a rule of thumb, then each strategy with one schedule,
+then variations of the most promising candidates (other numbers of micro-batches, recomputation,
+sharded optimizer state), and finally all schedules for the placements that can still be the best.
 """
 
 from __future__ import annotations
@@ -58,21 +58,22 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
-"""Schedules that take any placement of whole micro-batches: kFkB also those of stages with their
-own.
+"""Schedules that support any placement with one micro-batch size. kFkB also supports different sizes.
 """
 _LAST = ("tessel",)
-"""Schedules that are searched: they take longest, and need not be asked where another one meets the
-bound.
+"""Schedules that are searched. They take the longest, and are not needed if another schedule reaches
+the lower bound.
 """
 
 
 def choose(
     request: Request, observer: Observer | None = None, store: Store | None = None
 ) -> PlanResult:
-    """The plan with the shortest simulated step that any candidate gives, with what came of the
-    others. What `store` holds for the same request is not searched again. Raises what speaks
-    against the first candidates where none has a plan.
+    """Return the plan with the shortest simulated step over all candidates, with a list of all
+    alternatives.
+
+    A result in `store` for an equal request is used without a search. If no candidate gives a plan,
+    raises the error of a strategy that supports most models.
     """
     runner = Runner(observer)
     if store is None:
@@ -83,9 +84,9 @@ def choose(
         if record is not None:
             return answer_of(record, request, runner)
     except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
-        pass  # Whatever a damaged file says, there is a plan without it.
+        pass  # The stored file is damaged: search again.
     found = _searched(request, runner)
-    # What was found in a limited time, or past a mistake of ours, may not be the best.
+    # A result with a time limit, or after an internal error, may not be the best. Do not store it.
     if request.time_limit is None and not runner.failures:
         store.write(name, answer_form(found))
     return found
@@ -96,7 +97,7 @@ def _searched(request: Request, runner: Runner) -> PlanResult:
 
 
 def chosen(search: PlanSearch) -> PlanResult:
-    """The best plan of a search, with what came of the others."""
+    """Return the best plan of a search, with all alternatives."""
     best = search.best
     assert best is not None and best.placed is not None
     run = best.best
@@ -111,10 +112,12 @@ def chosen(search: PlanSearch) -> PlanResult:
 def weigh(
     request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic
 ) -> PlanSearch:
-    """All that is tried for a request, with a best plan among it. Candidates are weighed twice:
-    each is placed, and its step simulated under one schedule; then all schedules are tried on those
-    whose placement bears a shorter step than the best so far. By `clock` no new one is begun once
-    the request's time is over and there is a plan. Raises as `choose` does.
+    """Try all candidates of a request and return the trials, among them at least one plan.
+
+    In the first phase each candidate is placed and its step is simulated under one schedule. In the
+    second phase all schedules are tried on the placements whose lower bound is below the best step.
+    After the request's time limit, measured by `clock`, no new candidate starts if there is a plan.
+    Raises as `choose` does.
     """
     end = None if request.time_limit is None else clock() + request.time_limit
     request = with_whole_batch(request, runner)
@@ -124,7 +127,7 @@ def weigh(
         first = first_candidate(request, read(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
-        # One batch for all, or steps tell nothing.
+        # All candidates use one batch size; otherwise their steps are not comparable.
         search.request = request = replace(request, batch_size=problem.batch_size)
         short = problem.train and may_be_short(problem)
         every = tuple(
@@ -144,9 +147,7 @@ def weigh(
 
 
 def weighed_names(request: Request) -> tuple[str, ...]:
-    """The passes that run while `choose` weighs candidates, about in the order in which they first
-    do.
-    """
+    """Return the names of the passes that run during `choose`, roughly in the order of their first run."""
     schedulers = [
         name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()
     ]
@@ -164,11 +165,12 @@ def _scheduler_names() -> tuple[str, ...]:
 
 
 def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
-    """Return (request, open) with the form of the losses that candidates have first.
+    """Return (request, open) with the variant of the losses that candidates use first.
 
-    request: with the faster form of the losses, each by itself; unchanged if the model or the
-    request has one form. open: True if that form keeps scores, so that candidates short of memory
-    are tried with recomputed scores, too.
+    request: with the faster variant of the losses; unchanged if the request names a variant or the
+    model has only one.
+    open: True if that variant saves logits, so that candidates that exceed memory are also tried
+    with recomputed logits.
     """
     model = read(request, runner)
     if request.scores is not None or model.other is None:
@@ -180,8 +182,9 @@ def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
 
 
 def open_problem(request: Request, runner: Runner) -> Problem:
-    """The problem with the largest micro-batches that the model takes, whatever the strategy.
-    Raises what is wrong with the request itself: its model, its batch, its constraints.
+    """Return the problem with the largest micro-batches that the model supports, for any strategy.
+
+    Raises the error of an invalid request: its model, its batch or its constraints.
     """
     refused: AutopipeError | None = None
     try:
@@ -201,17 +204,20 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     raise refused
 
 
-_SHARE = (
-    1 / 4
-)  # The part of a device's memory that parameters and what is kept beside them may fill.
-_PER_STAGE = 4  # Micro-batches a stage, about: a pipeline then idles a fifth of the step.
-_FEWEST = 16  # Micro-batches of few stages: one stage needs all at once that backward needs of one.
+_STATE_FRACTION = 1 / 4
+"""Maximum fraction of a device's memory for parameters, gradients and optimizer state."""
+_PER_STAGE = 4
+"""Micro-batches per stage, for which about a fifth of a step is idle."""
+_MIN_MICRO_BATCHES = 16
+"""Minimum number of micro-batches, to limit the memory of one micro-batch."""
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
-    """The devices of a node share each layer; as few stages as memory allows, and replicas of
-    those. Stages run their forward again where memory asks for it. None where the request says
-    otherwise, the schedule cannot run such stages, or the batch cannot be shared so.
+    """Return the candidate of a rule of thumb: tensor parallelism inside a node, the minimum number of
+    pipeline stages that fits the memory, and data parallelism over the remaining devices.
+
+    Stages recompute if memory requires it. None if the request determines micro-batches or has
+    constraints, if the schedule does not support such stages, or if the batch is not divisible.
     """
     if (
         request.batch_size is None
@@ -229,7 +235,9 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     )
     limit = request.memory_limit or min(device.memory_bytes for device in cluster.devices)
     groups = cluster.size // tensor
-    stages = [count for count in divisors(groups) if state / (count * tensor) <= _SHARE * limit]
+    stages = [
+        count for count in divisors(groups) if state / (count * tensor) <= _STATE_FRACTION * limit
+    ]
     pipeline = min(stages, default=groups)
     data = groups // pipeline
     counts = [
@@ -237,15 +245,15 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     ]
     if not counts:
         return None
-    enough = [count for count in counts if count >= max(_FEWEST, _PER_STAGE * pipeline)]
+    enough = [count for count in counts if count >= max(_MIN_MICRO_BATCHES, _PER_STAGE * pipeline)]
     return Candidate(
         Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto"
     )
 
 
 def refine(search: PlanSearch) -> Iterator[Candidate]:
-    """Grids with several stages per rank that were left out, with the pipeline, micro-batches and the rest of the
-    best grid without.
+    """Yield the skipped grids with several stages per rank, with the pipeline, micro-batches and other
+    settings of the best grid.
     """
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
@@ -261,37 +269,36 @@ def refine(search: PlanSearch) -> Iterator[Candidate]:
             )
 
 
-# Candidates that are planned again with recomputation, or with shared state: one of each strategy.
-_MOST = 3
-_BASELINES = (
-    "breadth_first",
-    "mcmc",
-)  # Strategies that pase is at least as good as: tried once, and not varied.
-_OFTEN_SHARED = ("tepdist",)
-"""Strategies that search long, and promise so much as a rule that shared state is asked for, too.
+_MAX_PROMISING = 3
+"""Maximum number of candidates, one per strategy, that are planned again with recomputation or with
+sharded optimizer state.
 """
-
-_ALWAYS_OR_NEVER = (
-    "pase",
-)  # Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not.
+_BASELINES = ("breadth_first", "mcmc")
+"""Strategies that pase is at least as good as. They are tried once, without variations."""
+_OFTEN_SHARDED = ("tepdist",)
+"""Strategies with long searches for which sharded optimizer state is usually tried later, so that
+this search starts early.
+"""
+_ALWAYS_OR_NEVER = ("pase",)
+"""Strategies whose search counts equal memory for a stage with and without recomputation."""
 _NEAR = 1.5
-"""How many times the shortest step a candidate's bound may be for more numbers of micro-batches to
-be looked at.
+"""Maximum ratio of a candidate's lower bound to the best step for which more numbers of micro-batches
+are tried.
 """
 
 
 def foreseeable(
     every: Iterable[Candidate], problem: Problem, request: Request
 ) -> Iterator[Candidate]:
-    """Slow candidates that are usually needed once all others are tried."""
+    """Yield slow candidates that are usually tried after all others, so that they can start early."""
     if _may_share(problem, request):
         yield from (
-            replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED
+            replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARDED
         )
 
 
 def _may_share(problem: Problem, request: Request) -> bool:
-    """True if replicas may have a share of the optimizer's state each, and do not anyway."""
+    """True if the request permits a sharded optimizer and does not already require it."""
     return (
         request.shard_open
         and not request.optimizer.shard
@@ -303,15 +310,16 @@ def _may_share(problem: Problem, request: Request) -> bool:
 def try_variations(
     search: PlanSearch, problem: Problem, short: bool, scores_open: bool = False
 ) -> None:
-    """Try variations of what memory refused, and of the most promising candidates; further ones go
-    by these results.
+    """Try variations of the candidates that exceed memory and of the most promising candidates.
 
-    The order of the variations: other numbers of micro-batches for strategies that take the number
-    they are given; losses that recompute their scores; recomputation of stages if memory is short;
-    replicas with a share of the optimizer's state each, for the best candidates and for those that
-    have no plan without. `problem` is the one with the largest micro-batches that the model takes.
-    `short` is True if memory may be less than a step of training needs, `scores_open` if losses
-    keep their scores so far and need not.
+    The order of the variations: other numbers of micro-batches for strategies that do not choose the
+    number; losses that recompute their logits; recomputation of stages if memory is short; sharded
+    optimizer state for the best candidates and for candidates without a plan. Each variation uses
+    the results of the preceding ones.
+
+    problem: the problem with the largest micro-batches that the model supports.
+    short: True if memory may not suffice for a training step.
+    scores_open: True if losses save their logits and may recompute them instead.
     """
     varied = _Variations(search, problem, short)
     varied.climb_all(varied.given_counts())
@@ -345,8 +353,8 @@ class _Variations:
 
     def with_recomputation(self) -> None:
         trials = self.search.trials
-        # Of two candidates that differ in the form of their losses only, the one that needs less
-        # memory.
+        # Of two candidates that differ only in the variant of their losses, use the one that needs
+        # less memory.
         lean = {
             replace(each.candidate, scores=None)
             for each in trials
@@ -360,8 +368,8 @@ class _Variations:
             if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER
         ]
         again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
-        # Shared state is looked into meanwhile for what promises most so far: most of that is asked
-        # for anyway.
+        # Other processes search sharded optimizer state for the currently most promising candidates
+        # at the same time; most of these results are needed later.
         self.search.expect([*again, *self.sharing()])
         self.search.try_all(again)
         scores = {each.candidate.strategy: each.candidate.scores for each in refused}
@@ -371,8 +379,8 @@ class _Variations:
         )
 
     def sharing(self) -> list[Candidate]:
-        """Candidates with shared state: of the best whose devices hold copies, and of what memory
-        refuses otherwise.
+        """Return candidates with sharded optimizer state: of the best candidates whose parameters are
+        replicated, and of candidates that exceed memory.
         """
         request = self.search.request
         if not _may_share(self.problem, request):
@@ -388,8 +396,8 @@ class _Variations:
         return [replace(each, shard=True) for each in _once(each.candidate for each in found)]
 
     def _promising(self) -> list[CandidateTrial]:
-        """The candidates with the shortest steps, then those with the least bounds: of each
-        strategy the first.
+        """Return the candidates with the shortest steps, then those with the lowest bounds, one per
+        strategy.
         """
         found: list[CandidateTrial] = []
         for rank in (lambda each: each.step_s, lambda each: each.bound_s):
@@ -397,12 +405,12 @@ class _Variations:
             for each in sorted(self.search.trials, key=rank):
                 if not math.isinf(each.step_s):
                     best.setdefault(each.candidate.strategy.name, each)
-            found += list(best.values())[:_MOST]
+            found += list(best.values())[:_MAX_PROMISING]
         return found
 
     def given_counts(self) -> list[Candidate]:
-        """Candidates whose strategy takes as many micro-batches as it is given, and has no form
-        that chooses.
+        """Return the candidates whose strategy does not choose the number of micro-batches and has no
+        variant that does.
         """
         request = self.search.request
         if request.micro_batches is not None or request.micro_batch_size is not None:
@@ -419,15 +427,17 @@ class _Variations:
         ]
 
     def climb_all(self, given: Iterable[Candidate]) -> None:
-        """Climb from each candidate's own number of micro-batches, or the best plan's. The search
-        is told before of where climbs begin, and of the first steps of those that promise to be
-        looked at: what nobody asks for in the end is given up.
+        """Search the number of micro-batches of each candidate by hill climbing, from its own number or
+        that of the best plan.
+
+        Other processes start the first steps of the climbs in advance. Results that are not needed
+        are discarded.
         """
         search = self.search
         problem = self.problem
         every = list(given)
         sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
-        counts = sorted(problem.batch_size // size for size in sizes)  # All that there can be.
+        counts = sorted(problem.batch_size // size for size in sizes)
         trials = {each.candidate: each for each in search.trials}
         best = None if search.best is None else _count(search.best)
         wanted: list[Candidate] = []
@@ -446,8 +456,9 @@ class _Variations:
             self._climb(each, counts)
 
     def _climb(self, candidate: Candidate, counts: list[int]) -> None:
-        """On from its own count, or the best plan's if it promises more: while memory refuses, then
-        as bounds fall.
+        """Climb from the candidate's own number, or from that of the best plan if its bound is lower.
+
+        First increase the number while memory does not suffice, then follow decreasing bounds.
         """
         found = self._trial(candidate)
         if self.search.best is not None:
@@ -465,9 +476,7 @@ class _Variations:
             climb(counts, place, lambda count: self._trial(candidate, count).bound_s)
 
     def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
-        """Result of the candidate, or of it with `count` micro-batches; it is tried where it was
-        not.
-        """
+        """Return the trial of the candidate, with `count` micro-batches if given. Try it if necessary."""
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.trials:
             if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
@@ -481,25 +490,25 @@ class _Variations:
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Candidates worth a variation, each once."""
+    """Return the distinct candidates for which variations are tried."""
     found = (each for each in candidates if not each.shard and each.strategy.name not in _BASELINES)
     return list(dict.fromkeys(found))
 
 
 def _count(trial: CandidateTrial) -> int | None:
-    """Micro-batches of its placement; None where there is none."""
+    """Return the number of micro-batches of the trial's placement; None without a placement."""
     return None if trial.placed is None else trial.placed.problem.micro_batches
 
 
 def _has_copies(trial: CandidateTrial) -> bool:
-    """True if devices hold the same parameters."""
+    """True if several devices hold an equal shard of a parameter."""
     placed = trial.placed
-    assert placed is not None, "what has a step has a placement"
+    assert placed is not None, "a trial with a step has a placement"
     holders = holders_of(stage_work(placed.problem, placed.placement))
     return any(len(devices) > 1 for devices in holders.values())
 
 
 def _is_refused(trial: CandidateTrial) -> bool:
-    """True if memory speaks against it under all schedules that were tried."""
+    """True if the candidate has no plan because memory does not suffice."""
     reasons = [trial.refused, *(run.refused for run in trial.runs)]
     return math.isinf(trial.step_s) and any(isinstance(each, OutOfMemoryError) for each in reasons)

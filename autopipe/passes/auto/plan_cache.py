@@ -1,10 +1,10 @@
-"""Answers of earlier runs, kept so that they need not be searched again, and the plan that is made
-of one.
+"""The cache of results of strategy `auto`, so that an equal request is not searched again.
 
-An answer holds the decisions alone: all else is worked out anew from the model, and has to come to
-the same step. A folder of JSON documents, shared by any number of runs, keeps answers by a digest
-of all that they follow from. A document that cannot be read or written is one that is not there.
-Processes of a search exchange decisions and schedules in the same form.
+A cached result contains the decisions only: strategy, placement and schedule. The rest of the plan
+is computed again from the model, and its step time must equal the cached one. Results are JSON files
+in a folder that several runs may share, named by a digest of all inputs of the search. A file that
+cannot be read or written is ignored. The processes of a search exchange placements and schedules in
+this format too.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, Inter
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """A placement, the division of the batch that it is for, and its proof, which is no part of a
-    plan's file.
+    """A placement, its division of the batch, and the proof of its splits, which plan files do not
+    contain.
     """
 
     placement: Placement
@@ -105,8 +105,8 @@ def schedule_form(found: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(record: Record) -> Schedule:
-    """The schedule that `schedule_form` gave. Raises ConfigurationError, and Python's own errors
-    for tasks that are none.
+    """Return the schedule that `schedule_form` encoded. Raises ConfigurationError for an invalid record,
+    and ValueError or LookupError for invalid tasks.
     """
     found: _Orders = decode(record, _Orders)
     orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
@@ -118,9 +118,7 @@ def schedule_of(record: Record) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """A schedule as it is written: the orders that differ, and which of them each device
-    follows.
-    """
+    """The encoding of a schedule: the distinct orders of tasks, and the order of each device."""
 
     micro_batches: Count
     orders: tuple[str, ...]
@@ -132,7 +130,7 @@ class _Orders:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A plan's decisions, of which `chosen` was the best of `alternatives`."""
+    """The decisions of a plan. `chosen` is the best of `alternatives`."""
 
     graph_digest: str
     chosen: Alternative
@@ -143,9 +141,7 @@ class Answer:
 
 
 def answer_form(found: PlanResult) -> dict[str, Any]:
-    """The answer as lists, dicts and scalars. `found.plan.alternatives` has the choice that was
-    best.
-    """
+    """Return the cache entry of a result of `auto` as lists, dicts and scalars."""
     plan = found.plan
     chosen = min(
         plan.alternatives,
@@ -164,9 +160,10 @@ def answer_form(found: PlanResult) -> dict[str, Any]:
 
 
 def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
-    """The plan that was found for `request`, made again. Raises AutopipeError where what is kept
-    cannot be read, or does not give the plan that it is said to; numbers that make no sense may
-    raise Python's own errors.
+    """Return the plan of a cache entry for `request`.
+
+    Raises AutopipeError if the entry is invalid or its plan does not have the stored graph or step
+    time. Invalid numbers may raise ArithmeticError, LookupError, TypeError or ValueError.
     """
     kept: Answer = decode(record, Answer)
     candidate = _candidate_of(kept.chosen)
@@ -188,10 +185,7 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
 
 
 def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) -> PlanResult:
-    """Return the plan with the choices that it was the best of.
-
-    The best with the other form of the losses is also told where the plan tells its own.
-    """
+    """Return the plan with its alternatives, and with the best step of the other variant of the losses."""
     scores = found.plan.summary.scores
     others = [
         each
@@ -210,7 +204,8 @@ def _candidate_of(chosen: Alternative) -> Candidate:
     choice = chosen.choice
     options = dict[str, object](chosen.choice.options)
     for name, text in choice.options:
-        with contextlib.suppress(ValueError):  # JSON's spelling, or a text as it is.
+        # An option is JSON, or else a plain text.
+        with contextlib.suppress(ValueError):
             options[name] = json.loads(text)
     try:
         strategy = strategy_class(choice.strategy)(**options)
@@ -220,8 +215,10 @@ def _candidate_of(chosen: Alternative) -> Candidate:
 
 
 def answer_key(request: Request, model: Model) -> str:
-    """SHA-256 of a request for the best plan of a model, as its file is read without a batch, and
-    of the code. Where the model's file lies and how long one waits do not decide what is best.
+    """Return the SHA-256 of the inputs of a search: the request, the model's graph, and the source code
+    of autopipe.
+
+    The path of the model and the time limit do not affect the best plan and are not included.
     """
     digest = hashlib.sha256()
     fields = (
@@ -247,7 +244,7 @@ def answer_key(request: Request, model: Model) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """SHA-256 of autopipe's sources: what other code found may be worse, or wrong."""
+    """Return the SHA-256 of autopipe's sources, so that another version does not use the results."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
@@ -256,55 +253,52 @@ def code_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """`$AUTOPIPE_CACHE`, else `autopipe` where the user's caches are; None where there is no such
-    place.
+    """Return the cache folder: `$AUTOPIPE_CACHE`, or `autopipe` in the user's cache folder; None if the
+    user has no home folder.
     """
     if named := os.environ.get("AUTOPIPE_CACHE"):
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(home) / "autopipe" if home else Path.home() / ".cache" / "autopipe"
-    except RuntimeError:  # There is no home.
+    except RuntimeError:  # The user has no home folder.
         return None
 
 
 def answers() -> Store | None:
-    """The answers of earlier runs; None where there is no place for them."""
+    """Return the cache of results of `auto`; None if there is no cache folder."""
     folder = cache_folder()
     return None if folder is None else Store(folder / "answers")
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The documents of one folder, which is made where it is needed."""
+    """A folder of JSON documents, which is created at the first write."""
 
     folder: Path
-    most_bytes: int = 256 * 2**20  # Of all documents together; those that were used last stay.
+    most_bytes: int = 256 * 2**20
+    """Maximum bytes of all documents. The least recently used documents are deleted first."""
 
     def read(self, name: str, form: str) -> JsonRecord | None:
-        """The document called `name`, whose `format` is `form`; None where there is none that can
-        be read.
-        """
+        """Return the document `name` with the `format` `form`; None if it does not exist or is invalid."""
         path = self.folder / f"{name}.json"
         try:
             record = read_record(path, form)
         except ConfigurationError:
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # It was used last.
+            os.utime(path)  # The modification time records the last use.
         return record
 
     def write(self, name: str, document: dict[str, object]) -> None:
-        """Keep a document, and drop those that were not used for longest where there are too
-        many.
-        """
+        """Write a document, and delete the least recently used ones above `most_bytes`."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(self.folder / f"{name}.json") as file:
                 file.write(record_text(document).encode())
             found = []
             for path in self.folder.glob("*.json"):
-                with contextlib.suppress(OSError):  # Another run may remove it meanwhile.
+                with contextlib.suppress(OSError):  # Another run may delete the file.
                     if not is_document(path):
                         continue
                     status = path.stat()

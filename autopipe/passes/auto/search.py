@@ -1,5 +1,5 @@
-"""The search over candidates: a placement each, in other processes where there are cores, then all
-schedules that can still win.
+"""The search over candidates: place each candidate, in other processes if there are free cores, and
+then try all schedules on the placements that can still be the best.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopipe.passes.schedule.limits import SAME, lower_bound
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    """Result of a schedule on a placement: the step it makes, or why there is none."""
+    """The result of a schedule on a placement: the simulated step, or the error."""
 
     scheduler: Scheduler
     scheduled: pipeline.Scheduled | None = None
@@ -48,25 +48,29 @@ class ScheduleOutcome:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step; infinite where there is none."""
+        """Seconds of the step; infinite if there is an error."""
         return math.inf if self.scheduled is None else self.scheduled.timeline.end
 
 
 @dataclass(slots=True, eq=False)
 class CandidateTrial:
-    """A candidate's placement, and the step of every schedule that was run on it."""
+    """A candidate's placement, and the results of the schedules that were run on it.
+
+    bound_s: lower bound on the seconds of a step under any schedule.
+    refused: the error if there is no placement.
+    same_as: an earlier trial with an equal placement. Only that trial has runs.
+    """
 
     candidate: Candidate
     placed: pipeline.Placed | None = None
-    bound_s: float = math.inf  # No schedule of the placement takes less.
-    refused: AutopipeError | None = None  # Why there is no placement.
+    bound_s: float = math.inf
+    refused: AutopipeError | None = None
     same_as: CandidateTrial | None = None
-    """The one before that has the same placement, and alone the runs."""
     runs: list[ScheduleOutcome] = field(default_factory=list)
 
     @property
     def best(self) -> ScheduleOutcome | None:
-        """The run with the shortest step, the first of equals; None where none has one."""
+        """The run with the shortest step; ties: the first run. None without a step."""
         return min(
             (run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None
         )
@@ -79,7 +83,9 @@ class CandidateTrial:
         return any(run.scheduler == scheduler for run in self.runs)
 
     def alternatives(self, request: pipeline.Request) -> tuple[Alternative, ...]:
-        """Rows kept in the plan: one for every schedule, one where there is none."""
+        """Return the rows for the plan's list of alternatives: one per schedule that was run, or one row
+        if none was.
+        """
         choice = self.candidate.choice(request)
         placed = self.placed
         bound_s = self.bound_s
@@ -109,35 +115,36 @@ class CandidateTrial:
 
 
 _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
-"""Errors that end one candidate and never the search: internal errors, too, which are reported."""
+"""Errors that end a candidate but not the search. Internal errors are also reported."""
 
-_SOON = 2  # Works that are begun before those that take long.
+_SOON = 2
+"""Number of tasks for other processes that start before the strategies with the longest searches."""
 _GENERAL = ("manual", "pipedream")
-"""The strategies that say best why there is no plan: manual follows any constraints, pipedream
-takes any model.
+"""Strategies whose error explains best why there is no plan: manual follows all constraints, pipedream
+supports all models.
 """
 
 
 @dataclass(slots=True, eq=False)
 class PlanSearch:
-    """One search and its trials. What is strictly shorter wins, so that the order of candidates
-    settles ties.
+    """A search and its trials. Ties between equal steps: the first candidate wins.
+
+    scheduler_names: order of the schedulers if the request names none. The first scheduler that
+    supports a placement gives an estimate of its step; the others run only if they can be the best.
+    end: time by `clock` (seconds) after which the search stops if there is a plan; None for no limit.
+    pool: processes that search placements in advance.
     """
 
     request: pipeline.Request
     runner: pipeline.Runner
     scheduler_names: tuple[str, ...]
-    """Where the request leaves the schedule open: the first that takes a placement says about what
-    its step takes; the others are run where they could win.
-    """
-    end: float | None = None  # When to stop, by `clock`, once there is a plan.
-    clock: Callable[[], float] = time.monotonic  # Seconds.
+    end: float | None = None
+    clock: Callable[[], float] = time.monotonic
     pool: SpeculativePool = field(default_factory=lambda: SpeculativePool(1))
-    """Where placements are searched before their turn."""
     trials: list[CandidateTrial] = field(default_factory=list)
 
     def schedulers(self) -> Iterator[Scheduler]:
-        """The one that is named, or all, each loaded as it is asked for."""
+        """Yield the scheduler of the request, or all schedulers, each imported when it is needed."""
         if self.request.scheduler is not None:
             yield self.request.scheduler
         else:
@@ -145,7 +152,7 @@ class PlanSearch:
 
     @property
     def best(self) -> CandidateTrial | None:
-        """The candidate with the shortest step, the first of equals; None where none has one."""
+        """The trial with the shortest step; ties: the first trial. None without a step."""
         found = min(self.trials, key=lambda each: each.step_s, default=None)
         return None if found is None or math.isinf(found.step_s) else found
 
@@ -154,12 +161,14 @@ class PlanSearch:
         return math.inf if self.best is None else self.best.step_s
 
     def is_over(self) -> bool:
-        """True if there is a plan and no more time."""
+        """True if there is a plan and the time limit has passed."""
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def expect(self, candidates: Iterable[Candidate]) -> None:
-        """Have the placements of candidates that are going to be tried searched meanwhile, each
-        once. Those with much in common follow one another in one process, which remembers it.
+        """Start the searches of candidates that will be tried later in other processes.
+
+        Candidates that share much work run one after the other in one process, which caches the
+        shared results.
         """
         together: dict[object, dict[str, Work]] = {}
         slow = set()
@@ -172,16 +181,16 @@ class PlanSearch:
                     partial(self._decide, candidate)
                 )
                 slow |= {key} if candidate.strategy.name in LONG else set()
-        # The first ones are asked for first, whatever the others take.
+        # The first candidates are needed first. After them, start the longest searches.
         keys = list(together)
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
             self.pool.expect(together[key])
 
     def _told(self, work: Work) -> Work:
-        """The same work, or its refusal, in another process."""
+        """Return `work` for another process: its result, or its error as data."""
 
         def answer() -> Answer:
-            # A copy of a process tells nobody, and times its own passes.
+            # The copy of this process must not report progress or add to the times of passes.
             self.runner.observer = pipeline.Observer()
             self.runner.seconds = {}
             try:
@@ -200,16 +209,17 @@ class PlanSearch:
         return schedule_form(pipeline.run_scheduler(placed, scheduler, self.runner))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
-        """Place each candidate and simulate its step under the first schedule that takes it."""
+        """Place each candidate, and simulate its step under the first schedule that supports it."""
         for candidate in candidates:
             if self.is_over():
                 break
             self._try(candidate)
 
     def schedule_all(self) -> None:
-        """Try all schedules on the placements that can still win, the one with the least bound
-        first. Schedules that are searched, of placements that can win as yet, are searched
-        meanwhile in other processes.
+        """Try all schedules on the placements that can still be the best, in ascending order of their
+        step and bound.
+
+        Other processes search schedules, such as Tessel's, in advance.
         """
         own = (each for each in self.trials if each.same_as is None)
         ranked = sorted(own, key=lambda each: (each.step_s, each.bound_s))
@@ -253,12 +263,12 @@ class PlanSearch:
             return
         for scheduler in self.schedulers():
             if is_searched(scheduler) and found.runs and self.best is not None:
-                break  # `schedule_all` asks for it, where it can win by then.
+                break  # `schedule_all` searches a schedule later if it can be the best.
             if self.run(found, placed, scheduler).scheduled:
                 break
 
     def _placed(self, candidate: Candidate) -> pipeline.Placed:
-        """The placement: of another process where it was expected."""
+        """Return the placement of a candidate, from another process if its search was started there."""
         if (reason := self._left_out(candidate)) is not None:
             raise reason
         settled = self._within_time(candidate.settled(self.request))
@@ -276,8 +286,9 @@ class PlanSearch:
         return left_out(candidate.strategy, operators, self.request.cluster.size)
 
     def _record(self, name: str, key: str) -> JsonRecord | None:
-        """Answer of another process, as the pass of that name; None where it is not expected, or
-        failed. Raises the refusal that it found.
+        """Return the result of another process for `key`; None if it was not started or failed.
+
+        The time counts for the pass `name`. Raises the error that the process found.
         """
 
         def awaited() -> JsonRecord | None:
@@ -302,8 +313,9 @@ class PlanSearch:
     def run(
         self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler
     ) -> ScheduleOutcome:
-        """Run a schedule on a placement, and report it where it is the best so far. A schedule is
-        of another process where it was expected.
+        """Run a scheduler on a placement, and report the step if it is the best so far.
+
+        The schedule comes from another process if its search was started there.
         """
         known_s = self.step_s
         try:
@@ -339,14 +351,12 @@ class PlanSearch:
         return replace(request, time_limit=max(0.0, self.end - self.clock()))
 
     def reason(self) -> AutopipeError:
-        """Why there is no plan: what speaks against the strategy that takes most models and
-        requests.
-        """
+        """Return the reason why there is no plan: the error of the most general strategy that was tried."""
         trials = [each for each in self.trials if not isinstance(each.refused, LeftOutError)]
         names = [each.candidate.strategy.name for each in trials]
         found = trials[names.index(next((name for name in _GENERAL if name in names), names[0]))]
         refused = found.refused or next((run.refused for run in found.runs if run.refused), None)
-        assert refused is not None, "there is a plan, or something speaks against each"
+        assert refused is not None, "a trial without a plan has an error"
         return refused
 
 
@@ -355,7 +365,7 @@ def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
 
 
 def _are_equal(first: pipeline.Placed, second: pipeline.Placed) -> bool:
-    """True if two placements are equal, of one problem."""
+    """True if two placements and their problems are equal."""
     one, other = (
         (each.model.scores, each.problem.micro_batches, each.problem.optimizer, each.placement)
         for each in (first, second)

@@ -1,8 +1,8 @@
-"""Speculative work in other processes, where there are cores for them.
+"""Speculative execution of strategies in other processes, if there are free cores.
 
-A process is a copy of this one, which knows all that has been read and costed. It tells its answers
-as lines of JSON through a pipe, and ends: `concurrent.futures` would pickle them. Answers do not
-depend on one another, so that they are the same as if each were made in its turn.
+A worker is a fork of this process, which therefore has the model and all costs. It writes its results
+as lines of JSON to a pipe and exits. (`concurrent.futures` would pickle them.) Results do not depend
+on each other, so they equal the results of sequential execution.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.cluster import own_cores
 
-Answer = dict[str, object]  # Lists, dicts and scalars.
+Answer = dict[str, object]
+"""A result that consists of lists, dicts and scalars."""
 Work = Callable[[], Answer]
 _CHUNK = 2**16
 
 
 _WITH_THREADS = {"torch", "onnxruntime"}
-"""Libraries whose threads hold locks that nobody would release in a copy of the process."""
+"""Libraries whose threads may hold locks that no thread releases in a fork of the process."""
 
 
 def free_cores() -> int:
-    """Cores that this process may use; 1 where processes cannot be copied."""
+    """Return the number of cores that this process may use; 1 if it cannot fork."""
     if not hasattr(os, "fork") or _WITH_THREADS & sys.modules.keys():
         return 1
     return own_cores()
@@ -38,10 +39,18 @@ def free_cores() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    keys: deque[str]  # Of the answers that are still to come, in order.
+    """A worker.
+
+    keys: keys of the results that are still to come, in order.
+    number: process ID.
+    pipe: file descriptor from which results are read.
+    text: received part of the next result.
+    """
+
+    keys: deque[str]
     number: int
     pipe: int
-    text: bytes = b""  # Received part of the next answer.
+    text: bytes = b""
 
     def close(self, kill: bool) -> None:
         os.close(self.pipe)
@@ -52,17 +61,18 @@ class _Process:
 
 @dataclass(slots=True, eq=False)
 class SpeculativePool:
-    """Work that is wanted soon, some of it begun. All processes are ended with the block that it is
-    used in.
+    """A context manager with up to `workers` concurrent workers. Leaving the context kills all workers.
+
+    With fewer than two workers, no work is started.
     """
 
-    workers: int  # Processes at work at a time; with fewer than two nothing is begun.
+    workers: int
     _waiting: deque[dict[str, Work]] = field(default_factory=deque)
-    """Work of processes that are to come, by key."""
+    """Work of workers that have not started, by key."""
     _running: dict[int, _Process] = field(default_factory=dict)
-    """By the pipe's end that answers are read from."""
+    """Workers by the file descriptor of their pipe."""
     _answers: dict[str, Answer | None] = field(default_factory=dict)
-    """By key; None where a process ended without one."""
+    """Results by key; None if a worker exited without a result."""
 
     def __enter__(self) -> SpeculativePool:
         return self
@@ -74,16 +84,15 @@ class SpeculativePool:
         self._waiting.clear()
 
     def expect(self, works: dict[str, Work]) -> None:
-        """Have work done as soon as a process is free, one piece after the other; what was expected
-        before comes first. Each piece goes with the key to ask for its answer by.
-        """
+        """Queue work for one worker, which runs the items of `works` in order. Keys identify results."""
         if self.workers > 1 and works:
             self._waiting.append(works)
             self._begin()
 
     def answer(self, key: str, seconds: float | None = None) -> Answer | None:
-        """Result of the work expected as `key`, once it is done. None where none was begun, where
-        its process failed, and where it takes longer than `seconds` from now.
+        """Wait for the result of the work with `key` and return it.
+
+        None if the work was not queued, if its worker failed, or after `seconds`.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while key not in self._answers and self.is_coming(key):
@@ -96,7 +105,7 @@ class SpeculativePool:
         return self._answers.pop(key, None)
 
     def is_coming(self, key: str) -> bool:
-        """True if it is expected and nobody has asked for the answer yet."""
+        """True if the work with `key` was queued and its result has not been taken."""
         running = (process.keys for process in self._running.values())
         return key in self._answers or any(key in keys for keys in (*self._waiting, *running))
 
@@ -105,9 +114,8 @@ class SpeculativePool:
             works = self._waiting.popleft()
             reading, writing = os.pipe()
             with warnings.catch_warnings():
-                # Python 3.12 warns of locks that other threads hold. The thread that prints
-                # progress holds none that a copy of the process needs: the copy writes to its pipe
-                # and ends.
+                # Python 3.12 warns of locks that other threads may hold. The only other thread
+                # prints progress. Its locks do not matter: the fork writes to its pipe and exits.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 number = os.fork()
             if not number:
@@ -129,8 +137,9 @@ class SpeculativePool:
 
 
 def _tell(works: dict[str, Work], reading: int, writing: int) -> None:
-    """Answer in the copy of this process and end it: whatever happens, it must not go on with what
-    this one does.
+    """Run in a fork of this process: write the results of `works` to the pipe and exit.
+
+    The fork exits after any error, so that it never continues with the code of its parent.
     """
     try:
         os.close(reading)

@@ -157,7 +157,7 @@ def test_time_ends_the_search_with_the_best_so_far(model):
 
 
 def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
-    monkeypatch.setattr(budget, "_MOST_SIZE", {"pase": 1, "tepdist": 1})
+    monkeypatch.setattr(budget, "_MAX_SIZE", {"pase": 1, "tepdist": 1})
     found = choose(request_of(model))
     refused = {
         each.choice.strategy: each.refused for each in found.plan.alternatives if each.refused
@@ -169,7 +169,7 @@ def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
 
 
 def test_large_placements_are_simulated_only_where_they_can_win(model, monkeypatch, fresh):
-    monkeypatch.setattr(budget, "_MOST_TASKS", 0)
+    monkeypatch.setattr(budget, "_MAX_TASKS", 0)
     found = choose(request_of(model))
     assert found.digest == fresh[0].digest
     left = [
