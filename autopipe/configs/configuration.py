@@ -65,6 +65,7 @@ class Choice:
 
     selectors: ClassVar[tuple[str, ...]] = ("name",)
     name: str
+    """Name of the strategy or scheduler."""
     options: Annotated[tuple[tuple[str, Entry], ...], ExtraKeys(Entry.plain)] = field(default=())
     """Options of the named strategy or scheduler, as pairs (key, value)."""
     place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)

@@ -1,11 +1,10 @@
-"""One codec between values and documents (JSON, YAML): dataclasses are written and read by their
-annotations.
+"""Conversion between dataclasses and documents (JSON, YAML), driven by type annotations.
 
-Fields are keys, in order of declaration, or those that a class names in `written`. Types: `bool`,
-`int`, `float`, `str`, `Literal`, enumerations, `tuple[X, ...]` and `tuple[X, Y]` (lists),
-`tuple[tuple[str, X], ...]` (a mapping), `dict` (as it stands), dataclasses, and unions of these and
-`None`, each with marks or without: `Annotated[int, AtLeast(1)]`. Documents are untrusted: what is
-missing or does not fit is refused in one line with its place and key.
+The keys of a dataclass are its fields in order of declaration, or the names in its class attribute
+`written`. Supported types: `bool`, `int`, `float`, `str`, `Literal`, enumerations, `tuple[X, ...]`
+and `tuple[X, Y]` (lists), `tuple[tuple[str, X], ...]` (a mapping), `dict` (unchanged), dataclasses,
+and unions of these and `None`. Marks refine a type: `Annotated[int, AtLeast(1)]`. Documents are
+untrusted: a missing or invalid value raises ConfigurationError with its place and key.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Mark = TypeVar("Mark")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Mark of a number that is within a bound: `words` in errors, `preposition` in descriptions."""
+    """Mark of a number with a bound. Errors use `words`, descriptions use `preposition`."""
 
     words: str
     preposition: str
@@ -51,12 +50,12 @@ AtMost = functools.partial(Bound, "at most", "up to", operator.le)
 
 
 class Spelling:
-    """Mark of a number that a person writes as text, with a unit."""
+    """Mark of a number that may be written as text with a unit."""
 
     __slots__ = ()
 
     def parse(self, text: str) -> float | None:
-        """The number, None where `text` spells none."""
+        """Return the number in `text`, or None if there is none."""
         raise NotImplementedError
 
     def spell(self, value: Any) -> object:
@@ -68,11 +67,11 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class FilePath:
-    """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told
-    from a name.
+    """Mark of a path. A relative path is relative to the folder of the document. A path contains a
+    `.` or a `/`, which distinguishes it from a name.
 
-    A text for which `refuses` holds is rejected: `words` say what it is, `hint` where it may be
-    named.
+    A text for which `refuses` is true is rejected: `words` describe the text in the error, and
+    `hint` is the hint of the error.
     """
 
     refuses: Callable[[str], bool] | None = None
@@ -82,7 +81,7 @@ class FilePath:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Mark of a value for which a test holds; `words` describe such values."""
+    """Mark of a value for which `test` is true. `words` describe valid values."""
 
     test: Callable[[Any], object]
     words: str
@@ -90,30 +89,28 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """Mark of a field whose key is not its name; a dot stands between the keys of nested
-    mappings.
-    """
+    """Mark of a field whose key is not its name. A dot separates the keys of nested mappings."""
 
     key: str
 
 
 class OmitDefault:
-    """Mark of a field that stands in the document only where it is not its default."""
+    """Mark of a field that is not written if its value is the default."""
 
 
 class Inline:
-    """Mark of a dataclass whose keys stand among those of the one that holds it."""
+    """Mark of a field, a dataclass, whose keys are in the mapping of the outer dataclass."""
 
 
 class Row:
-    """Mark of a dataclass that is written as a list of its fields, without the last where those
-    have defaults.
+    """Mark of a dataclass that is written as a list of its fields. Trailing fields with defaults
+    may be missing in a document.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Mark of a value with a form of its own."""
+    """Mark of a value with custom functions for writing and reading."""
 
     write: Callable[[Any], object]
     read: Callable[[Record], object]
@@ -122,8 +119,8 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Mark of a field of pairs that holds all keys no other field claims, as they stand; `plain`
-    writes a value.
+    """Mark of a field of pairs (key, value) for all keys that no other field has. The values are
+    those of the document; `plain` converts a value for writing.
     """
 
     plain: Callable[[Any], object]
@@ -131,7 +128,7 @@ class ExtraKeys:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Mark of a field that no key sets: it is told where the key `key` was written."""
+    """Mark of a field that is set to the file and line of the key `key`."""
 
     key: str
 
@@ -162,16 +159,18 @@ Filled = Fits(bool, "at least one")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key a dataclass takes, with the `name` and the `hint` (its type with marks) of the field
-    that it sets. `default` is `dataclasses.MISSING` where the key must be given, `flag` the
-    command-line flag that sets it, if any, and `path` the keys of nested mappings that lead to it.
-    """
+    """A key of a dataclass."""
 
     name: str
+    """Name of the field."""
     hint: Any
+    """Type of the field, with its marks."""
     default: object
+    """Default value; `dataclasses.MISSING` if the key is required."""
     flag: str = ""
+    """Command-line flag that sets the key; "" if there is none."""
     path: tuple[str, ...] = ()
+    """Keys of the nested mappings that lead to the value."""
     sparse: bool = False
     flat: bool = False
 
@@ -182,7 +181,7 @@ class Key:
 
 @functools.cache
 def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
-    """The keys that `schema` takes, in order, without fields marked `ExtraKeys` or `Origin`."""
+    """Return the keys of `schema` in order, except fields marked `ExtraKeys` or `Origin`."""
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
@@ -216,7 +215,7 @@ def former_keys(schema: type[Dataclass]) -> Mapping[str, tuple[str, FormerKey]]:
 
 
 def unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
-    """A type without its marks, and the marks."""
+    """Return (type without marks, marks)."""
     if typing.get_origin(hint) is Annotated:
         base, *marks = typing.get_args(hint)
         return base, tuple(marks)
@@ -232,7 +231,7 @@ def is_union(base: Any) -> bool:
 
 
 def is_mapping(base: Any) -> bool:
-    """True if a type is a tuple of named values."""
+    """True if a type is `tuple[tuple[str, X], ...]`, which is written as a mapping."""
     pair, *more = typing.get_args(base) or (None,)
     is_pair = typing.get_origin(pair) is tuple and typing.get_args(pair)[0] is str
     return (
@@ -244,7 +243,7 @@ def is_mapping(base: Any) -> bool:
 
 
 def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] | None:
-    """The field that carries a mark of this kind, and the mark, if there is one."""
+    """Return (name of the field, mark) of the first field with a mark of class `kind`, or None."""
     hints = typing.get_type_hints(schema, include_extras=True)
     marks = (
         (field.name, find(unwrap(hints[field.name])[1], kind))
@@ -254,7 +253,7 @@ def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] 
 
 
 def describe(hint: Any) -> str:
-    """A type in a reader's words, such as "a whole number from 1 or `auto`"."""
+    """Return a type in words, such as "a whole number from 1 or `auto`"."""
     base, marks = unwrap(hint)
     for mark in marks:
         if isinstance(mark, Coded | Fits):
@@ -292,23 +291,23 @@ def describe(hint: Any) -> str:
 
 
 class Record:
-    """A value of a document and where it stands; each format has its own subclass, and its own
-    words for errors.
+    """A value of a document, with its path of keys. Each format has a subclass, which creates the
+    errors.
     """
 
     __slots__ = ("key", "parent", "value")
     is_plain: ClassVar[bool] = False
-    """True if values inside this one are Python's own."""
+    """True if nested values are plain lists, dicts and scalars."""
 
     def __init__(self, value: Any, parent: Record | None = None, key: str | int = "") -> None:
         self.value = value
-        """A scalar, a list or tuple, or a dict; those hold values of the format."""
+        """A scalar, or a list, tuple or dict with values of the format."""
         self.parent = parent
         self.key = key
 
     @property
     def path(self) -> str:
-        """The keys that lead here: `placement.stages[2]`."""
+        """Path of keys of this value: `placement.stages[2]`."""
         above = self.parent.path if self.parent else ""
         if isinstance(self.key, int):
             return f"{above}[{self.key}]"
@@ -316,7 +315,7 @@ class Record:
 
     @property
     def text(self) -> str | None:
-        """A scalar as text, None where it stands for none."""
+        """The value as text, or None if it is not text."""
         return self.value if isinstance(self.value, str) else None
 
     @property
@@ -336,29 +335,29 @@ class Record:
         raise self.refusal(expected)
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
-        """The error for a key of type `hint` that is not there."""
+        """Return the error for a missing key with a value of type `hint`."""
         raise NotImplementedError
 
     def refusal_by_all(self, union: Any, refusals: list[ConfigurationError]) -> ConfigurationError:
-        """The error for a value that several members of a union might have taken, and refused."""
+        """Return the error for a value that several members of a union rejected."""
         return self.refusal(describe(union))
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> Any:
         return self.value
 
     def listed(self) -> Self:
-        """The record to read as a list of texts: this one, unless the format takes one text for a
-        list of it.
+        """Return the record to read as a list of texts. Formats that accept a single text as a list
+        of one override this.
         """
         return self
 
     def is_optional(self, key: Key) -> bool:
-        """True if a dataclass is read without this key."""
+        """True if this key may be missing."""
         return key.sparse
 
     def rest(self, schema: type[Dataclass]) -> dict[str, object]:
-        """Values of fields that no key sets, where keys that a dataclass does not have are not
-        refused.
+        """Return the values of fields marked `ExtraKeys` or `Origin`. Formats that reject unknown
+        keys override this.
         """
         return {}
 
@@ -376,7 +375,7 @@ class Record:
         return record
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
-        """Look at the values of a dataclass by field."""
+        """Check the values of a dataclass, by field name, before it is constructed."""
 
     def has(self, key: str) -> bool:
         return isinstance(self.value, dict) and key in self.value
@@ -389,7 +388,7 @@ class Record:
         return self.child(self.value[key], key)
 
     def get(self, key: str, hint: Any) -> Any:
-        """The value under `key` of an object as a value of type `hint`."""
+        """Return the value of key `key` as a value of type `hint`."""
         if self.is_plain and (quick := _quick(hint)) and self.has(key):
             found = quick(self.value[key])
             if found is not _UNFIT:
@@ -413,15 +412,15 @@ Reader = Callable[[Record], Any]
 
 
 def decode(record: Record, hint: Any, **more: object) -> Any:
-    """The record as a value of type `hint`, a dataclass with the fields `more`. Raises
-    ConfigurationError.
+    """Return the record as a value of type `hint`. If fields are given in `more`, `hint` is a
+    dataclass and these fields are not read. Raise ConfigurationError for an invalid record.
     """
     return _read_dataclass(hint, record, **more) if more else _reader(hint)(record)
 
 
 @functools.cache
 def _reader(hint: Any) -> Reader:
-    """The function that reads a type: worked out once, since large documents hold few types."""
+    """Return the function that reads a type. It is cached: large documents have few types."""
     base, marks = unwrap(hint)
     origin = typing.get_origin(base)
     if coded := find(marks, Coded):
@@ -464,7 +463,7 @@ def _read_union(union: Any, record: Record) -> object:
         try:
             return decode(record, member)
         except ConfigurationError as error:
-            refusals.append(error)  # the next member may take it
+            refusals.append(error)  # The next member may accept the value.
     raise refusals[0] if len(refusals) == 1 else record.refusal_by_all(union, refusals)
 
 
@@ -526,7 +525,7 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
         record.refuse(describe(schema) if record.path else "a mapping")
     record = record.with_present_keys(schema)
     values = record.rest(schema)
-    missing: list[ConfigurationError] = []  # What is there is looked at first.
+    missing: list[ConfigurationError] = []  # Reported after errors of present keys.
     for key, read, quick in _key_readers(schema):
         if key.name in more:
             continue
@@ -568,9 +567,11 @@ _UNFIT = object()
 
 @functools.cache
 def _quick(hint: Any) -> Callable[[Any], Any] | None:
-    """A function from plain values to what `decode` makes of them, or `_UNFIT` where they need a
-    closer look. Large documents are mostly texts, whole numbers and lists of these, for which no
-    record has to be made.
+    """Return a fast reader of plain JSON values for simple types, or None for other types.
+
+    The reader returns the value that `decode` would return, or `_UNFIT` if `decode` must read the
+    value or report its error. Most values of large documents are strings, integers and lists of
+    integers, and the fast reader creates no Record for them.
     """
     base, marks = unwrap(hint)
     bounds = [mark for mark in marks if isinstance(mark, Bound)]
@@ -602,7 +603,7 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
     if not accepts(record, hint):
         record.refuse(describe(hint))
     value = record.scalar(base, marks)
-    if base is float and not abs(value) <= sys.float_info.max:  # Too large, infinite or no number.
+    if base is float and not abs(value) <= sys.float_info.max:  # Too large, infinite or NaN.
         record.refuse(describe(hint))
     value = float(value) if base is float else value
     for mark in marks:
@@ -614,7 +615,7 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
 
 
 def accepts(record: Record, hint: Any) -> bool:
-    """True if a record of this kind can be of this type at all, whatever it holds."""
+    """True if the JSON or YAML type of the record fits `hint`, regardless of its contents."""
     base, marks = unwrap(hint)
     value = record.value
     origin = typing.get_origin(base)
@@ -641,12 +642,12 @@ Writer = Callable[[Any], Any]
 
 
 def encode(value: Dataclass) -> dict[str, Any]:
-    """A dataclass as lists, dicts and scalars that `decode` reads."""
+    """Return a dataclass as lists, dicts and scalars that `decode` reads."""
     return _write_dataclass(type(value), value)
 
 
 def encode_as(value: object, hint: Any) -> Any:
-    """A value of type `hint` as lists, dicts and scalars that `decode` reads."""
+    """Return a value of type `hint` as lists, dicts and scalars that `decode` reads."""
     return _writer(hint)(value)
 
 
@@ -725,7 +726,7 @@ def _write_row(schema: type[Dataclass], value: object) -> list[object]:
 
 
 def _holds(value: object, hint: Any) -> bool:
-    """True if a value that was read came from this member of a union."""
+    """True if `value` is a value of `hint`, a member of a union."""
     base, _ = unwrap(hint)
     origin = typing.get_origin(base)
     if base is type(None):

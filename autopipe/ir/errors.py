@@ -1,6 +1,4 @@
-"""Exceptions of autopipe, one small family, and words for their messages; only the command line
-catches them.
-"""
+"""Exceptions of autopipe, and text for their messages."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ from collections.abc import Iterable
 
 
 class AutopipeError(Exception):
-    """A user's mistake or an impossible request, said in one line. `message` says what is wrong,
-    `where` the file, line, node or stage it is wrong at, `hint` what to do about it.
+    """An error of the input or an impossible request. `message` describes the error in one line,
+    `where` is its file and line, node or stage, and `hint` is a remedy.
     """
 
     exit_code = 70
@@ -23,7 +21,7 @@ class AutopipeError(Exception):
 
     @property
     def line(self) -> str:
-        """The message's first line, its words one space apart: what stands in a row of a table."""
+        """First line of the message, with single spaces, for a row of a table."""
         return " ".join(self.message.partition("\n")[0].split())
 
     def __str__(self) -> str:
@@ -37,28 +35,28 @@ class InternalError(AutopipeError):
 
 
 class ConfigurationError(AutopipeError):
-    """A YAML file, a flag or a plan folder that cannot be taken as it is."""
+    """An invalid YAML file, flag or plan folder."""
 
     exit_code = 2
 
 
 class ModelError(AutopipeError):
-    """An ONNX file that cannot be read, or an operator that is not supported."""
+    """An ONNX file that cannot be read, or an unsupported operator."""
 
     exit_code = 3
 
 
 class InfeasibleError(AutopipeError):
-    """A pass found no answer within the limits; the message names the limit and by how much it is
-    missed.
+    """No solution exists, or none was found, within the limits. The message names the violated
+    limit.
     """
 
     exit_code = 4
 
 
 class OutOfMemoryError(InfeasibleError):
-    """The devices' memory does not hold it, which smaller micro-batches, recomputation or more
-    devices may change.
+    """The plan exceeds the device memory. Smaller micro-batches, recomputation or more devices may
+    help.
     """
 
 
@@ -67,36 +65,36 @@ class RenamedWarning(FutureWarning):
 
 
 REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
-"""Errors that refuse one choice where there are others to try."""
+"""Errors that reject one candidate, so that a search continues with others."""
 
 
 class LaunchError(AutopipeError):
-    """Ranks failed while running; the message names the first failing rank and its task."""
+    """Ranks failed at run time. The message names the first failed rank and its task."""
 
     exit_code = 5
 
 
 class VerificationError(LaunchError):
-    """Two results that must be equal differ; the message names the worst tensor and the
-    difference.
+    """Two results that must be equal differ. The message names the tensor with the largest
+    difference and the difference.
     """
 
 
 class CodegenError(AutopipeError):
-    """A program cannot be written for this plan."""
+    """No program can be generated for a plan."""
 
     exit_code = 2
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint: the known name most like `name`, or all of them."""
+    """Return a hint: the known name that is most similar to `name`, or all known names."""
     names = list(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if match:
         return f"did you mean {match[0]!r}?"
-    return f"known: {', '.join(names)}" if names else "none are known here"
+    return f"known: {', '.join(names)}" if names else "there are no known names"
 
 
 def quote(text: str) -> str:
-    """A user's text for an error message: in quotes, on one line, not too long."""
+    """Return a text for an error message: quoted, on one line, at most 60 characters of it."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

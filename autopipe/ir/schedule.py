@@ -1,8 +1,7 @@
-"""When each device runs which stage on which micro-batch: the decision a scheduler makes, and its
-check.
+"""Schedules: the order of tasks on each device, and the check of this order.
 
-Schedulers see a placement as a `StageGraph`; devices that do the same are a lane, of which one
-stands for all.
+Schedulers use a `StageGraph`, the stages of a placement and their dependencies. Devices with equal
+stages and equal task lists form a lane; checks examine one device per lane.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from autopipe.ir.words import plural
 
 
 class Phase(enum.Enum):
-    """Phase of a task: a forward, a whole backward, or the two halves of a split backward."""
+    """Phase of a task: forward, unsplit backward, or one half of a split backward."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    # Members are equal only to themselves. Tasks are hashed by the million, and Enum's own hash is
-    # written in Python.
+    # Millions of tasks are hashed, and the hash of Enum is slow because it is written in Python.
+    # The hash by identity is valid because members are singletons.
     __hash__ = object.__hash__
 
 
@@ -50,7 +49,7 @@ class Task:
 
     @staticmethod
     def parse(text: str) -> Task:
-        """The task that `text` spells. Raises ConfigurationError."""
+        """Return the task of a text such as `2F0`. Raise ConfigurationError for other texts."""
         match = _TASK.fullmatch(text)
         if match is None:
             raise ConfigurationError(
@@ -61,9 +60,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Repetend:
-    """The part of a device's list that repeats: `length` tasks from index `start` on, 0 where the
-    device has none, `count` times, each time with the stages' own micro-batch indices one `stride`
-    further.
+    """The steady state of a device's task list (Tessel: repetend): `length` tasks from index
+    `start` that repeat `count` times. Each repetition adds `stride` to the micro-batch indices.
+    `length` is 0 if the device has no steady state.
     """
 
     start: Index
@@ -77,38 +76,38 @@ Repetends = tuple[Annotated[Repetend, Row()], ...]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Quality of a schedule's period (of its step, where it has none) for its placement, as its
-    search proved it.
-
-    `order` names the schedule whose order it is: the searched one's own, or a published one that
-    was no worse. No period is below `lower_bound`, in its units; where it is `optimal` it is the
-    least but for `rounding`, the share by which the search may have overstated it, by rounding
-    times to whole numbers.
-    """
+    """Proven quality of the period of a schedule, or of its step time if it has no period."""
 
     order: str
+    """Name of the scheduler whose order the schedule has. A search may choose a published order."""
     lower_bound: float
+    """Lower bound of the period of all schedules of the placement, in the unit of the period."""
     optimal: bool
+    """True if the period is the minimum, except for `rounding`."""
     rounding: float = 0.0
+    """Maximum fraction by which the search overestimates the period, because it rounds times to
+    integers.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """For each device the tasks it runs, in order. A task of a stage on several devices is in each
-    one's list.
-
-    `micro_batches` are the step's: of these a stage may run several of its own for one
-    (`StageGraph.ratios`).
-
-    `repetends`, where known, marks the steady state of each device's list. `period` is the
-    simulated length of one repetition in seconds or in the scheduler's own units, and `proof` what
-    a search proved of it.
+    """The order of tasks on each device. If a stage is on several devices, each of their lists has
+    the tasks of the stage.
     """
 
     micro_batches: int
+    """Number of micro-batches of the step. A stage may run several smaller micro-batches for each
+    of them (`StageGraph.ratios`).
+    """
     tasks: tuple[tuple[Task, ...], ...]
+    """Tasks of each device, in order."""
     repetends: Repetends | None = None
+    """Steady state of each device's list; None if it is not known."""
     period: float | None = None
+    """Simulated time of one repetition of the steady state, in seconds or in a unit of the
+    scheduler.
+    """
     proof: Proof | None = None
 
     @property
@@ -117,7 +116,7 @@ class Schedule:
 
     def has_orders_of(self, other: Schedule) -> bool:
         """True if each device runs the same tasks in the same order."""
-        # Devices of a group mostly have one list.
+        # Devices of a stage usually have the same list object, which is compared once.
         pairs = {
             (id(own), id(its)): (own, its)
             for own, its in zip(self.tasks, other.tasks, strict=False)
@@ -126,15 +125,20 @@ class Schedule:
         return same and all(own == its for own, its in pairs.values())
 
     def grid(self) -> str:
-        orders = {id(order): order for order in self.tasks}  # Devices of a group mostly have one.
+        orders = {
+            id(order): order for order in self.tasks
+        }  # Devices of a stage usually have the same list.
         texts = {number: " ".join(map(str, order)) for number, order in orders.items()}
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
 
     def verify(self, graph: StageGraph, train: bool) -> None:
-        """Raise WrongScheduleError unless the schedule can run. Every stage runs each phase of each
-        of its pipeline's micro-batches once on each of its devices; and some execution respects
-        every device's order, F before F along the graph's edges, backwards against them, and F
-        before B (I before W) of a stage: between stages of tasks that have samples in common.
+        """Raise WrongScheduleError unless the schedule is complete and free of deadlocks.
+
+        Complete: each device of a stage has each phase of each micro-batch of the stage's pipeline
+        once. Free of deadlocks: an execution exists that follows the order of each device and these
+        dependencies. A forward follows the forwards of preceding stages; a backward follows its
+        forward and the backwards of succeeding stages; W follows I. Tasks of different stages
+        depend on each other only if their micro-batches have samples in common.
         """
         lanes = lanes_of(graph.stage_devices, self.tasks)
         firsts = [devices[0] for devices in lanes]
@@ -153,8 +157,8 @@ class Schedule:
                     if any(
                         not waiting[lane] or waiting[lane][0] != task for lane in groups[task.stage]
                     ):
-                        # A group computes together: the task is not yet next on all lanes of its
-                        # stage.
+                        # All devices of a stage run a task together, and this task is not yet next
+                        # on each of them.
                         break
                     for lane in groups[task.stage]:
                         waiting[lane].popleft()
@@ -169,12 +173,12 @@ class Schedule:
 
 
 _AROUND = 6
-"""Cells of an order on either side of the wrong one."""
+"""Number of tasks that an error shows on each side of the wrong task."""
 
 
 class WrongScheduleError(InfeasibleError):
-    """A schedule that cannot run: the message is the reason, and the grid with the cell that shows
-    it in brackets.
+    """A schedule that cannot run. The message has the reason and the task lists, with the wrong
+    task in brackets.
     """
 
     def __init__(self, schedule: Schedule, device: int, position: int, reason: str) -> None:
@@ -192,17 +196,19 @@ class WrongScheduleError(InfeasibleError):
         self.around = " ".join(
             [*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))]
         )
-        """The cells around the wrong one."""
+        """The tasks around the wrong one, as text."""
 
 
 Value = TypeVar("Value")
 Lanes = tuple[tuple[int, ...], ...]
-"""Devices that are in the same stages, ascending, each once; those with the least device first."""
+"""Disjoint groups of devices with equal stages and equal task lists, ordered by the first
+device.
+"""
 
 
 def lanes_of(stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[Hashable]]) -> Lanes:
-    """The devices, of which `orders` holds one list each, by the stages that they are in and their
-    lists.
+    """Return the groups of devices with equal stages and equal lists. `orders` has a list per
+    device.
     """
     stages: list[list[int]] = [[] for _ in orders]
     for stage, devices in enumerate(stage_devices):
@@ -212,7 +218,7 @@ def lanes_of(stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[H
     known: dict[int, int] = {}
     found: dict[Hashable, list[int]] = {}
     for device, order in enumerate(orders):
-        # Comparing lists takes long, and mostly they are one.
+        # Comparing lists is slow, and most devices share a list object.
         if id(order) not in known:
             known[id(order)] = equal.setdefault(tuple(order), len(equal))
         found.setdefault((*stages[device], known[id(order)]), []).append(device)
@@ -227,7 +233,7 @@ def lane_groups(
 
 
 def on_each_device(lanes: Lanes, values: Sequence[Value]) -> tuple[Value, ...]:
-    """The value of each device's lane: one and the same for all devices of a lane."""
+    """Return the value of each device, given a value per lane."""
     found = {
         device: value for devices, value in zip(lanes, values, strict=True) for device in devices
     }
@@ -236,24 +242,24 @@ def on_each_device(lanes: Lanes, values: Sequence[Value]) -> tuple[Value, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """Stages numbered topologically: each edge leads from a smaller to a larger index."""
+    """Stages in topological order and their dependencies: an edge leads to a larger index."""
 
     devices: int
-    """Devices of the cluster; some may have no stage."""
+    """Number of devices of the cluster, including devices without a stage."""
     stage_devices: tuple[tuple[int, ...], ...]
     edges: tuple[tuple[int, int], ...]
-    """(source, target), sorted, each once; both ends in one pipeline."""
+    """Distinct pairs (source stage, target stage), sorted. Both stages are in one pipeline."""
     pipelines: tuple[int, ...] = ()
-    """The pipeline of each stage; () where there is but one."""
+    """Pipeline of each stage; () if there is one pipeline."""
     ratios: tuple[int, ...] = ()
-    """Micro-batches that each stage runs for one of the problem's; () where all stages run those of
-    the problem.
+    """Number of micro-batches that each stage runs per micro-batch of the problem; () if it is 1
+    for all stages.
     """
 
     @staticmethod
     def of(problem: Problem, placement: Placement) -> StageGraph:
-        """The stage graph of a placement on the problem's cluster. Raises InfeasibleError where a
-        stage's micro-batches are no equal parts of the problem's.
+        """Return the stage graph of a placement. Raise InfeasibleError if the micro-batch size of a
+        stage does not divide the micro-batch size of the problem.
         """
         return StageGraph(
             problem.cluster.size,
@@ -275,14 +281,16 @@ class StageGraph:
         return self.ratios[stage] if self.ratios else 1
 
     def sharing(self, stage: int, micro_batch: int, other: int) -> range:
-        """The micro-batches of another stage that have samples of a stage's micro-batch."""
+        """Return the micro-batches of stage `other` that share samples with a micro-batch of
+        `stage`.
+        """
         return sharing(
             micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other)
         )
 
     def needs(self, stage: int, phase: Phase, micro_batch: int) -> list[tuple[int, Phase, int]]:
-        """Tasks that must be done before one, by stage, phase and micro-batch; its stage's own, if
-        any, is the first. Of other stages they are in the task's own phase.
+        """Return the tasks, as (stage, phase, micro-batch), that must end before a task starts. A
+        task of the same stage comes first. Tasks of other stages have the phase of this task.
         """
         if phase is Phase.WEIGHT_GRADIENT:
             return [(stage, Phase.INPUT_GRADIENT, micro_batch)]
@@ -299,9 +307,8 @@ class StageGraph:
         ]
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
-        """The micro-batches that a stage runs where the problem has `micro_batches`. Of several
-        pipelines, m runs on pipeline m mod their number; there is but one where stages have ratios
-        of their own.
+        """Return the micro-batches of a stage if the problem has `micro_batches`. With p pipelines,
+        micro-batch m runs on pipeline m mod p. Stages with ratios have one pipeline.
         """
         if self.ratios:
             return range(micro_batches * self.ratios[stage])
@@ -314,10 +321,10 @@ def pipelines_of(placement: Placement) -> tuple[int, ...]:
 
 
 def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
-    """Micro-batches that each stage runs for one of `micro_batch_size` samples; () where it is one
-    for each. Number n of a stage with micro-batches of b samples has the step's samples from n * b
-    on, b of them. Raises InfeasibleError where one does not divide `micro_batch_size`, or where
-    several pipelines have different ones.
+    """Return the number of micro-batches that each stage runs per micro-batch of `micro_batch_size`
+    samples; () if it is 1 for all stages. Micro-batch n of a stage with micro-batch size b has the
+    samples n·b … n·b + b - 1 of the step. Raise InfeasibleError if a stage's size does not divide
+    `micro_batch_size`, or if sizes differ and there are several pipelines.
     """
     sizes = tuple(stage.micro_batch_size for stage in placement.stages)
     for index, size in enumerate(sizes):
@@ -332,21 +339,21 @@ def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int
         raise InfeasibleError(
             f"stages have micro-batches of {min(sizes)} and {micro_batch_size} "
             f"{plural(micro_batch_size, 'sample')}, but with several pipelines "
-            "all have to have the same"
+            "all stages must have equal micro-batch sizes"
         )
     return tuple(micro_batch_size // size for size in sizes)
 
 
 def sharing(number: int, parts: int, other_parts: int) -> range:
-    """The numbers of the `other_parts` parts of something that meet part `number` of its `parts`,
-    both counted on.
+    """Return the indices of intervals of length 1 / `other_parts` that overlap interval `number` of
+    length 1 / `parts`. Both sequences of intervals start at 0.
     """
     return range(number * other_parts // parts, -(-(number + 1) * other_parts // parts))
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """For each stage the number of stages on the longest path from it to an end, itself included. A
-    chain of p stages gives p, ..., 1.
+    """Return, for each stage, the number of stages on the longest path that starts at it, including
+    the stage. A chain of p stages gives p, …, 1.
     """
     depths = [1] * stages
     for source, target in sorted(edges, reverse=True):
@@ -355,9 +362,7 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
 
 
 _Number = tuple[int, Phase, int]
-"""A task's stage, phase and micro-batch: tasks are looked up by the million, and tuples are hashed
-sooner.
-"""
+"""Stage, phase and micro-batch of a task. Tuples are hashed faster than instances of `Task`."""
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
     frozenset({Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}),
@@ -367,15 +372,13 @@ _TRAIN_PHASES = (
 def _needs_in(
     graph: StageGraph, orders: Sequence[Sequence[Task]]
 ) -> Callable[[Task], list[_Number]]:
-    """A function to the tasks that must be done before one: those around it that have samples in
-    common with it.
-    """
+    """Return a function that returns the tasks that must end before a task starts."""
     before: defaultdict[int, list[int]] = defaultdict(list)
     after: defaultdict[int, list[int]] = defaultdict(list)
     for source, target in graph.edges:
         before[target].append(source)
         after[source].append(target)
-    # A step may split some of a stage's backwards and leave others whole.
+    # A schedule may split some backwards of a stage and not others.
     half = Phase.INPUT_GRADIENT
     whole = Phase.BACKWARD
     split = {
@@ -404,20 +407,22 @@ def _needs_in(
 
 
 def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int) -> None:
-    """Raise WrongScheduleError unless a device runs all tasks of its stages once, and no others."""
+    """Raise WrongScheduleError unless a device has each task of its stages once and no other
+    task.
+    """
     order = schedule.tasks[device]
 
     def wrong(position: int, reason: str) -> WrongScheduleError:
         return WrongScheduleError(schedule, device, position, reason)
 
     seen: dict[tuple[int, int], frozenset[Phase]] = {}
-    """By stage and micro-batch the phases so far."""
+    """Phases so far, by (stage, micro-batch)."""
     for position, task in enumerate(order):
         if task.stage >= len(graph.stage_devices) or device not in graph.stage_devices[task.stage]:
             raise wrong(position, f"stage {task.stage} is not on device {device}")
         phases = seen.get((task.stage, task.micro_batch), frozenset())
         if task.phase in phases:
-            raise wrong(position, f"{task} stands twice")
+            raise wrong(position, f"{task} occurs twice")
         if (
             not 0
             <= task.micro_batch
@@ -433,7 +438,7 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
                 ),
             )
         if not train and task.phase is not Phase.FORWARD:
-            raise wrong(position, f"{task} is a backward, but nothing trains")
+            raise wrong(position, f"{task} is a backward, but the schedule is for inference")
         seen[task.stage, task.micro_batch] = phases | {task.phase}
     for stage, devices in enumerate(graph.stage_devices):
         for micro_batch in (
@@ -450,8 +455,8 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSlice:
-    """Every `of`-th micro-batch of a stage, from number `index` on: those of which a channel
-    carries something, each in a message of its own.
+    """Micro-batches index, index + of, index + 2·of, … of a stage: those for which a channel sends
+    a message.
     """
 
     index: Index = 0

@@ -54,7 +54,7 @@ REFUSED = {
         "optimizer:\n  name: sgd\n  learning: 1\n",
         "c.yaml:3: unknown key 'learning' in optimizer (known: name, lr, momentum, nesterov, "
         "weight_decay, betas, eps, "
-        "shard, groups, loss_scale)",
+        "zero_stage, groups, loss_scale)",
     ),
     "missing key": (
         "constraints:\n  - {stage: 1}\n",

@@ -54,7 +54,7 @@ REFUSED = {
     "very deep": ("a: " + "[" * 50000, "f.yaml:1: nested deeper than 32 levels"),
     "syntax": ("a: 1\nb: [1\n", "f.yaml:3: not YAML"),
     "tab": ("a:\n\tb: 1\n", "f.yaml:2: not YAML"),
-    "control character": ("a: 1\nb: \x07\n", "f.yaml:2: a control character"),
+    "control character": ("a: 1\nb: \x07\n", "f.yaml:2: the text contains a control character"),
 }
 
 

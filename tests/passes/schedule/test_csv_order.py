@@ -120,7 +120,7 @@ CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
         ("0F0,0B0\n1F0,0F1,1B0\n", "2:5", "the file has 2 micro-batches, but the step has 1"),
         ("0F0,0B0,1F0\n1B0\n", "1:9", "stage 1 is not on device 0"),
         ("0F0,0B0\n1F0,1B0\n2F0\n", "3:1", "row 3 has tasks, but the cluster has 2 devices"),
-        ("0F0,0F0\n1F0,1B0\n", "1:5", "0F0 stands twice"),
+        ("0F0,0F0\n1F0,1B0\n", "1:5", "0F0 occurs twice"),
         ("0F0,0B0\n1F0\n", "2:1", "stage 1 runs F on micro-batch 0"),
         ("0F0,0B0\n", "2", "stage 1 runs nothing on micro-batch 0"),
         ("0B0,0F0\n1F0,1B0\n", "1:1", "0B0 waits for 0F0, which can never run"),
