@@ -1,12 +1,11 @@
-"""How long PaSE's search takes over splits that can be executed, tables built: from the graph to
-the answer.
+"""Time of PaSE's search over executable splits, tables included: from the graph to the placement.
 
     OMP_NUM_THREADS=1 python benchmarks/pase_search.py
 
-Medians of five runs in one process, on an idle machine: the paper's four models at its sizes on 64
-devices, Llama-70B (80 layers) on 64 in micro-batches of one sample, and DenseNet-121 of onnx's
-light networks on 16. What is asked for: 0.1 s for AlexNet and RNNLM, 1 s for InceptionV3, 2 s for
-Transformer, 10 s for Llama. `-m benchmarks pase` has the same for the paper's own space.
+Prints medians of five runs in one process, on an idle machine: the paper's four models at its sizes
+on 64 devices, Llama-70B (80 layers) on 64 devices in micro-batches of one sample, and DenseNet-121
+of onnx's light networks on 16. Targets: 0.1 s for AlexNet and RNNLM, 1 s for InceptionV3, 2 s for
+Transformer, 10 s for Llama. `-m benchmarks pase` measures the paper's own search space.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MODELS = (*_PAPER, "llama", "densenet121")
 
 
 def main() -> None:
-    """Search each model, and print what it took and what is proven."""
+    """Search each model, and print the times and the proof."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,12 @@
-"""Stage division by integer program against the best line of operators, on models of the zoo.
+"""Partition into stages by integer program, compared with the best contiguous partition, on models
+of the zoo.
 
     python benchmarks/tepdist_division.py --models gpt-175b flava --output division.csv
 
-Operators are as the file spells them, none fused. Seconds are the processor's, reading not counted;
-`wall` is the clock's. Bytes are those of a micro-batch of one sample, there and back. `bound` is
-what no division of the groups crosses less than. Where no division keeps the unbalance, the
-smallest that one was found for is taken.
+Operators are those of the file, without fusion. `seconds` is CPU time without reading the model;
+`wall` is elapsed time. Bytes are those of a micro-batch of one sample, forward and backward.
+`bound` is the lower bound on the bytes of all partitions of the groups. If no partition satisfies
+the tolerance, the smallest one that has a partition is used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from autopipe.passes.partition.min_cut_ilp import divide
 
 MODELS = {
     "gpt-175b": ("gpt", {"size": "175b"}, (8, 16, 64)),
-    # As deep as it takes for ten thousand operators.
+    # Deep enough for ten thousand operators.
     "gpt-350-layers": ("gpt", {"size": "175b", "layers": "350"}, (8, 16, 64)),
     "two-branch": ("two-branch", {}, (2, 4, 8)),
     "mmt": ("mmt", {"size": "paper"}, (2, 4, 8)),
@@ -57,7 +58,7 @@ HEADER = (
 
 
 def problem_of(name: str, settings: dict[str, str]) -> Problem:
-    """Training the model on one sample a micro-batch, nothing fused."""
+    """Return the training of a model with one sample per micro-batch, without fusion."""
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(read, "fused", lambda graph: graph),
@@ -70,13 +71,13 @@ def problem_of(name: str, settings: dict[str, str]) -> Problem:
 
 
 def processor_seconds() -> float:
-    """Of this process and of solvers that it started."""
+    """Return the CPU seconds of this process and of the solvers that it started."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[object, ...]]:
-    """A row for each number of stages."""
+    """Yield one row per number of stages."""
     kind, settings, counts = MODELS[name]
     problem = problem_of(kind, settings)
     for stages in counts:
@@ -115,7 +116,7 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
 
 
 def main() -> None:
-    """Divide, print, write."""
+    """Partition the models, print the table, and write it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

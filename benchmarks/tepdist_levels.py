@@ -1,12 +1,12 @@
-"""TePDist's levels of the search for splits against the exact search.
+"""TePDist's levels of the search for splits, compared with the exact search.
 
     python benchmarks/tepdist_levels.py zoo --write /tmp/tepdist-levels.md
     python benchmarks/tepdist_levels.py gpt3 --devices 8 16 64 --write /tmp/tepdist-levels.md
 
-`zoo`: every model of the zoo at its default size. `gpt3`: GPT-3 175B, 96 layers, nothing fused, its
-norms, activations and softmaxes in the operators that ONNX defines them by: over ten thousand in
-the file. Seconds are the processor's, those of the tables apart; memory is no limit. `--write` puts
-the table under the heading of its name in that page.
+`zoo`: all models of the zoo at their default sizes. `gpt3`: GPT-3 175B with 96 layers, without
+fusion, and with norms, activations and softmaxes decomposed into their ONNX definitions: more than
+ten thousand operators. Seconds are CPU time; those of the tables are listed separately. There is no
+memory limit. `--write` puts the table under the heading of its name in a page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopipe.passes.sharding.search import Exact, Solver, Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment
 
 BATCH = 64
-SPELLED_OUT = [("", "LayerNormalization"), ("", "Gelu"), ("", "Softmax")]
+DECOMPOSED = [("", "LayerNormalization"), ("", "Gelu"), ("", "Softmax")]
 COLUMNS = (
     "model",
     "devices",
@@ -53,7 +53,7 @@ COLUMNS = (
 
 
 def zoo_model(name: str) -> Model:
-    """A model of the zoo at its default size."""
+    """Return a model of the zoo at its default size."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         build(configure(name, {"loss": True, "weights": "none"})).save(path)
@@ -61,13 +61,13 @@ def zoo_model(name: str) -> Model:
 
 
 def gpt3() -> Model:
-    """GPT-3 175B, spelled out and not fused."""
+    """Return GPT-3 175B, decomposed and without fusion."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         build(configure("gpt", {"size": "175b", "loss": True, "weights": "none"})).save(path)
         whole = onnx.load(path, load_external_data=False)
         inlined = onnx.inliner.inline_selected_functions(
-            whole, SPELLED_OUT, inline_schema_functions=True
+            whole, DECOMPOSED, inline_schema_functions=True
         )
         onnx.save(inlined, path)
         with patch.object(read, "fused", lambda graph: graph):
@@ -75,14 +75,14 @@ def gpt3() -> Model:
 
 
 def timed(make: Callable[[], Solver], tables: Tables) -> tuple[Assignment, float]:
-    """An answer without a limit, and the processor's seconds."""
+    """Return the solver's assignment without a memory limit, and its CPU seconds."""
     begin = time.process_time()
     answer = make()(tables, None)
     return answer, time.process_time() - begin
 
 
 def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     links = build_cluster(cluster_preset(cluster), devices, None, None)
     problem = Problem(model.graph, annotate(model.graph), links, BATCH, 1, Mode.TRAIN, model.loss)
     begin = time.process_time()
@@ -111,7 +111,7 @@ def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
 def rows(
     part: str, devices: Sequence[int], cluster: str, only: Sequence[str]
 ) -> Iterator[list[str]]:
-    """The lines of a part, one after the other."""
+    """Yield the lines of a part."""
     for name in sorted(MODELS) if part == "zoo" else ["gpt3-175b"]:
         if not only or name in only:
             model = zoo_model(name) if part == "zoo" else gpt3()
@@ -120,7 +120,7 @@ def rows(
 
 
 def main() -> None:
-    """Print the table, and write it where that is asked for."""
+    """Print the table, and write it if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

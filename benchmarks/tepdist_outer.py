@@ -1,8 +1,8 @@
-"""TePDist's outer search against strategies whose answers it could give itself, on the models of
-the zoo.
+"""TePDist's outer search, compared with strategies whose placements are in its search space, on the
+models of the zoo.
 
-Simulated steps under 1F1B, and the processor time of TePDist's search; what is slower than another
-strategy's step is marked.
+Prints the simulated steps under schedule 1F1B and the CPU time of TePDist's search. Steps longer
+than that of another strategy are marked.
 
     python benchmarks/tepdist_outer.py --devices 4 8 --models gpt vgg19 --set size=350m
 """
@@ -31,7 +31,7 @@ RIVALS: tuple[Strategy, ...] = (DataParallel(), Pase(), PipeDream(), PipeDream(s
 
 
 def step_s(model: Path, cluster: str, devices: int, batch: int, strategy: Strategy) -> float | None:
-    """Seconds of the plan's step; None where the strategy has none."""
+    """Return the seconds of the plan's step, or None if the strategy has no plan."""
     gpus = build_cluster(cluster_preset(cluster), devices)
     try:
         planned = make_plan(Request(model, gpus, strategy, KForwardsKBackwards(), batch_size=batch))
@@ -41,7 +41,7 @@ def step_s(model: Path, cluster: str, devices: int, batch: int, strategy: Strate
 
 
 def main() -> None:
-    """Print a line a model and number of devices."""
+    """Print one line per model and number of devices."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="*", default=sorted(MODELS))
     parser.add_argument("--devices", nargs="*", type=int, default=[4, 8])

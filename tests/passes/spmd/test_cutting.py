@@ -1,4 +1,4 @@
-"""A line cut into stages, against every way to cut it."""
+"""Tests of the partition of a chain into stages, against all partitions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _bytes(given: Problem, place: int) -> int:
         [[(0, 1), (2, 3)], [(0,), (1,), (2, 3)], [(2, 3), (1,), (0,)], [(0, 1), (2,), (3,)]]
     ),
 )
-def test_no_other_cut_has_a_faster_slowest_stage(
+def test_no_partition_has_a_faster_slowest_stage(
     widths: list[int], speed: float, groups: Groups
 ) -> None:
     graph = perceptron(widths)
@@ -63,18 +63,17 @@ def test_no_other_cut_has_a_faster_slowest_stage(
     assert slowest(given, groups, stops) == pytest.approx(best)
 
 
-def test_parameters_go_where_there_is_room_for_them() -> None:
-    """Two fast devices of which one is small: even work would need more than it has."""
+def test_parameters_are_placed_where_they_fit() -> None:
+    """Two fast devices, one of them small: even work would exceed its memory."""
     graph = perceptron([512] * 9)
     whole = sum(each.value.bytes for each in graph.parameters)
     small = kind(1.0, memory=whole // 2, name="small")
     given = problem(graph, mixed_cluster([(1, kind(1.0)), (1, small)]))
     _, second = partition_chain(given, [(0,), (1,)], {})
-    # With their gradients, two of the eight are a quarter of all: half of the parameters' bytes.
+    # Two of the eight layers with their gradients are a quarter of the state.
     assert sum(graph.nodes[node].op == "MatMul" for node in second) == 2
     tiny = problem(
         graph, mixed_cluster([(1, kind(1.0, memory=2)), (1, kind(1.0, memory=1, name="tiny"))])
     )
-    # Where nothing fits, the cut is that without regard to memory, and what refuses it says by how
-    # much.
+    # If no partition fits, the result ignores memory, and a later check reports the excess.
     assert [len(stage) for stage in partition_chain(tiny, [(0,), (1,)], {})] == [8, 8]

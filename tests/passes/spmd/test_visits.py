@@ -1,4 +1,4 @@
-"""The order in which chains of stages go over devices."""
+"""Tests of the order in which chains of stages use the groups of devices."""
 
 from autopipe.passes.sharding.regions import devices_of_chain
 

@@ -1,4 +1,4 @@
-"""Small random models of products, additions and branches, and what their splits cost."""
+"""Random small models of matmuls, additions and branches, and the costs of their splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mcmc and breadth_first over the same tables as pase."""
+"""Tests of strategies mcmc and breadth_first on the tables of pase."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def test_a_walk_is_between_data_parallelism_and_the_best(wide: Problem) -> None:
     assert seconds(wide, Mcmc(iterations=0).run(wide)) == apart
 
 
-def test_a_walk_depends_on_the_seed_alone(wide: Problem) -> None:
+def test_a_walk_depends_on_the_seed_only(wide: Problem) -> None:
     assert Mcmc(iterations=50).run(wide) == Mcmc(iterations=50).run(wide)
 
 
-def test_breadth_first_finds_what_pase_finds(wide: Problem) -> None:
+def test_breadth_first_and_pase_find_equal_costs(wide: Problem) -> None:
     assert seconds(wide, BreadthFirst().run(wide)) == pytest.approx(
         seconds(wide, Pase().run(wide)), rel=1e-12
     )
 
 
-def test_breadth_first_gives_up_with_the_size_of_its_tables() -> None:
+def test_breadth_first_reports_the_size_of_its_tables() -> None:
     given = problem_of(model_graph("transformer", 8), 8)
     with pytest.raises(
         InfeasibleError, match=r"breadth_first cannot search this model: elimination needs .* GiB"
@@ -54,7 +54,7 @@ def test_breadth_first_gives_up_with_the_size_of_its_tables() -> None:
 
 
 @pytest.mark.parametrize("strategy", [Mcmc(), BreadthFirst()])
-def test_what_they_cannot_do_is_refused(strategy: Mcmc | BreadthFirst) -> None:
+def test_unsupported_requests_are_rejected(strategy: Mcmc | BreadthFirst) -> None:
     graph = perceptron([512, 512])
     odd = problem(graph, cluster(4), constraints=(Constraint("matmul0", split=(("n", 3),)),))
     with pytest.raises(ConfigurationError, match="'matmul0'"):

@@ -1,4 +1,4 @@
-"""Constraints are followed, or refused by name."""
+"""Tests that pase satisfies constraints or rejects them by name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def run(*constraints: Constraint, stages: int = 1, devices: int = 4) -> Placemen
     return Pase(stages=stages).run(problem(GRAPH, cluster(devices), constraints=constraints))
 
 
-def test_a_split_is_kept_and_the_others_follow() -> None:
+def test_a_required_split_is_kept_and_other_nodes_adapt() -> None:
     (stage,) = run(Constraint("matmul0", split=(("n", 2), ("b", 2)))).stages
     assert stage.splits_of(0) == (Split("n", 2), Split("m", 2)), (
         "outer to inner as asked for; b are the samples"
     )
 
 
-def test_no_split_on_purpose() -> None:
+def test_an_empty_split_is_required() -> None:
     (stage,) = run(Constraint("*", split=())).stages
     assert stage.splits == ()
 
@@ -67,7 +67,7 @@ def test_stages_and_their_devices() -> None:
         ((Constraint("relu1", stage=0, pipeline=1),), 1, "is for pipeline 1, but this strategy has 1 pipeline", ""),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_named(
+def test_constraints_that_cannot_be_satisfied_are_named(
     constraints: tuple[Constraint, ...], stages: int, message: str, where: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
@@ -75,7 +75,7 @@ def test_what_cannot_be_followed_is_named(
     assert (caught.value.where or "") == where
 
 
-def test_constraints_that_leave_only_what_costs_much_are_followed() -> None:
+def test_expensive_constraints_are_satisfied() -> None:
     alone = (Constraint("matmul0", split=(("k", 4),)), Constraint("relu1", split=(("x1", 4),)))
     (stage,) = run(
         *alone, Constraint("matmul2", split=(("n", 4),)), Constraint("relu3", split=(("x0", 4),))
@@ -83,13 +83,13 @@ def test_constraints_that_leave_only_what_costs_much_are_followed() -> None:
     assert [stage.splits_of(node)[0].axis for node in range(4)] == ["k", "x1", "n", "x0"]
 
 
-def test_an_extent_that_no_degree_divides_stays_whole() -> None:
-    """Seven devices share nothing of a model of even sizes: all compute all of it."""
+def test_an_axis_that_no_degree_divides_is_not_split() -> None:
+    """Seven devices cannot split a model whose sizes are even: each device computes everything."""
     (stage,) = run(devices=7).stages
     assert stage.splits == ()
 
 
-def test_paper_mode_takes_none() -> None:
+def test_the_papers_search_space_rejects_constraints() -> None:
     given = problem(GRAPH, cluster(4), constraints=(Constraint("*", split=()),))
     with pytest.raises(AutopipeError, match="supports neither constraints nor several stages"):
         Pase(costs="pase-paper", search_space="paper").requires(given)

@@ -1,5 +1,5 @@
-"""What the strategy promises: within memory, never worse than sharing samples alone, in stages,
-within a time limit.
+"""Tests of strategy pase: memory limits, stages, determinism, and steps never longer than data
+parallelism's.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def test_never_below_data_parallelism(graph: Graph, devices: Cluster) -> None:
 
 
 def test_large_layers_are_split_by_columns_and_rows() -> None:
-    """A few samples and large weights: exchanging gradients would cost more than exchanging
-    values.
-    """
+    """Few samples and large weights: gradients would cost more communication than activations."""
     given = problem(perceptron([512, 2048, 512], batch=8), cluster(4), micro_batches=1)
     (stage,) = Pase().run(given).stages
     assert stage.splits_of(0) == (Split("n", 4),)
@@ -68,8 +66,8 @@ def test_elimination_finds_the_same(ordering: str) -> None:
     )
 
 
-def test_what_is_found_fits_into_memory_where_the_fastest_does_not() -> None:
-    """With many samples it is fastest to have halves of the parameters; quarters need less."""
+def test_splits_fit_into_memory_if_the_fastest_do_not() -> None:
+    """With many samples, halves of the parameters are fastest; quarters need less memory."""
     free = problem(perceptron([1024, 1024, 1024], batch=1024), cluster(4), micro_batches=8)
     fastest = Pase().run(free)
     need = memory_of(free, fastest)
@@ -80,7 +78,7 @@ def test_what_is_found_fits_into_memory_where_the_fastest_does_not() -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
-def test_nothing_that_fits_is_better(share: float) -> None:
+def test_no_choice_that_fits_is_better(share: float) -> None:
     given = problem(perceptron([64, 128, 64], batch=256), cluster(2), micro_batches=8)
     configured = [configurations(space_of(given.graph, node), 2) for node in given.graph.nodes]
     every = [tuple(enumerate(each)) for each in itertools.product(*configured)]
@@ -96,7 +94,7 @@ def test_nothing_that_fits_is_better(share: float) -> None:
     )
 
 
-def test_where_nothing_fits_the_least_excess_is_told() -> None:
+def test_the_minimum_excess_is_reported() -> None:
     given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
     with pytest.raises(
         InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement with the lowest need"
@@ -104,7 +102,7 @@ def test_where_nothing_fits_the_least_excess_is_told() -> None:
         Pase().run(given)
 
 
-def test_elimination_says_what_is_missing_where_its_answer_does_not_fit() -> None:
+def test_elimination_reports_the_excess_of_memory() -> None:
     given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
     with pytest.raises(InfeasibleError, match=r"over the limit of 0.98 KiB"):
         Pase(solver="elimination").run(given)
@@ -138,19 +136,19 @@ def test_a_parameter_of_two_stages() -> None:
     assert first.parameter_bytes == second.parameter_bytes, "whole in both, or cut equally"
 
 
-def test_a_moment_is_enough_for_some_answer() -> None:
+def test_a_short_time_limit_gives_a_placement() -> None:
     given = problem(perceptron([64, 256, 64, 256]), cluster(4, 2), time_limit=1e-9)
     Pase().run(given).verify(given.graph)
 
 
-def test_equal_problems_have_equal_answers() -> None:
+def test_equal_problems_have_equal_placements() -> None:
     given = problem(perceptron([64, 256, 64, 256]), cluster(6, 3))
     assert Pase().run(given) == Pase().run(given)
 
 
 @pytest.mark.parametrize("batch", [8, 64, 256])
 def test_gradients_that_backward_hides(batch: int) -> None:
-    """Nothing is better by that count."""
+    """No choice has a lower cost with overlapped gradients."""
     given = problem(perceptron([128, 256, 128], batch=batch), cluster(2), micro_batches=1)
     configured = [configurations(space_of(given.graph, node), 2) for node in given.graph.nodes]
     every = [tuple(enumerate(each)) for each in itertools.product(*configured)]
@@ -182,12 +180,12 @@ def test_gradients_that_backward_hides(batch: int) -> None:
         ),
     ],
 )
-def test_options_that_do_not_go_together(options: dict[str, object], message: str) -> None:
+def test_incompatible_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Pase(**options).requires(problem(perceptron([8, 8]), cluster(4)))  # type: ignore[arg-type]
 
 
-def test_stages_that_cannot_share_the_devices() -> None:
+def test_stages_that_do_not_divide_the_devices() -> None:
     with pytest.raises(
         ConfigurationError, match="4 devices cannot be divided evenly into 3 stages"
     ):

@@ -1,4 +1,4 @@
-"""Makes `random_layers` importable by the tests beside it."""
+"""Add this folder to the import path, so that tests can import `random_layers`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Small random models as tables are: edges to users, lines, residuals, equal layers, values that
-all layers read.
+"""Random small min-sum models with the structure of tables: chains, residuals, equal layers, and
+values read by all layers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def layered(draw: st.DrawFn, memory: bool = False) -> MinSum:
     ]
     vectors, memories = [list(each) for each in zip(*(own * layers), strict=True)]
     if draw(st.booleans()):
-        # A value that every layer reads.
+        # A value that all layers read.
         matrix = costs(2, first)
         vectors.append(rng.integers(0, 100, 2).astype(float))
         memories.append(needs(2))

@@ -1,4 +1,4 @@
-"""O2, O3 and O4 against trying all choices, and against the exact search."""
+"""Tests of levels O2, O3 and O4 against exhaustive and exact search."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_a_limit_no_choice_is_better(level: type[Level], model: MinSum) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_where_there_is_nothing_to_choose_nothing_is_chosen(level: type[Level]) -> None:
+def test_an_empty_model_has_an_empty_choice(level: type[Level]) -> None:
     answer = level()(tables_of(MinSum((), ())), 10)
     assert (answer.choice, answer.cost, answer.bound, answer.fits) == ((), 0.0, 0.0, True)
 
@@ -50,7 +50,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_chosen(level: type[Level]) 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12)
 @given(layered(memory=True), st.integers(0, 60))
-def test_within_a_limit_answers_fit_and_bounds_hold(
+def test_within_a_limit_choices_fit_and_bounds_hold(
     level: type[Level], model: MinSum, limit: int
 ) -> None:
     if best_choice(model) == np.inf:
@@ -98,7 +98,7 @@ def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_within_memory_a_network_is_split_close_to_what_is_possible(level: type[Level]) -> None:
+def test_within_memory_a_network_is_split_close_to_the_bound(level: type[Level]) -> None:
     given = problem_of(model_graph("alexnet", 8), 4)
     tables = make_tables(
         given,
@@ -115,7 +115,7 @@ def test_within_memory_a_network_is_split_close_to_what_is_possible(level: type[
     assert answer.cost <= solve(tables.model, limit).cost * 1.02
 
 
-def test_a_limit_that_nothing_keeps_gives_the_least_memory() -> None:
+def test_an_infeasible_limit_gives_the_minimum_memory() -> None:
     model = MinSum((np.array([1.0, 5.0]),), (), (np.array([9, 7]),))
     for level in LEVELS:
         answer = level()(tables_of(model), 3)

@@ -1,5 +1,5 @@
-"""How devices are shared among stages: every factorisation, groups within nodes where they can
-be.
+"""Tests of the meshes: all factorisations, groups inside nodes if possible, and both orders of two
+levels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopipe.passes.placement.tepdist.strategy import meshes
 @pytest.mark.parametrize(
     ("devices", "stages"), [(1, [1]), (6, [1, 2, 3, 6]), (8, [1, 2, 4, 8]), (7, [1, 7])]
 )
-def test_every_factorisation_of_a_node_once(devices: int, stages: list[int]) -> None:
+def test_each_factorisation_of_a_node_occurs_once(devices: int, stages: list[int]) -> None:
     found = list(meshes(build_cluster(cluster_preset("tepdist-m8"), devices)))
     assert [mesh.stages for mesh in found] == stages
     for mesh in found:
@@ -21,7 +21,7 @@ def test_every_factorisation_of_a_node_once(devices: int, stages: list[int]) -> 
         assert {len(group) for group in mesh.groups} == {devices // mesh.stages}
 
 
-def test_two_levels_in_both_orders_where_a_stage_has_several_nodes() -> None:
+def test_a_stage_of_several_nodes_has_meshes_in_both_orders() -> None:
     cluster = build_cluster(cluster_preset("tepdist-m8"), 32)
     by_name = {mesh.name: mesh for mesh in meshes(cluster)}
     assert list(by_name) == [
@@ -42,7 +42,7 @@ def test_no_group_of_at_most_a_node_crosses_nodes(stages: int) -> None:
     assert all(len({cluster.node(device) for device in group}) == 1 for group in mesh.groups)
 
 
-def test_as_many_stages_as_asked_for_or_none() -> None:
+def test_the_requested_number_of_stages_or_no_mesh() -> None:
     cluster = build_cluster(cluster_preset("tepdist-m8"), 8)
     assert [mesh.stages for mesh in meshes(cluster, 2)] == [2]
     assert not list(meshes(cluster, 3))

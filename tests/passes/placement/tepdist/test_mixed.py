@@ -1,4 +1,4 @@
-"""Meshes, bounds and placements over devices of different kinds."""
+"""Tests of meshes, bounds and placements on devices of several types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def given(layers: int = 12, micro_batches: int = 8) -> Problem:
     )
 
 
-def test_groups_are_equal_within_each_kind_and_straddle_none() -> None:
+def test_groups_are_equal_within_each_device_type() -> None:
     found = {mesh.name: mesh.groups for mesh in meshes(given().cluster)}
     assert next(iter(found)) == "1 stage of 4 devices and 1 stage of 2 devices"
     assert len(found) == 6
@@ -61,8 +61,8 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
         least = bounds.step_s(mesh, micro_batches)
         assert 0 < least <= bounds.divided_s(mesh, micro_batches, stages) <= step
         if max(map(len, mesh.groups)) == 1 and micro_batches == 32:
-            # Devices differ by one factor, and filling and draining is little: a fair share of all
-            # is close.
+            # Devices differ by a constant factor, and warm-up and cool-down are short, so the
+            # bound is tight.
             assert least > 0.5 * step
 
 
@@ -97,7 +97,7 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
     assert keys[0] == keys[1] == keys[3] != keys[2]
 
 
-def test_numbers_of_stages_that_there_are() -> None:
+def test_possible_numbers_of_stages() -> None:
     both = given()
     with pytest.raises(
         ConfigurationError, match="stages is 1, but 6 devices cannot form that many equal groups"
@@ -108,7 +108,7 @@ def test_numbers_of_stages_that_there_are() -> None:
         TePDist().run(replace(both, memory_limit=1000))
 
 
-def test_kinds_that_are_equal_give_the_plan_of_one_kind() -> None:
+def test_equal_device_types_give_the_plan_of_one_type() -> None:
     same = kind(0.02)
     parted = problem(perceptron([128] * 9), mixed_cluster([(2, same), (2, same)]), 8)
     levels = (parted.cluster.groups[0].levels[0], replace(parted.cluster.levels[0], link=OUTER))

@@ -1,4 +1,6 @@
-"""Mixtures of two choices: their sums are those of the model, and the best that fits is taken."""
+"""Tests that the sums of mixtures of two choices are the model's, and that the best mixture within
+the limit is returned.
+"""
 
 from __future__ import annotations
 

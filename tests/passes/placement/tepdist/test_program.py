@@ -1,5 +1,5 @@
-"""The integer program of a min-sum model: the solver finds what trying all choices finds, forbidden
-pairs included.
+"""Tests that the integer program of a min-sum model has the optimum of exhaustive search, with
+forbidden pairs and memory limits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
 
 @settings(max_examples=15)
 @given(layered())
-def test_what_is_dropped_is_in_no_better_choice(model: MinSum) -> None:
+def test_removed_configurations_are_in_no_better_choice(model: MinSum) -> None:
     simple = merge_edges(model)
     best = best_choice(model)
     if best == np.inf:

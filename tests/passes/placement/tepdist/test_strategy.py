@@ -1,4 +1,4 @@
-"""The outer search: what it chooses, obeys and refuses."""
+"""Tests of the outer search: its choice, its constraints, and the requests that it rejects."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ def zoo_problem(name: str, devices: Cluster, samples: int = 16) -> Problem:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_it_makes_as_many_stages_as_it_is_told(stages: int) -> None:
+def test_it_makes_the_requested_number_of_stages(stages: int) -> None:
     found = TePDist(stages=stages).run(open_problem())
     assert [len(stage.devices) for stage in found.stages] == [4 // stages] * stages
     assert found.notes[0].startswith(f"{stages} stage")
 
 
-def test_what_is_chosen_is_no_slower_than_any_number_of_stages() -> None:
+def test_the_choice_is_no_slower_than_any_number_of_stages() -> None:
     given = open_problem()
     best = step_of(given, TePDist().run(given))
     assert all(best <= step_of(given, TePDist(stages=stages).run(given)) for stages in (1, 2, 4))
 
 
-def test_notes_have_a_line_for_each_factorisation_the_best_first() -> None:
+def test_notes_have_a_line_per_mesh_the_fastest_first() -> None:
     notes = TePDist().run(open_problem(8)).notes
     assert [note.partition(" stage")[0] for note in sorted(notes[:4])] == ["1", "2", "4", "8"]
     assert "the best of" in notes[0]
 
 
-def test_a_time_that_is_up_ends_the_search_with_what_there_is() -> None:
+def test_the_time_limit_ends_the_search_with_the_best_placement() -> None:
     found = TePDist().run(open_problem(8, time_limit=1e-9))
     assert [note.endswith("skipped because time was up") for note in found.notes[:4]] == [
         False,
@@ -99,18 +99,18 @@ def test_inference(stages: int | None) -> None:
     assert stages is None or len(found.stages) == stages
 
 
-def test_equal_requests_have_equal_answers() -> None:
+def test_equal_requests_have_equal_placements() -> None:
     assert TePDist().run(open_problem()) == TePDist().run(open_problem())
 
 
-def test_micro_batches_that_are_given_stay() -> None:
+def test_a_given_number_of_micro_batches_is_kept() -> None:
     given = replace(open_problem(), micro_batches=4, micro_batch_sizes=())
     given = resized(replace(given, micro_batches=1), 2)
     assert {stage.micro_batch_size for stage in TePDist().run(given).stages} == {2}
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_micro_batches_that_a_constraint_asks_for(size: int) -> None:
+def test_micro_batches_that_a_constraint_requires(size: int) -> None:
     given = open_problem(constraints=(Constraint("matmul2", micro_batch_size=size),))
     assert {stage.micro_batch_size for stage in TePDist().run(given).stages} == {size}
 
@@ -126,7 +126,7 @@ def test_constraints_on_stages_devices_and_splits_are_kept() -> None:
     assert found.stages[0].splits_of(4) == (Split("n", 2), Split("m", 2))
 
 
-def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
+def test_unequal_groups_of_devices_that_constraints_require() -> None:
     asked = Constraint("matmul0", devices=(0,)), Constraint("matmul6", devices=(1, 2, 3))
     given = open_problem(3, constraints=(asked[0], replace(asked[1], devices=(1, 2))))
     strategy = TePDist(stages=2)
@@ -157,7 +157,7 @@ def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
         (TePDist(), (Constraint("nothing"),), "no node's name matches"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(
+def test_constraints_that_cannot_be_satisfied_are_named(
     strategy: TePDist, constraints: tuple[Constraint, ...], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -165,18 +165,18 @@ def test_what_cannot_be_followed_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("stages", "message"), [(3, "one of 1, 2, 4"), (0, "one of 1, 2, 4")])
-def test_stages_that_do_not_share_the_devices(stages: int, message: str) -> None:
+def test_stages_that_do_not_divide_the_devices(stages: int, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         TePDist(stages=stages).requires(open_problem())
     assert message in caught.value.hint
 
 
-def test_memory_that_holds_nothing_is_told_with_the_excess() -> None:
+def test_insufficient_memory_is_reported_with_the_excess() -> None:
     with pytest.raises(InfeasibleError, match="over the limit"):
         TePDist().run(open_problem(memory_limit=100))
 
 
-def test_memory_is_kept_and_recomputation_found_where_it_may_be() -> None:
+def test_the_memory_limit_is_met_by_recomputation_if_permitted() -> None:
     free = TePDist().run(open_problem(recompute="auto"))
     own = resized(open_problem(), free.stages[0].micro_batch_size)
     most = max(cost.memory_bytes(1) for cost in stage_costs(own, free))
@@ -197,14 +197,14 @@ def test_a_bound_is_never_above_a_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "two-branch"])
-def test_never_slower_than_what_it_contains(name: str) -> None:
+def test_never_slower_than_strategies_in_its_search_space(name: str) -> None:
     given = zoo_problem(name, cluster(4))
     best = step_of(given, TePDist().run(given))
     for rival in (DataParallel(), Pase(), PipeDream()):
         assert best <= step_of(given, rival.run(given)) * (1 + 1e-9), rival.name
 
 
-def test_a_million_classes_are_split_although_nobody_says_so(tmp_path: Path) -> None:
+def test_a_million_classes_are_split_without_constraints(tmp_path: Path) -> None:
     settings = {"size": "million", "loss": "true", "weights": "none"}
     build(configure("vgg19", settings)).save(tmp_path / "vgg.onnx")
     model = read_model(tmp_path / "vgg.onnx", batch=256, scores="recompute")
@@ -221,7 +221,7 @@ def test_a_million_classes_are_split_although_nobody_says_so(tmp_path: Path) -> 
     )
 
 
-def test_tessel_takes_its_stages() -> None:
+def test_tessel_schedules_its_stages() -> None:
     given = zoo_problem("gpt", cluster(4))
     placement = TePDist(stages=4).run(given)
     own = resized(given, placement.stages[0].micro_batch_size)

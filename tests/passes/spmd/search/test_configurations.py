@@ -10,7 +10,7 @@ from autopipe.ir.space import parse
 from autopipe.passes.sharding.configurations import configurations
 
 
-def test_every_way_to_split_a_product_among_four() -> None:
+def test_all_configurations_of_a_matmul_on_four_devices() -> None:
     space = parse("m k+, k n -> m n", ((8, 6), (6, 2)), ((8, 2),))
     found = configurations(space, 4)
     assert found[0] == ()
@@ -24,18 +24,20 @@ def test_every_way_to_split_a_product_among_four() -> None:
     }, "six and two are not shared by four, and orders other than the space's are not tried"
 
 
-def test_samples_are_split_outside_of_all_else() -> None:
+def test_the_sample_axis_is_split_outermost() -> None:
     space = parse("m k+, k n -> m n", ((4, 4), (4, 4)), ((4, 4),))
     assert (Split("n", 2), Split("m", 2)) in configurations(space, 4, outermost="n")
     assert (Split("m", 2), Split("n", 2)) not in configurations(space, 4, outermost="n")
 
 
-def test_axes_that_stay_whole_are_not_split() -> None:
+def test_unsplittable_axes_are_not_split() -> None:
     space = parse("a b! -> a b!", ((4, 4),), ((4, 4),))
     assert configurations(space, 4) == ((), (Split("a", 2),), (Split("a", 4),))
 
 
-def test_an_inner_axis_of_a_merged_dimension_needs_the_outer_one_down_to_one() -> None:
+def test_an_inner_axis_of_a_merged_dimension_is_split_only_if_the_outer_has_local_size_one() -> (
+    None
+):
     space = parse("(a b) -> a b", ((6,),), ((2, 3),))
     assert set(configurations(space, 6)) == {(), (Split("a", 2),), (Split("a", 2), Split("b", 3))}
 
@@ -49,7 +51,9 @@ def test_any_number_of_devices(group: int) -> None:
 
 
 @given(st.tuples(*[st.integers(1, 12)] * 3), st.integers(1, 12))
-def test_they_are_all_that_can_be_executed(extents: tuple[int, int, int], group: int) -> None:
+def test_configurations_are_all_executable_splits(
+    extents: tuple[int, int, int], group: int
+) -> None:
     m, k, n = extents
     space = parse("m k+, k n -> m n", ((m, k), (k, n)), ((m, n),))
     degrees = (

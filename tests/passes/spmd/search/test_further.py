@@ -1,4 +1,4 @@
-"""Stages that are split further keep all but their splits, and no step becomes longer."""
+"""Tests that splitting stages further changes their splits only, and makes no step longer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def step(problem: Problem, placement: Placement) -> float:
 
 @settings(max_examples=6, deadline=None)
 @given(st.data())
-def test_all_but_splits_stays_and_no_step_is_longer(data: st.DataObject) -> None:
+def test_only_splits_change_and_no_step_is_longer(data: st.DataObject) -> None:
     model = data.draw(st.sampled_from(sorted(PARTS)))
     count = len(PARTS[model])
     degrees = tuple(data.draw(st.sampled_from((1, 2, 4))) for _ in range(count))
@@ -90,7 +90,7 @@ def test_all_but_splits_stays_and_no_step_is_longer(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("sizes", [(12, 12, 12), (6, 12, 4)])
-def test_large_layers_are_cut_by_rows_and_columns_where_links_are_slow(
+def test_large_layers_are_split_by_rows_and_columns_on_slow_links(
     sizes: tuple[int, ...],
 ) -> None:
     problem = problem_of("candle-uno", links(6, 1e6))
@@ -106,9 +106,9 @@ def test_large_layers_are_cut_by_rows_and_columns_where_links_are_slow(
     )
 
 
-def test_what_is_found_fits_into_memory() -> None:
-    """Rows and columns need fewer gradients, but keep more of what is not split; the limit lets
-    samples just pass.
+def test_the_splits_fit_into_memory() -> None:
+    """Splits by rows and columns need fewer gradients but save more unsplit tensors; the limit
+    excludes the fastest splits.
     """
     problem = problem_of("mmt", links(6, 1e6))
     before = by_samples(problem, "mmt", (2, 2, 2), (12, 12, 12))
@@ -118,13 +118,13 @@ def test_what_is_found_fits_into_memory() -> None:
     assert max(device_memory(tight, after, stage_costs(tight, after))) <= limit
 
 
-def test_stages_of_one_device_are_left_alone() -> None:
+def test_stages_of_one_device_are_unchanged() -> None:
     problem = problem_of("two-branch", links(2, 1e9))
     before = by_samples(problem, "two-branch", (1, 1), (12, 6))
     assert split_further(problem, before) == before
 
 
-def test_splits_that_constraints_ask_for() -> None:
+def test_splits_that_constraints_require() -> None:
     problem = problem_of("candle-uno", links(6, 1e12))
     node = problem.graph.nodes[10]
     problem = replace(problem, constraints=(Constraint(node.name, split=(("n", 2),)),))

@@ -1,4 +1,4 @@
-"""Tables of changes of layout say what the changes cost one by one."""
+"""Tests that resharding tables contain the costs of the individual layout changes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
 
 @settings(max_examples=30)
 @given(st.data())
-def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
+def test_a_table_contains_the_cost_of_each_change(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from(CLUSTERS))
     shape = (devices.size * 4, devices.size * 2)
     sources = data.draw(
@@ -75,7 +75,7 @@ def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
 
 @settings(max_examples=30)
 @given(st.data())
-def test_one_step_costs_what_devices_lack(data: st.DataObject) -> None:
+def test_one_step_costs_the_missing_volume(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from(CLUSTERS))
     everyone = tuple(range(devices.size))
     shape = (devices.size * 4, devices.size * 2)
@@ -88,7 +88,7 @@ def test_one_step_costs_what_devices_lack(data: st.DataObject) -> None:
     assert found == pytest.approx(moving_seconds(devices, everyone, source, target, 4), rel=1e-9)
 
 
-def test_blocks_read_through_windows() -> None:
+def test_windowed_shards() -> None:
     devices = cluster(4, 2)
     held = [
         replicated((8, 6)),

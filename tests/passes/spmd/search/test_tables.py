@@ -1,5 +1,5 @@
-"""The model's objective is what the stage costs, and no configuration of a small model is
-better.
+"""Tests that the model's objective is the cost of the stage, and that no configuration of a small
+model is better.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def at_random(given: Problem, tables: Tables, seed: int) -> Tables:
     st.integers(0, 99),
     st.sampled_from(OPTIMIZERS),
 )
-def test_a_line_costs_what_its_stage_costs(
+def test_a_chain_costs_as_much_as_its_stage(
     graph: Graph, devices: Cluster, seed: int, optimizer: Optimizer
 ) -> None:
     given = problem(graph, devices, optimizer=optimizer)
@@ -77,7 +77,7 @@ def test_a_line_costs_what_its_stage_costs(
 
 @settings(max_examples=20)
 @given(graphs(), st.sampled_from(CLUSTERS), st.sampled_from([Mode.TRAIN, Mode.INFER]))
-def test_with_branches_what_is_found_costs_no_more_than_it_says(
+def test_with_branches_the_stage_costs_at_most_the_objective(
     graph: Graph, devices: Cluster, mode: Mode
 ) -> None:
     given = problem(graph, devices, mode=mode)
@@ -100,8 +100,8 @@ def test_no_configuration_is_better(devices: Cluster) -> None:
     assert found <= best + uncounted(given, tables, answer)
 
 
-def test_two_readers_pay_for_one_gather() -> None:
-    """x is split by its width, and two products want all of it: the values are gathered once."""
+def test_two_readers_share_one_gather() -> None:
+    """x is sharded by its width, and two matmuls need it replicated: it is gathered once."""
     builder = Builder(8, 16)
     data = builder.relu("x")
     graph = builder.finish(builder.add(builder.linear(data, 16), builder.linear(data, 16)))
@@ -113,7 +113,7 @@ def test_two_readers_pay_for_one_gather() -> None:
     assert answer.cost == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_parameter_of_several_nodes_is_whole_where_they_differ() -> None:
+def test_a_shared_parameter_is_replicated_if_its_readers_differ() -> None:
     builder = Builder(8, 16)
     weight = builder.parameter("w", (16, 16))
     graph = builder.finish(builder.matmul(builder.relu(builder.matmul("x", weight)), weight))

@@ -1,4 +1,4 @@
-"""Strategies of the paper as placements, and data parallelism in its space."""
+"""Tests of the paper's strategies as placements, and of data parallelism in the paper's space."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_splits_of_table_ii_are_the_nodes_own() -> None:
     assert splits(problem, placement, "Relu")[-2:] == ["x1:4", "x1:8"]
 
 
-def test_the_axis_of_stacked_layers_is_refused_by_name() -> None:
+def test_a_split_of_stacked_layers_is_rejected_by_name() -> None:
     problem = problem_of(model_graph("rnnlm", 8), 4)
     placement = placement_of(problem, chosen(layer_graph(problem.graph), LSTM=(2, 1, 2, 1, 1)))
     assert splits(problem, placement, "LSTM") == ["b:2 l:2", "b:2"]
@@ -76,7 +76,7 @@ def test_the_axis_of_stacked_layers_is_refused_by_name() -> None:
     assert "LSTM has no axis 'l'" in refusal(problem, placement)
 
 
-def test_the_stack_of_projections_is_refused_by_name() -> None:
+def test_a_split_of_stacked_projections_is_rejected_by_name() -> None:
     problem = problem_of(model_graph("transformer", 8), 3)
     placement = placement_of(
         problem, chosen(layer_graph(problem.graph), projections=(3, 1, 1, 1, 1, 1))
@@ -85,7 +85,7 @@ def test_the_stack_of_projections_is_refused_by_name() -> None:
     assert "MatMul has no axis 's'" in refusal(problem, placement)
 
 
-def test_what_is_split_only_inside_a_node_is_refused_by_name() -> None:
+def test_a_split_inside_a_node_is_rejected_by_name() -> None:
     problem = problem_of(model_graph("transformer", 8), 4)
     placement = placement_of(problem, chosen(layer_graph(problem.graph), scores=(1, 1, 1, 2, 1)))
     assert set(splits(problem, placement, "Attention")) == {"scores.m:2"}
@@ -102,7 +102,7 @@ def test_heads_are_columns_and_rows_of_their_projections() -> None:
     assert splits(problem, placement, "Attention")[0] == "b:2 h:2"
 
 
-def test_parts_must_share_out_the_devices() -> None:
+def test_parts_must_divide_the_devices() -> None:
     problem = problem_of(model_graph("rnnlm", 8), 3)
     strategy = chosen(layer_graph(problem.graph), LSTM=(2, 1, 1, 1, 1))
     with pytest.raises(InfeasibleError, match="LSTM into 2 parts, which does not divide 3 devices"):
@@ -113,7 +113,7 @@ def test_parts_must_share_out_the_devices() -> None:
     "name", ["alexnet", "inceptionv3", "rnnlm", "transformer", "gpt", "llama", "mt5", "wide-resnet"]
 )
 def test_data_parallelism_is_that_of_the_strategy(name: str) -> None:
-    """Every node that reads weights or activations is cut as the strategy of that name cuts it."""
+    """Each node that reads weights or activations is split as strategy data_parallel splits it."""
     graph = model_graph(name, 8)
     problem = problem_of(graph, 4)
     layers = layer_graph(graph)

@@ -1,4 +1,4 @@
-"""From ONNX graphs to the paper's layers: what fuses, what drops out, what is taken together."""
+"""Tests of the conversion from ONNX graphs to the paper's layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pointwise(placed: Layer) -> Any:
     return placed.cost.pointwise if isinstance(placed.cost, Product) else None
 
 
-def test_a_loss_that_makes_its_scores_is_a_product_and_a_loss() -> None:
+def test_a_fused_projection_and_loss_becomes_a_matmul_and_a_loss() -> None:
     apart = model_graph("rnnlm", 8)
     joined = cross_entropy.with_linear_losses(apart, ("loss",))
     assert len(joined.nodes) < len(apart.nodes)
@@ -51,7 +51,7 @@ def test_a_loss_that_makes_its_scores_is_a_product_and_a_loss() -> None:
     assert (first, first_edges) == (second, second_edges)
 
 
-def test_pointwise_operations_belong_to_what_they_follow() -> None:
+def test_pointwise_operations_are_merged_into_the_layer_before() -> None:
     builder = Builder(8, 4)
     hidden = builder.linear("x", 6)
     biased = builder.add(hidden, builder.parameter("bias", (6,)))
@@ -65,7 +65,7 @@ def test_pointwise_operations_belong_to_what_they_follow() -> None:
     assert [(edge.source, edge.target) for edge in graph.edges] == [(0, 1), (0, 2), (1, 2)]
 
 
-def test_projections_of_one_value_are_one_product_and_of_two_are_stacked() -> None:
+def test_projections_of_one_value_are_one_matmul_and_of_two_are_stacked() -> None:
     graph = layer_graph(paper_graph("transformer"))
     own, cross = (
         layer(graph, f"/decoder.3/{name}/MatMul_1/projections")
@@ -82,7 +82,7 @@ def test_projections_of_one_value_are_one_product_and_of_two_are_stacked() -> No
 
 @pytest.mark.parametrize("bias_first", [False, True])
 @pytest.mark.parametrize("narrow", [False, True])
-def test_projections_that_are_not_equal_stay_apart(narrow: bool, bias_first: bool) -> None:
+def test_unequal_projections_remain_separate_layers(narrow: bool, bias_first: bool) -> None:
     """Two heads of four; `narrow` values are not of the shape of queries and keys."""
     builder = Builder(2, 8)
     builder.inputs = (Value("x", F32, (2, 4, 8)),)
@@ -104,7 +104,7 @@ def test_projections_that_are_not_equal_stay_apart(narrow: bool, bias_first: boo
         assert names == ["projections", "unstack", "scores", "softmax", "attention12"]
 
 
-def test_merged_heads_stay_apart() -> None:
+def test_merged_heads_remain_separate_axes() -> None:
     output = layer(layer_graph(paper_graph("transformer")), "/encoder.0/attention/output/MatMul")
     assert axes(output) == {"b0": 64, "m": 256, "n": 512, "k0": 8, "k1": 64}
 
@@ -115,7 +115,7 @@ def test_stacked_lstms_are_one_layer() -> None:
     assert axes(lstm) == {"l": 2, "s": 256, "b": 64, "n": 2048, "k": 2048}
 
 
-def test_states_of_an_lstm_lie_in_its_result() -> None:
+def test_states_of_an_lstm_are_located_in_its_result() -> None:
     graph = model_graph("rnnlm", 8)
     first = next(index for index, node in enumerate(graph.nodes) if node.op == "LSTM")
     stated = replace(graph.nodes[first], outputs=(graph.nodes[first].outputs[0], "last"))
@@ -136,8 +136,8 @@ def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_of_the_zoo(name: str) -> None:
-    """Every node belongs to one layer or reads weights alone, or none; what is found costs what it
-    says.
+    """Each node belongs to exactly one layer or reads weights only or none; the strategy found has
+    the cost that the search reports.
     """
     graph = model_graph(name, 8)
     layers = layer_graph(graph)

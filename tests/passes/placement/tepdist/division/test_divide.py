@@ -1,5 +1,5 @@
-"""Stage division of models: what crosses is what is sent, and what a user asks for is where it is
-asked for.
+"""Tests of partitions of models: the crossing bytes are the bytes sent, and fixed nodes are in
+their stages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def sent(problem: Problem, placement: Placement) -> float:
 
 
 @pytest.mark.parametrize(("name", "settings"), [("gpt", GPT), ("flava", FLAVA)])
-def test_what_crosses_is_what_is_sent(name: str, settings: tuple[tuple[str, str], ...]) -> None:
+def test_crossing_bytes_are_the_bytes_sent(
+    name: str, settings: tuple[tuple[str, str], ...]
+) -> None:
     problem = zoo_problem(name, settings)
     division = divide(problem, 3, 0.1)
     placement = placement_of(problem, division)
@@ -69,7 +71,7 @@ def test_what_crosses_is_what_is_sent(name: str, settings: tuple[tuple[str, str]
     assert division == divide(problem, 3, 0.1)
 
 
-def test_stages_of_a_branched_model_cross_less_than_lines() -> None:
+def test_stages_of_a_branched_model_send_less_than_contiguous_ones() -> None:
     division = divide(zoo_problem("flava", FLAVA), 4, 0.1)
     assert division.proven
     assert division.crossing_bytes < division.contiguous_bytes
@@ -82,7 +84,7 @@ def test_inference_sends_no_gradients() -> None:
     assert division.crossing_bytes < divide(zoo_problem("gpt", GPT), 2, 0.2).crossing_bytes
 
 
-def test_settled_operators_are_where_they_are_asked_for() -> None:
+def test_fixed_operators_are_in_the_required_stages() -> None:
     problem = zoo_problem("gpt", GPT)
     nodes = [index for index, node in enumerate(problem.graph.nodes) if "layers.0" in node.name]
     shared = min(recomputed_nodes(problem.graph))
@@ -93,7 +95,7 @@ def test_settled_operators_are_where_they_are_asked_for() -> None:
     assert shared in division.nodes[2]
 
 
-def test_settled_branches_are_side_by_side_though_the_file_takes_turns() -> None:
+def test_fixed_branches_are_parallel_although_the_file_interleaves_them() -> None:
     builder = Builder(8, 16)
     left = "x"
     right = "x"
@@ -105,7 +107,7 @@ def test_settled_branches_are_side_by_side_though_the_file_takes_turns() -> None
     assert divide(problem, 2, 0.0, {4: 1, 1: 0}).nodes == ((1, 3, 5), (0, 2, 4))
 
 
-def test_settled_operators_that_contradict_one_another_are_named() -> None:
+def test_contradictory_fixed_operators_are_named() -> None:
     problem = zoo_problem("gpt", GPT)
     late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name)
     with pytest.raises(
@@ -114,7 +116,7 @@ def test_settled_operators_that_contradict_one_another_are_named() -> None:
         divide(problem, 3, 1.0, {0: 1, late: 0})
 
 
-def test_a_balance_that_cannot_be_says_which_can() -> None:
+def test_an_infeasible_tolerance_reports_the_minimum() -> None:
     builder = Builder(8, 16)
     data = "x"
     for width in (16, 4096, 4096):
@@ -129,7 +131,7 @@ def test_a_balance_that_cannot_be_says_which_can() -> None:
         divide(problem, 4, 0.08)
 
 
-def test_no_time_leaves_the_best_line() -> None:
+def test_without_time_the_best_contiguous_partition_is_returned() -> None:
     division = divide(zoo_problem("flava", FLAVA), 4, 0.1, time_limit=0.0)
     assert division.crossing_bytes == division.contiguous_bytes
     assert not division.proven

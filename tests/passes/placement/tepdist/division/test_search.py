@@ -1,4 +1,4 @@
-"""Division of random flows against trying every stage of every operator."""
+"""Tests of partitions of random flows against exhaustive search."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def every(space: PartitionSpace) -> list[np.ndarray]:
 @pytest.mark.parametrize("most_downsets", [0, 6000])
 @given(task=tasks())
 @settings(max_examples=30)
-def test_the_division_is_the_best_of_all(
-    task: tuple[PartitionSpace, float], most_downsets: int
-) -> None:
+def test_the_partition_is_optimal(task: tuple[PartitionSpace, float], most_downsets: int) -> None:
     space, unbalance = task
     flow = space.flow
     stages = space.stages
@@ -92,7 +90,7 @@ def check(search: PartitionProblem, found: list[np.ndarray], allowed: list[np.nd
 
 @given(tasks())
 @settings(max_examples=40)
-def test_the_line_is_the_best_of_lines(task: tuple[PartitionSpace, float]) -> None:
+def test_the_contiguous_partition_is_optimal(task: tuple[PartitionSpace, float]) -> None:
     space, unbalance = task
     flow = space.flow
     stages = space.stages
@@ -113,7 +111,7 @@ def test_the_line_is_the_best_of_lines(task: tuple[PartitionSpace, float]) -> No
 
 @given(tasks())
 @settings(max_examples=40)
-def test_downsets_lead_to_the_best_of_all(task: tuple[PartitionSpace, float]) -> None:
+def test_the_search_over_downsets_is_optimal(task: tuple[PartitionSpace, float]) -> None:
     space, unbalance = task
     flow = space.flow
     stages = space.stages
@@ -136,7 +134,7 @@ def test_downsets_lead_to_the_best_of_all(task: tuple[PartitionSpace, float]) ->
 
 @given(flows(12), st.integers(1, 10))
 @settings(max_examples=40)
-def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
+def test_groups_have_no_cycles(flow: Flow, ceiling: int) -> None:
     space = PartitionSpace(
         flow, 4, np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3)
     )
@@ -152,9 +150,9 @@ def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
     assert coarse.crossing(stage) == pytest.approx(flow.crossing(stage[group]))
 
 
-def test_two_branches_cross_less_side_by_side() -> None:
-    """Two chains that only meet at the end: a line that takes turns between them cuts both at
-    once.
+def test_parallel_branches_send_less() -> None:
+    """Two chains that meet at the end only: a contiguous order that interleaves them cuts both at
+    each boundary.
     """
     values = [(index, 4.0, [index + 2]) for index in range(6)]
     values += [(6, 1.0, [8]), (7, 1.0, [8])]
