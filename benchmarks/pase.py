@@ -1,8 +1,9 @@
-"""The tables and figures of Elango, "PaSE: Parallelization Strategies for Efficient DNN Training"
-(IPDPS 2021), IV.
+"""The tables and figures of section IV of Elango, "PaSE: Parallelization Strategies for Efficient
+DNN Training" (IPDPS 2021).
 
-The paper states no costs: least costs are those that its public prototype finds with its own cost
-model, and where that does not finish those on which two independent exact solvers agree.
+The paper does not state the costs of its strategies. The minimum costs here are those that the
+paper's public prototype finds with its cost model. If the prototype does not finish, they are the
+costs on which two independent exact solvers agree.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ CLUSTERS: Final = tuple(_ASSUMPTIONS)
 
 
 def cases() -> list[Case]:
-    """All parts, in the paper's order, and the methods on the tables of Table I after it."""
+    """Return all parts in the paper's order; the comparison of methods on the tables of Table I
+    follows Table I.
+    """
     every = [(f"{model}/p={devices}", (model, devices)) for model in MODELS for devices in DEVICES]
     at_32 = [(f"{model}/p=32", (model,)) for model in MODELS]
     return [
@@ -139,7 +142,9 @@ def cases() -> list[Case]:
 def paper_problem(
     model: str, devices: int, cluster: str = CLUSTERS[0], micro_batches: int = 1
 ) -> Problem:
-    """Training a model at the paper's size and batch, with its loss, in fp32 with SGD."""
+    """Return the training of a model at the paper's size and batch, with its loss, in fp32 with
+    SGD.
+    """
     batch = BATCH[model]
     graph = zoo_graph(model, (("size", "paper"),), batch // micro_batches)
     links = build_cluster(cluster_preset(cluster), devices, None, None)
@@ -152,7 +157,8 @@ def paper_problem(
 def _search_times(case: str, model: str, devices: int) -> Iterator[Row]:
     problem = paper_problem(model, devices)
     place = DEVICES.index(devices)
-    find_strategy(tables_of(paper_problem("rnnlm", 2)))  # What loads on first use is not counted.
+    # Modules that are imported on first use do not count.
+    find_strategy(tables_of(paper_problem("rnnlm", 2)))
     start = time.perf_counter()
     tables = tables_of(problem)
     built = time.perf_counter()
@@ -238,9 +244,10 @@ def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
 
 
 def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
-    """For each layer the axis that counts samples, None where it has none.
+    """Return the sample axis of each layer, or None if the layer has none.
 
-    Known where a layer's result is a value of the model; others have it from what they read.
+    It is inferred from the batch axes of the model's values, and otherwise from the operands of the
+    layer.
     """
     found: list[int | None] = [None] * len(layers.layers)
     for name, places in batch_axes_of(graph).values.items():
@@ -262,8 +269,8 @@ def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
 
 
 def _samples_first(tables: PaperTables, counted: Sequence[int | None]) -> list[int]:
-    """The choice that comes nearest to data parallelism: nothing cut but samples, and those as
-    often as allowed.
+    """Return the choice closest to data parallelism: only samples are split, into as many parts as
+    permitted.
     """
     found = []
     for configurations, axis in zip(tables.configurations, counted, strict=True):
@@ -277,8 +284,8 @@ def _samples_first(tables: PaperTables, counted: Sequence[int | None]) -> list[i
 
 
 def _milp(costs: MinSum, least: float) -> tuple[float | None, str]:
-    """Seconds of the integer program, None where it is not solved; and what is to be said of
-    them.
+    """Return (seconds of the integer program, or None if it is not solved; a note about the
+    result).
     """
     pairs = sum(edge.costs.size for edge in merge_edges(costs).edges)
     if pairs > _MOST_PAIRS:
@@ -298,11 +305,11 @@ def _milp(costs: MinSum, least: float) -> tuple[float | None, str]:
 
 
 def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
-    """The least cost that HiGHS finds in `time_limit` seconds, and whether it proves it.
+    """Return (the minimum cost that HiGHS finds in `time_limit` seconds, True if it is proven).
 
-    One variable a configuration and one a pair on an edge. Each node chooses one configuration; the
-    pairs of an edge add up, along either side, to what its nodes choose (the local polytope:
-    Schlesinger, 1976).
+    There is one variable per configuration, and one per pair of configurations on an edge. Each
+    node chooses one configuration, and the pairs of an edge agree with the choices of both ends
+    (the local polytope: Schlesinger, 1976).
     """
     simple = merge_edges(model)
     sizes = [len(costs) for costs in simple.costs]
@@ -325,8 +332,8 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
     return answer.objective, answer.proven
 
 
-# Table II: the strategies found on 32 GeForce GTX 1080 Ti, in the paper's space and in ours, which
-# runs.
+# Table II: the strategies found on 32 GeForce GTX 1080 Ti, in the paper's search space and in the
+# executable one.
 
 
 def _strategies(case: str, model: str) -> Iterator[Row]:
@@ -348,13 +355,13 @@ def _strategies(case: str, model: str) -> Iterator[Row]:
 def _parts(
     case: str, name: str, ours: Mapping[str, int], theirs: Mapping[str, int], note: str
 ) -> Iterator[Row]:
-    """A row for each axis that is cut, in the paper or here."""
+    """Yield a row for each axis that is split in the paper or here."""
     for axis in dict.fromkeys((*ours, *theirs)):
         if ours.get(axis, 1) > 1 or axis in theirs:
             yield Row(case, f"parts of {axis}", theirs.get(axis), ours.get(axis, 1), "", name, note)
 
 
-# Figure 6: training steps of several strategies against data parallelism's, in the simulator.
+# Figure 6: simulated training steps of several strategies, compared with data parallelism.
 
 
 def _speedups(case: str, model: str, devices: int) -> Iterator[Row]:
@@ -399,7 +406,9 @@ def _largest_speedup(case: str) -> Iterator[Row]:
 def placed(
     model: str, devices: int, cluster: str, strategy: str, micro_batches: int = 1
 ) -> Placement:
-    """The placement of a strategy with its defaults. Raises InfeasibleError where it is refused."""
+    """Return the placement of a strategy with default options. Raise InfeasibleError if the
+    strategy rejects the problem.
+    """
     problem = paper_problem(model, devices, cluster, micro_batches)
     chosen = strategy_class(strategy)()
     chosen.requires(problem)
@@ -411,9 +420,10 @@ def placed(
 def step_of_strategy(
     model: str, devices: int, cluster: str, strategy: str
 ) -> tuple[float | None, str]:
-    """Seconds of a step, None where the strategy is refused; and why, or what else is to be said.
+    """Return (seconds of a step, or None if the strategy is infeasible; the reason or a note).
 
-    One stage takes as few micro-batches as memory allows, a pipeline the best number of several.
+    A placement with one stage uses the fewest micro-batches that fit into memory, and a pipeline
+    the best number of several.
     """
     found: list[tuple[float, int]] = []
     refusal = ""
@@ -434,7 +444,7 @@ def step_of_strategy(
 
 
 def _simulated(problem: Problem, placement: Placement) -> float:
-    """Seconds of a step. Raises InfeasibleError where memory does not hold it."""
+    """Return the seconds of a step. Raise InfeasibleError if memory is insufficient."""
     schedule = OneForwardOneBackward().run(problem, placement)
     step = simulate(
         schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)
@@ -444,8 +454,8 @@ def _simulated(problem: Problem, placement: Placement) -> float:
 
 
 def _overlapped(case: str, model: str) -> Iterator[Row]:
-    """Figure 6 on 32 devices where backward hides the exchange of gradients: data parallelism gains
-    most.
+    """Yield Figure 6 on 32 devices if backward hides the gradient all-reduce, which helps data
+    parallelism most.
     """
 
     def seconds(problem: Problem, strategy: Strategy) -> float:

@@ -1,8 +1,9 @@
-"""The experiments of Alibaba PAI, "TePDist" (2023), "Performance Experiment", in the simulator.
+"""The experiments of Alibaba PAI, "TePDist" (2023), section "Performance Experiment", in the
+simulator.
 
-Its tables of sizes and its charts are pictures: of them only what the text says in numbers is here
-as theirs. Sizes that grow with the devices are those of Alpa (OSDI 2022), against which the paper
-measures.
+The paper publishes its tables of sizes and its charts as pictures, so only the numbers in its text
+are compared. Sizes that grow with the devices are those of Alpa (OSDI 2022), the baseline of the
+paper.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from autopipe.passes.solvers.min_sum import Assignment
 from benchmarks.table import Case, Row, Settings, cases_of, zoo_graph
 
 PEAK_FLOPS: Final = 15.6e12
-"""Operations a second of a V100 in single precision, as the text counts it."""
+"""Peak FLOP/s of a V100 in single precision, as the text counts them."""
 BEST_SHARE: Final = {"gpt": 0.62, "moe": 0.58}
-"""Share of the peak that is reached at best, on 1 to 16 devices."""
+"""The highest published fraction of the peak, on 1 to 16 devices."""
 PICTURE: Final = "theirs published as a picture only"
-"""Where there is no number."""
+"""The note of rows without a published number."""
 
 SIZES: Final = ("1.3b", "2.7b", "6.7b", "13b", "39b", "175b")
-"""Of the GPT-3 that is searched by levels."""
+"""The sizes of GPT-3 for the comparison of optimisation levels."""
 _MACHINE = (
     "V100-32GB by data sheet (fp32, 75% of the peak in products, 60% in convolutions), eight a "
     "server, 50 GB/s in it, "
@@ -50,7 +51,7 @@ _ADAM = Optimizer("adamw")
 
 
 def cases() -> list[Case]:
-    """All parts, in the paper's order."""
+    """Return all parts in the paper's order."""
     extended, general = (
         [
             (f"{each.model}-{size}/p={devices}", (each, devices))
@@ -71,34 +72,34 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training of a model of the zoo, with its loss, in fp32 on V100s: servers of eight on NVLink,
-    100 Gb/s between.
+    """Training of a model of the zoo, with its loss, in fp32 on V100s: servers of eight devices
+    with NVLink, 100 Gb/s between servers.
     """
 
     model: str
     settings: Settings
     devices: int
     batch: int
-    """Samples of a step."""
+    """Samples per step."""
     optimizer: Optimizer = Optimizer()  # noqa: RUF009 - it is frozen
     memory_limit: int | None = None
-    """Bytes a device; its own memory where there is none."""
+    """Bytes per device; None for the device's memory."""
     largest: int | None = None
-    """Samples of the largest micro-batch that a strategy may choose; those of a step where there is
-    no limit.
+    """Samples of the largest micro-batch that a strategy may choose; None for the samples of a
+    step.
     """
 
     @property
     def free(self) -> Problem:
-        """The problem where a strategy chooses micro-batches, and stages recompute if memory asks
-        for it.
+        """Return the problem in which the strategy chooses the micro-batch size, and stages
+        recompute if memory requires it.
         """
         largest = self.largest or self.batch
         sizes = tuple(size for size in range(1, largest + 1) if largest % size == 0)
         return self._problem(largest, "auto", sizes)
 
     def given(self, micro_batch_size: int) -> Problem:
-        """The problem on micro-batches of one size, without recomputation."""
+        """Return the problem with one micro-batch size, without recomputation."""
         return self._problem(micro_batch_size, "none", ())
 
     def _problem(self, micro_batch_size: int, recompute: str, sizes: tuple[int, ...]) -> Problem:
@@ -119,7 +120,7 @@ class Training:
 
 
 def step_flops(problem: Problem) -> float:
-    """Operations of a step's forwards and backwards; what recomputation repeats is not counted."""
+    """Return the FLOPs of the forwards and backwards of a step; recomputation does not count."""
     return problem.micro_batches * sum(
         work.forward_flops + work.backward_flops for work in problem.work
     )
@@ -127,7 +128,7 @@ def step_flops(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPlan:
-    """A placement, on micro-batches of its size, and the step that it makes."""
+    """A placement at its micro-batch size, with the simulated step."""
 
     problem: Problem
     placement: Placement
@@ -135,17 +136,17 @@ class SimulatedPlan:
 
     @property
     def throughput(self) -> float:
-        """Samples a second."""
+        """Return samples per second."""
         return self.problem.batch_size / self.step_s
 
     @property
     def flops(self) -> float:
-        """Operations a second and device."""
+        """Return FLOP/s per device."""
         return step_flops(self.problem) / self.step_s / self.problem.cluster.size
 
     @property
     def decision(self) -> str:
-        """The placement in a few words."""
+        """Return a short description of the placement."""
         stages = self.placement.stages
         again = sum(stage.recompute for stage in stages)
         words = [
