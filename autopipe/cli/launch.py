@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from autopipe.api.launch_settings import LaunchSettings, launch_flags
 from autopipe.api.program_folder import flag_words, open_program
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import (
@@ -45,7 +47,7 @@ from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
 from autopipe.backends.torch.runtime.watch.heartbeat import Timeouts
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
-from autopipe.cli.options import FORCE, MODEL, PATH, stepwise_options
+from autopipe.cli.options import FORCE, MODEL, PATH, Command, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.plan_report import update_line
 from autopipe.ir.errors import ConfigurationError
@@ -58,10 +60,6 @@ _KEY_BYTES = 32
 _NO_END = 2**40
 """Steps of a run that ends where its data does."""
 _SECONDS = click.FloatRange(min=0, min_open=True)
-_SOURCES = (
-    "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; random "
-    "data without it"
-)
 
 
 def _interval(
@@ -81,199 +79,63 @@ def _interval(
     return found
 
 
-DATA = click.option("--data", metavar="SOURCE", help=f"{_SOURCES} [data.path].")
-_RANDOM = "Seed of random data, of Dropout, and of weights that the model does not store."
-SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
+def launch_option(name: str) -> Callable[[Command], Command]:
+    """Return click's option for the setting `name` of `LaunchSettings`."""
+    field, flag = launch_flags()[name]
+    if name in _SHARED:
+        return _SHARED[name]
+    kind = str(field.type)
+    words = f"--{name.replace('_', '-')}"
+    details: dict[str, Any] = {"help": flag.help}
+    if flag.metavar is not None:
+        details["metavar"] = flag.metavar
+    if flag.environment is not None:
+        details["envvar"] = flag.environment
+    if field.default is not None and field.default is not False:
+        details["default"] = field.default
+        details["show_default"] = flag.shows_default
+    if name == "checkpoint_every":
+        details["callback"] = _interval
+    elif flag.choices:
+        details["type"] = click.Choice(flag.choices)
+    elif kind == "bool":
+        details["is_flag"] = True
+    elif kind == "bool | None":
+        words = f"{words}/--no-{words.removeprefix('--')}"
+        details["default"] = None
+    elif kind.startswith("Path"):
+        details["type"] = PATH
+    elif kind.startswith("int"):
+        details["type"] = click.IntRange(min=None if flag.minimum is None else int(flag.minimum))
+    elif kind == "float":
+        details["type"] = _SECONDS
+    return click.option(words, **details)
 
-COMPILE = click.option(
-    "--compile", is_flag=True, help="Compile stages with torch.compile, before the first step."
-)
+
+_SHARED = {"model": MODEL, "force": FORCE}
+"""Options that several commands have, by setting."""
+
+
+def _launch_options(command: Command) -> Command:
+    """Give `command` the options of all launch settings, and pass it a `LaunchSettings` as
+    `settings`.
+    """
+
+    @functools.wraps(command)
+    def with_settings(*args: Any, **kwargs: Any) -> Any:
+        values = {name: kwargs.pop(name) for name in launch_flags()}
+        return command(*args, settings=LaunchSettings(**values), **kwargs)
+
+    for name in reversed(tuple(launch_flags())):
+        launch_option(name)(with_settings)
+    return with_settings  # type: ignore[return-value]
 
 
 @click.command()
 @click.argument("program", type=PATH)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "cpu", "meta"]),
-    default="auto",
-    help=(
-        "Where to run; with --dry-run meta is on no device, shapes and types alone, and cuda need "
-        "not be there."
-    ),
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    help="Steps in all [1; in inference over a file all of it].",
-)
-@click.option(
-    "--epochs", type=click.IntRange(min=1), help="Passes through the data, in place of --steps."
-)
-@MODEL
-@click.option("--shuffle/--no-shuffle", default=None, help="Shuffle each epoch by the seed.")
-@DATA
-@click.option(
-    "--eval-data", help="Data to validate on, as --data takes it [eval.data of the plan]."
-)
-@click.option(
-    "--eval-interval",
-    type=click.IntRange(min=1),
-    help="Steps between validations [only one, the last].",
-)
-@SEED
-@click.option(
-    "--nnodes",
-    metavar="N|MIN:MAX",
-    help="Number of machines [1; under srun and in a PyTorchJob theirs].",
-)
-@click.option(
-    "--node-rank",
-    type=click.IntRange(min=0),
-    help="Number of this machine, which orders ranks [by address].",
-)
-@click.option(
-    "--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share]."
-)
-@click.option(
-    "--rdzv-endpoint",
-    default="",
-    metavar="HOST:PORT",
-    help="Where several machines meet, alike on all.",
-)
-@click.option(
-    "--local-addr",
-    default="",
-    metavar="ADDRESS",
-    help="Where ranks listen [the way to --rdzv-endpoint].",
-)
-@click.option(
-    "--rdzv-id", default="", help="Name of the run, alike on all machines [from the plan]."
-)
-@click.option(
-    "--rdzv-key",
-    metavar="FILE",
-    help="Key of the run, 32 bytes or more, on all machines and for none else.",
-)
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    help="Times to start again [3 with --checkpoint, else 0].",
-)
-@click.option("--checkpoint", type=PATH, metavar="DIR", help="Where to save the training state.")
-@click.option(
-    "--checkpoint-every",
-    callback=_interval,
-    metavar="K|Km",
-    help="Steps between two, or minutes, as 30m [only the last].",
-)
-@click.option(
-    "--keep-latest-k",
-    type=click.IntRange(min=0),
-    metavar="K",
-    help="Checkpoints that stay [2; 0: all].",
-)
-@click.option(
-    "--keep-every",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Keep those after each N steps, too.",
-)
-@click.option(
-    "--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR."
-)
-@click.option(
-    "--start-timeout",
-    type=_SECONDS,
-    default=1800,
-    show_default=True,
-    help="Seconds to join and load.",
-)
-@click.option(
-    "--step-timeout",
-    type=_SECONDS,
-    default=600,
-    show_default=True,
-    help="Seconds for a task of a step.",
-)
-@click.option(
-    "--checkpoint-timeout",
-    type=_SECONDS,
-    default=7200,
-    show_default=True,
-    help="Seconds to write or read.",
-)
-@click.option(
-    "--log", type=PATH, metavar="DIR", help="Write each step's figures to DIR/metrics.jsonl."
-)
-@click.option(
-    "--log-every",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Steps from line to line.",
-)
-@click.option(
-    "--wandb",
-    metavar="PROJECT",
-    envvar="WANDB_PROJECT",
-    help="With --log: W&B, too [WANDB_PROJECT].",
-)
-@click.option("--profile", metavar="K|K-L", help="With --log: profile steps K to L.")
-@click.option("--trace", type=PATH, metavar="FILE", help="Chrome trace of this node's ranks.")
-@click.option(
-    "--outputs",
-    type=PATH,
-    metavar="FILE.npz|.npy",
-    help="Outputs of inference, under their own names.",
-)
-@FORCE
-@click.option(
-    "--mode", type=click.Choice(["train", "infer"]), help="Refuse a program of another mode."
-)
-@COMPILE
-@click.option(
-    "--cuda-graphs/--no-cuda-graphs",
-    default=None,
-    help=(
-        "Replay stages as CUDA graphs from the second step on [stages that the host bounds, on "
-        "CUDA]."
-    ),
-)
-@click.option(
-    "--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth."
-)
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Run one step of one rank without the others, and say what it does.",
-)
-@click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
+@_launch_options
 @stepwise_options
-def launch(
-    output: Output,
-    /,
-    program: Path,
-    nnodes: str | None,
-    node_rank: int | None,
-    nproc_per_node: int | None,
-    rdzv_endpoint: str,
-    local_addr: str,
-    rdzv_id: str,
-    rdzv_key: str | None,
-    max_restarts: int | None,
-    start_timeout: float,
-    step_timeout: float,
-    checkpoint_timeout: float,
-    log: Path | None,
-    log_every: int,
-    wandb: str | None,
-    profile: str | None,
-    dry_run: bool,
-    rank: int | None,
-    mode: str | None,
-    model: Path | None,
-    **flags: Any,
-) -> None:
+def launch(output: Output, /, program: Path, settings: LaunchSettings) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
 
     A rank that does not get on for longer than a time-out, in seconds, while it waits for no other,
@@ -287,64 +149,61 @@ def launch(
     # when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    if profile is not None and log is None:
+    log = settings.log
+    if settings.profile is not None and log is None:
         raise click.UsageError("--profile goes with --log DIR, where its files go")
-    logged = None if log is None else LogSettings(log, log_every, wandb)
-    profiled = (
-        None if profile is None or log is None else ProfiledSteps.of(profile, log / "profile")
-    )
-    run = Launch(
-        open_program(program, model, flags["device"] != "meta"),
-        model,
-        logged,
-        log_every,
-        profiled,
-        **flags,
-    )
-    _check_mode(run.manifest, mode)
-    job = job_of(os.environ) if nnodes is None else None
+    logged = None if log is None else LogSettings(log, settings.log_every, settings.wandb)
+    profiled = None
+    if settings.profile is not None and log is not None:
+        profiled = ProfiledSteps.of(settings.profile, log / "profile")
+    manifest = open_program(program, settings.model, settings.device != "meta")
+    run = Launch(manifest, settings, logged, profiled)
+    _check_mode(run.manifest, settings.mode)
+    job = job_of(os.environ) if settings.nnodes is None else None
     if job is None:
-        job = Job("", nnodes or "1", None, "")
+        job = Job("", settings.nnodes or "1", None, "")
     elif job.nodes != "1":
         output.note(
-            f"{job.manager} runs {job.nodes} nodes, which meet at {rdzv_endpoint or job.endpoint}"
+            f"{job.manager} runs {job.nodes} nodes, which meet at {settings.rdzv_endpoint or job.endpoint}"
         )
     config = LaunchConfig(
         nodes=_nodes(job.nodes),
-        ranks_per_node=nproc_per_node or job.ranks_per_node,
-        rendezvous_endpoint=rdzv_endpoint or job.endpoint,
-        node=job.node if node_rank is None else node_rank,
-        local_address=local_addr,
+        ranks_per_node=settings.nproc_per_node or job.ranks_per_node,
+        rendezvous_endpoint=settings.rdzv_endpoint or job.endpoint,
+        node=job.node if settings.node_rank is None else settings.node_rank,
+        local_address=settings.local_addr,
         hosts=job.hosts,
-        rendezvous_id=rdzv_id or job.name,
-        rendezvous_key=b"" if rdzv_key is None else _key(Path(rdzv_key)),
-        max_restarts=max_restarts
-        if max_restarts is not None
+        rendezvous_id=settings.rdzv_id or job.name,
+        rendezvous_key=b"" if settings.rdzv_key is None else _key(Path(settings.rdzv_key)),
+        max_restarts=settings.max_restarts
+        if settings.max_restarts is not None
         else 3
-        if run.checkpoint is not None
+        if settings.checkpoint is not None
         else 0,
-        timeouts=Timeouts(start_timeout, step_timeout, checkpoint_timeout),
+        timeouts=Timeouts(
+            settings.start_timeout, settings.step_timeout, settings.checkpoint_timeout
+        ),
         live=not output.as_json,
-        saves=run.checkpoint is not None,
+        saves=settings.checkpoint is not None,
         debug=bool(click.get_current_context().params["debug"]),
     )
-    if dry_run and (run.blocking or run.compile):
+    if settings.dry_run and (settings.blocking or settings.compile):
         raise click.UsageError(
-            f"--dry-run times nothing: leave out --{'blocking' if run.blocking else 'compile'}"
+            f"--dry-run times nothing: leave out --{'blocking' if settings.blocking else 'compile'}"
         )
-    if run.device == "meta" and not dry_run:
+    if settings.device == "meta" and not settings.dry_run:
         raise click.UsageError("--device meta computes nothing: it goes with --dry-run")
-    if dry_run:
-        report = run.rehearse(rank or 0)
+    if settings.dry_run:
+        report = run.rehearse(settings.rank or 0)
         output.result(report, rehearsal_table(report))
         return
-    if rank is not None:
+    if settings.rank is not None:
         raise click.UsageError("--rank goes with --dry-run")
     try:
         steps, evaluations = run.start(config, output)
     except KeyboardInterrupt:
-        if run.checkpoint is not None:
-            words = [*sys.argv[1:], *([] if run.resume else ["--resume"])]
+        if settings.checkpoint is not None:
+            words = [*sys.argv[1:], *([] if settings.resume else ["--resume"])]
             output.note(f"to go on: {shlex.join(['autopipe', *words])}")
         raise
     output.result(
@@ -405,36 +264,14 @@ def _nodes(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a program: the flags of the command that its ranks see."""
+    """One launch of a program."""
 
     manifest: Manifest
-    model: Path | None
-    """The ONNX file in place of the planned one; None for that."""
+    settings: LaunchSettings
     log: LogSettings | None
-    log_every: int
-    """Steps from one line of the terminal to the next."""
+    """The log to write, None for none."""
     profiled: ProfiledSteps | None
-    device: str
-    steps: int | None
-    """One where not given, in inference over a file all that its samples fill."""
-    epochs: int | None
-    shuffle: bool | None
-    data: str | None
-    eval_data: str | None
-    eval_interval: int | None
-    seed: int | None
-    checkpoint: Path | None
-    checkpoint_every: tuple[int, float] | None
-    """Steps, or minutes, from one to the next."""
-    keep_latest_k: int | None
-    keep_every: int | None
-    resume: bool
-    trace: Path | None
-    outputs: Path | None
-    force: bool
-    blocking: bool
-    compile: bool
-    cuda_graphs: bool | None
+    """The steps to profile, None for none."""
 
     def start(
         self, config: LaunchConfig, output: Output
@@ -455,7 +292,7 @@ class Launch:
         if 0 < steps <= (done := self._position().steps):
             more = "--steps or --epochs goes further"
             output.note(
-                f"training has ended: {self.checkpoint} holds {done} {plural(done, 'step')} of "
+                f"training has ended: {self.settings.checkpoint} holds {done} {plural(done, 'step')} of "
                 f"{steps}; {more}"
             )
             return [], []
@@ -465,7 +302,7 @@ class Launch:
         ranks = local_ranks(self.manifest, config)[1]
         for line in (
             *notes,
-            placement_note(self.device, ranks),
+            placement_note(self.settings.device, ranks),
         ):  # An error of the flags comes without them.
             output.note(line)
         if self.manifest.train:
@@ -478,7 +315,7 @@ class Launch:
                     self.manifest.training,
                 )
             )
-        config = replace(config, gpus=visible_gpus(self.device))
+        config = replace(config, gpus=visible_gpus(self.settings.device))
         shown = Run(self.manifest, None if steps == _NO_END else steps, ranks, config.gpus)
         with scratch_folder("launch") as name:
             scratch = Path(name)
@@ -486,7 +323,7 @@ class Launch:
             try:
                 with (
                     output.progress_lines("steps", shown.steps) as lines,
-                    StepDisplay(shown, output, self.log_every, lines) as display,
+                    StepDisplay(shown, output, self.settings.log_every, lines) as display,
                     self._open_log(output) as log,
                 ):
                     lines.reach(self._position().steps)
@@ -495,8 +332,8 @@ class Launch:
                         self.manifest, arguments, config, display.note, follower.poll, server
                     )
             finally:
-                if self.outputs is not None:
-                    remove_partial(followed(self.outputs))
+                if self.settings.outputs is not None:
+                    remove_partial(followed(self.settings.outputs))
                 self._write_trace(scratch / "spans")
             if self.profiled is not None:
                 self.profiled.finish(scratch / "profile", self.manifest, output)
@@ -510,7 +347,7 @@ class Launch:
         """Write the tasks of this node's ranks, whose times lie in the folder `times`, where a
         trace is asked for.
         """
-        if self.trace is None:
+        if self.settings.trace is None:
             return
         from autopipe.cli.drawing.bubbles import measured_steps
         from autopipe.cli.drawing.trace import chrome_trace
@@ -525,7 +362,7 @@ class Launch:
 
     def _open_log(self, output: Output) -> MetricsLog:
         if self.log is None:
-            return MetricsLog([], self.log_every, output.warn)
+            return MetricsLog([], self.settings.log_every, output.warn)
         of_run = {
             name: getattr(self.manifest, name)
             for name in ("plan", "precision", "optimizer", "batch_size", "world_size")
@@ -538,23 +375,23 @@ class Launch:
         """
         train = self.manifest.train
         settings = self.manifest.data
-        data = settings.path if self.data is None else self.data
-        if data is None and (self.epochs is not None or self.shuffle):
-            flag = "--shuffle" if self.epochs is None else "--epochs"
+        data = settings.path if self.settings.data is None else self.settings.data
+        if data is None and (self.settings.epochs is not None or self.settings.shuffle):
+            flag = "--shuffle" if self.settings.epochs is None else "--epochs"
             raise ConfigurationError(
                 f"{flag}: random data have neither order nor end", hint="name others with --data"
             )
         if data is None:
             note("the data is random; --data names other data")
-        shuffle = settings.shuffle if self.shuffle is None else self.shuffle
-        epochs = self.epochs or (
-            settings.epochs if self.steps is None and train and data is not None else None
+        shuffle = settings.shuffle if self.settings.shuffle is None else self.settings.shuffle
+        epochs = self.settings.epochs or (
+            settings.epochs if self.settings.steps is None and train and data is not None else None
         )
         settings = replace(settings, epochs=epochs, shuffle=shuffle)
-        steps = self.steps or (1 if train and epochs is None else None)
+        steps = self.settings.steps or (1 if train and epochs is None else None)
         begin = self._position()
         source, unchecked = check_data(
-            self.manifest, data, None if self.resume else steps, settings, begin
+            self.manifest, data, None if self.settings.resume else steps, settings, begin
         )
         if source is None:
             if epochs and self.manifest.lr_scheduler.needs_steps:
@@ -574,18 +411,22 @@ class Launch:
     def _position(self) -> Position:
         """How far the run has come that this one goes on from."""
         if (
-            not self.resume
-            or self.checkpoint is None
-            or not (saved := committed_steps(self.checkpoint))
+            not self.settings.resume
+            or self.settings.checkpoint is None
+            or not (saved := committed_steps(self.settings.checkpoint))
         ):
             return START
-        newest = read_checkpoint(checkpoint_path(self.checkpoint, saved[-1]))
+        newest = read_checkpoint(checkpoint_path(self.settings.checkpoint, saved[-1]))
         return Position(newest.step, newest.samples)
 
     def _check_held_out(self, note: Callable[[str], None]) -> None:
         """Look at all of the data to validate on."""
         once = replace(self.manifest, train=False)
-        held_out = self.manifest.evaluation.data if self.eval_data is None else self.eval_data
+        held_out = (
+            self.manifest.evaluation.data
+            if self.settings.eval_data is None
+            else self.settings.eval_data
+        )
         settings = DataSettings(sequence_length=self.manifest.data.sequence_length)
         if unchecked := check_data(once, held_out, None, settings)[1]:
             note(unchecked)
@@ -604,9 +445,9 @@ class Launch:
         self._read_data(lambda line: None)
         with scratch_folder("launch") as name:
             report = Path(name) / "report.json"
-            own = {name: getattr(self, name) for name in ("device", "data", "seed")}
+            own = {name: getattr(self.settings, name) for name in ("device", "data", "seed")}
             arguments = flag_words(
-                dry_run=True, steps=1, report=report, model=_absolute(self.model), **own
+                dry_run=True, steps=1, report=report, model=_absolute(self.settings.model), **own
             )
             run_alone(self.manifest.folder, arguments, rank, world_size, self._fake_cuda())
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
@@ -616,7 +457,7 @@ class Launch:
         """The library of the device that stands in for CUDA in a dry run, where there is none.
         Raises ConfigurationError where it cannot be built.
         """
-        if self.device != "cuda":
+        if self.settings.device != "cuda":
             return None
         import torch
 
@@ -630,8 +471,8 @@ class Launch:
 
     def _check(self) -> None:
         train = self.manifest.train
-        checkpoint = self.checkpoint
-        if self.epochs is not None and (self.steps is not None or not train):
+        checkpoint = self.settings.checkpoint
+        if self.settings.epochs is not None and (self.settings.steps is not None or not train):
             why = "inference takes its data once" if not train else "--steps says when to end"
             raise click.UsageError(f"--epochs: {why}")
         missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
@@ -645,7 +486,7 @@ class Launch:
                 f"{of_all} were not generated, the first is {missing[0]}", hint
             )
         needing = ("resume", "checkpoint_every", "keep_latest_k", "keep_every")
-        given = [name for name in needing if getattr(self, name) not in (None, False)]
+        given = [name for name in needing if getattr(self.settings, name) not in (None, False)]
         if checkpoint is None and given:
             flag = f"--{given[0].replace('_', '-')}"
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
@@ -655,29 +496,36 @@ class Launch:
             )
         if checkpoint is not None:
             check_savable(checkpoint)
-        if checkpoint is not None and not self.resume:
+        if checkpoint is not None and not self.settings.resume:
             check_free(checkpoint)
             check_unused(checkpoint)
-        if (self.eval_data or self.eval_interval) and not train:
+        if (self.settings.eval_data or self.settings.eval_interval) and not train:
             raise ConfigurationError(
                 "a program for inference has no loss", hint="leave out --eval-data"
             )
-        if self.eval_interval and (self.eval_data or self.manifest.evaluation.data) is None:
+        if (
+            self.settings.eval_interval
+            and (self.settings.eval_data or self.manifest.evaluation.data) is None
+        ):
             raise ConfigurationError(
                 "--eval-interval needs data to validate on", hint="give it with --eval-data FILE"
             )
         if self.log is not None:
-            self.log.check(self.resume)
-        if self.outputs is not None and train:
+            self.log.check(self.settings.resume)
+        if self.settings.outputs is not None and train:
             hint = "plan with --mode infer, or leave out --outputs"
             raise ConfigurationError("a program for training collects no outputs", hint=hint)
-        if self.outputs is not None and self.outputs.suffix not in (".npz", ".npy"):
+        if self.settings.outputs is not None and self.settings.outputs.suffix not in (
+            ".npz",
+            ".npy",
+        ):
             raise ConfigurationError(
-                f"outputs do not go to {self.outputs}", hint="name a .npz file, or a .npy file"
+                f"outputs do not go to {self.settings.outputs}",
+                hint="name a .npz file, or a .npy file",
             )
         if (
-            self.outputs is not None
-            and self.outputs.suffix == ".npy"
+            self.settings.outputs is not None
+            and self.settings.outputs.suffix == ".npy"
             and len(self.manifest.outputs) > 1
         ):
             names = ", ".join(output.value.name for output in self.manifest.outputs)
@@ -690,58 +538,47 @@ class Launch:
     def _output_files(self) -> Iterator[OutputFile]:
         """Yield the files that the launch writes at its end: the trace first, if there is one."""
         sources = (
-            self.data,
-            self.eval_data,
+            self.settings.data,
+            self.settings.eval_data,
             self.manifest.data.path,
             self.manifest.evaluation.data,
         )
         paths = tuple(Path(each) for each in sources if each is not None)
         read = (self.manifest.folder, self.manifest.model, *paths)
-        if self.trace is not None:
-            yield OutputFile(self.trace, TRACE, read, self.force)
-        if self.outputs is not None:
+        if self.settings.trace is not None:
+            yield OutputFile(self.settings.trace, TRACE, read, self.settings.force)
+        if self.settings.outputs is not None:
             yield OutputFile(
-                self.outputs, NPY if self.outputs.suffix == ".npy" else NPZ, read, self.force
+                self.settings.outputs,
+                NPY if self.settings.outputs.suffix == ".npy" else NPZ,
+                read,
+                self.settings.force,
             )
 
     def _arguments(
         self, scratch: Path, steps: int, epochs: int | None, config: LaunchConfig
     ) -> list[str]:
         timeouts = config.timeouts
-        steps_between, minutes_between = self.checkpoint_every or (0, 0.0)
-        own = {
-            name: getattr(self, name)
-            for name in (
-                "device",
-                "blocking",
-                "compile",
-                "cuda_graphs",
-                "data",
-                "shuffle",
-                "eval_data",
-                "eval_interval",
-                "seed",
-                "keep_latest_k",
-                "keep_every",
-            )
-        }
+        steps_between, minutes_between = self.settings.checkpoint_every or (0, 0.0)
         return flag_words(
-            **own,
-            no_shuffle=self.shuffle is False,
-            no_cuda_graphs=self.cuda_graphs is False,
-            model=_absolute(self.model),
+            **self.settings.for_ranks(),
+            no_shuffle=self.settings.shuffle is False,
+            no_cuda_graphs=self.settings.cuda_graphs is False,
+            model=_absolute(self.settings.model),
             steps=steps,
             epochs=epochs,
             report=scratch / "report.jsonl",
-            checkpoint=self.checkpoint and self.checkpoint.absolute(),
+            checkpoint=self.settings.checkpoint and self.settings.checkpoint.absolute(),
             checkpoint_every=steps_between or None,
             checkpoint_minutes=minutes_between or None,
-            run=None if self.checkpoint is None or self.resume else _run_name(config),
-            resume=self.checkpoint
+            run=None
+            if self.settings.checkpoint is None or self.settings.resume
+            else _run_name(config),
+            resume=self.settings.checkpoint
             is not None,  # A rank that is started again goes on from the newest checkpoint.
-            trace=self.trace and scratch / "spans",
+            trace=self.settings.trace and scratch / "spans",
             **({} if self.profiled is None else self.profiled.arguments(scratch / "profile")),
-            outputs=self.outputs and self.outputs.absolute(),
+            outputs=self.settings.outputs and self.settings.outputs.absolute(),
             start_timeout=timeouts.start_s,
             step_timeout=timeouts.step_s,
             checkpoint_timeout=timeouts.checkpoint_s,

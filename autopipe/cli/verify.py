@@ -9,7 +9,7 @@ import click
 
 from autopipe.api import verification
 from autopipe.api.verification import Check, Measured
-from autopipe.cli.launch import COMPILE, DATA, SEED
+from autopipe.cli.launch import launch_option
 from autopipe.cli.options import MODEL, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.words import plural
@@ -21,8 +21,8 @@ from autopipe.ir.words import plural
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run."
 )
 @MODEL
-@DATA
-@SEED
+@launch_option("data")
+@launch_option("seed")
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
@@ -34,7 +34,7 @@ from autopipe.ir.words import plural
 @click.option(
     "--static", is_flag=True, help="Prove schedule and messages without a run, and without torch."
 )
-@COMPILE
+@launch_option("compile")
 @standard_options
 def verify(
     output: Output,
