@@ -28,7 +28,7 @@ from tests.passes.cost.mixed import kind, mixed_cluster
 A, B, C, D = (kind(speed) for speed in (1.0, 2.0, 4.0, 8.0))
 
 
-def test_all_orders_of_few_kinds_and_both_of_many() -> None:
+def test_all_orders_of_few_types_and_two_of_many() -> None:
     assert list(group_orders(mixed_cluster([(2, A), (2, B)]))) == [(0, 1), (1, 0)]
     assert sorted(group_orders(mixed_cluster([(1, A), (1, B), (1, C)]))) == sorted(
         itertools.permutations(range(3))
@@ -45,18 +45,18 @@ def test_all_orders_of_few_kinds_and_both_of_many() -> None:
     assert list(group_orders(mixed_cluster([(2, A), (2, A)]))) == [(0, 1)]
 
 
-def test_kinds_are_left_out_where_the_others_are_faster_alone() -> None:
+def test_device_types_are_skipped_if_the_others_are_faster() -> None:
     assert list(partial_group_orders(mixed_cluster([(2, A), (2, B)]))) == [(0,), (1,)]
     three = list(partial_group_orders(mixed_cluster([(1, A), (1, B), (1, C)])))
     assert len(three) == len(set(three)) == 9 and list(map(len, three)) == [1] * 3 + [2] * 6
     tiny = kind(1e-3)
     for parts in ([(1, tiny), (1, C)], [(1, C), (1, tiny)]):
         given = problem(perceptron([128] * 3), mixed_cluster(parts))
-        best = best_order(given, one_each)
+        best = best_order(given, one_layer_per_device)
         assert [given.cluster.devices[stage.devices[0]] for stage in best.stages] == [C]
-        assert len(best_order(given, one_each, parts=False).stages) == 2
+        assert len(best_order(given, one_layer_per_device, parts=False).stages) == 2
         named = replace(given, constraints=(Constraint("*", devices=()),))
-        assert len(best_order(named, one_each).stages) == 2
+        assert len(best_order(named, one_layer_per_device).stages) == 2
 
 
 @settings(deadline=None, max_examples=25)
@@ -67,7 +67,7 @@ def test_kinds_are_left_out_where_the_others_are_faster_alone() -> None:
     st.integers(1, 4),
     st.sampled_from(list(Mode)),
 )
-def test_no_step_is_shorter_than_the_ideal(
+def test_no_step_is_below_the_ideal(
     widths: list[int], counts: tuple[int, int], speed: float, micro_batches: int, mode: Mode
 ) -> None:
     cluster_ = mixed_cluster([(counts[0], A), (counts[1], kind(speed, name="other"))])
@@ -78,8 +78,10 @@ def test_no_step_is_shorter_than_the_ideal(
         assert 0 < ideal_step_s(given) <= step
 
 
-def one_each(given: Problem) -> Placement:
-    """A layer on each device, in order; the last one has all that are left."""
+def one_layer_per_device(given: Problem) -> Placement:
+    """Return the placement with one layer per device, in order. The last device has all remaining
+    layers.
+    """
     count = given.cluster.size
     nodes = len(given.graph.nodes)
     ends = [2 * index for index in range(count)] + [nodes]
@@ -91,57 +93,58 @@ def one_each(given: Problem) -> Placement:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=4), st.permutations([A, B, C]))
-def test_the_best_order_is_the_one_with_the_shortest_step(
-    widths: list[int], kinds: list[Device]
-) -> None:
+def test_the_best_order_has_the_shortest_step(widths: list[int], kinds: list[Device]) -> None:
     given = problem(perceptron(widths), mixed_cluster([(1, each) for each in kinds]))
-    best = best_order(given, one_each, parts=False)
+    best = best_order(given, one_layer_per_device, parts=False)
     steps = []
     for order in itertools.permutations(range(3)):
         stages = tuple(
-            replace(stage, devices=(order[i],)) for i, stage in enumerate(one_each(given).stages)
+            replace(stage, devices=(order[i],))
+            for i, stage in enumerate(one_layer_per_device(given).stages)
         )
         placement = Placement(stages)
         steps.append(quick_step_seconds(given, placement, stage_costs(given, placement)))
     assert quick_step_seconds(given, best, stage_costs(given, best)) == min(steps)
 
 
-def test_constraints_speak_of_the_devices_that_are_given() -> None:
+def test_constraints_name_the_devices_of_the_given_cluster() -> None:
     given = problem(perceptron([8, 512, 8]), mixed_cluster([(1, A), (1, C)]))
-    asked = replace(given, constraints=(Constraint("*", devices=(0,)), Constraint("*", devices=())))
+    constrained = replace(
+        given, constraints=(Constraint("*", devices=(0,)), Constraint("*", devices=()))
+    )
     seen: list[tuple[int, ...] | None] = []
 
     def place(ordered: Problem) -> Placement:
         seen.extend(each.devices for each in ordered.constraints)
-        return one_each(ordered)
+        return one_layer_per_device(ordered)
 
-    best_order(asked, place)  # Devices are named: no kind is left out.
+    best_order(constrained, place)  # A constraint names devices, so no type is skipped.
     assert seen == [(0,), (), (1,), ()]
 
 
-def test_an_order_that_has_no_placement_is_passed_over() -> None:
+def test_an_order_without_a_placement_is_skipped() -> None:
     given = problem(perceptron([8, 8, 8]), mixed_cluster([(1, A), (1, C)]))
 
     def place(ordered: Problem) -> Placement:
         if ordered.cluster.devices[0] == A:
-            raise InfeasibleError("not that way round")
-        return one_each(ordered)
+            raise InfeasibleError("the first device must be C")
+        return one_layer_per_device(ordered)
 
     assert [stage.devices for stage in best_order(given, place, parts=False).stages] == [(1,), (0,)]
 
-    def nowhere(ordered: Problem) -> Placement:
-        raise InfeasibleError(f"nothing on {ordered.cluster.devices[0].name}")
+    def always_fail(ordered: Problem) -> Placement:
+        raise InfeasibleError(f"no placement on {ordered.cluster.devices[0].name}")
 
-    with pytest.raises(InfeasibleError, match="nothing on x1"):
-        best_order(given, nowhere)
+    with pytest.raises(InfeasibleError, match="no placement on x1"):
+        best_order(given, always_fail)
 
 
-def test_a_uniform_cluster_is_asked_once() -> None:
+def test_a_uniform_cluster_is_placed_once() -> None:
     calls = []
 
     def place(ordered: Problem) -> Placement:
         calls.append(ordered)
-        return one_each(ordered)
+        return one_layer_per_device(ordered)
 
     given = problem(perceptron([8, 8, 8]), cluster(2))
-    assert best_order(given, place) == one_each(given) and calls == [given]
+    assert best_order(given, place) == one_layer_per_device(given) and calls == [given]

@@ -1,5 +1,5 @@
-"""Orders of published schedules against those of torch.distributed.pipelining, for schedules that
-both implement.
+"""Orders of published schedules against torch.distributed.pipelining, if it has the same
+schedule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""1F1B+ on stages equals 1F1B+ on blocks, with which Table II of the Tessel paper is measured."""
+"""1F1B+ has equal orders on stages and on blocks. Table II of the Tessel paper is measured on
+blocks.
+"""
 
 from __future__ import annotations
 

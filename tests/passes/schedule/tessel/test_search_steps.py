@@ -77,8 +77,8 @@ def test_all_micro_batches_at_once_give_the_minimum_makespan(graph: BlockGraph, 
 @settings(max_examples=100, deadline=None)
 @given(block_graphs(blocks=4, devices=3, times=(1, 6), limits=False), strategies.integers(1, 2))
 def test_no_order_is_below_the_makespan_bound(graph: BlockGraph, units: int) -> None:
-    """Some blocks run on all devices, some on a part of them, some on other devices than the block
-    with the most devices.
+    """There are blocks on all devices, blocks on some devices, and blocks on devices without a
+    block of the first kind.
     """
     best = minimum_makespan(graph, units)
     assert best is not None
