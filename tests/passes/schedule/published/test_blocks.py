@@ -19,8 +19,8 @@ def violations(schedule):
     """Return all violations of dependencies, and all overlaps of blocks on a device."""
     blocks = schedule.graph.blocks
     broken = [
-        (unit, index)
-        for unit, starts in enumerate(schedule.starts)
+        (micro_batch, index)
+        for micro_batch, starts in enumerate(schedule.starts)
         for index, block in enumerate(blocks)
         if any(starts[other] + blocks[other].time > starts[index] for other in block.after)
     ]
@@ -49,13 +49,13 @@ def test_bubbles_equal_table_2(name, form, bubble, period):
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("units", [1, 2, 5, 12])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 12])
 @pytest.mark.parametrize(
     ("name", "form"), [("gpipe", "k"), ("1f1b", "v"), ("1f1b_plus", "nn"), ("chimera", "x")]
 )
-def test_schedules_are_valid(name, form, units, devices, train):
-    schedule = schedule_blocks(name, shape_blocks(form, devices, train), units)
-    assert schedule.units == units
+def test_schedules_are_valid(name, form, micro_batches, devices, train):
+    schedule = schedule_blocks(name, shape_blocks(form, devices, train), micro_batches)
+    assert schedule.units == micro_batches
     assert not violations(schedule)
     assert schedule.lower_bound <= (
         schedule.makespan if schedule.repetend is None else schedule.period
@@ -74,9 +74,11 @@ def test_a_repetend_gives_the_starts_of_the_steady_state():
     schedule = schedule_blocks("1f1b_plus", shape_blocks("nn", 4, train=True), 40)
     repetend = schedule.repetend
     shifts = {
-        starts[index] - repetend.starts[index] - schedule.period * (unit - repetend.offsets[index])
-        for unit, starts in enumerate(schedule.starts)
-        if 15 <= unit < 25
+        starts[index]
+        - repetend.starts[index]
+        - schedule.period * (micro_batch - repetend.offsets[index])
+        for micro_batch, starts in enumerate(schedule.starts)
+        if 15 <= micro_batch < 25
         for index in range(len(starts))
     }
     assert len(shifts) == 1

@@ -9,7 +9,7 @@ from itertools import product
 from autopipe.ir.block_schedule import BlockGraph
 
 
-def minimum_makespan(graph: BlockGraph, units: int) -> int | None:
+def minimum_makespan(graph: BlockGraph, micro_batches: int) -> int | None:
     """Return the minimum makespan over all orders in which blocks of all micro-batches start, each
     as early as it can after the earlier ones; None if no order fits in memory.
 
@@ -23,33 +23,37 @@ def minimum_makespan(graph: BlockGraph, units: int) -> int | None:
         free: tuple[int, ...],
         ends: tuple[tuple[tuple[int, int], int], ...],
     ) -> float:
-        if len(started) == units * len(blocks):
+        if len(started) == micro_batches * len(blocks):
             return 0.0
         known = dict(ends)
         best = float("inf")
-        for unit, index in product(range(units), range(len(blocks))):
+        for micro_batch, index in product(range(micro_batches), range(len(blocks))):
             block = blocks[index]
-            if (unit, index) in started or any(
-                (unit, other) not in started for other in block.after
+            if (micro_batch, index) in started or any(
+                (micro_batch, other) not in started for other in block.after
             ):
                 continue
-            if unit and (unit - 1, index) not in started:
+            if micro_batch and (micro_batch - 1, index) not in started:
                 continue  # Micro-batches are equal.
             if not _fits_in_memory(graph, started, index):
                 continue
             start = max(free[device] for device in block.devices)
             for position, other in enumerate(block.after):
                 start = max(
-                    start, known[unit, other] + (block.delays[position] if block.delays else 0)
+                    start,
+                    known[micro_batch, other] + (block.delays[position] if block.delays else 0),
                 )
             after = tuple(
                 start + block.time if device in block.devices else at
                 for device, at in enumerate(free)
             )
-            grown = started | {(unit, index)}
+            grown = started | {(micro_batch, index)}
             needed = {
                 (each, other): end
-                for (each, other), end in {**known, (unit, index): start + block.time}.items()
+                for (each, other), end in {
+                    **known,
+                    (micro_batch, index): start + block.time,
+                }.items()
                 if any(
                     other in blocks[later].after and (each, later) not in grown
                     for later in range(len(blocks))
@@ -124,11 +128,11 @@ def _fits(graph: BlockGraph, starts: list[int], period: int) -> bool:
         members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
         for instant in range(period) if room is not None else ():
             used = 0
-            for unit in range(-reach, reach + 1):
+            for micro_batch in range(-reach, reach + 1):
                 used += sum(
                     graph.blocks[index].memory
                     for index in members
-                    if starts[index] + unit * period <= instant
+                    if starts[index] + micro_batch * period <= instant
                 )
             if room is not None and used > room:
                 return False

@@ -36,22 +36,24 @@ def split_chain(devices: int, times: tuple[int, int, int], chunks: int = 1) -> B
 
 
 @given(strategies.data(), strategies.integers(1, 6), strategies.integers(1, 4))
-def test_list_schedules_are_valid(data: strategies.DataObject, units: int, in_flight: int) -> None:
+def test_list_schedules_are_valid(
+    data: strategies.DataObject, micro_batches: int, in_flight: int
+) -> None:
     graph = data.draw(block_graphs(blocks=7, devices=3, times=(1, 5)))
-    starts = list_schedule(graph, units, in_flight)
+    starts = list_schedule(graph, micro_batches, in_flight)
     if starts is not None:
-        assert not faults(BlockSchedule(graph, starts), units)
+        assert not faults(BlockSchedule(graph, starts), micro_batches)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize(("devices", "units"), [(4, 16), (4, 64), (8, 32)])
-def test_equal_halves_leave_no_device_idle(devices: int, units: int, chunks: int) -> None:
+@pytest.mark.parametrize(("devices", "micro_batches"), [(4, 16), (4, 64), (8, 32)])
+def test_equal_halves_leave_no_device_idle(devices: int, micro_batches: int, chunks: int) -> None:
     graph = split_chain(devices, (10, 10, 10), chunks)
-    starts = best_list_schedule(graph, units)
+    starts = best_list_schedule(graph, micro_batches)
     assert starts is not None
     schedule = BlockSchedule(graph, starts)
-    assert not faults(schedule, units)
-    assert schedule.makespan == (devices - 1) * 10 + units * 30 * chunks
+    assert not faults(schedule, micro_batches)
+    assert schedule.makespan == (devices - 1) * 10 + micro_batches * 30 * chunks
 
 
 def test_the_search_uses_a_shorter_list_schedule() -> None:

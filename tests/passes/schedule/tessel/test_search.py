@@ -18,13 +18,13 @@ BRIEF = SearchOptions(time_limit=1.0)
 
 @settings(max_examples=40)
 @given(block_graphs(blocks=10, devices=4, times=(5, 50)), strategies.integers(1, 9))
-def test_searched_schedules_are_valid(graph: BlockGraph, units: int) -> None:
+def test_searched_schedules_are_valid(graph: BlockGraph, micro_batches: int) -> None:
     try:
-        schedule = search(graph, units, BRIEF)
+        schedule = search(graph, micro_batches, BRIEF)
     except InfeasibleError:
         assert any(room is not None for room in graph.memory)
         return
-    assert faults(schedule, units) == []
+    assert faults(schedule, micro_batches) == []
     value = schedule.period if schedule.repetend else schedule.makespan
     assert value is not None
     assert value >= schedule.lower_bound
@@ -34,13 +34,15 @@ def test_searched_schedules_are_valid(graph: BlockGraph, units: int) -> None:
 
 @settings(max_examples=40)
 @given(block_graphs(blocks=4, devices=3, times=(1, 4)), strategies.integers(1, 2))
-def test_few_micro_batches_reach_the_minimum_makespan(graph: BlockGraph, units: int) -> None:
-    best = minimum_makespan(graph, units)
+def test_few_micro_batches_reach_the_minimum_makespan(
+    graph: BlockGraph, micro_batches: int
+) -> None:
+    best = minimum_makespan(graph, micro_batches)
     if best is None:
         with pytest.raises(InfeasibleError):
-            search(graph, units)
+            search(graph, micro_batches)
     else:
-        assert search(graph, units).makespan == best
+        assert search(graph, micro_batches).makespan == best
 
 
 @settings(max_examples=40)

@@ -52,10 +52,10 @@ def test_a_repetend_can_be_repeated_endlessly() -> None:
         last = max(repetend.offsets)
         rows = [
             tuple(
-                start + period * (unit + last - offset)
+                start + period * (micro_batch + last - offset)
                 for start, offset in zip(repetend.starts, repetend.offsets, strict=True)
             )
-            for unit in range(9)
+            for micro_batch in range(9)
         ]
         assert faults(BlockSchedule(graph, tuple(rows)), 9) == []
         assert min(repetend.offsets) == 0
@@ -63,38 +63,42 @@ def test_a_repetend_can_be_repeated_endlessly() -> None:
 
 @settings(max_examples=25)
 @given(block_graphs(blocks=4, devices=3, times=(1, 4)), strategies.integers(1, 2))
-def test_all_micro_batches_at_once_give_the_minimum_makespan(graph: BlockGraph, units: int) -> None:
-    best = minimum_makespan(graph, units)
+def test_all_micro_batches_at_once_give_the_minimum_makespan(
+    graph: BlockGraph, micro_batches: int
+) -> None:
+    best = minimum_makespan(graph, micro_batches)
     if best is None:
         with pytest.raises(InfeasibleError):
-            search_all_at_once(graph, units)
+            search_all_at_once(graph, micro_batches)
     else:
-        schedule = search_all_at_once(graph, units)
+        schedule = search_all_at_once(graph, micro_batches)
         assert (schedule.makespan, schedule.lower_bound, schedule.optimal) == (best, best, True)
-        assert makespan_bound(graph, units) <= best
+        assert makespan_bound(graph, micro_batches) <= best
 
 
 @settings(max_examples=100, deadline=None)
 @given(block_graphs(blocks=4, devices=3, times=(1, 6), limits=False), strategies.integers(1, 2))
-def test_no_order_is_below_the_makespan_bound(graph: BlockGraph, units: int) -> None:
+def test_no_order_is_below_the_makespan_bound(graph: BlockGraph, micro_batches: int) -> None:
     """There are blocks on all devices, blocks on some devices, and blocks on devices without a
     block of the first kind.
     """
-    best = minimum_makespan(graph, units)
+    best = minimum_makespan(graph, micro_batches)
     assert best is not None
-    assert makespan_bound(graph, units) <= best
+    assert makespan_bound(graph, micro_batches) <= best
 
 
-@pytest.mark.parametrize("units", [1, 4, 32])
+@pytest.mark.parametrize("micro_batches", [1, 4, 32])
 @pytest.mark.parametrize(("name", "load"), [("m", 6), ("nn", 8)])
-def test_the_bound_separates_blocks_on_all_devices(name: str, load: int, units: int) -> None:
+def test_the_bound_separates_blocks_on_all_devices(
+    name: str, load: int, micro_batches: int
+) -> None:
     """Between blocks on all devices there is a chain that takes 12 to reach its last device and
     return. The schedule reaches the bound, so the search does not try fewer micro-batches,
     repeated.
     """
     graph = shape_blocks(name, 4, True, 6)
-    assert makespan_bound(graph, units) == units * load + 12
-    assert search(graph, units).makespan == units * load + 12
+    assert makespan_bound(graph, micro_batches) == micro_batches * load + 12
+    assert search(graph, micro_batches).makespan == micro_batches * load + 12
 
 
 def test_delays_can_overlap_with_blocks_on_all_devices() -> None:
@@ -127,9 +131,9 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
     graph = shape_blocks("x", 8, True, 8)
     options = SearchOptions(time_limit=0.5, seed=3, patience=60.0)
     small = replace(graph, memory=(5,) * 8)
-    for each, units in ((graph, 20), (shape_blocks("m", 4, True, 3), 9), (small, 1)):
-        first = search(each, units, options)
-        second = search(each, units, options)
+    for each, micro_batches in ((graph, 20), (shape_blocks("m", 4, True, 3), 9), (small, 1)):
+        first = search(each, micro_batches, options)
+        second = search(each, micro_batches, options)
         assert (first.starts, first.lower_bound) == (second.starts, second.lower_bound)
 
 
@@ -191,7 +195,11 @@ def test_memory_that_is_never_freed_counts_for_all_micro_batches() -> None:
 
 def test_invalid_input_is_rejected() -> None:
     graph = shape_blocks("v", 4, True, 4)
-    for ask in (search, search_all_at_once, lambda each, units: search_in_flight(each, units, 2)):
+    for ask in (
+        search,
+        search_all_at_once,
+        lambda each, micro_batches: search_in_flight(each, micro_batches, 2),
+    ):
         with pytest.raises(ConfigurationError, match="number of micro-batches is"):
             ask(graph, 0)
         with pytest.raises(ConfigurationError, match="circle"):

@@ -22,16 +22,16 @@ MAKESPAN = {
 }
 
 
-@pytest.mark.parametrize("units", [6, 32, 128])
+@pytest.mark.parametrize("micro_batches", [6, 32, 128])
 @pytest.mark.parametrize("name", SHAPES)
-def test_four_devices_reach_the_known_period_in_training(name: str, units: int) -> None:
+def test_four_devices_reach_the_known_period_in_training(name: str, micro_batches: int) -> None:
     schedule = search(
         shape_blocks(name, 4, True, MEMORY[name]),
-        units,
+        micro_batches,
         SearchOptions(time_limit=5.0, patience=6.0),
     )
-    assert faults(schedule, units) == []
-    assert schedule.makespan <= MAKESPAN[units][name]
+    assert faults(schedule, micro_batches) == []
+    assert schedule.makespan <= MAKESPAN[micro_batches][name]
     if schedule.repetend:
         assert schedule.period == schedule.lower_bound == PERIOD[name]
         assert schedule.optimal
