@@ -1,4 +1,4 @@
-"""From a PyTorch module to the losses of four ranks."""
+"""Train a PyTorch module on four ranks and print the losses."""
 
 import numpy as np
 import torch
