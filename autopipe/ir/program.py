@@ -1,9 +1,9 @@
-"""Instructions of each rank, as data: the last value before Python text.
+"""The program of each rank as data, from which code is generated.
 
-For each stage the operations of its forward on local shards (`StageCode`); for each rank a list of
-instructions, loops rolled up (`RankCode`). Backward is autograd's. Gradients of parameters that the
-same ranks add up travel together (`Bucket`), and the exchanges of a step have `KINDS`, one
-definition for predictions and for counts.
+`StageCode` has the operations of a stage's forward on local shards; autograd computes the backward.
+`RankCode` has the instructions of a rank, with loops. A `Bucket` holds gradients that the same
+ranks reduce in one collective. `KINDS` defines the kinds of communication of a step, for
+predictions and for measurements.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 FORMAT = "autopipe.program/1"
-"""Of a program folder's manifest."""
+"""Format of the manifest of a program folder."""
 
 REFERENCE = "reference"
-"""Folder, inside a program's, of the same step on one device."""
+"""Subfolder of a program folder for the same step on one device."""
 FORWARD = "forward"
-"""Folder, inside a program's, of the model's forward on one device."""
+"""Subfolder of a program folder for the model's forward on one device."""
 
 HARDWARE_QUEUES = 32
-"""CUDA_DEVICE_MAX_CONNECTIONS of ranks, for which programs are proven to end: as many as there may
-be.
+"""Value of CUDA_DEVICE_MAX_CONNECTIONS for ranks, the maximum that CUDA supports. The check for
+deadlocks assumes this value.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operator on local shards: `signature` holds local shapes. `mesh` has the axis of the
-    group's mesh that each split lies along; `joint` has the sets of split axes over which the
-    operator itself asks for a group: see `Call.group`. `samples` says where samples are counted in
-    what a random operator draws.
-    """
+    """One operator on local shards."""
 
     node: int
+    """Index of the node in the graph."""
     signature: Signature
+    """Operands and results with local shapes."""
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
+    """Axis of the stage's device mesh for each split."""
     joint: tuple[tuple[str, ...], ...] = ()
+    """Sets of split axes for which the operator itself communicates in a process group; see
+    `Call.group`.
+    """
     samples: Samples | None = None
+    """Batch dimension of the random numbers of a random operator."""
 
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
-        """The axes of the mesh over which the node is split along `axes`."""
+        """Return the mesh axes over which the node is split along the iteration axes `axes`."""
         wanted = frozenset(axes)
         return merge_axes(
             place
@@ -73,21 +76,21 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A redistribution of a value inside a stage's group; its backward is the transpose. `source`
-    and `result` are the shards of one device before and after it.
+    """A redistribution of a value over the devices of a stage. `source` and `result` are the local
+    shards before and after it. Its backward is the transposed redistribution of the gradient.
     """
 
     source: Value
     result: Value
     relayout: Redistribution
     itemsize: int
-    """Bytes per element while the value is sent: under autocast less than the declared type of
-    `source` may need.
+    """Bytes per element that are sent. Under autocast they can be fewer than those of the type of
+    `source`.
     """
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the larger of the two shards, as they are sent."""
+        """Bytes of the larger of the two shards, with `itemsize` bytes per element."""
         return max(self.source.elements, self.result.elements) * self.itemsize
 
     @property
@@ -104,8 +107,8 @@ Operation = Compute | Collective
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Nodes of a stage that recomputes, which run again together if gradients come back to any of
-    their results: those of the local names `flowing`.
+    """Nodes of a recomputing stage that are recomputed together in backward. They are recomputed if
+    one of the results named in `flowing` gets a gradient.
     """
 
     nodes: tuple[int, ...]
@@ -114,32 +117,31 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StageCode:
-    """The forward of one stage, the same for all devices of its group.
-
-    `inputs` and `outputs` are local values in the order of the function's arguments and results.
-    `parameters` pairs the index in the graph's parameters with the local value. `constants` are
-    local too. `deferred` are nodes whose parameters' gradients are left to the second half of a
-    split backward. Where the stage recomputes and trains, `segments` have its nodes in the order in
-    which they run.
-    """
+    """The forward of one stage, which is equal on all of its devices."""
 
     stage: int
     devices: tuple[int, ...]
     inputs: tuple[Value, ...]
+    """Local values in the order of the function's arguments."""
     outputs: tuple[Value, ...]
+    """Local values in the order of the function's results."""
     parameters: tuple[tuple[int, Value], ...]
+    """Pairs (index in the graph's parameters, local value)."""
     constants: tuple[tuple[int, Constant], ...]
+    """Pairs (index in the graph's constants, local constant)."""
     operations: tuple[Operation, ...]
     recompute: bool = False
     pipeline: int = 0
     ratio: int = 1
-    """Micro-batches that it makes of each of the program's, of samples in equal number."""
+    """Number of equal micro-batches that the stage runs per micro-batch of the program."""
     deferred: tuple[int, ...] = ()
+    """Nodes whose parameter gradients are computed in the second half of a split backward."""
     segments: tuple[Segment, ...] = ()
+    """Segments in the order in which they run, if the stage recomputes and trains."""
 
     def meshes(self) -> tuple[MeshAxes, ...]:
-        """The axes along which ranks of the group exchange anything, each once, sorted; one axis
-        where all ranks do.
+        """Return the distinct mesh axes over which ranks of the stage communicate, sorted. One axis
+        of the size of the stage stands for all ranks.
         """
         whole = (MeshAxis(len(self.devices), 1),)
         found = set[MeshAxes]()
@@ -151,8 +153,8 @@ class StageCode:
         return tuple(sorted(found - {()}))
 
     def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
-        """The operations of each segment, of all where there are none; an exchange goes with what
-        is computed next.
+        """Return the operations of each segment, or all operations as one group if there are no
+        segments. A redistribution belongs to the segment of the next computation.
         """
         segment_of = {
             node: number for number, segment in enumerate(self.segments) for node in segment.nodes
@@ -172,28 +174,27 @@ class StageCode:
 
 @dataclass(frozen=True, slots=True)
 class MessageBlock:
-    """A block of a tensor that one rank sends to another when a task is done.
-
-    `channel` numbers the pieces of a program: messages of one channel arrive in the order in which
-    they are sent. `sent` is the block of `tensor` in coordinates of the sender's local one,
-    `received` of the receiver's. `needs_gradient` says that its gradient travels the same way back.
-    Both travel as `dtype`, which may be narrower than the value's own. Where the stages'
-    micro-batches are unequal, it is sent after those of `source_slice` and needed by those of
-    `target_slice`.
-    """
+    """A slice of a tensor that one rank sends to another after a task."""
 
     channel: int
+    """Number of the channel. Messages of a channel arrive in the order in which they are sent."""
     tensor: str
     source_stage: int
     target_stage: int
     source_rank: int
     target_rank: int
     sent: TensorSlice
+    """The slice in the sender's local tensor."""
     received: TensorSlice
+    """The slice in the receiver's local tensor."""
     needs_gradient: bool
+    """True if the gradient of the slice is sent back."""
     dtype: DType
+    """Element type of the message; it can be narrower than the type of the tensor."""
     source_slice: MicroBatchSlice = EVERY
+    """Micro-batches of the source stage after which the message is sent."""
     target_slice: MicroBatchSlice = EVERY
+    """Micro-batches of the target stage that read the message."""
 
     @property
     def bytes(self) -> int:
@@ -202,19 +203,19 @@ class MessageBlock:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Messages from one rank to another: one block of each micro-batch of its slice, and its
-    gradient back. `buffers` and `gradient_buffers` are how many messages the target, and of
-    gradients the source, holds at once.
+    """Messages from one rank to another: one slice per micro-batch, and its gradient back.
 
-    A rank asks for all that another one sends in the order in which it does, over one NCCL
-    communicator.
+    All messages from one rank to another use one NCCL communicator, so the target posts receives in
+    the order of the sends.
     """
 
     number: Index
     source_rank: Annotated[Index, KeyPath("source")]
     target_rank: Annotated[Index, KeyPath("target")]
     buffers: Index
+    """Maximum number of messages that the target holds at a time."""
     gradient_buffers: Index
+    """Maximum number of gradient messages that the source holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +226,18 @@ class DataInput:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its
-    gradient. `home` is the one stage that uses the block, where there is one and all of those ranks
-    run it: its last backward completes the gradient on all of them.
-    """
+    """A rank's shard of a parameter."""
 
     parameter: Index
+    """Index of the parameter in the graph."""
     box: Annotated[TensorSlice, Inline()]
+    """Slice of the full parameter."""
     gradient_ranks: Annotated[tuple[Index, ...], KeyPath("ranks")]
+    """Ranks with this shard; their gradients are summed."""
     home: Index | None
+    """The only stage that uses the shard, if all of these ranks run it: its last backward completes
+    the gradient. Otherwise None.
+    """
 
 
 class Opcode(enum.Enum):
@@ -253,17 +257,21 @@ class Opcode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One operation on one stage and micro-batch. `recv` posts, `forward` and `backward` wait, `send`
-    returns at once. A receive is of what one stage, `source`, sends; of what all stages send where
-    it is None. Where a micro-batch takes parts of several of the source's, it is of the `part` from
-    those of the slice with this index.
+    """One operation of a rank on one stage and micro-batch.
+
+    `recv` posts a receive and `send` returns at once; `forward` and `backward` wait for their
+    messages.
     """
 
     opcode: Opcode
     stage: int
     micro_batch: int
     source: int | None = None
+    """Stage from which a receive receives; None for all source stages."""
     part: int | None = None
+    """Index of the slice of source micro-batches whose messages a receive receives; None for
+    all.
+    """
 
     def shifted(self, distance: int) -> Instruction:
         return replace(self, micro_batch=self.micro_batch + distance)
@@ -271,8 +279,8 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`body`, `count` times, each time on micro-batches `stride` further. Where stages with
-    micro-batches of different sizes take part, `strides` says it for each instruction of the body.
+    """Repeats `body` `count` times. Each repetition adds `stride` to the micro-batch indices, or
+    the entry of `strides` for each instruction if stages have different micro-batch sizes.
     """
 
     body: tuple[Instruction, ...]
@@ -294,7 +302,7 @@ class StageOnRank:
 
 @dataclass(frozen=True, slots=True)
 class RankCode:
-    """One rank's program: its stages, its parameter shards, and its step in three sections."""
+    """The program of one rank: its stages, its parameter shards and the three parts of its step."""
 
     rank: int
     stages: tuple[StageOnRank, ...]
@@ -306,7 +314,7 @@ class RankCode:
 
 @dataclass(frozen=True, slots=True)
 class OutputShard:
-    """Where a block of a graph's output lies when a stage's forward is done."""
+    """The rank and the slice of one shard of a graph output after the forward of a stage."""
 
     rank: Index
     box: Annotated[TensorSlice, Inline()]
@@ -314,35 +322,34 @@ class OutputShard:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The stage that gives an output, as which of its results, the blocks that make it up, and how
-    they combine. `combine` is `concat` where the blocks are parts (or copies) of the value, and
-    `sum` where the value is the sum of all ranks' blocks, divided by `copies`. `copies` ranks have
-    each part.
-    """
+    """The stage that computes an output, and the shards of the output."""
 
     stage: Index
     position: Index
+    """Index of the output among the stage's results."""
     combine: str
+    """`concat` if the shards are slices of the value; `sum` if the value is the sum of the shards
+    of all ranks, divided by `copies`.
+    """
     copies: Count
+    """Number of ranks with each shard."""
     shards: tuple[OutputShard, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A value of a micro-batch of the stage that gives it, and where each pipeline has it.
-    Micro-batches are concatenated along `batch_axis`, averaged where it is None.
-    """
+    """A graph output for one micro-batch of the stage that computes it."""
 
     value: Annotated[Value, Inline()]
     batch_axis: Index | None
+    """Axis along which micro-batches are concatenated; None if they are averaged."""
     places: tuple[OutputPlace, ...]
+    """Stage and shards in each pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputBounds:
-    """Whole numbers in [`least`, `below`) for a block of an input of one micro-batch, of all
-    samples.
-    """
+    """Integer range [`least`, `below`) of a slice of an input, for all samples of a micro-batch."""
 
     least: int
     below: int
@@ -352,43 +359,41 @@ class InputBounds:
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """Range of a graph input's numbers: rows of tables and classes, by where they are used. Random
-    data are whole numbers in [0, `below`) (any real number where it is None), in `drawn` blocks
-    within bounds of their own. In `allowed` blocks other numbers are refused, but for the label
-    `ignored`, which counts for nothing.
-    """
+    """Valid values of a graph input, derived from its uses as indices and classes."""
 
     value: Annotated[Value, Inline()]
     batch_axis: Index | None
     below: int | None
+    """Random data are integers in [0, `below`), or real numbers if it is None."""
     drawn: Annotated[tuple[InputBounds, ...], OmitDefault()] = ()
+    """Slices for which random data have other bounds."""
     allowed: Annotated[tuple[InputBounds, ...], OmitDefault()] = ()
+    """Bounds of slices. Data outside of them are rejected, except the label `ignored`."""
     ignored: Annotated[int | None, OmitDefault()] = None
+    """Ignored label of a loss; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCalls:
-    """The calls of BatchNormalization that move a running statistic which several stages of a
-    pipeline hold, in the order of the graph.
+    """The calls of BatchNormalization, in graph order, that update a running statistic that several
+    stages of a pipeline hold.
     """
 
     parameter: Index
     """Index of the statistic."""
     stages: tuple[Index, ...]
-    """The stage that makes each call."""
+    """Stage of each call."""
     momenta: tuple[float, ...]
-    """Factor of the old value that each call leaves."""
+    """Factor of the old value in each call."""
 
     def made_by(self, stage: int) -> tuple[int, ...]:
-        """Return which calls, by their number, a stage makes."""
+        """Return the indices of the calls of a stage."""
         return tuple(number for number, each in enumerate(self.stages) if each == stage)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size`
-    samples. `channels` are those between different ranks, by number; `shard` is `Optimizer.shard`.
-    """
+    """All input of code generation, for steps of `micro_batches` · `micro_batch_size` samples."""
 
     world_size: int
     train: bool
@@ -401,21 +406,25 @@ class Program:
     stages: tuple[StageCode, ...]
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
+    """Channels between different ranks, by number."""
     shard: bool = False
+    """`Optimizer.shard`: True if the optimizer state is sharded (ZeRO-1)."""
     loss_division: LossDivision = AVERAGED
     labels: int | None = None
-    """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a
-    mean.
+    """Number of labels of a micro-batch if the loss is a sum over labels that are not ignored; None
+    if the loss is a mean.
     """
     low_precision: tuple[int, ...] = ()
-    """Parameters, by index, that stages read as a copy in 16 bits."""
+    """Indices of parameters of which stages read a 16-bit copy."""
     running_calls: tuple[RunningCalls, ...] = ()
-    """For each running statistic and pipeline of which several stages hold the statistic."""
+    """Entries for each running statistic and pipeline in which several stages hold the
+    statistic.
+    """
 
     @property
     def roundings(self) -> int:
-        """The most boundaries between stages, on a way through the model, at which values are
-        rounded for their messages; their gradients are rounded on the way back.
+        """Maximum number of stage boundaries, on a path through the model, at which messages have a
+        narrower type than the value.
         """
         types = {
             (code.stage, value.name): value.dtype for code in self.stages for value in code.outputs
@@ -431,7 +440,7 @@ class Program:
             for each in stage.sends
         }
         found = [0] * len(self.stages)
-        for _ in self.stages:  # One round suffices where stages are numbered along the way.
+        for _ in self.stages:  # One iteration suffices if edges lead to larger stage indices.
             before = list(found)
             for source, target, rounds in sorted(edges):
                 found[target] = max(found[target], found[source] + rounds)
@@ -440,25 +449,25 @@ class Program:
         return max(found, default=0)
 
     def micro_batches_of(self, stage: int) -> range:
-        """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""
+        """Return the micro-batches of a stage in a step. Micro-batch m runs on pipeline m mod p,
+        with p pipelines.
+        """
         code = self.stages[stage]
         pipelines = 1 + max(each.pipeline for each in self.stages)
         return range(code.pipeline, self.micro_batches * code.ratio, pipelines)
 
 
 BUCKET_BYTES = 25 * 2**20
-"""A bucket takes no further block once it has as many; 25 MiB is what torch's
-DistributedDataParallel found good.
+"""Minimum bytes of a bucket after which it takes no further shard. The value is that of torch's
+DistributedDataParallel.
 """
 _ALIGNMENT = 16
-"""Bytes at whose multiples blocks and shares begin, as vector loads of a GPU want them."""
+"""Alignment, in bytes, of shards in a bucket, for vector loads on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A trained block of a parameter that several ranks hold. `home` is the stage whose last
-    backward completes its gradient on all of them, None where there is none.
-    """
+    """A shard of a trained parameter that several ranks have. `home` is as in `Shard`."""
 
     parameter: int
     elements: int
@@ -470,8 +479,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Neighbouring elements, row by row, of a parameter's block: from `start` up to `stop`, at `at`
-    of the share.
+    """Elements `start` … `stop` - 1, in row-major order, of a parameter's shard. They begin at
+    element `at` of the rank's part of a bucket.
     """
 
     parameter: int
@@ -480,7 +489,9 @@ class ElementRange:
     at: int
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[TensorSlice]:
-        """The same as boxes of a block of `shape`, in order: two for each dimension at most."""
+        """Yield the slices of a shard of `shape` that hold these elements, in order: at most two
+        per dimension.
+        """
         if not shape:
             yield TensorSlice((), ())
             return
@@ -501,10 +512,10 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Blocks of one element type whose gradients the same ranks add up in one exchange. One that is
-    shared out (ZeRO-1) is one row of elements: its blocks one behind the other, each at a multiple
-    of 16 bytes, filled up so that all ranks have equal shares, which begin and end wherever that is
-    in the parameters.
+    """Shards of one element type whose gradients the same ranks reduce in one collective.
+
+    With ZeRO-1 a bucket is one contiguous vector. Each shard begins at a multiple of 16 bytes. The
+    vector is padded so that all ranks have equal parts, whose boundaries can be inside parameters.
     """
 
     blocks: tuple[Block, ...]
@@ -519,7 +530,7 @@ class Bucket:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each block begins in the row, in elements."""
+        """Offset of each shard in the bucket, in elements."""
         ends = accumulate(-(-block.elements // self._step) * self._step for block in self.blocks)
         return (0, *ends)[: len(self.blocks)]
 
@@ -541,7 +552,7 @@ class Bucket:
         return max(1, _ALIGNMENT // self.blocks[0].itemsize)
 
     def runs(self, rank: int) -> Iterator[ElementRange]:
-        """Ranges of a rank's shard in each block, in order."""
+        """Yield the ranges of elements of each shard that are in a rank's part, in order."""
         first = self.ranks.index(rank) * self.share
         last = first + self.share
         for block, begin in zip(self.blocks, self.starts, strict=True):
@@ -552,9 +563,9 @@ class Bucket:
 
 
 def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:
-    """The buckets of a rank's blocks, in the order in which all of their ranks exchange them. Those
-    without a home come first, and parameters are taken last first, since backward finishes with the
-    first.
+    """Return the buckets of a rank's shards in the order of their collectives, which is equal on
+    all ranks. Shards without a home come first. Parameters are in descending order, because
+    backward computes the gradients of the first parameters last.
     """
     groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):
@@ -583,28 +594,27 @@ KINDS = (
     "parameter",
     "send",
 )
-"""Kinds of a step's exchanges, in the order in which they are listed, and what their bytes are.
+"""Kinds of communication of a step, in the order of reports, and the bytes that each counts.
 
-Each device counts every exchange that it takes part in, forwards and backwards; a total is over all
-devices.
+Each device counts each collective in which it takes part, forward and backward. A total is the sum
+over all devices.
 
-* `all_reduce`: the tensor that is added up, or of which the largest is taken;
-* `reduce_scatter`: the tensor that is put in;
-* `all_gather`: the tensor that comes out;
-* `all_to_all`: the block of which each device sends a part to every other;
-* `redistribute`: what arrives from other devices;
-* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in
-  shards;
-* `parameter`: parameters that are gathered once a step, where each device has updated a shard;
-* `send`: what goes to another device's stage, activations and their gradients.
+* `all_reduce`: the reduced tensor;
+* `reduce_scatter`: the input tensor;
+* `all_gather`: the output tensor;
+* `all_to_all`: the shard from which a device sends a part to each other device;
+* `redistribute`: the elements received from other devices;
+* `gradient`: parameter gradients that are reduced once per step, fully or into shards;
+* `parameter`: parameters that are gathered once per step after a sharded update;
+* `send`: activations and their gradients that are sent to other stages' devices.
 
-What an operator that is split along a joint axis tells the group counts as what it is. Cutting a
-copy moves nothing. Reports, outputs of inference and checkpoints are no part of a step.
+Collectives inside an operator count under their own kind. Slicing a local copy communicates
+nothing. Reports, inference outputs and checkpoints are not counted.
 """
 
 
 def transposed(kind: str) -> str:
-    """The kind of the exchange that an exchange's backward is, of as many bytes."""
+    """Return the kind of the backward of a collective; it has the same number of bytes."""
     return {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
 
 

@@ -1,6 +1,4 @@
-"""A simulated or measured step over time, and the predicted times of stages and messages that it is
-simulated from.
-"""
+"""The timeline of a simulated or measured step, and the predicted times of stages and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from autopipe.ir.schedule import EVERY, Lanes, MicroBatchSlice, Phase, Task
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task on a device, in seconds from the start of the step."""
+    """Start and end of a task on a device, in seconds from the start of the step."""
 
     device: int
     task: Task
@@ -23,30 +21,32 @@ class Span:
 
 
 class EndKind(enum.Enum):
-    """Work at the end of a step that trains."""
+    """Kind of work at the end of a training step."""
 
     GRADIENT_SUM = "gradient sum"
-    """Gradients of a stage are summed over its devices."""
+    """Gradient all-reduce of a stage."""
     UPDATE = "update"
-    """The optimizer updates the parameters of all stages of a device."""
+    """Optimizer update of all parameters of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndSpan:
-    """Work of a device after its last task, in seconds from the start of the step."""
+    """Start and end of work of a device after its last task, in seconds from the start of the
+    step.
+    """
 
     device: int
     kind: EndKind
     stage: int | None
-    """None for an update, which is of all stages of the device."""
+    """Stage of a gradient all-reduce; None for an update."""
     start: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message between two devices: the values that a stage sends to another for one micro-batch.
-    `task` is the one that sends: a forward sends activations, a backward gradients.
+    """A P2P message between devices of two stages for one micro-batch. `task` is the sending task:
+    a forward sends activations, a backward sends gradients.
     """
 
     source: int
@@ -58,40 +58,37 @@ class Transfer:
 
 
 Links = tuple[tuple[tuple[int, int], ...], ...]
-"""Pairs of devices by what they exchange: all pairs of one entry exchange the same at the same
-time.
-"""
+"""Groups of device pairs. All pairs of a group exchange equal messages at equal times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step. `memory[d]` holds (time, bytes in use from then on) for device d, ascending, the
-    first at 0.
+    """Tasks, messages and memory of one step.
 
-    `static_memory[d]` is the part of it that never changes: parameters, gradients, optimizer state.
-    `end` counts the gradient all-reduce and the update.
-
-    Of devices that do the same at the same time only the first one's spans are held, and of links
-    between them only the first one's transfers: a step of thousands of devices has millions.
+    Of devices with equal spans only the first one's are stored, and of pairs with equal transfers
+    only the first one's, because a step of thousands of devices has millions.
     """
 
     own_spans: tuple[Span, ...]
-    """The spans of the first device of each lane, by device, then by start."""
+    """Spans of the first device of each lane, sorted by device and start."""
     own_transfers: tuple[Transfer, ...]
-    """The transfers of the first pair of each of `links`, in either direction."""
+    """Transfers of the first pair of each group of `links`, in both directions."""
     memory: tuple[tuple[tuple[float, int], ...], ...]
+    """For each device, pairs (time, bytes in use from this time), sorted by time from 0."""
     static_memory: tuple[int, ...]
+    """Constant part of the memory of each device: parameters, gradients, optimizer state."""
     end: float
+    """End of the step in seconds, including gradient all-reduce and update."""
     lanes: Lanes = ()
-    """Devices that do the same; () where each is held for itself."""
+    """Groups of devices with equal spans; () if the spans of all devices are stored."""
     links: Links = ()
-    """Pairs that exchange the same; () where each is held for itself."""
+    """Groups of pairs with equal transfers; () if all transfers are stored."""
     own_ends: tuple[EndSpan, ...] = ()
-    """Gradient sums and updates of the first device of each lane, by device, then by start."""
+    """Gradient all-reduces and updates of the first device of each lane, by device and start."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The tasks of all devices, by device, then by start."""
+        """Tasks of all devices, sorted by device and start."""
         if len(self.lanes) in (0, len(self.memory)):
             return self.own_spans
         of_lane: dict[int, list[Span]] = {}
@@ -106,7 +103,7 @@ class Timeline:
 
     @property
     def ends(self) -> tuple[EndSpan, ...]:
-        """Return the gradient sums and updates of all devices, by device, then by start."""
+        """Gradient all-reduces and updates of all devices, sorted by device and start."""
         if len(self.lanes) in (0, len(self.memory)):
             return self.own_ends
         of_lane: dict[int, list[EndSpan]] = {}
@@ -121,12 +118,14 @@ class Timeline:
 
     @property
     def _firsts(self) -> dict[int, int]:
-        """The first device of each device's lane."""
+        """{device: first device of its lane}."""
         return {device: devices[0] for devices in self.lanes for device in devices}
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The messages between all pairs of devices; those that go at once stand together."""
+        """Messages between all pairs of devices. Equal messages of a group of pairs are
+        consecutive.
+        """
         if not self.links:
             return self.own_transfers
         pairs = {ends: equal for equal in self.links for ends in (equal[0], equal[0][::-1])}
@@ -141,14 +140,14 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[int, ...]:
-        # Devices that do the same share a curve.
+        # Devices with equal memory share one curve object.
         curves = {id(curve): curve for curve in self.memory}
         peaks = {key: max((used for _, used in curve), default=0) for key, curve in curves.items()}
         return tuple(peaks[id(curve)] for curve in self.memory)
 
     @property
     def bubble_rate(self) -> float:
-        """Share of the devices' time in which they compute nothing."""
+        """Fraction of device time in which no task runs, on average over the devices."""
         count = {devices[0]: len(devices) for devices in self.lanes}
         busy = sum((span.end - span.start) * count.get(span.device, 1) for span in self.own_spans)
         return 1.0 - busy / (len(self.memory) * self.end) if self.end else 0.0
@@ -156,18 +155,16 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeconds:
-    """Seconds that a stage's tasks take for one micro-batch, on the host alone or on the device
-    alone.
-    """
+    """Seconds of the tasks of a stage for one micro-batch, either on the host or on the device."""
 
     forward_s: Amount
     backward_s: Amount = 0.0
-    """Seconds of a backward, with the forward that recomputation runs again."""
+    """Seconds of a backward, including the recomputed forward."""
     weight_gradient_s: Amount = 0.0
-    """Seconds of the second half of a split backward, a part of `backward_s`."""
+    """Seconds of the second half of a split backward; included in `backward_s`."""
 
     def of(self, phase: Phase) -> float:
-        """Return the seconds of one task."""
+        """Return the seconds of a task of a phase."""
         return {
             Phase.FORWARD: self.forward_s,
             Phase.BACKWARD: self.backward_s,
@@ -178,51 +175,51 @@ class TaskSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """Predicted seconds and bytes of a stage on each of its devices, for one micro-batch where
-    nothing else is said.
+    """Predicted seconds and bytes of a stage on each of its devices, per micro-batch unless stated
+    otherwise.
     """
 
     forward_s: Amount
     backward_s: Amount = 0.0
-    """Seconds of a backward, with the forward that recomputation runs again."""
+    """Seconds of a backward, including the recomputed forward."""
     input_gradient_s: Amount = 0.0
     weight_gradient_s: Amount = 0.0
     split_s: Amount = 0.0
-    """Seconds more that a micro-batch takes because its backward is split, most of them in the
-    forward and in the first half: they count with the first half.
+    """Additional seconds per micro-batch if its backward is split. They are added to the first half
+    of the backward.
     """
     gradient_s: Amount = 0.0
-    """Seconds, once a step, in which gradients are summed over devices."""
+    """Seconds of the gradient all-reduce, once per step."""
     update_s: Amount = 0.0
     parameter_bytes: Index = 0
     static_bytes: Index = 0
-    """Bytes there all through a step: parameters, gradients, optimizer state, message buffers."""
+    """Bytes allocated during the whole step: parameters, gradients, optimizer state, message
+    buffers.
+    """
     kept_bytes: Index = 0
-    """Bytes held from the start of a forward to the end of its backward."""
+    """Bytes saved from the start of a forward to the end of its backward."""
     weight_kept_bytes: Index = 0
-    """Bytes that a split backward's second half needs: held from the end of the first to its own
-    end.
+    """Bytes saved from the end of the first half of a split backward to the end of the second half.
     """
     transient_bytes: Index = 0
-    """Bytes that come and go within a backward or, without training, a forward."""
+    """Temporary bytes within a backward or, in inference, within a forward."""
     on_host: Annotated[TaskSeconds | None, OmitDefault()] = None
-    """Seconds in which the host starts each task's operators; None if the host's time does not
-    count.
+    """Seconds in which the host launches the operators of each task; None if host time is not
+    modelled.
     """
     on_device: Annotated[TaskSeconds | None, OmitDefault()] = None
-    """Seconds in which the device computes and exchanges; None if the host's time does not count.
-    """
+    """Seconds in which the device computes and communicates; None if host time is not modelled."""
 
     @property
     def host_bound(self) -> bool:
-        """True if a micro-batch takes the host longer than the device."""
+        """True if a micro-batch takes more host time than device time."""
         if self.on_host is None or self.on_device is None:
             return False
         host_s = self.on_host.forward_s + self.on_host.backward_s
         return host_s > self.on_device.forward_s + self.on_device.backward_s
 
     def host_wait_s(self, phase: Phase) -> float:
-        """Return how much longer a task takes because the device waits for the host."""
+        """Return the seconds of a task in which the device waits for the host."""
         if self.on_host is None or self.on_device is None:
             return 0.0
         return max(0.0, self.on_host.of(phase) - self.on_device.of(phase))
@@ -236,8 +233,8 @@ class StagePrediction:
         }[phase]
 
     def added_bytes(self, phase: Phase) -> int:
-        """Bytes that a task of a step that trains adds to those in use, less than nothing where it
-        frees.
+        """Return the change, in bytes, of used memory by a task of a training step. It is negative
+        if the task frees memory.
         """
         return {
             Phase.FORWARD: self.kept_bytes,
@@ -249,10 +246,9 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message from a device of one stage to a device of a later one after a forward; its gradient
-    comes back after the backward. Where the stages have micro-batches of different sizes it is for
-    the samples that those of one slice of the source and those of one slice of the target have in
-    common: the number of the message is the same for both.
+    """A message from a device of one stage to a device of a later stage after a forward, and its
+    gradient after the backward. If the micro-batch sizes of the stages differ, the message has the
+    samples that micro-batches of `source_slice` and of `target_slice` have in common.
     """
 
     source_stage: Index
@@ -269,8 +265,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Stages in order, and the messages of one micro-batch: of the largest, where stages have
-    different ones.
+    """Predictions of the stages in order, and the messages of one micro-batch; of the largest
+    micro-batch if stages have different sizes.
     """
 
     stages: tuple[StagePrediction, ...] = ()
