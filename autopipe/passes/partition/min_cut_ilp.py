@@ -346,10 +346,12 @@ class StagePartition:
 
 @dataclass(frozen=True, slots=True)
 class PartitionProblem:
-    """Partition of a space into stages with at most (1 + `imbalance`) times the mean work."""
+    """Partition of a space into stages with at most (1 + `imbalance_tolerance`) times the mean
+    work.
+    """
 
     space: PartitionSpace
-    imbalance: float
+    imbalance_tolerance: float
     end: float
     """The time (`time.monotonic`) at which integer programs end."""
     solver: str = AUTO
@@ -372,7 +374,7 @@ class PartitionProblem:
                 f"{space.stages} {plural(space.stages, 'stage')}",
                 hint="use fewer stages",
             )
-        limit = float(flow.work.sum()) / space.stages * (1 + self.imbalance)
+        limit = float(flow.work.sum()) / space.stages * (1 + self.imbalance_tolerance)
         start = line = space.best_contiguous(limit)
         if start is None:
             start = self._balanced(limit)
@@ -480,7 +482,7 @@ class PartitionProblem:
         smallest = "minimum imbalance" if proven else "minimum imbalance found"
         raise InfeasibleError(
             f"operators cannot be partitioned into {stages} {plural(stages, 'stage')} "
-            f"with at most {self.imbalance:.1%} more work than "
+            f"with at most {self.imbalance_tolerance:.1%} more work than "
             f"the mean: the {smallest} is "
             f"{np.ceil((minimum / (total / stages) - 1) * 1000 - 0.002) / 10:.1f}%",
             hint="increase imbalance_tolerance, or set another number of stages",
@@ -547,16 +549,16 @@ def downsets_if_few(flow: Flow, limit: float) -> Members | None:
 def divide(
     problem: Problem,
     stages: int,
-    imbalance: float,
+    imbalance_tolerance: float,
     fixed_stages: Mapping[int, int] | None = None,
     time_limit: float = 30.0,
 ) -> StagePartition:
     """Partition the problem's nodes into `stages` stages, each with work of at most (1 +
-    `imbalance`) times the mean.
+    `imbalance_tolerance`) times the mean.
 
     The nodes in `fixed_stages` are in the required stages. Each stage reads from earlier stages
     only. `time_limit` is in seconds. Raise ConfigurationError if `fixed_stages` permits no
-    partition, and InfeasibleError with the minimum imbalance if the limit permits none.
+    partition, and InfeasibleError with the minimum imbalance if the tolerance permits none.
     """
     flow, nodes = flow_of(problem)
     fixed_stages = fixed_stages or {}
@@ -566,7 +568,9 @@ def divide(
     flow = flow.reordered(order)
     nodes = nodes[order]
     space = PartitionSpace(flow, stages, space.first[order], space.last[order])
-    found = PartitionProblem(space, imbalance, time.monotonic() + time_limit, problem.solver).run()
+    found = PartitionProblem(
+        space, imbalance_tolerance, time.monotonic() + time_limit, problem.solver
+    ).run()
     stage_of = dict(zip(nodes.tolist(), found.stage.tolist(), strict=True))
     # A node that each reading stage recomputes is in its fixed stage, or in the first stage that
     # reads it.

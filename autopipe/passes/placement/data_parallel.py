@@ -32,8 +32,8 @@ class DataParallel:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError unless all devices have one type, can split a micro-batch evenly,
-        and have memory for the weights.
+        """Raise InfeasibleError unless the devices have one type, split a micro-batch evenly, and
+        fit the weights into memory.
         """
         check_one_kind(problem, self.name)
         check_state(problem, problem.cluster.size, 1)
@@ -69,8 +69,8 @@ class DataParallel:
 
 
 def _is_by_samples(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
-    """True if a constraint has no split, or requires that all `size` devices split the samples and
-    nothing else is split.
+    """True if a constraint permits a split of the samples over all `size` devices and no other
+    split.
     """
     split = resolved.constraint.split
     if split is None or size == 1:

@@ -314,6 +314,7 @@ class SplitProblem:
         """Return `placement` with the best splits of stage `index` that `solver` finds, or split by
         samples if that is faster.
 
+        The split by samples is not tried if some nodes of the stage may not use all configurations.
         `overlap` is true if `solver` assumes that the gradient all-reduce overlaps with the
         backward of the last micro-batch. `resized_problem` is the problem at the stage's
         micro-batch size, if the caller has it. Raise InfeasibleError with the minimum excess if no

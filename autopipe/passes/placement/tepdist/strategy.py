@@ -312,7 +312,7 @@ class Outer:
 
     problem: Problem
     solver: Level
-    unbalance: float
+    imbalance_tolerance: float
     end: float | None = None
     """The time (`time.monotonic`) at which to stop once there is a placement; None for no limit."""
     trials: list[MeshTrial] = field(default_factory=list)
@@ -422,7 +422,7 @@ class Outer:
             )
             try:
                 self._even[key] = divide(
-                    problem, len(groups), self.unbalance, fixed_stages, limit
+                    problem, len(groups), self.imbalance_tolerance, fixed_stages, limit
                 ).nodes
             except InfeasibleError as error:
                 self._even[key] = error
